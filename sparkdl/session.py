@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 logger = logging.getLogger("sparkdl")
-_told: set[str] = set()
+_warned: set[str] = set()
 DAEMON = "spark.python.daemon.module"
 _ANOTHERS_DAEMON = (
     "slower than necessary: %s=%s is another library's, and stays as it is (%s). It can import "
@@ -193,8 +193,8 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
     """
     conf = conf_of(context)
     missing = [key for key in NEEDED_FOR_SPEED if conf.get(key, "") != SPARK_SETTINGS[key][0]]
-    if missing and context.applicationId not in _told:
-        _told.add(context.applicationId)
+    if missing and context.applicationId not in _warned:
+        _warned.add(context.applicationId)
         for key in missing:
             value, reason = SPARK_SETTINGS[key]
             if key == DAEMON and conf.get(key, "") not in ("", "pyspark.daemon"):

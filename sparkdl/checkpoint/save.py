@@ -71,7 +71,7 @@ class Checkpointer:
         noting: Callable[[], Callable[[str, Manifest], None]] | None = None,
         background: Callable[[StateWork], PendingStateWork] | None = None,
         *,
-        told: Mapping[str, Any],
+        model: Mapping[str, Any],
         begun: TrainState,
         endless: bool = False,
     ) -> None:
@@ -85,7 +85,7 @@ class Checkpointer:
             noting: Called when a checkpoint begins; the function that it returns is called with the
                 URI and the manifest when the checkpoint is complete.
             background: Starts to write while training continues; None: training waits.
-            told: The ``model`` of the manifest.
+            model: The ``model`` of the manifest.
             begun: The state in which the run begins or continues.
             endless: Another pass will follow, so that the end of this pass is not the end of the
                 run, and the length of the history has no known bound.
@@ -96,10 +96,10 @@ class Checkpointer:
         self._store = CheckpointStore(settings.path)
         self._noting, self._background = noting, background
         self._begun: OpenCheckpoint | None = None
-        self._endless, self._model = endless, told
+        self._endless, self._model = endless, model
         own = begun.checkpoint is not None and self._store.holds(begun.checkpoint)
         self._last = begun.iteration if own else 0  # the iteration of the last checkpoint
-        self._told = False  # whether it was logged that older checkpoints stay
+        self._warned = False  # whether it was logged that older checkpoints stay
 
     def check(self) -> None:
         """Let every owner write where a checkpoint will be, so that a path that is not shared fails
@@ -221,11 +221,11 @@ class Checkpointer:
         try:
             self._store.prune(self._keep)
         except CheckpointError as error:
-            if not self._told:
+            if not self._warned:
                 logger.warning(
                     "older checkpoints in %s cannot be deleted and are kept: %s", self._store, error
                 )
-            self._told = True
+            self._warned = True
 
     def _best(self, begun: OpenCheckpoint, used: StateWorkResult) -> Best | None:
         metric, best = self._identity.metric, begun.state.best

@@ -173,8 +173,8 @@ class LocalEngine:
         report = ReplicaReport(
             replica, outcome.count, outcome.weight, outcome.loss, "", clock.seconds, problem
         )
-        told = [replace(section, replica=replica, others=outcome.others) for section in sections]
-        return report, told, outcome
+        written = [replace(section, replica=replica, others=outcome.others) for section in sections]
+        return report, written, outcome
 
     def _synchronize(
         self,

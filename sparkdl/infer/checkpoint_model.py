@@ -34,7 +34,7 @@ MOST = 1 << 16
 """The most characters that a recipe may have in a manifest."""
 
 
-def told_in_manifest(
+def manifest_of_model(
     untrained: TrainedModel, freeze: Sequence[str] = (), unfreeze: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the description of the model, for :attr:`Manifest.model`.
@@ -120,15 +120,15 @@ def _model_of(
             "fit(resume=...), which returns a model."
         )
     try:
-        told: ModelManifest = from_plain({**manifest.model, "files": {}}, ModelManifest)
-        told.check()
+        described: ModelManifest = from_plain({**manifest.model, "files": {}}, ModelManifest)
+        described.check()
         frozen, unfrozen = (
             from_plain(manifest.model.get(name, []), tuple[str, ...], name)
             for name in ("freeze", "unfreeze")
         )
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(f"it does not describe a model: {error}") from error
-    saved = Saved(Path(str(where)), dict(manifest.model), told)
+    saved = Saved(Path(str(where)), dict(manifest.model), described)
     columns, signature = columns_of(saved, trust), signature_of(saved, trust)
     build = model if model is not None else read_recipe(saved, trust)
 
@@ -154,16 +154,16 @@ def _model_of(
             module=filled(module if which == CURRENT else another(), weights),
             model=build,
             loss=loss,
-            features=told.features,
-            label=told.label,
+            features=described.features,
+            label=described.label,
             columns=columns,
-            fields=told.fields,
-            num_features=told.num_features,
-            float_dtype=told.float_dtype,
-            output=told.output,
+            fields=described.fields,
+            num_features=described.num_features,
+            float_dtype=described.float_dtype,
+            output=described.output,
             history=history,
-            seed=told.seed,
-            judging=told.judging,
+            seed=described.seed,
+            judging=described.judging,
             signature=signature,
         )
 

@@ -169,7 +169,7 @@ def load(
             if model is None:
                 take_dtypes(module, file)
             safetensors.torch.load_model(_apart(module), file)
-        if BUFFERS in saved.told.files:
+        if BUFFERS in saved.manifest.files:
             with mappable(folder / BUFFERS) as file:
                 saved.compare(file, BUFFERS)
                 load_buffers(module, file, folder)
@@ -181,17 +181,17 @@ def load(
         module=module.eval(),
         model=build,
         loss=loss,
-        features=saved.told.features,
-        label=saved.told.label,
+        features=saved.manifest.features,
+        label=saved.manifest.label,
         columns=columns,
-        fields=saved.told.fields,
-        num_features=saved.told.num_features,
-        float_dtype=saved.told.float_dtype,
-        output=saved.told.output,
+        fields=saved.manifest.fields,
+        num_features=saved.manifest.num_features,
+        float_dtype=saved.manifest.float_dtype,
+        output=saved.manifest.output,
         signature=signature,
         history=history,
-        seed=saved.told.seed,
-        judging=saved.told.judging,
+        seed=saved.manifest.seed,
+        judging=saved.manifest.judging,
     )
 
 

@@ -83,7 +83,7 @@ def signature_of(saved: Saved, trust: bool) -> Signature:
         part = NamedFunction(name=part["function"]).load()
     elif problems_of_part(part):
         raise ModelError(f"{folder}/{MODEL} is damaged: part is {kind_of(part)}.")
-    return Signature(saved.told.inputs, part)
+    return Signature(saved.manifest.inputs, part)
 
 
 def built(build: Any, saved: Saved) -> nn.Module:
@@ -96,7 +96,7 @@ def built(build: Any, saved: Saved) -> nn.Module:
         return plain(build)
     folder = saved.folder
     try:
-        with seeded(saved.told.seed):
+        with seeded(saved.manifest.seed):
             module = build()
     except Exception as error:
         raise ModelError(

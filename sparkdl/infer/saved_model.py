@@ -80,12 +80,12 @@ class Saved:
     Attributes:
         folder: The folder.
         content: The whole content of its ``model.json``.
-        told: The checked part of that content.
+        manifest: The checked part of that content.
     """
 
     folder: Path
     content: dict[str, Any]
-    told: ModelManifest
+    manifest: ModelManifest
 
     @staticmethod
     def read(folder: Path) -> Saved:
@@ -97,11 +97,11 @@ class Saved:
         """
         content = _content(folder)
         try:
-            told: ModelManifest = from_plain(content, ModelManifest)
-            told.check()
+            manifest: ModelManifest = from_plain(content, ModelManifest)
+            manifest.check()
         except (ValueError, TypeError, RecursionError) as error:
             raise ModelError(f"{folder}/{MODEL} is damaged: {error}.") from error
-        return Saved(folder, content, told)
+        return Saved(folder, content, manifest)
 
     def checked(self, name: str) -> bytes:
         """Return the bytes of a file. Raises ModelError if it is not the one that was saved."""
@@ -118,7 +118,7 @@ class Saved:
         self._compare(name, file_checksum(path))
 
     def _compare(self, name: str, checksum: str) -> None:
-        if checksum != self.told.files.get(name):
+        if checksum != self.manifest.files.get(name):
             raise ModelError(
                 f"{self.folder / name} is not the file that was saved: its checksum differs."
             )

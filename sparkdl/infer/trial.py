@@ -89,14 +89,14 @@ class Trial:
                 returned = self.signature.call(self.module, inputs)
             except Exception as error:
                 shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
-                text = f"the model fails on a batch of {shapes}: {_told(error)}."
+                text = f"the model fails on a batch of {shapes}: {_reason(error)}."
                 raise _Failed(ModelError(text)) from error
             try:
                 output = self.signature.output(returned)
             except UserError:
                 raise
             except Exception as error:
-                text = f"output=, a function, fails on {described(returned)}: {_told(error)}."
+                text = f"output=, a function, fails on {described(returned)}: {_reason(error)}."
                 raise _Failed(ParameterError(text)) from error
             return self._finished(output, len(arrays[0]))
 
@@ -116,7 +116,7 @@ class Trial:
             finished = self.finish(output)
         except Exception as error:
             text = (
-                f"postprocess fails on {described(output)}: {_told(error)}. It gets the model's "
+                f"postprocess fails on {described(output)}: {_reason(error)}. It gets the model's "
                 "output for a batch."
             )
             raise _Failed(ParameterError(text)) from error
@@ -137,7 +137,7 @@ class _Failed(Exception):
         self.error = error
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('. ')}"
 
 

@@ -128,13 +128,13 @@ def compared(module: nn.Module, expected: Description) -> Compared:
         if here is None or there is None or not here.has_form_of(there):
             form = form or f'"{name}" is {here or "missing"} here, and {there or "missing"} there'
         elif here.digest != there.digest:
-            told = f'the {here.role} "{name}" {list(here.shape)} has other values here than there'
+            text = f'the {here.role} "{name}" {list(here.shape)} has other values here than there'
             if here.some:
-                told += f", {here.some[0]:.6g} and {there.some[0]:.6g} to begin with"
+                text += f", {here.some[0]:.6g} and {there.some[0]:.6g} to begin with"
             if there.is_close_to(here):
-                rounding = rounding or told
+                rounding = rounding or text
             else:
-                values = values or told
+                values = values or text
     if not form and list(expected) != list(found):
         form = f"the order is {_order(expected)} here, and {_order(found)} there"
     return Compared(digest, form, values, rounding)
@@ -144,20 +144,20 @@ def _order(names: Description) -> str:
     return ", ".join(f'"{name}"' for name in list(names)[:5])
 
 
-def check_same(told: Sequence[Compared | UserError]) -> None:
+def check_same(compared: Sequence[Compared | UserError]) -> None:
     """Check that all processes have built the same model as the driver.
 
     Differences in rounding are only logged, as a warning.
 
     Args:
-        told: One element for each replica, in order. A UserError is the mistake that kept the
+        compared: One element for each replica, in order. A UserError is the mistake that kept the
             process from building a model; it is raised.
 
     Raises:
         ModelError: The models differ.
     """
     found: list[Compared] = []
-    for one in told:
+    for one in compared:
         if isinstance(one, UserError):
             raise one
         found.append(one)

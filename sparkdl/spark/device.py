@@ -59,10 +59,10 @@ def _choose(
     elif place is None:
         place = _find(address, names())
     if place is None or place >= count:
-        told = "not set" if visible is None else f'"{visible}"'
+        value = "not set" if visible is None else f'"{visible}"'
         raise SessionError(
             f'Spark assigned the GPU "{address}" to this task, and it is none of the {count} that '
-            f"torch sees ({VISIBLE} is {told}): let the discovery script print what "
+            f"torch sees ({VISIBLE} is {value}): let the discovery script print what "
             "nvidia-smi --query-gpu=index prints (or uuid), and let the variable name all of these or "
             "leave it out."
         )

@@ -181,13 +181,13 @@ _ALONE = (
 
 
 def _message(found: Difference, rows: int, sums: bool, hint: str) -> str:
-    told = (
+    text = (
         f"the loss of the first {rows} rows is {found.whole:.5g}, and {found.together:.5g} when "
         "two parts of them are combined as replicas and accumulate do, each part weighted by its "
         f"{'count' if sums else 'rows'}: "
     )
     if hint:
-        return told + hint
+        return text + hint
     if found.kind == "no count":
         return (
             "the loss returned two values, which stand for (sum, count), but the second one is not "
@@ -195,16 +195,16 @@ def _message(found: Difference, rows: int, sums: bool, hint: str) -> str:
             f"Validation), or {_PAIR}."
         )
     if found.kind == "adds up":
-        return f"{told}it is a sum. Return its mean over the rows, or {_PAIR}."
+        return f"{text}it is a sum. Return its mean over the rows, or {_PAIR}."
     if found.kind == "another mean" and not sums:
         return (
-            f"{told}it is not a mean over the rows. If it is a mean over tokens, pairs or labels "
+            f"{text}it is not a mean over the rows. If it is a mean over tokens, pairs or labels "
             f"that are not padding, {_PAIR}. If it makes rows depend on each other, {_ALONE}"
         )
-    told += "it makes rows depend on each other, as with negatives from the batch, or is no mean. "
+    text += "it makes rows depend on each other, as with negatives from the batch, or is no mean. "
     if sums:
-        return told + _ALONE[0].upper() + _ALONE[1:]
-    return f"{told}If it is a mean over something other than rows, {_PAIR}. Otherwise {_ALONE}"
+        return text + _ALONE[0].upper() + _ALONE[1:]
+    return f"{text}If it is a mean over something other than rows, {_PAIR}. Otherwise {_ALONE}"
 
 
 _COUNTS: dict[str, Callable[[torch.Tensor], Any]] = {

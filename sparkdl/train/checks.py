@@ -207,8 +207,8 @@ def _compile_options(options: Any) -> Iterator[str]:
         try:
             torch.compile(nn.Identity(), **options)
         except Exception as error:
-            told = textwrap.shorten(str(error), 160, placeholder="...").rstrip(".")
-            yield f"compile={options!r}: torch.compile does not take these options ({told})."
+            reason = textwrap.shorten(str(error), 160, placeholder="...").rstrip(".")
+            yield f"compile={options!r}: torch.compile does not take these options ({reason})."
 
 
 def _wrong_names(trainer: Any) -> Iterator[str]:

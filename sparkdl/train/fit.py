@@ -23,7 +23,7 @@ from sparkdl.engines.registry import build_engine
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import ParameterError
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
-from sparkdl.infer.checkpoint_model import told_in_manifest
+from sparkdl.infer.checkpoint_model import manifest_of_model
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.advance import catch_up
@@ -193,14 +193,16 @@ def run(
             state = catch_up(schedule, state, history)
         if one_pass and not schedule.follows_validations:
             state = replace(state, validations=recent_validations(state.validations))
-        told = told_in_manifest(
+        manifest_model = manifest_of_model(
             result(module=model.module, history=history), trainer.freeze, trainer.unfreeze
         )
-        stages = stages_of(trainer, engine, validation, identity, told, state, history, one_pass)
+        stages = stages_of(
+            trainer, engine, validation, identity, manifest_model, state, history, one_pass
+        )
         facts = _facts(trainer, model, samples)
         progress = progress_of(settings.progress, facts, began, one_pass)
         model = replace(model, module=nn.Module())  # the preflight's module takes memory
-        rescue = Rescue(trainer, engine, identity, told, history, one_pass)
+        rescue = Rescue(trainer, engine, identity, manifest_model, history, one_pass)
         with interruptible() as interrupt, rescue, contextlib.closing(progress):
             callbacks = [rescue, *trainer.callbacks, progress]
             config = LoopConfig.of(trainer)

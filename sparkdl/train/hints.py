@@ -124,9 +124,9 @@ def keyword_hint(error: Exception, module: nn.Module, keywords: Sequence[str]) -
     if not wrong:
         return ""
     names.sort(key=lambda name: -difflib.SequenceMatcher(None, wrong[0], name).ratio())
-    told = " and ".join(f'"{keyword}"' for keyword in wrong)
+    given = " and ".join(f'"{keyword}"' for keyword in wrong)
     return (
-        f" features= gives {told}, and the parameters of its forward are {', '.join(names)}: give "
+        f" features= gives {given}, and the parameters of its forward are {', '.join(names)}: give "
         "columns by these names."
     )
 

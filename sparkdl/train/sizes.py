@@ -87,11 +87,11 @@ def _check_room(
     else:
         rooms = {slab_dir: _free(Path(slab_dir).absolute())}
     if need > sum(rooms.values()):
-        told = " and ".join(f"{_gb(room)} in {place}" for place, room in rooms.items())
+        free = " and ".join(f"{_gb(room)} in {place}" for place, room in rooms.items())
         raise ParameterError(
             f"the model has {_gb(layout.nbytes)} of weights; two versions of them and the "
             f"gradients of {replicas} replicas take {_gb(need)} of slabs, but there is only room "
-            f"for {told}. Free some, point spark.sparkdl.slab.dir at a larger directory, or train "
+            f"for {free}. Free some, point spark.sparkdl.slab.dir at a larger directory, or train "
             "with fewer replicas."
         )
 

@@ -38,7 +38,7 @@ from sparkdl.errors import (
     ParameterError,
     TrustError,
 )
-from sparkdl.infer.checkpoint_model import told_in_manifest
+from sparkdl.infer.checkpoint_model import manifest_of_model
 from sparkdl.infer.output import Output
 from sparkdl.infer.persistence import load, save
 from sparkdl.infer.trained_model import TrainedModel
@@ -185,7 +185,7 @@ def write_a_checkpoint(root: Path) -> Path:
         validations=(validated,),
         best=Best(iteration=4, epoch=2, metric="loss", value=0.5, files=kinds["best"]),
         config={"batch_size": "8"},
-        model=told_in_manifest(UNTRAINED),
+        model=manifest_of_model(UNTRAINED),
         extra={"loss_scale_age": 0, "higher_is_better": {"loss": False}, "compression": "None"},
         **CONSTANTS,
     )

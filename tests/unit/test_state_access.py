@@ -89,7 +89,7 @@ def written(tmp_path: Path) -> tuple[Store, sparkdl.Checkpoint]:
     state = TrainState(iteration=3, epoch=0, position=3, samples=12, validations=(best,), best=best)
     history = History()
     history.append(state, 1)
-    checkpointer = Checkpointer(settings, store, RUN, history, told={}, begun=TrainState())
+    checkpointer = Checkpointer(settings, store, RUN, history, model={}, begun=TrainState())
     checkpointer.check()
     assert checkpointer.finish(state).checkpoint is not None
     return store, settings
