@@ -281,6 +281,6 @@ def _open(samples: SampleSet) -> list[MappedPartition | None]:
         return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]
     except StaleReferenceError as error:
         raise StateLostError(
-            f"{error} before training began. Call fit again, which writes the samples anew; keep "
-            "others from deleting what is in spark.sparkdl.slab.dir."
+            f"{error} before training began. Call fit again, which writes the samples again, and "
+            "make sure that nothing deletes files in spark.sparkdl.slab.dir."
         ) from error

@@ -234,7 +234,7 @@ class RecoveringEngine:
             self._due = time.monotonic()  # one of the two copies of the snapshot may be lost
             repeated = sum(asked is not None for asked in self._log.since(point.done))
             logger.warning(
-                "%s. Went on from %s and repeated %d iteration%s: %.1f s.%s",
+                "%s. Continued from %s and repeated %d iteration%s: %.1f s.%s",
                 str(lost).partition("\n")[0].rstrip("."),
                 point.name,
                 repeated,
@@ -290,7 +290,7 @@ class _Surely:
 
 
 def _beyond_recovery(lost: StateLostError, error: Exception) -> StateLostError:
-    why = "" if error is lost else f" It could not be brought back: {error}"
+    why = "" if error is lost else f" It could not be restored: {error}"
     return StateLostError(
         f"{lost}{why}\nFit again, with resume= from a checkpoint, or from the initial weights."
     )

@@ -164,10 +164,10 @@ def check_same(compared: Sequence[Compared | UserError]) -> None:
     for replica, one in enumerate(found):
         if one.form:
             raise ModelError(
-                f"the executors build another model than this process: {one.form} (replica {replica}). "
-                "Each process calls model() for itself, with the modules and files that it finds. "
-                "Where a module was changed here, save and reload it, or give model() what it needs as "
-                "arguments (functools.partial); where it reads a file, ship that "
+                f"the executors build a different model than this process: {one.form} (replica "
+                f"{replica}). Each process calls model() for itself, with the modules and files "
+                "that it finds. If you changed a module here, save and reload it, or pass what "
+                "model() needs as arguments (functools.partial); if it reads a file, ship that "
                 "(spark.sparkContext.addFile). Or pass a module instance."
             )
     if len({one.digest for one in found}) > 1:
@@ -178,16 +178,16 @@ def check_same(compared: Sequence[Compared | UserError]) -> None:
     for replica, one in enumerate(found):
         if one.values:
             raise ModelError(
-                "the executors begin with other weights than this process: "
-                f"{one.values} (replica {replica}). Each process calls model() for itself. Where it "
-                "reads a file, ship that (spark.sparkContext.addFile), or give weights=; draw weights "
-                "with torch, numpy or random only (all three are seeded); or pass a module instance."
+                f"the executors start with different weights than this process: {one.values} "
+                f"(replica {replica}). Each process calls model() for itself. If it reads a file, "
+                "ship that (spark.sparkContext.addFile), or pass weights=; draw weights with "
+                "torch, numpy or random only (all three are seeded); or pass a module instance."
             )
     rounding = next((one.rounding for one in found if one.rounding), "")
     if rounding:
         logger.warning(
-            "the executors begin with weights that differ a little from those of this process, as "
-            "on processors of another kind: %s. Training begins with theirs; frozen parameters of "
+            "the executors start with weights that differ slightly from those of this process, as "
+            "on other types of processors: %s. Training starts with theirs; frozen parameters of "
             "the result are those of this process.",
             rounding,
         )

@@ -735,10 +735,9 @@ QUERIES = [
         lambda fit: fit(fit.good().selectExpr("features", "double(s) label")),
         DataError,
         "the data cannot be read: The value 'x' of the type \"STRING\" cannot be cast to "
-        '"DOUBLE" because it is malformed. Correct the value as per the syntax, or change '
-        "its target type. Use `try_cast` to tolerate malformed input and return NULL "
-        "instead. Mend the query or the function that the data comes from; data.count() "
-        "fails likewise.",
+        '"DOUBLE" because it is malformed. Correct the value as per the syntax, or change its '
+        "target type. Use `try_cast` to tolerate malformed input and return NULL instead. Fix the "
+        "query or the function that produces the data; data.count() fails in the same way.",
         jobs=2,
         tasks_fail=True,
     ),
@@ -746,10 +745,10 @@ QUERIES = [
         "division by 0",
         lambda fit: fit(fit.good().selectExpr("features", "n / (n - n) label")),
         DataError,
-        "the data cannot be read: Division by zero. Use `try_divide` to tolerate divisor "
-        'being 0 and return NULL instead. If necessary set "spark.sql.ansi.enabled" to '
-        '"false" to bypass this error. Mend the query or the function that the data comes '
-        "from; data.count() fails likewise.",
+        "the data cannot be read: Division by zero. Use `try_divide` to tolerate divisor being 0 "
+        'and return NULL instead. If necessary set "spark.sql.ansi.enabled" to "false" to bypass '
+        "this error. Fix the query or the function that produces the data; data.count() fails in "
+        "the same way.",
         jobs=2,
         tasks_fail=True,
     ),
@@ -759,11 +758,9 @@ QUERIES = [
             fit.good().withColumn("label", functions.udf(lambda n: 1 / 0, "double")("n"))
         ),
         DataError,
-        "the data cannot be read: ZeroDivisionError: division by zero\n"
-        "Traceback (most recent call last):\n"
-        "…ZeroDivisionError: division by zero\n"
-        "Mend the query or the function that the data comes from; data.count() fails "
-        "likewise.",
+        "the data cannot be read: ZeroDivisionError: division by zero\nTraceback (most recent call "
+        "last):\n…ZeroDivisionError: division by zero\nFix the query or the function that produces "
+        "the data; data.count() fails in the same way.",
         jobs=2,
         tasks_fail=True,
     ),
@@ -772,11 +769,8 @@ QUERIES = [
         lambda fit: fit(fit.rdd(1, 2).map(lambda n: n / 0)),
         DataError,
         "the data cannot be read: partition … on … failed once. ZeroDivisionError: division by "
-        "zero\n"
-        "Traceback (most recent call last):\n"
-        "…ZeroDivisionError: division by zero\n"
-        "Mend the query or the function that the data comes from; data.count() fails "
-        "likewise.",
+        "zero\nTraceback (most recent call last):\n…ZeroDivisionError: division by zero\nFix the "
+        "query or the function that produces the data; data.count() fails in the same way.",
         jobs=2,
         tasks_fail=True,
     ),

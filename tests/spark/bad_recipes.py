@@ -38,14 +38,14 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 OWN_MODELS = (
-    "Each process calls model() for itself, with the modules and files that it finds. Where a module "
-    "was changed here, save and reload it, or give model() what it needs as arguments "
-    "(functools.partial); where it reads a file, ship that (spark.sparkContext.addFile). Or pass a "
+    "Each process calls model() for itself, with the modules and files that it finds. If you "
+    "changed a module here, save and reload it, or pass what model() needs as arguments "
+    "(functools.partial); if it reads a file, ship that (spark.sparkContext.addFile). Or pass a "
     "module instance."
 )
 OWN_WEIGHTS = (
-    "Each process calls model() for itself. Where it reads a file, ship that "
-    "(spark.sparkContext.addFile), or give weights=; draw weights with torch, numpy or random only "
+    "Each process calls model() for itself. If it reads a file, ship that "
+    "(spark.sparkContext.addFile), or pass weights=; draw weights with torch, numpy or random only "
     "(all three are seeded); or pass a module instance."
 )
 
@@ -463,18 +463,18 @@ MODELS = [
         "a model of another shape on the executors",
         lambda fit: fit(fit.good(), engine="shuffle", model=partial(wider_elsewhere, os.getpid())),
         ModelError,
-        'the executors build another model than this process: "0.0.weight" is a trained parameter '
-        "[3, 2] of float32 here, and a trained parameter [4, 2] of float32 there (replica 0). "
-        + OWN_MODELS,
+        'the executors build a different model than this process: "0.0.weight" is a trained '
+        "parameter [3, 2] of float32 here, and a trained parameter [4, 2] of float32 there "
+        "(replica 0). " + OWN_MODELS,
         jobs=4,
     ),
     Mistake(
         "a model of another shape on the ranks",
         lambda fit: fit(fit.good(), engine="gang", model=partial(wider_elsewhere, os.getpid())),
         ModelError,
-        'the executors build another model than this process: "0.0.weight" is a trained parameter '
-        "[3, 2] of float32 here, and a trained parameter [4, 2] of float32 there (replica 0). "
-        + OWN_MODELS,
+        'the executors build a different model than this process: "0.0.weight" is a trained '
+        "parameter [3, 2] of float32 here, and a trained parameter [4, 2] of float32 there "
+        "(replica 0). " + OWN_MODELS,
         jobs=4,
     ),
     Mistake(
@@ -486,9 +486,9 @@ MODELS = [
             freeze=["0"],
         ),
         ModelError,
-        "the executors begin with other weights than this process: the frozen parameter "
-        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with '
-        "(replica 0). " + OWN_WEIGHTS,
+        "the executors start with different weights than this process: the frozen parameter "
+        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with (replica '
+        "0). " + OWN_WEIGHTS,
         jobs=4,
     ),
     Mistake(
@@ -500,9 +500,9 @@ MODELS = [
             freeze=["0"],
         ),
         ModelError,
-        "the executors begin with other weights than this process: the frozen parameter "
-        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with '
-        "(replica 0). " + OWN_WEIGHTS,
+        "the executors start with different weights than this process: the frozen parameter "
+        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with (replica '
+        "0). " + OWN_WEIGHTS,
         jobs=4,
     ),
     Mistake(

@@ -364,8 +364,8 @@ def test_a_slab_directory_that_cannot_be_made(
         str(caught.value)
         .partition("\n")[0]
         .endswith(
-            f"no slabs can be put into {tmp_path}/file/slabs (Not a directory). Point "
-            "spark.sparkdl.slab.dir at a directory of each node's own that can be written."
+            f"slabs cannot be written to {tmp_path}/file/slabs (Not a directory). Point "
+            "spark.sparkdl.slab.dir at a writable directory that each node has for itself."
         )
     )
     assert not fit.started

@@ -554,7 +554,7 @@ def digit(row: Any) -> Any:
 
 
 digits = dict(enumerate("012345678x", start=1))
-MEND = "Mend the query or the function that the data comes from; data.count() fails likewise."
+MEND = "Fix the query or the function that produces the data; data.count() fails in the same way."
 
 
 def test_evaluate_data_that_cannot_be_read(table: Any) -> None:
