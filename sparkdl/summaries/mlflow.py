@@ -82,10 +82,9 @@ class TrackedRun:
 
     def __init__(self, name: str | None) -> None:
         try:
-            import mlflow
+            _library()
         except ImportError:
             raise extra_needed("MLflow", "mlflow", "mlflow-skinny") from None
-        self._mlflow: Any = mlflow
         self._name = name
         self._client: Any = None
         self.run_id = ""
@@ -94,8 +93,8 @@ class TrackedRun:
         try:
             self._begin()
             self._log_parameters(params)
-        except (self._mlflow.exceptions.MlflowException, OSError) as error:
-            store = without_credentials(str(self._mlflow.get_tracking_uri()))
+        except (_library().exceptions.MlflowException, OSError) as error:
+            store = without_credentials(str(_library().get_tracking_uri()))
             said = without_credentials(str(error)).strip().removesuffix(".")
             raise ParameterError(
                 f"MLflow cannot log to {store}: {said}. Choose a store that it can reach, with "
@@ -105,20 +104,20 @@ class TrackedRun:
 
     def _begin(self) -> None:
         """Find the active run, or start one."""
-        active = self._mlflow.active_run()
-        self._client = self._mlflow.MlflowClient()
+        active = _library().active_run()
+        self._client = _library().MlflowClient()
         if active is not None and active.info.run_id in _OPEN:  # its fit failed
             self._end(active.info.run_id, "FAILED")
             active = None
         if active is None:
-            active = self._mlflow.start_run(run_name=self._name)
+            active = _library().start_run(run_name=self._name)
             _OPEN.add(active.info.run_id)
         self.run_id = active.info.run_id
 
     def _log_parameters(self, params: Mapping[str, str]) -> None:
         run = self._client.get_run(self.run_id)
         parameters = [
-            self._mlflow.entities.Param(name, text)
+            _library().entities.Param(name, text)
             for name, text in _named(params).items()
             if name not in run.data.params  # MLflow allows no changes: a resumed run keeps its own
         ]
@@ -127,7 +126,7 @@ class TrackedRun:
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
         now = int(time.time() * 1000)
         metrics = [
-            self._mlflow.entities.Metric(name, float(value), now, iteration)
+            _library().entities.Metric(name, float(value), now, iteration)
             for name, value in _named(values).items()
         ]
         self._client.log_batch(self.run_id, metrics=metrics)
@@ -153,11 +152,18 @@ class TrackedRun:
     def _end(self, run_id: str, status: str) -> None:
         """End a run that a summary started."""
         _OPEN.remove(run_id)
-        active = self._mlflow.active_run()
+        active = _library().active_run()
         if active is not None and active.info.run_id == run_id:
-            self._mlflow.end_run(status)
+            _library().end_run(status)
         else:  # started by another thread, or no longer active
             self._client.set_terminated(run_id, status)
+
+
+def _library() -> Any:
+    """Return the library, which a pickle of a writer must not hold."""
+    import mlflow
+
+    return mlflow
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import pickle
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
@@ -227,6 +228,11 @@ def test_parameters_without_secrets(row: Row) -> None:
     written = [path.read_bytes() for path in row.folder.rglob("*") if path.is_file()]
     assert written
     assert not any(b"hunter2" in content for content in written)
+
+
+def test_it_can_be_pickled_before_a_fit(row: Row) -> None:
+    callback = row.callback(sparkdl.every(1))
+    assert type(pickle.loads(pickle.dumps(callback))) is type(callback)
 
 
 def test_what_is_no_trigger(row: Row) -> None:
