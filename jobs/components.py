@@ -36,7 +36,7 @@ class Component:
         if _is_named(value):
             odd = [name for name in value if not isinstance(name, str)]
             if odd:  # such as on, which is true in YAML
-                raise ParameterError(f"the argument {odd[0]!r} is no text: quote it.")
+                raise ParameterError(f"the argument {odd[0]!r} is not text: quote it.")
             return Component(value["use"], {k: v for k, v in value.items() if k != "use"})
         raise ParameterError("give module:name, or a mapping with it under use.")
 

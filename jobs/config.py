@@ -76,7 +76,7 @@ def apply_change(content: dict[str, Any], change: str) -> None:
 def parse(content: dict[str, Any]) -> Config:
     """The configuration from plain values. Raises ParameterError that lists every mistake."""
     problems = [
-        f"{key} was redacted when it was written: give it anew, with --set {key}=..."
+        f"{key} was redacted when it was written: give it again, with --set {key}=..."
         for key, value in _leaves(content, "")
         if isinstance(value, str) and REDACTED in value
     ]
@@ -190,7 +190,7 @@ def _quoted(hint: Any, value: Any) -> str:
 
 def _entry(key: Any, kind: Any, name: Any, value: Any) -> tuple[Any, Any]:
     if key is str and not isinstance(name, str):
-        raise ParameterError(f"the key {name!r} is no text: quote it.")
+        raise ParameterError(f"the key {name!r} is not text: quote it.")
     try:
         return name, _converted(kind, value)
     except TypeError:

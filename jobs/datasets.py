@@ -78,8 +78,8 @@ def prepare(data: DataSection) -> None:
         return
     if data.prepare not in _WRITERS:
         raise ParameterError(
-            f'data.prepare: "{data.prepare}" is no known data set.'
-            f"{nearest(data.prepare, _WRITERS)} Known: {', '.join(_WRITERS)}."
+            f'data.prepare: "{data.prepare}" is not a known data '
+            f"set.{nearest(data.prepare, _WRITERS)} Known: {', '.join(_WRITERS)}."
         )
     if data.format != "parquet" or data.test is None:
         raise ParameterError("data.prepare writes Parquet to data.train and data.test: give both.")

@@ -53,7 +53,7 @@ def _of_folder(folder: Path, config: Config) -> str | None:
         if not told:
             raise ParameterError(
                 f"--resume: {folder}/config.yaml has checkpoint.path without its secrets: give it "
-                "anew, with --set checkpoint.path=..."
+                "again, with --set checkpoint.path=..."
             )
     if told:
         return str(told)

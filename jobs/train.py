@@ -50,7 +50,7 @@ def main() -> None:
     datasets.prepare(config.data)
     with console.session(f"train {config.name}", config.spark.master, config.spark.settings) as s:
         if arguments.resume == LATEST and resume is None:
-            print(f"no run of {config.name} to go on from: from the beginning")
+            print(f"no run of {config.name} to continue: starting from the beginning")
         train(s, config, trainer, resume)
 
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 logger = logging.getLogger("sparkdl")
-_told: set[str] = set()
+_warned: set[str] = set()
 DAEMON = "spark.python.daemon.module"
 _ANOTHERS_DAEMON = (
-    "slower than need be: %s=%s is another library's, and stays as it is (%s). It can import torch "
-    "before it forks: with sparkdl.daemon.preload()."
+    "slower than necessary: %s=%s is another library's, and stays as it is (%s). It can import "
+    "torch before it forks: with sparkdl.daemon.preload()."
 )
 _SET_BY_THE_LAUNCHER = ("spark.ui.showConsoleProgress",)
 """Keys that PySpark sets by itself when it starts the JVM, so their values are not the user's
@@ -55,8 +55,8 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
 
     if master is not None and not _MASTER.fullmatch(str(master)):
         raise SessionError(
-            f"master={master!r} is no Spark master. Give local, local[2] or local[*], yarn, or a "
-            "cluster's URL, such as spark://host:7077 or k8s://https://host:443."
+            f"master={master!r} is not a Spark master. Give local, local[2] or local[*], yarn, or "
+            "a cluster's URL, such as spark://host:7077 or k8s://https://host:443."
         )
     given = {
         (key if "." in key else key.replace("_", ".")): str(value).lower()
@@ -142,7 +142,7 @@ def context_of(data: Any) -> SparkContext:
         return _running(data.sparkSession._sc)
     if type(data).__module__.startswith("pyspark.sql.connect"):
         raise SessionError(
-            "this DataFrame belongs to a Spark Connect session, which has no RDDs, and training "
+            "this DataFrame belongs to a Spark Connect session, which has no RDDs, but training "
             "needs them. Start a classic session on the cluster: sparkdl.session(master), or "
             "spark-submit your script; do not set spark.remote or SPARK_REMOTE."
         )
@@ -158,8 +158,8 @@ def _running(context: SparkContext) -> SparkContext:
     """Return ``context``. Raises SessionError if its session was stopped."""
     if context._jsc is None or context._jsc.sc().isStopped():
         raise SessionError(
-            "the session of this data was stopped: make a new one with sparkdl.session(master), and "
-            "the data again with it."
+            "the session of this data was stopped: make a new one with sparkdl.session(master), "
+            "and load the data again with it."
         )
     return context
 
@@ -193,12 +193,12 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
     """
     conf = conf_of(context)
     missing = [key for key in NEEDED_FOR_SPEED if conf.get(key, "") != SPARK_SETTINGS[key][0]]
-    if missing and context.applicationId not in _told:
-        _told.add(context.applicationId)
+    if missing and context.applicationId not in _warned:
+        _warned.add(context.applicationId)
         for key in missing:
             value, reason = SPARK_SETTINGS[key]
             if key == DAEMON and conf.get(key, "") not in ("", "pyspark.daemon"):
                 logger.warning(_ANOTHERS_DAEMON, key, conf.get(key, ""), reason)
             else:
-                logger.warning("slower than need be: set %s=%s (%s)", key, value, reason)
+                logger.warning("slower than necessary: set %s=%s (%s)", key, value, reason)
     return missing

@@ -150,8 +150,8 @@ def open_uri(uri: str) -> tuple[Remote, str]:
         import fsspec  # type: ignore[import-untyped]
     except ImportError:
         raise CheckpointError(
-            f'"{scheme}" is no file system that pyarrow knows. fsspec may know it: '
-            'pip install fsspec (the extra "remote"), and the package for that file system.'
+            f'"{scheme}" is not a file system that pyarrow knows. fsspec may know it: pip install '
+            'fsspec (the extra "remote"), and the package for that file system.'
         ) from None
     known, path = fsspec.core.url_to_fs(uri)
     return Remote(fs.PyFileSystem(fs.FSSpecHandler(known)), known.invalidate_cache), path

@@ -80,8 +80,8 @@ class Folder:
             host, _, path = rest.partition("/") if len(slashes) == 2 else ("", "", rest)
             if host not in ("", "localhost"):
                 raise CheckpointError(
-                    f'"{text}" is a folder of the host "{host}": a file: URI is one of every '
-                    f"node's own, file:///{path}"
+                    f'"{text}" names the host "{host}": a file: URI is a path on each node itself, '
+                    f"so write file:///{path}"
                 )
             return Folder(os.path.abspath("/" + unquote(path)))
         start = slashes if len(slashes) > 1 else "///"  # hdfs:/a is hdfs:///a
@@ -159,7 +159,7 @@ def check_name(name: str) -> None:
     """Raise CheckpointError unless ``name`` is a plain file name, without a path or a leading dot."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise CheckpointError(
-            f"{name!r} is no plain file name: a checkpoint names only its own files."
+            f"{name!r} is not a plain file name: a checkpoint may name only its own files."
         )
 
 

@@ -129,14 +129,18 @@ class DataIdentity:
         else:
             if self.rows != stored.rows:
                 yield (
-                    "there are as many rows as in the checkpoint, divided otherwise (an RDD of as many "
-                    "partitions as replicas keeps them: divide it as then)"
+                    "the number of rows is that of the checkpoint, but they are divided "
+                    "differently (an RDD with as many partitions as replicas keeps its partitions: "
+                    "divide it as before)"
                 )
             for i, (rows, old) in enumerate(zip(self.rows, stored.rows, strict=True)):
                 if rows != old:
                     yield f"partition {i} has {rows:,} rows here and {old:,} in the checkpoint"
                 elif self.checksums[i] != stored.checksums[i]:
-                    yield f"partition {i} holds other rows than in the checkpoint (checksum)"
+                    yield (
+                        f"partition {i} holds other rows than in the checkpoint (the checksums "
+                        "differ)"
+                    )
 
 
 def constant_differences(here: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[str]:

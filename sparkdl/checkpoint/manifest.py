@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sparkdl.checkpoint.files import check_name
+from sparkdl.checkpoint.files import Entry, Folder, check_name
 from sparkdl.checkpoint.identity import (
     DataIdentity,
     ModelIdentity,
@@ -22,8 +22,11 @@ from sparkdl.codec.files import MAX_JSON_BYTES, parse_json
 from sparkdl.codec.records import from_plain, to_plain
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.loop.state import Validated
+from sparkdl.model.options import TrainingOptions
 from sparkdl.settings import __version__
 
+MANIFEST = "manifest.json"
+INCOMPLETE = "it has no manifest, so it was never completed"
 FORMAT = "sparkdl-checkpoint"
 VERSION = 1
 CONSTANTS = ("replicas", "batch_size", "local_steps", "seed")
@@ -42,6 +45,17 @@ class StoredFile:
     name: str
     nbytes: int
     checksum: str
+
+    def problem_in(self, entries: dict[str, Entry]) -> str | None:
+        """Return what is wrong with the file among the entries of its folder, or None."""
+        entry = entries.get(self.name)
+        if entry is None:
+            return f'the file "{self.name}" is missing'
+        if entry.kind != "file":
+            return f'"{self.name}" is not a regular file'
+        if entry.nbytes != self.nbytes:
+            return f'the file "{self.name}" has {entry.nbytes} bytes instead of {self.nbytes}'
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,10 +152,29 @@ class Manifest:
         data = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
         if len(data) > MAX_JSON_BYTES:
             raise CheckpointError(
-                f"the manifest has {len(data):,} bytes, and {MAX_JSON_BYTES:,} at the most are read: "
-                "validate less often."
+                f"the manifest has {len(data):,} bytes, and {MAX_JSON_BYTES:,} at most can be "
+                "read: validate less often."
             )
         return data
+
+    @staticmethod
+    def read(folder: Folder) -> Manifest:
+        """Return the manifest of a complete checkpoint.
+
+        Only the sizes of its files are checked.
+
+        Raises:
+            DamagedCheckpoint: It is not complete, or its manifest is damaged.
+        """
+        entries = folder.entries()
+        if MANIFEST not in entries:
+            raise DamagedCheckpoint(INCOMPLETE)
+        manifest = Manifest.from_json(folder.read(MANIFEST, limit=MAX_JSON_BYTES))
+        for file in manifest.all_files:
+            problem = file.problem_in(entries)
+            if problem:
+                raise DamagedCheckpoint(problem)
+        return manifest
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
@@ -153,10 +186,10 @@ class Manifest:
         try:
             content = parse_json(data, finite=True)
         except ValueError as error:
-            raise DamagedCheckpoint(f"its manifest is no JSON ({error})") from None
+            raise DamagedCheckpoint(f"its manifest is not JSON ({error})") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             found = content.get("format") if isinstance(content, dict) else None
-            raise DamagedCheckpoint(f"its manifest is no {FORMAT} (format {found!r})")
+            raise DamagedCheckpoint(f"its manifest is not a {FORMAT} (format {found!r})")
         if content.get("version") != VERSION:
             raise DamagedCheckpoint(
                 f"it has version {content.get('version')!r} of the format, and this sparkdl reads "
@@ -164,7 +197,7 @@ class Manifest:
             )
         try:
             if content.pop("checksum", None) != checksum(_canonical(content)):
-                raise DamagedCheckpoint("its manifest was changed (checksum)")
+                raise DamagedCheckpoint("its manifest was changed (its checksum differs)")
             manifest: Manifest = from_plain(content, Manifest)
             manifest._check()
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -183,7 +216,7 @@ class Manifest:
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}")
         if not len(self.data.rows) == len(self.data.checksums) == self.replicas:
-            raise ValueError("it does not tell the rows and checksum of each partition")
+            raise ValueError("it lacks the rows and the checksum of some partition")
         for file in self.all_files:
             try:
                 check_name(file.name)
@@ -215,3 +248,36 @@ class Manifest:
 
 def _canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """The description of a run in its checkpoints.
+
+    Attributes:
+        model: Names, shapes and dtypes of the model's tensors.
+        data: Rows and checksums of the training partitions.
+        constants: The values that determine how rows are divided into batches: replicas,
+            batch_size, local_steps, seed.
+        optimizers: Class names of the optimizers.
+        options: How gradients are computed and applied.
+        frozen: Digest of the parameters that are not trained.
+        metric: Name of the metric by which the best weights are kept; None if they are not.
+        compression: The hook that compresses gradients, as text.
+        config: The trainer's fields as text, for people who read a manifest.
+    """
+
+    model: ModelIdentity
+    data: DataIdentity
+    constants: Mapping[str, Any]
+    optimizers: tuple[str, ...]
+    options: TrainingOptions
+    frozen: str = ""
+    metric: str | None = None
+    compression: str = "None"
+    config: Mapping[str, str] = field(default_factory=dict)
+
+    def batches_as_in(self, manifest: Manifest) -> bool:
+        """Return whether the batches of an epoch have the same numbers of rows as in a checkpoint."""
+        constants = all(getattr(manifest, name) == own for name, own in self.constants.items())
+        return constants and self.data.rows == manifest.data.rows

@@ -13,13 +13,12 @@ from typing import Any
 from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import first_few
-from sparkdl.checkpoint.manifest import Manifest, SliceFile
-from sparkdl.checkpoint.save import RunIdentity
+from sparkdl.checkpoint.manifest import Manifest, RunIdentity, SliceFile
 from sparkdl.checkpoint.slice_io import ReadResiduals, read_slice_files
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import DamagedCheckpoint, ParameterError
 from sparkdl.loop.advance import first_state
-from sparkdl.loop.engine import BEST, Engine
+from sparkdl.loop.engine import BEST, StateAccess
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.model.options import TrainingOptions
@@ -28,7 +27,7 @@ from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
 LATEST = "latest"
-_ANY_DATA = " To go on with what is given here, pass any_data=True."
+_ANY_DATA = " To continue with this data anyway, pass any_data=True."
 logger = logging.getLogger("sparkdl")
 
 
@@ -114,28 +113,28 @@ class RestoredRun:
         validations = reversed(self.manifest.validations)
         return next((v for v in validations if v.iteration == best.iteration), None)
 
-    def load(self, engine: Engine) -> None:
-        """Load the state into the engine.
+    def load(self, access: StateAccess) -> None:
+        """Load the checkpoint into the state.
 
         Raises:
             DamagedCheckpoint: A file is damaged.
         """
-        engine.load(self._reader(self.manifest.files), (DamagedCheckpoint,))
+        access.load(self._reader(self.manifest.files), (DamagedCheckpoint,))
         if self.best is not None and self.manifest.best is not None:
-            engine.load(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
+            access.load(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
         if self.compression is not None:
-            self._load_residuals(engine)
+            self._load_residuals(access)
 
-    def _load_residuals(self, engine: Engine) -> None:
+    def _load_residuals(self, access: StateAccess) -> None:
         """Load the residuals of the replicas, which are of use only to the same hook."""
         before = self.manifest.extra.get("compression", "None")
         if before == self.compression:
             read = ReadResiduals(self.uri, self.manifest.residuals)
-            engine.load_residuals(read, (DamagedCheckpoint,))
+            access.load_residuals(read, (DamagedCheckpoint,))
         else:
             logger.warning(
-                "compression is %s and was %s in the checkpoint %s: what its replicas had left out of "
-                "their gradients stays out, and replicas begin with nothing left out",
+                "compression is %s and was %s in the checkpoint %s: the parts of gradients that "
+                "its replicas had not sent yet are lost",
                 self.compression,
                 before,
                 Folder(self.uri),
@@ -178,8 +177,9 @@ class ResumeCandidates:
         self._latest = resume == LATEST
         if self._latest and settings is None:
             raise ParameterError(
-                'resume="latest" means the latest of checkpoint=sparkdl.Checkpoint(path), which the '
-                "trainer does not have. Give it, or the path of a checkpoint."
+                'resume="latest" means the latest checkpoint in '
+                "Trainer(checkpoint=sparkdl.Checkpoint(path)), which this trainer does not have. "
+                "Set checkpoint=, or pass the path of a checkpoint."
             )
         path = settings.path if self._latest and settings else resume
         self._store = CheckpointStore(path) if self._latest else CheckpointStore.open(path)
@@ -191,11 +191,11 @@ class ResumeCandidates:
         """Return M of the newest checkpoint, or None if there is none."""
         return self._found[0][1].replicas if self._found else None
 
-    def restore(self, engine: Engine, identity: RunIdentity) -> RestoredRun | None:
-        """Load the newest undamaged checkpoint into ``engine``.
+    def restore(self, access: StateAccess, identity: RunIdentity) -> RestoredRun | None:
+        """Load the newest undamaged checkpoint into ``access``.
 
         Args:
-            engine: The engine.
+            access: The state to load into.
             identity: The run that continues.
 
         Returns:
@@ -209,7 +209,7 @@ class ResumeCandidates:
             self._check(uri, manifest, identity)
             try:
                 restored = self._restored(uri, manifest, identity)
-                restored.load(engine)
+                restored.load(access)
             except DamagedCheckpoint as error:
                 self._store.skip(uri, str(error))
                 continue
@@ -230,7 +230,7 @@ class ResumeCandidates:
             found = RestoredRun.of(identity, uri, manifest, history, self._any_data, midway)
             _ = found.state
         except (ValueError, TypeError, OverflowError) as error:
-            raise DamagedCheckpoint(f"it tells no state of a run: {error}") from error
+            raise DamagedCheckpoint(f"it does not describe the state of a run: {error}") from error
         return found
 
     def _check(self, uri: str, manifest: Manifest, identity: RunIdentity) -> None:
@@ -242,14 +242,14 @@ class ResumeCandidates:
         differences += _other_optimizers(identity.optimizers, manifest.optimizers)
         if manifest.frozen and not differences and identity.frozen != manifest.frozen:
             differences.append(
-                "the parameters that are frozen hold other values here, and a checkpoint has only what "
-                "is trained: begin with the same, as with weights=start.module.state_dict() where the "
-                "run began with fit(start=start)"
+                "the parameters that are frozen hold other values here, and a checkpoint contains "
+                "only trained parameters: start with the same values, for example "
+                "weights=start.module.state_dict() if the run began with fit(start=start)"
             )
         if differences:
             raise ParameterError(
-                f"the checkpoint {Folder(uri)} is of another run: {'; '.join(differences)}. Give "
-                "what it was made with, or fit without resume= (in another folder)."
+                f"the checkpoint {Folder(uri)} belongs to another run: {'; '.join(differences)}. "
+                "Use what it was made with, or fit without resume= (in another folder)."
                 + (_ANY_DATA if self._trains(manifest, identity) else "")
             )
 

@@ -5,59 +5,35 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkdl.checkpoint.config import Checkpoint
-from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
-from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile
-from sparkdl.checkpoint.slice_io import WriteResiduals, try_probe, write_packed, write_slice
+from sparkdl.checkpoint.manifest import Best, Manifest, RunIdentity, SliceFile
+from sparkdl.checkpoint.slice_io import (
+    TryFolder,
+    WriteResiduals,
+    WriteSlice,
+    _bounds,
+    write_packed,
+)
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import CheckpointError, TrainingError
-from sparkdl.loop.engine import BEST, CURRENT, Engine, PendingStateWork, StateWork, StateWorkResult
+from sparkdl.loop.engine import (
+    BEST,
+    CURRENT,
+    PendingStateWork,
+    StateAccess,
+    StateWork,
+    StateWorkResult,
+)
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
-from sparkdl.model.options import TrainingOptions
 from sparkdl.slices.slice_file import PackSlice
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
 
 logger = logging.getLogger("sparkdl")
 TAIL = 10_000
 """The number of iterations of the history that a checkpoint of an endless run contains."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunIdentity:
-    """The description of a run in its checkpoints.
-
-    Attributes:
-        model: Names, shapes and dtypes of the model's tensors.
-        data: Rows and checksums of the training partitions.
-        constants: The values that determine how rows are divided into batches: replicas,
-            batch_size, local_steps, seed.
-        optimizers: Class names of the optimizers.
-        options: How gradients are computed and applied.
-        frozen: Digest of the parameters that are not trained.
-        metric: Name of the metric by which the best weights are kept; None if they are not.
-        compression: The hook that compresses gradients, as text.
-        config: The trainer's fields as text, for people who read a manifest.
-    """
-
-    model: ModelIdentity
-    data: DataIdentity
-    constants: Mapping[str, Any]
-    optimizers: tuple[str, ...]
-    options: TrainingOptions
-    frozen: str = ""
-    metric: str | None = None
-    compression: str = "None"
-    config: Mapping[str, str] = field(default_factory=dict)
-
-    def batches_as_in(self, manifest: Manifest) -> bool:
-        """Return whether the batches of an epoch have the same numbers of rows as in a checkpoint."""
-        constants = all(getattr(manifest, name) == own for name, own in self.constants.items())
-        return constants and self.data.rows == manifest.data.rows
 
 
 @dataclass(frozen=True)
@@ -89,13 +65,13 @@ class Checkpointer:
     def __init__(
         self,
         settings: Checkpoint,
-        engine: Engine,
+        access: StateAccess,
         identity: RunIdentity,
         history: History,
         noting: Callable[[], Callable[[str, Manifest], None]] | None = None,
         background: Callable[[StateWork], PendingStateWork] | None = None,
         *,
-        told: Mapping[str, Any],
+        model: Mapping[str, Any],
         begun: TrainState,
         endless: bool = False,
     ) -> None:
@@ -103,27 +79,27 @@ class Checkpointer:
 
         Args:
             settings: The user's settings.
-            engine: The engine.
+            access: The state.
             identity: The run.
             history: The history of the run.
             noting: Called when a checkpoint begins; the function that it returns is called with the
                 URI and the manifest when the checkpoint is complete.
             background: Starts to write while training continues; None: training waits.
-            told: The ``model`` of the manifest.
+            model: The ``model`` of the manifest.
             begun: The state in which the run begins or continues.
             endless: Another pass will follow, so that the end of this pass is not the end of the
                 run, and the length of the history has no known bound.
         """
-        self._engine, self._identity = engine, identity
+        self._access, self._identity = access, identity
         self.every, self._keep = settings.every, settings.keep
         self._history = history
         self._store = CheckpointStore(settings.path)
         self._noting, self._background = noting, background
         self._begun: OpenCheckpoint | None = None
-        self._endless, self._model = endless, told
+        self._endless, self._model = endless, model
         own = begun.checkpoint is not None and self._store.holds(begun.checkpoint)
         self._last = begun.iteration if own else 0  # the iteration of the last checkpoint
-        self._told = False  # whether it was logged that older checkpoints stay
+        self._warned = False  # whether it was logged that older checkpoints stay
 
     def check(self) -> None:
         """Let every owner write where a checkpoint will be, so that a path that is not shared fails
@@ -137,7 +113,7 @@ class Checkpointer:
         """
         directory = self._store.begin(0)
         try:
-            probes = self._engine.map_slices(TryFolder(directory))
+            probes = self._access.map_slices(TryFolder(directory))
             self._store.check_probes(directory, probes)
         finally:
             self._store.discard(directory)
@@ -182,13 +158,13 @@ class Checkpointer:
                     tuple(self._written_here(use, which) for use, which in uses), []
                 )
             else:
-                states = tuple(self._engine.map_slices(use, which) for use, which in uses)
-                used = StateWorkResult(states, self._engine.map_residuals(residuals))
+                states = tuple(self._access.map_slices(use, which) for use, which in uses)
+                used = StateWorkResult(states, self._access.map_residuals(residuals))
             return self._complete(begun, used)
 
     def _written_here(self, use: WriteSlice, which: str) -> list[SliceFile]:
-        bounds = self._engine.map_slices(_bounds, which)
-        packed = self._engine.map_slices(PackSlice(), which)
+        bounds = self._access.map_slices(_bounds, which)
+        packed = self._access.map_slices(PackSlice(), which)
         return [
             write_packed(use.directory, n, own, data, use.kind)
             for n, (own, data) in enumerate(zip(bounds, packed, strict=True))
@@ -245,11 +221,11 @@ class Checkpointer:
         try:
             self._store.prune(self._keep)
         except CheckpointError as error:
-            if not self._told:
+            if not self._warned:
                 logger.warning(
-                    "older checkpoints in %s cannot be deleted, and stay: %s", self._store, error
+                    "older checkpoints in %s cannot be deleted and are kept: %s", self._store, error
                 )
-            self._told = True
+            self._warned = True
 
     def _best(self, begun: OpenCheckpoint, used: StateWorkResult) -> Best | None:
         metric, best = self._identity.metric, begun.state.best
@@ -307,30 +283,3 @@ def _explained(state: TrainState) -> Iterator[None]:
         raise CheckpointError(
             f"after iteration {state.iteration} no checkpoint could be written: {error}"
         ) from None
-
-
-@dataclass(frozen=True)
-class TryFolder:
-    """Callable that runs on a slice's owner: test whether it can write into the folder of a
-    checkpoint."""
-
-    directory: str
-
-    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> str | CheckpointError:
-        return try_probe(self.directory)
-
-
-def _bounds(index: int, plan: SliceSpec, state: SliceState) -> tuple[int, int]:
-    """Return the elements of the flat vector that are in a slice. Runs on the owner."""
-    return plan.start, plan.stop
-
-
-@dataclass(frozen=True)
-class WriteSlice:
-    """Callable that runs on a slice's owner: write the slice into the checkpoint."""
-
-    directory: str
-    kind: str
-
-    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> SliceFile:
-        return write_slice(self.directory, index, plan, state, self.kind)

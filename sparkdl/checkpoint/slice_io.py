@@ -113,7 +113,7 @@ def _read_part(folder: Folder, file: SliceFile) -> StoredSlice:
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{file.name}: {error}") from error
     if (part.start, part.stop) != (file.start, file.stop):
-        raise DamagedCheckpoint(f"{file.name}: it is another slice than the manifest says")
+        raise DamagedCheckpoint(f"{file.name}: it holds another slice than the manifest says")
     return part
 
 
@@ -130,7 +130,7 @@ def read_checked(folder: Folder, file: StoredFile) -> bytes:
     if len(data) != file.nbytes:
         raise DamagedCheckpoint(f"it has {len(data)} bytes instead of {file.nbytes}")
     if checksum(data) != file.checksum:
-        raise DamagedCheckpoint("its bytes were changed (checksum)")
+        raise DamagedCheckpoint("its bytes were changed (its checksum differs)")
     return data
 
 
@@ -183,3 +183,30 @@ class ReadResiduals:
         except (DamagedCheckpoint, ValueError) as error:
             raise DamagedCheckpoint(f"{folder}: {file.name}: {error}") from error
         return found
+
+
+@dataclass(frozen=True)
+class TryFolder:
+    """Callable that runs on a slice's owner: test whether it can write into the folder of a
+    checkpoint."""
+
+    directory: str
+
+    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> str | CheckpointError:
+        return try_probe(self.directory)
+
+
+def _bounds(index: int, plan: SliceSpec, state: SliceState) -> tuple[int, int]:
+    """Return the elements of the flat vector that are in a slice. Runs on the owner."""
+    return plan.start, plan.stop
+
+
+@dataclass(frozen=True)
+class WriteSlice:
+    """Callable that runs on a slice's owner: write the slice into the checkpoint."""
+
+    directory: str
+    kind: str
+
+    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> SliceFile:
+        return write_slice(self.directory, index, plan, state, self.kind)

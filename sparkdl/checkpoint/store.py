@@ -15,18 +15,16 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sparkdl.checkpoint.files import Entry, Folder, unfinished
-from sparkdl.checkpoint.manifest import Manifest, StoredFile, checksum
+from sparkdl.checkpoint.files import Folder, unfinished
+from sparkdl.checkpoint.manifest import INCOMPLETE, MANIFEST, Manifest, StoredFile, checksum
 from sparkdl.checkpoint.slice_io import read_checked, write_probe
-from sparkdl.codec.files import MAX_JSON_BYTES
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 
 logger = logging.getLogger("sparkdl")
-MANIFEST = "manifest.json"
 HISTORY = "history.safetensors"
 
 _WRITABLE = (
@@ -34,10 +32,10 @@ _WRITABLE = (
     "executors share."
 )
 _OPEN = (
-    "The path must be on a file system that the driver and all executors share, and the folders that "
-    "the driver makes there open to the user of the executors (its umask)."
+    "The path must be on a file system that the driver and all executors share, and the executors' "
+    "user must be able to write to the folders that the driver creates there (see the driver's "
+    "umask)."
 )
-INCOMPLETE = "it has no manifest: it was not completed"
 NOT_SHARED = "The path must be on a file system that the driver and all executors share."
 
 _FOLDER = re.compile(r"iteration-(\d{10,})-([0-9a-f]{12})[0-9a-f]{8}")
@@ -124,9 +122,9 @@ class CheckpointStore:
         newest = None if keep is None else next(self.candidates(), None)
         if newest is not None:
             logger.warning(
-                "%s holds checkpoints of another run, the newest of iteration %s, and this run deletes "
-                "them as it writes its own (keep=%s). Give it a folder of its own, or go on from them "
-                'with resume="latest".',
+                "%s holds checkpoints of another run, the newest of iteration %s, and this run "
+                "deletes them when it writes its own (keep=%s). Use another folder, or continue "
+                'that run with resume="latest".',
                 self,
                 f"{newest[1].iteration:,}",
                 keep,
@@ -146,7 +144,7 @@ class CheckpointStore:
                 raise CheckpointError(f"an executor {probe} {_OPEN}")
             if probe not in entries:
                 raise CheckpointError(
-                    f"what an executor wrote into {self} is not to be seen from the driver. "
+                    f"what an executor wrote into {self} is not visible from the driver. "
                     f"{NOT_SHARED}"
                 )
 
@@ -183,7 +181,7 @@ class CheckpointStore:
         folder = Folder(directory)
         entries = folder.entries()
         for file in replace(manifest, history=None).all_files:
-            problem = _problem(file, entries)
+            problem = file.problem_in(entries)
             if problem:
                 raise CheckpointError(
                     f"the checkpoint {folder} is not complete: seen from the driver, {problem}. "
@@ -209,7 +207,7 @@ class CheckpointStore:
             folders = [folder for _, folder in sorted(self._folders(), reverse=True, key=_stamp)]
         for folder in folders:
             try:
-                yield folder.uri, _manifest(folder)
+                yield folder.uri, Manifest.read(folder)
             except CheckpointError as error:
                 self.skip(folder.uri, str(error))
 
@@ -232,13 +230,13 @@ class CheckpointStore:
         """
         folder = Folder(uri)
         if manifest.history is None:
-            raise DamagedCheckpoint(f"{folder}: its manifest names no history")
+            raise DamagedCheckpoint(f"{folder}: its manifest lists no history")
         try:
             return read_checked(folder, manifest.history)
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{folder}: {manifest.history.name}: {error}") from error
 
-    def prune(self, keep: int | None, spare: Collection[str] = ()) -> list[str]:
+    def prune(self, keep: int | None) -> list[str]:
         """Delete old and incomplete checkpoints.
 
         Only sparkdl's own files are deleted; a folder with other files in it stays. If a folder
@@ -248,7 +246,6 @@ class CheckpointStore:
         Args:
             keep: How many of the newest complete checkpoints stay; None: all. Incomplete ones stay
                 if they are newer than the newest complete one.
-            spare: URIs of checkpoints that stay in any case.
 
         Returns:
             The URIs of the deleted checkpoints.
@@ -270,7 +267,6 @@ class CheckpointStore:
             elif complete:
                 doomed.append(folder)
         doomed += complete[keep:] if keep is not None else []
-        doomed = [folder for folder in doomed if folder.uri not in spare]
         for folder in doomed:
             try:
                 _delete(folder)
@@ -292,29 +288,6 @@ class CheckpointStore:
 
 def _stamp(item: tuple[int, Folder]) -> tuple[int, str]:
     return item[0], item[1].name
-
-
-def _manifest(folder: Folder) -> Manifest:
-    entries = folder.entries()
-    if MANIFEST not in entries:
-        raise DamagedCheckpoint(INCOMPLETE)
-    manifest = Manifest.from_json(folder.read(MANIFEST, limit=MAX_JSON_BYTES))
-    for file in manifest.all_files:
-        problem = _problem(file, entries)
-        if problem:
-            raise DamagedCheckpoint(problem)
-    return manifest
-
-
-def _problem(file: StoredFile, entries: dict[str, Entry]) -> str | None:
-    entry = entries.get(file.name)
-    if entry is None:
-        return f'the file "{file.name}" is missing'
-    if entry.kind != "file":
-        return f'"{file.name}" is no plain file'
-    if entry.nbytes != file.nbytes:
-        return f'the file "{file.name}" has {entry.nbytes} bytes instead of {file.nbytes}'
-    return None
 
 
 def _delete(folder: Folder) -> None:

@@ -34,8 +34,8 @@ def describe_trainer(trainer: Any) -> dict[str, str]:
 
     The text is for people who read a manifest later; nothing is built from it again.
     """
-    told = {f.name: describe(getattr(trainer, f.name)) for f in fields(trainer) if f.init}
-    return {name: _shortened(text) for name, text in redact(told).items()}
+    texts = {f.name: describe(getattr(trainer, f.name)) for f in fields(trainer) if f.init}
+    return {name: _shortened(text) for name, text in redact(texts).items()}
 
 
 def describe(value: Any) -> str:

@@ -44,8 +44,8 @@ def path_here(path: str | os.PathLike[str]) -> Path:
     """
     if is_uri(path):
         raise ParameterError(
-            f'"{without_credentials(os.fspath(path))}" is a URI, and only checkpoints go there: give a '
-            "path of the driver's file system, and copy what is there."
+            f'"{without_credentials(os.fspath(path))}" is a URI, which only checkpoints support: '
+            "give a path on the driver's file system, and copy the files there yourself."
         )
     return Path(path)
 
@@ -63,7 +63,7 @@ def _plain(path: str, flags: int) -> int:
     handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError("it is no plain file")
+        raise OSError("it is not a regular file")
     return handle
 
 
@@ -82,7 +82,7 @@ def read_plain(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 def check_size(nbytes: int, limit: int | None) -> None:
     """Raise OSError if a file of ``nbytes`` is larger than ``limit``."""
     if limit is not None and nbytes > limit:
-        raise OSError(f"it has {nbytes:,} bytes, and {limit:,} at the most are expected")
+        raise OSError(f"it has {nbytes:,} bytes, and {limit:,} at most are expected")
 
 
 def parse_json(data: bytes, finite: bool = False) -> Any:
@@ -111,7 +111,7 @@ def parse_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]
     length = _header_bytes(data[:_LENGTH_BYTES], len(data))
     header = parse_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length], finite=True)
     if not isinstance(header, dict):
-        raise ValueError("its header is no object")
+        raise ValueError("its header is not an object")
     with _one_error():
         return safetensors.torch.load(data), dict(header.get("__metadata__") or {})
 
@@ -174,7 +174,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number that is expected")
+    raise ValueError(f"{text} is not an allowed number")
 
 
 def _finite(text: str) -> float:

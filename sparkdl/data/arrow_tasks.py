@@ -137,8 +137,8 @@ def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
     """
     if data.isStreaming:
         raise DataError(
-            "the DataFrame is a stream, which has no end: write it to a table, and use that table. "
-            "trained.transform does work on a stream."
+            "the DataFrame is a stream, which never ends: write it to a table, and train on that "
+            "table. Only trained.transform works on a stream."
         )
     check_unambiguous(data, [column.name for column in columns])
     return data.select(
@@ -250,3 +250,14 @@ def first_field(partition: int, rows: Iterable[Any]) -> Iterator[bytes]:
     for row in rows:
         yield bytes(row[0])
     finish_task()
+
+
+FILES_PER_SLOT = 4
+"""Most tasks per slot that read a table whose rows stay on one node; each writes its own files."""
+
+
+def in_few_tasks(chosen: DataFrame, replicas: int) -> DataFrame:
+    """Add the partition of each row, and read with few tasks: all processes map each task's files."""
+    tasks = FILES_PER_SLOT * max(replicas, chosen.sparkSession._sc.defaultParallelism)
+    target = partition_of(chosen, replicas).alias("partition")
+    return chosen.select("*", target).coalesce(tasks)

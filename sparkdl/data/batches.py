@@ -226,8 +226,8 @@ def _augmented(
         found = found if isinstance(found, tuple) else (found,)
         if len(found) != len(features):
             raise ParameterError(
-                f"augment returned {len(found)} values for {len(features)} features: return as "
-                "many as it is given, as a tuple."
+                f"augment returned {len(found)} values for {len(features)} features: return a "
+                "tuple with as many values as it gets."
             )
         for values, value, feature in zip(results, found, features, strict=True):
             values.append(_value(value, feature.dtype, assembly.float_dtype))
@@ -236,8 +236,8 @@ def _augmented(
             if values[-1].shape[varying:] != first.shape[varying:] or values[-1].ndim < varying:
                 raise ParameterError(
                     f"augment returned an array of shape {list(values[-1].shape)} after one of "
-                    f"{list(first.shape)}: they must be of one shape"
-                    f"{' but for the length' if varying else ''}."
+                    f"{list(first.shape)}: they must have the same "
+                    f"shape{' but for the length' if varying else ''}."
                 )
     return [
         Ragged.of(values, feature.padding) if isinstance(feature, Ragged) else np.stack(values)
@@ -249,8 +249,8 @@ def _in_order(inputs: Sequence[str], found: Mapping[str, Any]) -> tuple[Any, ...
     """Return the features that ``augment`` returned by keyword in the order of ``inputs``."""
     if set(found) != set(inputs):
         raise ParameterError(
-            f"augment returned a mapping of {', '.join(map(str, found)) or 'nothing'}: return the "
-            f"features, {', '.join(inputs) or 'as a tuple'}."
+            f"augment returned a mapping of {', '.join(map(str, found)) or 'nothing'}: return "
+            f"exactly the features, {', '.join(inputs) or 'as a tuple'}."
         )
     return tuple(found[name] for name in inputs)
 
@@ -266,7 +266,9 @@ def _value(value: Any, dtype: np.dtype, float_dtype: str) -> np.ndarray:
         raise ParameterError("augment returned a masked value: fill it, with value.filled(0), say.")
     array = np.asarray(value)
     if array.dtype.kind not in "fiub":
-        raise ParameterError(f"augment returned {kind_of(value)}, which is no array of numbers.")
+        raise ParameterError(
+            f"augment returned {kind_of(value)}, which is not an array of numbers."
+        )
     if dtype.kind == "f":
         return array.astype(dtype, copy=False)
     return array.astype(float_dtype, copy=False) if array.dtype.kind == "f" else array

@@ -119,7 +119,7 @@ def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:
             raise DataError(problem.message(f"partition {number}", noun))
     filled = [(i, handle) for i, handle in enumerate(handles) if handle.num_rows]
     if not filled:
-        raise DataError("the data is empty: it has no row.")
+        raise DataError("the data is empty: it has no rows.")
     first_partition, first = filled[0]
     for partition, handle in filled[1:]:
         names, wanted_names = ([field.name for field in h.fields] for h in (handle, first))
@@ -148,6 +148,6 @@ def check_total_weight(handles: Sequence[SampleHandle], field: int, what: str) -
     largest = [e.value for h in handles for e in h.extremes if e.field == field and e.sign > 0]
     if not any(largest):
         raise DataError(
-            f"{what}: all weights are 0, so that no sample counts. Give rows a weight above 0, or "
+            f"{what}: all weights are 0, so no sample counts. Give some rows a weight above 0, or "
             "train with weight=None."
         )

@@ -122,8 +122,9 @@ def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int, 
             if error.errno != errno.ENOSPC:
                 raise
     raise SlabFullError(
-        f"no room for the samples in {', '.join(map(str, root.directories))} after row "
-        f"{num_rows:,}. Free space there, or point spark.sparkdl.slab.dir at a larger directory."
+        f"there is not enough room for the samples in {', '.join(map(str, root.directories))} "
+        f"after row {num_rows:,}. Free space there, or point spark.sparkdl.slab.dir at a larger "
+        "directory."
     )
 
 

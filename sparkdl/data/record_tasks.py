@@ -96,7 +96,7 @@ class Names:
             row,
             f"is {kind_of(record)} of {', '.join(map(str, values))}, which has no "
             f"{', '.join(missing)}",
-            "A record with names is read by them: give the trainer these names, as "
+            "Records with named values are read by name: give the trainer these names, as "
             "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
         )
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SAME_SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
-NO_VALUES = "Filter such rows, or leave the column out."
-MEND_RECORDS = "Filter such records out, or mend them with rdd.map."
+SAME_SHAPE = "Every row must have the same shape: filter out, pad or truncate such rows."
+NO_VALUES = "Filter out such rows, or leave the column out."
+MEND_RECORDS = "Filter out such records, or fix them with rdd.map."
 INSIDE_ARRAYS = (
-    "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
-    "functions.transform."
+    "dropna does not look into arrays: filter out such rows with functions.exists, or fill them "
+    "with functions.transform."
 )
 INSIDE_VECTORS = (
-    "dropna does not look into vectors: mend them where they are made, or turn them into arrays "
-    "with pyspark.ml.functions.vector_to_array and filter those with functions.exists."
+    "dropna does not look into vectors: fix them at their source, or convert them to arrays with "
+    "pyspark.ml.functions.vector_to_array and filter out such rows with functions.exists."
 )
 SAME_TYPE = (
-    "Every row must be of the same type: write 1.0, not 1, where a measurement is meant, or mend "
+    "Every row must be of the same type: write 1.0, not 1, where a measurement is meant, or fix "
     "them with rdd.map."
 )
 
@@ -69,7 +69,7 @@ def finite(dtype: str) -> str:
     """Return the remedy for numbers that are infinite or too large for ``dtype``."""
     return (
         f"It is infinite, or beyond {_LARGEST.get(dtype, 'the largest number')} of {dtype}: filter "
-        "such rows, or scale the numbers."
+        "out such rows, or scale the numbers."
     )
 
 

@@ -17,7 +17,7 @@ from sparkdl.data.arrow_tasks import (
     address_parts,
     content_hash,
     first_field,
-    partition_of,
+    in_few_tasks,
     partitions_of_rdds,
     select_columns,
     ship_batches,
@@ -52,9 +52,6 @@ __all__ = [
     "select_columns",
     "split_record",
 ]
-
-FILES_PER_SLOT = 4
-"""Most tasks per slot that read a table whose rows stay on one node; each writes its own files."""
 
 
 @dataclass(frozen=True)
@@ -204,8 +201,8 @@ def _sample_set(
         unknown = [name for name in source.columns if name not in [f.name for f in fields]]
         if unknown:
             raise DataError(
-                f'columns names "{unknown[0]}", which is no field of the records. '
-                f"They have: {', '.join(f.name for f in fields)}."
+                f'columns names "{unknown[0]}", which is not a field of the records. They have: '
+                f"{', '.join(f.name for f in fields)}."
             )
     num_labels = len(fields) - num_features - weighted
     preview, more = rows
@@ -218,8 +215,8 @@ def _check_specs(source: Source) -> None:
         if not spec.for_records:
             raise DataError(
                 f'columns["{name}"] is a sparkdl.{type(spec).__name__}, which is for DataFrames: '
-                "records of an RDD hold numbers and arrays already. Convert them with rdd.map "
-                "(a sparkdl.Sequence does work)."
+                "records of an RDD must hold numbers and arrays already. Convert them with rdd.map "
+                "(only sparkdl.Sequence works for an RDD)."
             )
 
 
@@ -235,7 +232,7 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
         rows = chosen.mapInArrow(accompanied(task), "handle binary").rdd
         return map_frames(rows, first_field), not stay
     # Every process can map every file: rows stay where they are read; only row numbers move.
-    written = _in_few_tasks(chosen, source.replicas).mapInArrow(
+    written = in_few_tasks(chosen, source.replicas).mapInArrow(
         accompanied(WriteParts(task, source.replicas)),
         "partition int, part binary",
     )
@@ -244,20 +241,13 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
     return joined, True
 
 
-def _in_few_tasks(chosen: DataFrame, replicas: int) -> DataFrame:
-    """Add the partition of each row, and read with few tasks: all processes map each task's files."""
-    tasks = FILES_PER_SLOT * max(replicas, chosen.sparkSession._sc.defaultParallelism)
-    target = partition_of(chosen, replicas).alias("partition")
-    return chosen.select("*", target).coalesce(tasks)
-
-
 def _bring_table(source: Source) -> list[SampleHandle]:
     """Write a DataFrame's partitions in this process and return their handles."""
     chosen, columns = _chosen(source)
     if partitions_of_rdds(chosen) == source.replicas:
         chosen = chosen.select("*", functions.spark_partition_id().alias("partition"))
     else:
-        chosen = _in_few_tasks(chosen, source.replicas)
+        chosen = in_few_tasks(chosen, source.replicas)
     shipped = chosen.mapInArrow(ship_batches, "source int, batches binary")
     batches: dict[int, list[pa.RecordBatch]] = {}
     for row in shipped.collect():
@@ -277,8 +267,8 @@ def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
     unknown = [name for name in source.columns if name not in (*source.features, *source.label)]
     if unknown:
         raise DataError(
-            f'columns names "{unknown[0]}", a field of an RDD\'s records, and the data is a DataFrame: '
-            f"name one of its columns, {', '.join((*source.features, *source.label))}."
+            f'columns names "{unknown[0]}", a field of an RDD\'s records, but the data is a '
+            f"DataFrame: name one of its columns, {', '.join((*source.features, *source.label))}."
         )
     inputs, labels, weights = read_schema(
         data.schema,

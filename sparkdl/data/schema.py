@@ -95,7 +95,7 @@ def _hint(name: str, schema: StructType) -> str:
     outer, _, inner = name.partition(".")
     if inner and outer in schema.names:
         make = f'df.withColumn("{inner}", df["{name}"])'
-        return f" A field of a struct is no column: {make} makes it one."
+        return f" A field of a struct is not a column: {make} makes it one."
     return nearest(name, schema.names)
 
 
@@ -120,7 +120,7 @@ def _resolved(
         return spec.resolve(name, data_type, float_dtype, trained)
     if data_type.typeName() == "binary":
         return (
-            "is of type binary, which cannot become a tensor by itself: specify it, as "
+            "is of type binary, which cannot become a tensor by itself: say what it holds, as "
             f'columns={{"{name}": sparkdl.Image()}} for encoded images, or with '
             "sparkdl.Convert(function)."
         )
@@ -156,7 +156,10 @@ def check_specs(
         elif not isinstance(spec, ColumnSpec):
             yield f'columns["{name}"] is {kind_of(spec)}: give a {_own_types()}.'
         elif name == weight:
-            yield f'columns["{name}"] is the weight, which is a number: leave it out of columns.'
+            yield (
+                f'columns["{name}"] is the weight, which is always a number: leave it out of '
+                "columns."
+            )
         elif not named & {*features, *label}:
             yield (
                 f'columns["{name}"] is neither a feature nor a label.'

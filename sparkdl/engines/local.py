@@ -173,8 +173,8 @@ class LocalEngine:
         report = ReplicaReport(
             replica, outcome.count, outcome.weight, outcome.loss, "", clock.seconds, problem
         )
-        told = [replace(section, replica=replica, others=outcome.others) for section in sections]
-        return report, told, outcome
+        written = [replace(section, replica=replica, others=outcome.others) for section in sections]
+        return report, written, outcome
 
     def _synchronize(
         self,
@@ -281,6 +281,6 @@ def _open(samples: SampleSet) -> list[MappedPartition | None]:
         return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]
     except StaleReferenceError as error:
         raise StateLostError(
-            f"{error} before training began. Call fit again, which writes the samples anew; keep "
-            "others from deleting what is in spark.sparkdl.slab.dir."
+            f"{error} before training began. Call fit again, which writes the samples again, and "
+            "make sure that nothing deletes files in spark.sparkdl.slab.dir."
         ) from error

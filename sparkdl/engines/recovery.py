@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,11 +30,12 @@ from sparkdl.errors import (
 )
 from sparkdl.loop.engine import (
     CURRENT,
-    Engine,
     IterationResult,
     PendingStateWork,
     ReadResiduals,
     ReadState,
+    RestorableEngine,
+    StateAccess,
     StateWorkResult,
 )
 from sparkdl.replica.iteration import Iteration
@@ -50,30 +51,6 @@ SHARE = 0.05
 
 logger = logging.getLogger("sparkdl")
 Result = TypeVar("Result")
-
-
-class RestorableEngine(Engine, Protocol):
-    """An engine whose state can be lost and restored."""
-
-    def take_snapshot(self) -> Any:
-        """Return a copy of the state that survives the loss of any single executor."""
-
-    def drop(self, snapshot: Any) -> None:
-        """Release a snapshot that is no longer needed."""
-
-    def forget(self) -> None:
-        """Give up what remains of the state; a ``load`` or ``restore`` must follow."""
-
-    @property
-    def capacity_note(self) -> str:
-        """Return a remark about the capacity with which the engine continues, or an empty string."""
-
-    def restore(self, snapshot: Any) -> None:
-        """Reset the state to ``snapshot``.
-
-        Raises:
-            sparkdl.TrainingError: The snapshot is lost too.
-        """
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +96,7 @@ class RecoveringEngine:
         reported: tuple[type[Exception], ...] = (),
         which: str = CURRENT,
     ) -> None:
-        """Load the state; see :class:`sparkdl.loop.engine.Engine`, also for the methods below."""
+        """Load the state; see :class:`sparkdl.loop.engine.StateAccess`, also for the methods below."""
         if which == CURRENT:
             self._starts.clear()
         self._begin(lambda: self._engine.load(read, reported, which))
@@ -181,13 +158,13 @@ class RecoveringEngine:
         """Return the number of requests in the log so far."""
         return len(self._log)
 
-    def checkpointed(self, done: int, iteration: int, load: Callable[[Engine], None]) -> None:
+    def checkpointed(self, done: int, iteration: int, load: Callable[[StateAccess], None]) -> None:
         """Note a checkpoint that recovery may go back to.
 
         Args:
             done: The value of :attr:`done` for the state in the checkpoint.
             iteration: The number of the checkpoint's iteration, for messages.
-            load: Loads the checkpoint into an engine.
+            load: Loads the checkpoint into the state of an engine.
         """
         name = f"the checkpoint after iteration {iteration}"
         self._checkpoint = RestorePoint(name, done, lambda: load(self._engine))
@@ -257,7 +234,7 @@ class RecoveringEngine:
             self._due = time.monotonic()  # one of the two copies of the snapshot may be lost
             repeated = sum(asked is not None for asked in self._log.since(point.done))
             logger.warning(
-                "%s. Went on from %s and repeated %d iteration%s: %.1f s.%s",
+                "%s. Continued from %s and repeated %d iteration%s: %.1f s.%s",
                 str(lost).partition("\n")[0].rstrip("."),
                 point.name,
                 repeated,
@@ -313,7 +290,7 @@ class _Surely:
 
 
 def _beyond_recovery(lost: StateLostError, error: Exception) -> StateLostError:
-    why = "" if error is lost else f" It could not be brought back: {error}"
+    why = "" if error is lost else f" It could not be restored: {error}"
     return StateLostError(
         f"{lost}{why}\nFit again, with resume= from a checkpoint, or from the initial weights."
     )

@@ -34,7 +34,7 @@ MOST = 1 << 16
 """The most characters that a recipe may have in a manifest."""
 
 
-def told_in_manifest(
+def manifest_of_model(
     untrained: TrainedModel, freeze: Sequence[str] = (), unfreeze: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Return the description of the model, for :attr:`Manifest.model`.
@@ -50,7 +50,7 @@ def told_in_manifest(
     try:
         recipe = recipe_by_name(untrained.model)
         if _secret("", [recipe["args"], recipe["kwargs"]]):
-            raise WithoutName("its arguments look like a secret, which a checkpoint does not hold")
+            raise WithoutName("its arguments look like secrets, which a checkpoint never contains")
         if len(json.dumps(recipe)) > MOST:
             raise WithoutName("its arguments are large")
     except WithoutName as error:
@@ -116,19 +116,19 @@ def _model_of(
     if "features" not in manifest.model:
         why = manifest.model.get("unknown", "an older sparkdl wrote it")
         raise ModelError(
-            f"the checkpoint {where} does not tell its columns: {why} Go on from it with "
-            "fit(resume=...), whose result is a model."
+            f"the checkpoint {where} does not contain its columns: {why} Continue it with "
+            "fit(resume=...), which returns a model."
         )
     try:
-        told: ModelManifest = from_plain({**manifest.model, "files": {}}, ModelManifest)
-        told.check()
+        described: ModelManifest = from_plain({**manifest.model, "files": {}}, ModelManifest)
+        described.check()
         frozen, unfrozen = (
             from_plain(manifest.model.get(name, []), tuple[str, ...], name)
             for name in ("freeze", "unfreeze")
         )
     except (ValueError, TypeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"it tells no model: {error}") from error
-    saved = Saved(Path(str(where)), dict(manifest.model), told)
+        raise DamagedCheckpoint(f"it does not describe a model: {error}") from error
+    saved = Saved(Path(str(where)), dict(manifest.model), described)
     columns, signature = columns_of(saved, trust), signature_of(saved, trust)
     build = model if model is not None else read_recipe(saved, trust)
 
@@ -154,16 +154,16 @@ def _model_of(
             module=filled(module if which == CURRENT else another(), weights),
             model=build,
             loss=loss,
-            features=told.features,
-            label=told.label,
+            features=described.features,
+            label=described.label,
             columns=columns,
-            fields=told.fields,
-            num_features=told.num_features,
-            float_dtype=told.float_dtype,
-            output=told.output,
+            fields=described.fields,
+            num_features=described.num_features,
+            float_dtype=described.float_dtype,
+            output=described.output,
             history=history,
-            seed=told.seed,
-            judging=told.judging,
+            seed=described.seed,
+            judging=described.judging,
             signature=signature,
         )
 
@@ -182,11 +182,12 @@ def _check(module: nn.Module, manifest: Manifest, where: Folder) -> None:
     differences = first_few(here.differences(manifest.layout))
     if not differences and manifest.frozen not in ("", frozen_digest(module)):
         differences = [
-            "the parameters that are frozen hold other values, and a checkpoint has only what is "
-            "trained"
+            "the parameters that are frozen hold other values, and a checkpoint contains only "
+            "trained parameters"
         ]
     if differences:
         raise ModelError(
             f"the model is not that of the checkpoint {where}: {'; '.join(differences)}. Pass "
-            "model=make_model that builds what was trained, or a module with its values."
+            "model=make_model, a function that builds the trained model, or a module with its "
+            "frozen values."
         )

@@ -238,7 +238,7 @@ def evaluate(
     scorer = evaluation.scorer
     merged = scorer.merge(many)
     if scorer.is_empty(merged):
-        raise DataError("the data is empty: there is no row to evaluate.")
+        raise DataError("the data is empty: there are no rows to evaluate.")
     return scorer.values(merged)
 
 

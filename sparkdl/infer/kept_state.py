@@ -34,6 +34,6 @@ class StoredState:
             )
         if problems:
             raise ParameterError(
-                f"the optimizer state of start= does not fit: {'; '.join(problems)}. Pass "
-                "optimizer_state=False to go on with the weights alone."
+                f"the optimizer state of the model in start= does not fit: {'; '.join(problems)}. "
+                "Pass optimizer_state=False to continue with the weights alone."
             )

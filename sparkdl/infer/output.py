@@ -55,8 +55,8 @@ class Output:
         kind = _SQL.get(self.dtype)
         if kind is None:
             raise ParameterError(
-                f"Spark has no column of {self.dtype}: make other numbers of the output with "
-                "postprocess=, such as torch.float32."
+                f"Spark has no column type for {self.dtype}: convert the output with postprocess=, "
+                "for example to torch.float32."
             )
         for _ in self.shape:
             kind = f"array<{kind}>"

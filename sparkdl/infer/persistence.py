@@ -64,7 +64,7 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
     """
     folder = path_here(path)
     if (folder / "model.json").exists() and not overwrite:
-        raise FileExistsError(f"{folder} holds a model already: pass overwrite=True to replace it.")
+        raise FileExistsError(f"{folder} already holds a model: pass overwrite=True to replace it.")
     why = None
     try:
         recipe = recipe_by_name(trained.model)
@@ -84,7 +84,7 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
     if why is not None:
         files[PICKLE] = _place(folder / PICKLE, lambda draft: draft.write_bytes(pickled))
         logger.warning(
-            "%s: the model is saved as a pickle, which sparkdl.load opens with trust=True only, or "
+            "%s: the model is saved as a pickle, which sparkdl.load opens only with trust=True, or "
             "with model=make_model: %s. %s",
             folder / PICKLE,
             why,
@@ -102,8 +102,8 @@ def _save_weights(module: nn.Module, draft: Path) -> None:
     for name, value in module.state_dict().items():
         if not isinstance(value, torch.Tensor):
             raise ModelError(
-                f'state_dict() has "{name}", {kind_of(value)}, and a safetensors file holds '
-                "tensors only: let get_extra_state() return a tensor, or register a buffer."
+                f'state_dict() has "{name}", {kind_of(value)}, but a safetensors file can hold '
+                "only tensors: let get_extra_state() return a tensor, or register a buffer."
             )
     save_model(_apart(copy.deepcopy(module)) if _views(module) else module, str(draft))
 
@@ -169,7 +169,7 @@ def load(
             if model is None:
                 take_dtypes(module, file)
             safetensors.torch.load_model(_apart(module), file)
-        if BUFFERS in saved.told.files:
+        if BUFFERS in saved.manifest.files:
             with mappable(folder / BUFFERS) as file:
                 saved.compare(file, BUFFERS)
                 load_buffers(module, file, folder)
@@ -181,17 +181,17 @@ def load(
         module=module.eval(),
         model=build,
         loss=loss,
-        features=saved.told.features,
-        label=saved.told.label,
+        features=saved.manifest.features,
+        label=saved.manifest.label,
         columns=columns,
-        fields=saved.told.fields,
-        num_features=saved.told.num_features,
-        float_dtype=saved.told.float_dtype,
-        output=saved.told.output,
+        fields=saved.manifest.fields,
+        num_features=saved.manifest.num_features,
+        float_dtype=saved.manifest.float_dtype,
+        output=saved.manifest.output,
         signature=signature,
         history=history,
-        seed=saved.told.seed,
-        judging=saved.told.judging,
+        seed=saved.manifest.seed,
+        judging=saved.manifest.judging,
     )
 
 

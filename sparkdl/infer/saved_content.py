@@ -77,13 +77,13 @@ def signature_of(saved: Saved, trust: bool) -> Signature:
     if isinstance(part, dict) and isinstance(part.get("function"), str):
         if not trust:
             raise TrustError(
-                f'{folder} names the function "{part["function"]}" for what the output is. Pass '
-                "trust=True if you trust the folder to run it."
+                f'{folder} names the function "{part["function"]}" for output=. Pass trust=True if '
+                "you trust the folder to run it."
             )
         part = NamedFunction(name=part["function"]).load()
     elif problems_of_part(part):
         raise ModelError(f"{folder}/{MODEL} is damaged: part is {kind_of(part)}.")
-    return Signature(saved.told.inputs, part)
+    return Signature(saved.manifest.inputs, part)
 
 
 def built(build: Any, saved: Saved) -> nn.Module:
@@ -96,7 +96,7 @@ def built(build: Any, saved: Saved) -> nn.Module:
         return plain(build)
     folder = saved.folder
     try:
-        with seeded(saved.told.seed):
+        with seeded(saved.manifest.seed):
             module = build()
     except Exception as error:
         raise ModelError(

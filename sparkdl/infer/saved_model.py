@@ -66,7 +66,7 @@ class ModelManifest:
             [self.output.shape] if self.output else []
         )
         if any(not 0 <= length < 2**63 for shape in shapes for length in shape):
-            raise ValueError("a shape has a length that none has")
+            raise ValueError("a shape has an impossible length")
         if self.seed < 0:
             raise ValueError(f"the seed is {self.seed}")
         if not 0 <= self.num_features <= len(self.fields):
@@ -80,12 +80,12 @@ class Saved:
     Attributes:
         folder: The folder.
         content: The whole content of its ``model.json``.
-        told: The checked part of that content.
+        manifest: The checked part of that content.
     """
 
     folder: Path
     content: dict[str, Any]
-    told: ModelManifest
+    manifest: ModelManifest
 
     @staticmethod
     def read(folder: Path) -> Saved:
@@ -97,11 +97,11 @@ class Saved:
         """
         content = _content(folder)
         try:
-            told: ModelManifest = from_plain(content, ModelManifest)
-            told.check()
+            manifest: ModelManifest = from_plain(content, ModelManifest)
+            manifest.check()
         except (ValueError, TypeError, RecursionError) as error:
             raise ModelError(f"{folder}/{MODEL} is damaged: {error}.") from error
-        return Saved(folder, content, told)
+        return Saved(folder, content, manifest)
 
     def checked(self, name: str) -> bytes:
         """Return the bytes of a file. Raises ModelError if it is not the one that was saved."""
@@ -118,9 +118,9 @@ class Saved:
         self._compare(name, file_checksum(path))
 
     def _compare(self, name: str, checksum: str) -> None:
-        if checksum != self.told.files.get(name):
+        if checksum != self.manifest.files.get(name):
             raise ModelError(
-                f"{self.folder / name} is not the file that was saved (checksum differs)."
+                f"{self.folder / name} is not the file that was saved: its checksum differs."
             )
 
 
@@ -135,7 +135,9 @@ def _content(folder: Path) -> dict[str, Any]:
     try:
         content = parse_json(read_plain(folder / MODEL, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
-        raise FileNotFoundError(f"{folder} holds no sparkdl model (no {MODEL} in it).") from None
+        raise FileNotFoundError(
+            f"{folder} is not a saved model of sparkdl (there is no {MODEL} in it)."
+        ) from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder}/{MODEL} cannot be read: {_reason(error)}.") from error
     found = content if isinstance(content, dict) else {}

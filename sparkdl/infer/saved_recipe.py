@@ -71,7 +71,7 @@ def _name_of(thing: Any) -> str:
     except (ImportError, AttributeError) as error:
         raise WithoutName(f'"{module}:{name}" cannot be imported ({error})') from None
     if found is not thing:
-        raise WithoutName(f'"{module}:{name}" means something else by now')
+        raise WithoutName(f'"{module}:{name}" now means something else')
     return f"{module}:{name}"
 
 
@@ -102,8 +102,8 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
         TrustError: The recipe would run code that is not trusted.
         ModelError: The recipe is missing or damaged, or cannot be imported.
     """
-    folder, told = saved.folder, saved.content.get("recipe")
-    recipe: dict[str, Any] = told if isinstance(told, dict) else {}
+    folder, named = saved.folder, saved.content.get("recipe")
+    recipe: dict[str, Any] = named if isinstance(named, dict) else {}
     if recipe.get("kind") == "pickle":
         if not trust:
             raise TrustError(
@@ -120,7 +120,7 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
             ) from error
     if recipe.get("kind") == "none":
         raise ModelError(
-            f"{folder} does not say how its model is built: {recipe.get('why')}. Pass "
+            f"{folder} does not record how its model is built: {recipe.get('why')}. Pass "
             "model=make_model to build the module yourself."
         )
     if recipe.get("kind") != "name" or not _is_named(recipe):
@@ -142,20 +142,20 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
     return functools.partial(build, *args, **kwargs)
 
 
-def _named(saved: Saved, told: str, trust: bool) -> Any:
+def _named(saved: Saved, named: str, trust: bool) -> Any:
     """Return the class or function with this name. Raises the errors of :func:`read_recipe`."""
-    module, _, name = told.partition(":")
+    module, _, name = named.partition(":")
     try:
         found = _resolve(module, name)
     except Exception as error:  # importing the module may raise anything
         raise ModelError(
-            f'{saved.folder} names the model "{told}", which cannot be imported ({error}). Put '
+            f'{saved.folder} names the model "{named}", which cannot be imported ({error}). Put '
             "it on the Python path, or pass model=make_model."
         ) from None
     if not trust and not _vouched_for(found):
         raise TrustError(
-            f'{saved.folder} names "{told}", which is no module class, nor a function of your '
-            'own that is annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or '
+            f'{saved.folder} names "{named}", which is neither a module class nor a function of '
+            'yours that is annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or '
             "pass trust=True."
         )
     return found

@@ -152,7 +152,7 @@ class TrainedModel:
         Raises:
             UserError: The data, an argument or the model does not fit.
         """
-        _check_kind("transform", data, DataFrame, "a DataFrame", "For an RDD use predict.")
+        _check_kind("transform", data, DataFrame, "a DataFrame", "For an RDD, use predict.")
         if not isinstance(prediction_col, str):
             raise ParameterError(f"prediction_col={prediction_col!r}: give a column name.")
         size = _batch_size(batch_size)
@@ -198,7 +198,7 @@ class TrainedModel:
         Raises:
             UserError: The data, an argument or the model does not fit.
         """
-        _check_kind("predict", records, RDD, "an RDD", "For a DataFrame use transform.")
+        _check_kind("predict", records, RDD, "an RDD", "For a DataFrame, use transform.")
         signature = self._signature(output)
         task = PredictRecords(
             self._ship(records),
@@ -245,8 +245,8 @@ class TrainedModel:
         resolved = suited(resolve(metrics), self.loss, self._judging)
         if self.loss is None and not resolved:
             raise ParameterError(
-                "nothing to evaluate: a loaded model has no loss. Name metrics, or load it with "
-                "sparkdl.load(path, loss=...)."
+                "there is nothing to evaluate: a loaded model has no loss. Name metrics, or load "
+                "it with sparkdl.load(path, loss=...)."
             )
         if self.loss is not None:
             check_averages(self.loss, "batches")
@@ -328,8 +328,8 @@ class TrainedModel:
             if not spec.for_records:
                 raise DataError(
                     f'columns["{field.name}"] is a sparkdl.{type(spec).__name__}, which is for '
-                    "DataFrames, not for the records of an RDD: give transform or evaluate a "
-                    "DataFrame with this column."
+                    "DataFrames, not for the records of an RDD: pass a DataFrame with this column "
+                    "to transform or evaluate."
                 )
             specs[name] = spec
         return specs

@@ -89,14 +89,14 @@ class Trial:
                 returned = self.signature.call(self.module, inputs)
             except Exception as error:
                 shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
-                text = f"the model fails on a batch of {shapes}: {_told(error)}."
+                text = f"the model fails on a batch of {shapes}: {_reason(error)}."
                 raise _Failed(ModelError(text)) from error
             try:
                 output = self.signature.output(returned)
             except UserError:
                 raise
             except Exception as error:
-                text = f"output=, a function, fails on {described(returned)}: {_told(error)}."
+                text = f"output=, a function, fails on {described(returned)}: {_reason(error)}."
                 raise _Failed(ParameterError(text)) from error
             return self._finished(output, len(arrays[0]))
 
@@ -106,23 +106,24 @@ class Trial:
         if self.finish is None:
             if not isinstance(output, torch.Tensor) or not output.ndim or len(output) != rows:
                 raise ModelError(
-                    f"the model returns {described(output)}, and a prediction is one tensor with a "
-                    f"row for each sample. Say which part of it: {for_example(output)}; or give "
-                    "postprocess, a function of it that returns such a tensor."
+                    f"the model returns {described(output)}, but a prediction must be one tensor "
+                    "with a row for each sample. Say which part of it to use: "
+                    f"{for_example(output)}; or give postprocess, a function of it that returns "
+                    "such a tensor."
                 )
             return Output.of(output), (dimensions, dimensions)
         try:
             finished = self.finish(output)
         except Exception as error:
             text = (
-                f"postprocess fails on {described(output)}: {_told(error)}. It is given the model's "
+                f"postprocess fails on {described(output)}: {_reason(error)}. It gets the model's "
                 "output for a batch."
             )
             raise _Failed(ParameterError(text)) from error
         if not isinstance(finished, torch.Tensor) or not finished.ndim or len(finished) != rows:
             raise ParameterError(
                 f"postprocess returned {described(finished)} for a batch of {rows} rows: it must "
-                f"return a tensor with a value for each row, of shape [{rows}, ...], as "
+                f"return a tensor with one value for each row, of shape [{rows}, ...], as "
                 "partial(torch.argmax, dim=1) does."
             )
         return Output.of(finished), (dimensions, finished.ndim)
@@ -136,7 +137,7 @@ class _Failed(Exception):
         self.error = error
 
 
-def _told(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('. ')}"
 
 

@@ -34,16 +34,16 @@ def previous_state(state: TrainState, history: History) -> TrainState:
         return state
     iteration, ends = state.iteration - 1, state.position == 0
     records = history.last(2)
-    told = records[0] if len(records) == 2 else {}
+    record = records[0] if len(records) == 2 else {}
     return replace(
         state,
         iteration=iteration,
         epoch=max(0, state.epoch - ends),
         position=(state.iterations_per_epoch if ends else state.position) - 1,
-        samples=told.get("samples", 0),
-        loss=told.get("loss", math.nan),
-        seconds=told.get("seconds", 0.0),
-        gradient_norm=told.get("gradient_norm"),
+        samples=record.get("samples", 0),
+        loss=record.get("loss", math.nan),
+        seconds=record.get("seconds", 0.0),
+        gradient_norm=record.get("gradient_norm"),
         validations=tuple(v for v in state.validations if v.iteration <= iteration),
     )
 
@@ -133,7 +133,8 @@ def _not_finite(state: TrainState, result: IterationResult, policy: TrainingOpti
     found = "; ".join(f"{what} in replica {m}" for m, what in result.not_finite.items())
     remedy = 'Lower the learning rate, clip with clip_norm=1.0, or pass on_nan="skip".'
     if policy.wire == "fp16":
-        remedy = 'fp16 ends at 65,504: use wire="bf16". Else: ' + remedy[0].lower() + remedy[1:]
+        other = remedy[0].lower() + remedy[1:]
+        remedy = f'fp16 overflows above 65,504: use wire="bf16". Otherwise: {other}'
     return (
         f"iteration {state.iteration + 1}, epoch {state.epoch + 1}: not finite: {found} "
         f"(mean loss {result.loss:.4g}). {remedy}"

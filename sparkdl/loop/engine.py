@@ -1,4 +1,4 @@
-"""The interface that every engine offers to the training loop."""
+"""The interfaces of an engine: its state, for checkpoints, and its iterations, for the loop."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class IterationResult:
             was then skipped.
         gradient_norm: The global norm before clipping, if the norm is clipped.
         histograms: Histograms by "weights/NAME" and "gradients/NAME".
-        traffic: For each node, by its token, the bytes of gradients and weights that it sent and
+        traffic: For each node, by its id, the bytes of gradients and weights that it sent and
             received.
         ended: The time of the end (``time.monotonic``), if that is not the present.
     """
@@ -105,14 +105,11 @@ class PendingStateWork(Protocol):
         """
 
 
-class Engine(Protocol):
-    """An object that runs iterations. Its resources in Spark belong to the fit's ``Resources``."""
+class StateAccess(Protocol):
+    """A state in slices that can be read and written where the slices lie.
 
-    plan: EpochPlan
-
-    @property
-    def begins_ahead(self) -> bool:
-        """Return whether it begins iterations that are announced in the ``then`` of :meth:`run`."""
+    It is all that checkpoints need, whatever holds the state: slabs, ranks or a process.
+    """
 
     def load(
         self,
@@ -130,28 +127,6 @@ class Engine(Protocol):
         Raises:
             Exception: The first of ``reported`` that ``read`` raised in a task.
         """
-
-    def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
-        """Run and commit an iteration.
-
-        Args:
-            iteration: The iteration.
-            then: The iterations that :meth:`run` will be called with next, without another request
-                in between that concerns the state. The engine may begin them.
-        """
-
-    def score(self) -> list[Any]:
-        """Score the validation samples that the engine was built with, with the current weights.
-
-        Returns:
-            The states of the scorer, merged over all partitions.
-        """
-
-    def keep_best(self) -> None:
-        """Keep a copy of the current weights as the best, in place of the one before."""
-
-    def weights(self, which: str = CURRENT) -> torch.Tensor:
-        """Return the flat vector, collected on the driver."""
 
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
@@ -174,6 +149,38 @@ class Engine(Protocol):
 
         Return the results in order.
         """
+
+
+class Engine(StateAccess, Protocol):
+    """An object that runs iterations. Its resources in Spark belong to the fit's ``Resources``."""
+
+    plan: EpochPlan
+
+    @property
+    def begins_ahead(self) -> bool:
+        """Return whether it begins iterations that are announced in the ``then`` of :meth:`run`."""
+
+    def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
+        """Run and commit an iteration.
+
+        Args:
+            iteration: The iteration.
+            then: The iterations that :meth:`run` will be called with next, without another request
+                in between that concerns the state. The engine may begin them.
+        """
+
+    def score(self) -> list[Any]:
+        """Score the validation samples that the engine was built with, with the current weights.
+
+        Returns:
+            The states of the scorer, merged over all partitions.
+        """
+
+    def keep_best(self) -> None:
+        """Keep a copy of the current weights as the best, in place of the one before."""
+
+    def weights(self, which: str = CURRENT) -> torch.Tensor:
+        """Return the flat vector, collected on the driver."""
 
 
 class TrainingEngine(Engine, Protocol):
@@ -266,3 +273,27 @@ def busiest(traffic: Mapping[str, Traffic]) -> int:
 ReadResiduals = Callable[[int], ByParameter | None]
 """The type of a function that returns the residual of a replica from elsewhere, such as a
 checkpoint. It runs in tasks."""
+
+
+class RestorableEngine(Engine, Protocol):
+    """An engine whose state can be lost and restored."""
+
+    def take_snapshot(self) -> Any:
+        """Return a copy of the state that survives the loss of any single executor."""
+
+    def drop(self, snapshot: Any) -> None:
+        """Release a snapshot that is no longer needed."""
+
+    def forget(self) -> None:
+        """Give up what remains of the state; a ``load`` or ``restore`` must follow."""
+
+    @property
+    def capacity_note(self) -> str:
+        """Return a remark about the capacity with which the engine continues, or an empty string."""
+
+    def restore(self, snapshot: Any) -> None:
+        """Reset the state to ``snapshot``.
+
+        Raises:
+            sparkdl.TrainingError: The snapshot is lost too.
+        """

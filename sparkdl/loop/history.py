@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from sparkdl.errors import ParameterError
-from sparkdl.loop import history_columns, history_formats, history_tables
-from sparkdl.loop.history_formats import KINDS
+from sparkdl.loop import history_files, history_tables
+from sparkdl.loop.history_files import KINDS
 from sparkdl.loop.state import TrainState, Validated
 
 _TIMINGS = "timings/"
@@ -262,7 +262,7 @@ class History:
         Raises:
             ParameterError: The file has another suffix.
         """
-        history_formats.write(Path(path), self._content())
+        history_files.write(Path(path), self._content())
 
     @staticmethod
     def load(path: str | Path) -> History:
@@ -274,7 +274,7 @@ class History:
         Raises:
             ParameterError: The file has another suffix or contains no history.
         """
-        return History._of(history_formats.read(Path(path)), str(path))
+        return History._of(history_files.read(Path(path)), str(path))
 
     def to_bytes(self) -> bytes:
         """Return the whole history as a safetensors file, for a checkpoint."""
@@ -285,7 +285,7 @@ class History:
             "start": self._start,
             "stopped": self.stopped,
         }
-        return history_columns.pack({**self._columns, **timings}, self._length, rest)
+        return history_files.to_safetensors({**self._columns, **timings}, self._length, rest)
 
     @staticmethod
     def from_bytes(content: bytes) -> History:
@@ -299,19 +299,19 @@ class History:
     @staticmethod
     def _unpacked(content: bytes) -> History:
         codes = {name: _CODES[kind] for name, kind in KINDS.items()}
-        columns, rest = history_columns.unpack(content, codes)
+        columns, rest = history_files.from_safetensors(content, codes)
         history = History()
         history._columns = {name: columns.pop(name) for name in codes}
         history._timings = {name: columns.pop(_TIMINGS + name) for name in rest["timings"]}
         if columns:
-            raise ValueError(f"nothing is known of its {', '.join(columns)}")
+            raise ValueError(f"it has no {', '.join(columns)}")
         history._length = len(history._columns["loss"])
         history._read_rest(rest)
         return history
 
     def to_json_bytes(self) -> bytes:
         """Return the JSON of :meth:`save` without spaces, as UTF-8."""
-        return history_formats.to_json(self._content()).encode()
+        return history_files.to_json(self._content()).encode()
 
     @staticmethod
     def from_json_bytes(content: bytes) -> History:
@@ -320,7 +320,7 @@ class History:
         Raises:
             ParameterError: They contain no history.
         """
-        return History._of(history_formats.from_json(content))
+        return History._of(history_files.from_json(content))
 
     def _content(self) -> dict[str, Any]:
         """Return the whole history as plain values."""
@@ -396,5 +396,5 @@ def _explained(read: Callable[[Any], History], content: Any, where: str) -> Hist
         ValueError,
     ) as error:
         raise ParameterError(
-            f"{where} holds no history ({type(error).__name__}: {error})."
+            f"{where} is not a history ({type(error).__name__}: {error})."
         ) from error

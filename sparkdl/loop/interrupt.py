@@ -13,8 +13,8 @@ from types import FrameType
 INTERRUPTED = "interrupted"
 """The value of ``History.stopped`` after an interrupt."""
 _TOLD = (
-    "interrupted: training ends after the iteration under way, and fit returns the model as it stands. "
-    "Interrupt again to end at once, without it."
+    "interrupted: training ends after the current iteration, and fit returns the model as it is "
+    "then. Interrupt again to stop at once, without a model."
 )
 
 logger = logging.getLogger("sparkdl")

@@ -70,10 +70,12 @@ class Lookahead:
             self._add(previous, state)
         now = self._coming.popleft()
         # described anew, because the loss was not known when the iteration was planned
-        told = replace(now.iteration, description=describe(state))
+        described = replace(now.iteration, description=describe(state))
         if self._sees and len(self._coming) <= MOST // 2:
             self._look_ahead(state)
-        return replace(now, iteration=told), tuple(planned.iteration for planned in self._coming)
+        return replace(now, iteration=described), tuple(
+            planned.iteration for planned in self._coming
+        )
 
     def cut(self) -> bool:
         """Stop planning ahead. Return whether :meth:`plan` has returned all iterations that it

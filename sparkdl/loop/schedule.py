@@ -60,13 +60,13 @@ class Schedule:
         self._plateaus = [isinstance(s, ReduceLROnPlateau) for s in self._schedulers]
         if metric is not None and not any(self._plateaus):
             raise ModelError(
-                f'schedule_metric="{metric}" is for ReduceLROnPlateau, which schedule is not: '
-                "leave it out."
+                f'schedule_metric="{metric}" is for ReduceLROnPlateau only, and the schedule is '
+                "another one: leave it out."
             )
         if per == "epoch" and make is None:
             raise ModelError(
-                'schedule_per="epoch" says when a schedule is stepped, and there is none: give '
-                "schedule=..., or leave it out."
+                'schedule_per="epoch" has no effect without a schedule: pass schedule=..., or '
+                "leave it out."
             )
 
     @property
@@ -121,14 +121,16 @@ class Schedule:
         if self.follows_validations:
             if not metrics:
                 raise ModelError(
-                    "schedule ReduceLROnPlateau follows a metric of the validation, and there is "
-                    "none: give validation=..., or a schedule that follows the iterations."
+                    "schedule ReduceLROnPlateau follows a metric of the validation, but there is "
+                    "no validation: pass validation=..., or use a schedule that follows the "
+                    "iterations."
                 )
             self._check_metric(metrics)
             if self._per == "epoch" and all(self._plateaus):
                 raise ModelError(
-                    'schedule_per="epoch" does nothing to ReduceLROnPlateau, which is stepped at each '
-                    "validation: leave it out, and say how often with Validation(every=...)."
+                    'schedule_per="epoch" has no effect on ReduceLROnPlateau, which is stepped at '
+                    "each validation: leave it out, and set the frequency with "
+                    "Validation(every=...)."
                 )
         if limit is None:
             return
@@ -184,11 +186,11 @@ class Schedule:
         metric = self._metric
         if metric not in known and (metric is not None or list(known) != ["loss"]):
             named = (
-                "" if metric is None else f' "{metric}" is none of them.{nearest(metric, known)}'
+                "" if metric is None else f' "{metric}" is not one of them.{nearest(metric, known)}'
             )
             raise ModelError(
                 "schedule ReduceLROnPlateau follows one metric of the validation, which gives "
-                f"{', '.join(known)}: name it with schedule_metric.{named}"
+                f"{', '.join(known)}: name one of them with schedule_metric.{named}"
             )
 
 

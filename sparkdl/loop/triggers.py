@@ -238,7 +238,7 @@ def no_trigger(place: str, value: object, example: str, of: Callable[..., Trigge
     name = getattr(value, "__name__", "")
     if name in __all__ and globals()[name] is value and not isinstance(value, type):
         arguments = ", ".join(inspect.signature(globals()[name]).parameters)
-        return f"{place.format(f'sparkdl.{name}')}: call it, sparkdl.{name}({arguments})."
+        return f"{place.format(f'sparkdl.{name}')}: call it, as in sparkdl.{name}({arguments})."
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         example = f"sparkdl.{of.__name__}({value})"
     return f"{place.format(repr(value))}: give a trigger, such as {example}."

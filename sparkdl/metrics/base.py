@@ -78,7 +78,7 @@ class MeanMetric(Metric):
         if values.ndim == 0 and output.ndim and len(output) > 1:
             raise ValueError(
                 "the function gave one value for the whole batch, and averages cannot be averaged: "
-                'let it give one for each sample, as torch\'s losses do with reduction="none"'
+                'return one value for each sample, as torch\'s losses do with reduction="none"'
             )
         return float(values.double().sum()), float(values.numel())
 

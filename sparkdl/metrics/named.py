@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -78,17 +77,26 @@ def _same_shape(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return target
 
 
-METRICS = {
-    "accuracy": MeanMetric("accuracy", _accuracy),
-    "top1": MeanMetric("top1", _accuracy),
-    "mae": MeanMetric("mae", _absolute_error, higher_is_better=False),
-    "mse": MeanMetric("mse", _squared_error, higher_is_better=False),
-}
-"""The means that are selected by a fixed name."""
+def _mean_at(name: str, function: Callable[..., torch.Tensor], k: int) -> MeanMetric:
+    """Return the mean of ``function``, which looks at the best ``k`` of each sample."""
+    return MeanMetric(name, partial(function, k=k))
 
-_OF_K = {"top": top_k, "hit_ratio": hit_ratio, "ndcg": ndcg}
-_K = re.compile(r"(?P<name>top|hit_ratio|ndcg)@(?P<k>\d+)")
-_KNOWN = ("loss", "accuracy", "top1", "top5", "top@k", "mae", "mse", "auc", "hit_ratio@k", "ndcg@k")
+
+METRICS: dict[str, Callable[..., Metric]] = {
+    "accuracy": partial(MeanMetric, "accuracy", _accuracy),
+    "top1": partial(MeanMetric, "top1", _accuracy),
+    "top5": partial(_mean_at, "top5", top_k, 5),
+    "top@k": partial(_mean_at, function=top_k),
+    "mae": partial(MeanMetric, "mae", _absolute_error, higher_is_better=False),
+    "mse": partial(MeanMetric, "mse", _squared_error, higher_is_better=False),
+    "auc": AUC,
+    "hit_ratio": partial(_mean_at, "hit_ratio", hit_ratio, 10),
+    "hit_ratio@k": partial(_mean_at, function=hit_ratio),
+    "ndcg": partial(_mean_at, "ndcg", ndcg, 10),
+    "ndcg@k": partial(_mean_at, function=ndcg),
+}
+"""The metrics that have a name: a function that makes the metric. A name that ends in ``@k`` stands
+for every number in place of the ``k``; its function takes the whole ``name`` and ``k``."""
 
 
 def resolve(metrics: Metrics) -> list[Metric]:
@@ -202,17 +210,15 @@ def _named(name: str, one: Any) -> Metric:
 
 @cache  # so that a name that is given twice is the same object
 def _of_name(name: str) -> Metric:
-    if name in METRICS:
-        return METRICS[name]
-    if name == "auc":
-        return AUC()
-    plain = {"top5": "top@5", "hit_ratio": "hit_ratio@10", "ndcg": "ndcg@10"}.get(name, name)
-    match = _K.fullmatch(plain)
-    if match and int(match["k"]) > 0:
-        return MeanMetric(name, partial(_OF_K[match["name"]], k=int(match["k"])))
-    if match:
-        raise ParameterError(f'metric "{name}": k must be at least 1.')
+    if name in METRICS and not name.endswith("@k"):
+        return METRICS[name]()
+    stem, _, k = name.partition("@")
+    if f"{stem}@k" in METRICS and k.isdecimal():
+        if int(k) < 1:
+            raise ParameterError(f'metric "{name}": k must be at least 1.')
+        return METRICS[f"{stem}@k"](name=name, k=int(k))
+    known = ["loss", *METRICS]
     raise ParameterError(
-        f'unknown metric "{name}".{nearest(name, _KNOWN)} Known: {", ".join(_KNOWN)}, or a '
+        f'unknown metric "{name}".{nearest(name, known)} Known: {", ".join(known)}, or a '
         "sparkdl.Metric or torchmetrics.Metric."
     )

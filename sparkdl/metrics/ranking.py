@@ -55,12 +55,12 @@ class AUC(Metric):
     ) -> tuple[ScoreRun, ...]:
         scores = _scores(output)
         if target.numel() != len(scores):
-            raise ValueError("AUC needs one label a sample")
+            raise ValueError("AUC needs one label for each sample")
         labels = target.reshape(-1).double().numpy()
         positive = labels == 1
         if not (positive | (labels == 0)).all():
             wrong = labels[~(positive | (labels == 0))][0]
-            raise ValueError(f"AUC needs labels that are 0 or 1, and found {wrong:g}")
+            raise ValueError(f"AUC needs labels that are 0 or 1, but found {wrong:g}")
         return _settled([*state, _run(scores, positive.astype(np.int64))])
 
     def merge(self, one: tuple[ScoreRun, ...], other: tuple[ScoreRun, ...]) -> tuple[ScoreRun, ...]:
@@ -88,7 +88,7 @@ def _scores(output: torch.Tensor) -> np.ndarray:
         return (output[:, 1] - output[:, 0]).numpy()
     if output.ndim == 1 or (output.ndim == 2 and output.shape[1] == 1):
         return output.reshape(-1).double().numpy()
-    raise ValueError("AUC needs one score a sample, or two of which it takes the difference")
+    raise ValueError("AUC needs one score for each sample, or two, whose difference it takes")
 
 
 def _run(scores: np.ndarray, positives: np.ndarray) -> ScoreRun:
@@ -132,9 +132,13 @@ def top_k(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
         ValueError: The shapes do not fit, or ``k`` is more than C.
     """
     if output.ndim != 2 or target.numel() != len(output):
-        raise ValueError(f"top-{k} needs a score for each class (B, C) and one class a sample (B,)")
+        raise ValueError(
+            f"top-{k} needs a score for each class, (B, C), and one class for each sample, (B,)"
+        )
     if k > output.shape[1]:
-        raise ValueError(f"top-{k} of {output.shape[1]} classes: k is more than there are classes")
+        raise ValueError(
+            f"top-{k} of {output.shape[1]} classes: k is larger than the number of classes"
+        )
     first = output.sort(dim=1, descending=True, stable=True).indices[:, :k]
     return (first == target.reshape(-1, 1)).any(dim=1)
 
@@ -158,7 +162,8 @@ def hit_ratio(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tenso
     scores, worth = _candidates(output, target, f"hit_ratio@{k}")
     if k > scores.shape[1]:
         raise ValueError(
-            f"hit_ratio@{k} of {scores.shape[1]} candidates: k is more than there are candidates"
+            f"hit_ratio@{k} of {scores.shape[1]} candidates: k is larger than the number of "
+            "candidates"
         )
     relevant = worth > 0
     bar = scores.sort(dim=1, descending=True).values[:, k - 1 : k]
@@ -198,7 +203,7 @@ def ndcg(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
     """
     scores, worth = _candidates(output, target, f"ndcg@{k}")
     if (worth < 0).any():
-        raise ValueError(f"ndcg@{k} needs relevances of 0 or more, and found {worth.min():g}")
+        raise ValueError(f"ndcg@{k} needs relevances of 0 or more, but found {worth.min():g}")
     discount = 1 / torch.log2(torch.arange(scores.shape[1], dtype=torch.float64) + 2)
     discount[k:] = 0
     ranked, order = scores.sort(dim=1, descending=True)

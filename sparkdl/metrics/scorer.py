@@ -193,8 +193,8 @@ class Scorer:
             raise ParameterError(f"metrics need one label; the model has {len(targets)} ({names}).")
         if not isinstance(output, torch.Tensor):
             raise ParameterError(
-                f"metrics need one tensor, and the model returns {described(output)} ({names}). Say "
-                f"which part they are of: {for_example(output)}."
+                f"metrics need one tensor, but the model returns {described(output)} ({names}). "
+                f"Say which part they should use: {for_example(output)}."
             )
         return _wide(output.detach().cpu()), targets[0].detach().cpu()
 

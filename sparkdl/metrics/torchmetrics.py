@@ -93,7 +93,7 @@ class TorchMetric(Metric):
             else kind_of(value)
         )
         raise ParameterError(
-            f'metric "{self.name}" gives {shape}, not one number: give one that is reduced, for '
+            f'metric "{self.name}" gives {shape}, not one number: use a reduced metric, for '
             'example with average="macro".'
         )
 
@@ -126,13 +126,13 @@ def _why_not(metric: Any) -> str | None:
     )
     if metric.full_state_update is not False or metric.dist_sync_on_step or stacked:
         return (
-            "what it knows of two parts of the data cannot be merged (merge_state needs "
+            "its states of two parts of the data cannot be merged (merge_state needs "
             "full_state_update=False and a dist_reduce_fx for every state). Use another metric, or "
             "write a sparkdl.Metric."
         )
     if not metric._defaults:
         return (
-            "it keeps its state in other metrics. Give these one by one, as a dict {name: metric}."
+            "it keeps its state in other metrics. Pass these one by one, as a dict {name: metric}."
         )
     return None
 

@@ -84,8 +84,8 @@ class Layout:
 
 
 _NOTHING = (
-    "the model has no trainable parameter: of its {} parameters none has requires_grad=True. "
-    "Leave some out of freeze=, name some in unfreeze=, or build layers that have some."
+    "the model has no trainable parameter: none of its {} parameters has requires_grad=True. Leave "
+    "some out of freeze=, name some in unfreeze=, or add layers that have some."
 )
 
 
@@ -103,7 +103,10 @@ def layout_of(module: nn.Module) -> Layout:
     memory: dict[int, str] = {}
     for name, parameter in ((name, local(parameter)) for name, parameter in trainable):
         if parameter.is_complex() or not parameter.is_floating_point():
-            raise ModelError(f'parameter "{name}" is {parameter.dtype}: only real floats train.')
+            raise ModelError(
+                f'parameter "{name}" is {parameter.dtype}: only parameters of a real '
+                "floating-point type can be trained."
+            )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(
                 f'parameter "{name}" is lazy and has no shape yet: run the model once in model().'
@@ -116,8 +119,8 @@ def layout_of(module: nn.Module) -> Layout:
         first = memory.setdefault(parameter.untyped_storage().data_ptr(), name)
         if first != name and parameter.numel():
             raise ModelError(
-                f'parameters "{first}" and "{name}" share memory but are two objects: tie them by '
-                "assigning one nn.Parameter to both places."
+                f'parameters "{first}" and "{name}" share memory but are two objects: to tie them, '
+                "assign the same nn.Parameter to both places."
             )
     wide = any(p.dtype == torch.float64 for _, p in trainable)
     dtype = torch.float64 if wide else torch.float32
@@ -182,9 +185,9 @@ def changed_form(name: str, before: Form | None, after: Form | None) -> str:
         for form in (before, after)
     )
     return (
-        f'forward makes the buffer "{name}" {now}, and it was built {was}: buffers are averaged over '
-        "the replicas, so they keep their form. Give it its last form in __init__ (as long as the "
-        "longest input, say); one that is only a cache is left alone if it is registered with "
+        f'forward makes the buffer "{name}" {now}, but __init__ made it {was}: buffers are '
+        "averaged over the replicas, so their shape and type must not change. Give it its final "
+        "form in __init__ (for the longest input, say). If it is only a cache, register it with "
         "persistent=False."
     )
 

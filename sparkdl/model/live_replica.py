@@ -117,9 +117,9 @@ def _check_new(module: nn.Module) -> None:
     for name, parameter in trainable:
         if _trained.get(id(parameter)) is parameter:
             raise ModelError(
-                f'model() returned the parameter "{name}" that it had returned before, and that has '
-                "been trained since: it must build anew, at each call, all that is trained. Make the "
-                "modules inside it, or pass a module itself (model=module)."
+                f'model() returned the parameter "{name}" that it had returned before, and that '
+                "has been trained since: each call must build all trained modules anew. Create the "
+                "modules inside the function, or pass a module itself (model=module)."
             )
     _trained.update({id(parameter): parameter for _, parameter in trainable})
 

@@ -196,9 +196,9 @@ def check_sum(found: tuple[Any, Any], rows: int) -> None:
             problem = f"the count is {number:g}"
     if problem:
         raise ModelError(
-            f"the loss returned a pair, which stands for (sum, count), and {problem}: the sum is one "
-            "number or one for each row, the count how many (tokens, pairs, ...) it is over, likewise, "
-            "at least 0 and without a gradient."
+            f"the loss returned a pair, which stands for (sum, count), and {problem}: the sum must "
+            "be one number or one for each row; the count must be the number of values (tokens, "
+            "pairs, ...) in it, in the same shape, at least 0 and without a gradient."
         )
 
 
@@ -240,9 +240,9 @@ def check_averages(loss: Loss, parts: str) -> None:
     """Raise :class:`ModelError` for a loss that sums: the losses of ``parts`` are averaged."""
     if reduction_of(loss) == "sum":
         raise ModelError(
-            f'the loss adds up (reduction="sum"), and the losses of {parts} are averaged, each '
-            'weighted by its samples: use reduction="mean", or return (sum, count) from a function of '
-            "your own, the count being what the mean is over."
+            f'the loss adds up (reduction="sum"), but the losses of {parts} are averaged, each '
+            'weighted by its samples: use reduction="mean", or return (sum, count) from your own '
+            "function, where count is the number of values in the sum."
         )
 
 

@@ -52,9 +52,9 @@ class ModelLoss:
         if not isinstance(found, torch.Tensor) or found.numel() != 1:
             shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
             raise ModelError(
-                f"the model's own loss is {shape}, not one number: say with "
-                "sparkdl.ModelLoss(loss=function) how to make the mean, or (sum, count), of what the "
-                "model returns."
+                f"the model's own loss is {shape}, not one number: pass "
+                "sparkdl.ModelLoss(loss=function), a function that computes the mean, or (sum, "
+                "count), from what the model returns."
             )
         found = found.reshape(())
         count = self.count(target) if self.count is not None else _counted(output, target)
@@ -127,8 +127,9 @@ def _found(output: Any) -> Any:
     if found is None:
         raise ModelError(
             f"no loss was found in what the model returned, {kind_of(output)}: it must be one "
-            "number, have an attribute or key loss, or be a tuple with one number in it. Else say with "
-            "sparkdl.ModelLoss(loss=function) where it is."
+            "number, have an attribute or key named loss, or be a tuple with one number in it. "
+            "Otherwise pass sparkdl.ModelLoss(loss=function), a function that returns the loss "
+            "from it."
         )
     return found
 

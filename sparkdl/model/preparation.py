@@ -83,7 +83,7 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
         problems += [
             f'the model has no "{name}".{nearest(name, own)}' for name in weights if name not in own
         ]
-        problems += [f'the weights lack "{name}"' for name in own if name not in weights]
+        problems += [f'the weights have no "{name}"' for name in own if name not in weights]
     if not problems and not set(own) & set(weights):
         problems = [f"no name of the weights ({_some(weights)}) is one of the model ({_some(own)})"]
     if problems:

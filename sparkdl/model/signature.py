@@ -92,8 +92,8 @@ def problems_of_part(part: Any, where: str = "") -> list[str]:
     ):
         return []
     return [
-        f"{where}output={part!r}: name a field of what the model returns, or give a function of that, "
-        "or None."
+        f"{where}output={part!r}: name a field of what the model returns, or give a function of "
+        "it, or None."
     ]
 
 

@@ -128,13 +128,13 @@ def compared(module: nn.Module, expected: Description) -> Compared:
         if here is None or there is None or not here.has_form_of(there):
             form = form or f'"{name}" is {here or "missing"} here, and {there or "missing"} there'
         elif here.digest != there.digest:
-            told = f'the {here.role} "{name}" {list(here.shape)} has other values here than there'
+            text = f'the {here.role} "{name}" {list(here.shape)} has other values here than there'
             if here.some:
-                told += f", {here.some[0]:.6g} and {there.some[0]:.6g} to begin with"
+                text += f", {here.some[0]:.6g} and {there.some[0]:.6g} to begin with"
             if there.is_close_to(here):
-                rounding = rounding or told
+                rounding = rounding or text
             else:
-                values = values or told
+                values = values or text
     if not form and list(expected) != list(found):
         form = f"the order is {_order(expected)} here, and {_order(found)} there"
     return Compared(digest, form, values, rounding)
@@ -144,30 +144,30 @@ def _order(names: Description) -> str:
     return ", ".join(f'"{name}"' for name in list(names)[:5])
 
 
-def check_same(told: Sequence[Compared | UserError]) -> None:
+def check_same(compared: Sequence[Compared | UserError]) -> None:
     """Check that all processes have built the same model as the driver.
 
     Differences in rounding are only logged, as a warning.
 
     Args:
-        told: One element for each replica, in order. A UserError is the mistake that kept the
+        compared: One element for each replica, in order. A UserError is the mistake that kept the
             process from building a model; it is raised.
 
     Raises:
         ModelError: The models differ.
     """
     found: list[Compared] = []
-    for one in told:
+    for one in compared:
         if isinstance(one, UserError):
             raise one
         found.append(one)
     for replica, one in enumerate(found):
         if one.form:
             raise ModelError(
-                f"the executors build another model than this process: {one.form} (replica {replica}). "
-                "Each process calls model() for itself, with the modules and files that it finds. "
-                "Where a module was changed here, save and reload it, or give model() what it needs as "
-                "arguments (functools.partial); where it reads a file, ship that "
+                f"the executors build a different model than this process: {one.form} (replica "
+                f"{replica}). Each process calls model() for itself, with the modules and files "
+                "that it finds. If you changed a module here, save and reload it, or pass what "
+                "model() needs as arguments (functools.partial); if it reads a file, ship that "
                 "(spark.sparkContext.addFile). Or pass a module instance."
             )
     if len({one.digest for one in found}) > 1:
@@ -178,16 +178,16 @@ def check_same(told: Sequence[Compared | UserError]) -> None:
     for replica, one in enumerate(found):
         if one.values:
             raise ModelError(
-                "the executors begin with other weights than this process: "
-                f"{one.values} (replica {replica}). Each process calls model() for itself. Where it "
-                "reads a file, ship that (spark.sparkContext.addFile), or give weights=; draw weights "
-                "with torch, numpy or random only (all three are seeded); or pass a module instance."
+                f"the executors start with different weights than this process: {one.values} "
+                f"(replica {replica}). Each process calls model() for itself. If it reads a file, "
+                "ship that (spark.sparkContext.addFile), or pass weights=; draw weights with "
+                "torch, numpy or random only (all three are seeded); or pass a module instance."
             )
     rounding = next((one.rounding for one in found if one.rounding), "")
     if rounding:
         logger.warning(
-            "the executors begin with weights that differ a little from those of this process, as "
-            "on processors of another kind: %s. Training begins with theirs; frozen parameters of "
+            "the executors start with weights that differ slightly from those of this process, as "
+            "on other types of processors: %s. Training starts with theirs; frozen parameters of "
             "the result are those of this process.",
             rounding,
         )

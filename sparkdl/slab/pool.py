@@ -214,8 +214,9 @@ class Pool:
             self._keep(path, mapped)
             return path, mapped
         raise SlabFullError(
-            f"no room for a slab of {nbytes:,} bytes in {', '.join(map(str, root.directories))}. "
-            "Free space there, or point spark.sparkdl.slab.dir at a larger directory."
+            f"there is no room for a slab of {nbytes:,} bytes in "
+            f"{', '.join(map(str, root.directories))}. Free space there, or point "
+            "spark.sparkdl.slab.dir at a larger directory."
         )
 
     def _open(self, path: str) -> _Mapped:

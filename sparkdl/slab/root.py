@@ -103,8 +103,8 @@ def _no_place(directory: Path, error: OSError) -> OSError:
     from sparkdl.errors import SlabFullError
 
     return SlabFullError(
-        f"no slabs can be put into {directory} ({error.strerror}). Point spark.sparkdl.slab.dir at a "
-        "directory of each node's own that can be written."
+        f"slabs cannot be written to {directory} ({error.strerror}). Point spark.sparkdl.slab.dir "
+        "at a writable directory that each node has for itself."
     )
 
 
@@ -233,7 +233,7 @@ def _check_not_shared(root: Path) -> None:
     if any(boot != boot_id() for boot, *_ in _marks(root)):
         raise OSError(
             f"slab root {root} is in use by another machine: spark.sparkdl.slab.dir must be a "
-            "directory of each node's own, not one that nodes share"
+            "local directory of each node, not one that nodes share"
         )
 
 

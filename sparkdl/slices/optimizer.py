@@ -122,19 +122,19 @@ class OptimizerSpec:
             name = type(optimizer).__name__
             if any(group.get("capturable") for group in optimizer.param_groups):
                 raise ModelError(
-                    f"optimizer {name} has capturable=True, which is for steps in a CUDA graph, and "
-                    "here they are in none: leave it out."
+                    f"optimizer {name} has capturable=True, which is for steps in a CUDA graph, "
+                    "which sparkdl does not use: leave it out."
                 )
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(p) not in names:
                     raise ModelError(
-                        f"the optimizer holds a parameter of shape {list(p.shape)} that is not "
-                        "one of the module's: build it from the module it is given."
+                        f"the optimizer has a parameter of shape {list(p.shape)} that is not one "
+                        "of the module's: build it from the module it is given."
                     )
                 if id(p) in holder:
                     raise ModelError(
-                        f'two optimizers, {holder[id(p)]} and {name}, hold parameter "'
-                        f'{names[id(p)]}": give it to one.'
+                        f"two optimizers, {holder[id(p)]} and {name}, have the parameter "
+                        f'"{names[id(p)]}": give it to one.'
                     )
                 holder[id(p)] = name
             groups = optimizer.param_groups
@@ -221,3 +221,40 @@ class _Rebuild:
     def __call__(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         accepted = inspect.signature(self.kind).parameters
         return self.kind(groups, **{k: v for k, v in self.defaults.items() if k in accepted})
+
+
+DECLARED = "update_depends_on"
+"""The class attribute in which an optimizer declares its kind: "element", "tensor" or "all"."""
+
+
+@dataclass(frozen=True)
+class CutRule:
+    """The permitted cuts for an optimizer.
+
+    Attributes:
+        elementwise: A cut through a tensor changes nothing.
+        separate: The update of one tensor does not depend on the others.
+    """
+
+    elementwise: bool
+    separate: bool
+
+
+def declared(kind: type[torch.optim.Optimizer]) -> CutRule | None:
+    """Return the rule that an optimizer class declares itself, or None.
+
+    Raises:
+        ModelError: The declaration has an unknown value.
+    """
+    answer = getattr(kind, DECLARED, None)
+    if answer is None:
+        return None
+    if answer not in _DECLARED:
+        raise ModelError(
+            f"{kind.__name__}.{DECLARED} is {answer!r}: an element's update depends on that "
+            '"element", on its "tensor", or on "all" of them.'
+        )
+    return CutRule(*_DECLARED[answer])
+
+
+_DECLARED = {"element": (True, True), "tensor": (False, True), "all": (False, False)}

@@ -18,7 +18,7 @@ import torch
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import sparse_tables
 from sparkdl.process.determinism import seeded, torch_threads
-from sparkdl.slices.optimizer import GroupSpec, OptimizerSpec
+from sparkdl.slices.optimizer import CutRule, GroupSpec, OptimizerSpec, declared
 from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss
 from sparkdl.slices.spec import Fragment, SliceSpec
 from sparkdl.slices.state import SliceState
@@ -64,44 +64,11 @@ _OF_TORCH = frozenset(
 """The classes for which the first trial is conclusive."""
 _LEARNING_RATE = 0.1
 """The learning rate of trials if the optimizer's is 0 at first."""
-DECLARED = "update_depends_on"
-"""The class attribute in which an optimizer declares its kind: "element", "tensor" or "all"."""
-_DECLARED = {"element": (True, True), "tensor": (False, True), "all": (False, False)}
 Span = tuple[int, int, int]
 """A tensor number, and the first and the last + 1 element, counted over both tensors in sequence."""
 _TOGETHER: list[list[Span]] = [[(0, 0, 24), (1, 24, 48)]]
 _APART: list[list[Span]] = [[(0, 0, 24)], [(1, 24, 48)]]
 _CUT: list[list[Span]] = [[(0, 0, 8)], [(0, 8, 24), (1, 24, 36)], [(1, 36, 48)]]
-
-
-@dataclass(frozen=True)
-class CutRule:
-    """The permitted cuts for an optimizer.
-
-    Attributes:
-        elementwise: A cut through a tensor changes nothing.
-        separate: The update of one tensor does not depend on the others.
-    """
-
-    elementwise: bool
-    separate: bool
-
-
-def declared(kind: type[torch.optim.Optimizer]) -> CutRule | None:
-    """Return the rule that an optimizer class declares itself, or None.
-
-    Raises:
-        ModelError: The declaration has an unknown value.
-    """
-    answer = getattr(kind, DECLARED, None)
-    if answer is None:
-        return None
-    if answer not in _DECLARED:
-        raise ModelError(
-            f"{kind.__name__}.{DECLARED} is {answer!r}: an element's update depends on that "
-            '"element", on its "tensor", or on "all" of them.'
-        )
-    return CutRule(*_DECLARED[answer])
 
 
 def probe_cut_rule(
@@ -250,8 +217,8 @@ def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:
     }
     found = f" ({', '.join(sorted(names))} in its param_groups)" if names else ""
     raise ModelError(
-        f"optimizer {plan.name} remembers from step to step what is not in its state{found}, and here "
-        "a step may be taken on another executor, where only the state goes. Keep it in "
+        f"optimizer {plan.name} keeps values from step to step outside its state{found}, but the "
+        "next step may run on another executor, which gets only the state. Keep them in "
         "self.state[parameter], as torch.optim does."
     )
 

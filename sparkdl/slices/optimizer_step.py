@@ -153,8 +153,8 @@ def evaluate_once(loss: torch.Tensor | None, name: str) -> Callable[[], Any]:
         evaluations += 1
         if evaluations > 1:
             raise ModelError(
-                f"optimizer {name} evaluates the loss more than once in a step, and an iteration "
-                "here is one pass over one batch. Let each step be one evaluation: for LBFGS, "
+                f"optimizer {name} evaluates the loss more than once in a step, but an iteration "
+                "is a single pass over a batch. Make each step evaluate it once: for LBFGS, "
                 "partial(torch.optim.LBFGS, max_iter=1) without line_search_fn."
             )
         return torch.tensor(float("nan")) if loss is None else loss

@@ -224,18 +224,18 @@ def average(
     """
     state.weights[: plan.dense_length].add_(moved.gradient)
     ordered = sorted(contributions, key=lambda c: c.replica)
-    told = {c.replica: unpack(c.others) for c in ordered if c.others}
+    unpacked = {c.replica: unpack(c.others) for c in ordered if c.others}
     for piece in plan.parameters:
         stepped = [
             c
             for c in ordered
-            if c.replica in told
+            if c.replica in unpacked
             and piece.number not in c.absent
-            and piece.number in told[c.replica][1]
+            and piece.number in unpacked[c.replica][1]
         ]
         if not stepped:
             continue
-        held, others = told[stepped[0].replica]
+        held, others = unpacked[stepped[0].replica]
         state.held[piece.number] = held[piece.number]
         state.others[piece.number] = others[piece.number]
         shares = shares_of([c.weight for c in stepped])

@@ -106,8 +106,8 @@ def to_bytes(plan: SliceSpec, state: SliceState) -> bytes:
     header = int.from_bytes(data[:8], "little")
     if header > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"the file of slice {plan.index} would begin with {header:,} bytes that describe it, and "
-            f"{MAX_HEADER_BYTES:,} at the most are read: train with more slices."
+            f"the file of slice {plan.index} would begin with {header:,} bytes that describe it, "
+            f"and {MAX_HEADER_BYTES:,} at most can be read: train with more slices."
         )
     return data
 
@@ -147,7 +147,7 @@ def unpack(data: bytes) -> StoredSlice:
             raise ValueError("it holds a tensor of a dtype that is never stored")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         text = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise DamagedCheckpoint(f"it holds no slice of a checkpoint ({text})") from error
+        raise DamagedCheckpoint(f"it is not a slice of a checkpoint ({text})") from error
     return StoredSlice(start, stop, trainable, state)
 
 

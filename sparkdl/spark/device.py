@@ -59,12 +59,12 @@ def _choose(
     elif place is None:
         place = _find(address, names())
     if place is None or place >= count:
-        told = "not set" if visible is None else f'"{visible}"'
+        value = "not set" if visible is None else f'"{visible}"'
         raise SessionError(
-            f'Spark assigned the GPU "{address}" to this task, and it is none of the {count} that '
-            f"torch sees ({VISIBLE} is {told}): let the discovery script print what "
-            "nvidia-smi --query-gpu=index prints (or uuid), and let the variable name all of these or "
-            "leave it out."
+            f'Spark assigned the GPU "{address}" to this task, but it is not one of the {count} '
+            f"that torch sees ({VISIBLE} is {value}): let the discovery script print what "
+            "nvidia-smi --query-gpu=index prints (or uuid), and let the variable name all of these "
+            "or leave it out."
         )
     return place
 
@@ -98,7 +98,7 @@ def gpus_of(addresses: Sequence[str]) -> list[Gpu]:
             os.environ[VISIBLE] = addresses[0]
     if not torch.cuda.is_available():
         raise SessionError(
-            f"Spark assigned the GPU {addresses[0]!r} to this task, and torch sees none: "
+            f"Spark assigned the GPU {addresses[0]!r} to this task, but torch sees none: "
             f"{Sight.here().reason} To compute on the CPU, hide the GPUs from the executors: "
             f"{VISIBLE}= (empty) in their environment."
         )
@@ -115,8 +115,9 @@ def use_gpu(gpu: Gpu) -> torch.device:
         if torch.cuda.is_initialized() and os.environ.get(VISIBLE) != gpu:
             raise SessionError(
                 f"Spark assigned {gpu} to this task, whose Python process computes on "
-                f"{os.environ.get(VISIBLE)} already, and a process sees one part of a GPU alone: set "
-                "spark.python.worker.reuse=false, or let each executor have one part and run one task."
+                f"{os.environ.get(VISIBLE)} already, but a process can use only one part of a GPU: "
+                "set spark.python.worker.reuse=false, or let each executor have one part and run "
+                "one task."
             )
         os.environ[VISIBLE] = gpu
         gpu = 0
@@ -179,14 +180,14 @@ class Sight:
         """Return why torch sees no GPU, and how to change that."""
         if not self.built:
             return (
-                f"torch {torch.__version__} of the executors' Python is built without CUDA. Install a "
-                "build with it there."
+                f"torch {torch.__version__} of the executors' Python is built without CUDA. "
+                "Install a build with CUDA there."
             )
         if self.forked:
             return (
                 "CUDA had been started in the process that this Python worker was forked from. Set "
-                "spark.python.daemon.module=sparkdl.daemon, or see to it that the daemon's imports "
-                "leave CUDA alone (PYTORCH_NVML_BASED_CUDA_CHECK=1 in its environment helps)."
+                "spark.python.daemon.module=sparkdl.daemon, or make sure that the daemon's imports "
+                "do not start CUDA (PYTORCH_NVML_BASED_CUDA_CHECK=1 in its environment helps)."
             )
         if self.address_space is not None:
             return (
@@ -194,7 +195,7 @@ class Sight:
                 "reserves more than a node has memory. Unset spark.executor.pyspark.memory."
             )
         if self.visible is not None:
-            return f"{VISIBLE}={self.visible} names none that is there."
+            return f"{VISIBLE}={self.visible} names no GPU of this node."
         if not self.driver:
             return "there is no GPU driver on the node, or none in the container."
         return f"it says: {self.said or 'nothing'}."

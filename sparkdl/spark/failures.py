@@ -115,10 +115,11 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
             reason = of_query(explain(text))
             kind = StalledError if reason.startswith(WAITED) else TrainingError
             raise kind(f"{doing}: {reason}") from None
-        told = explain(text) if of_python(text) else of_query(text)
+        reason = explain(text) if of_python(text) else of_query(text)
         raise DataError(
-            f"the data cannot be read: {told.rstrip('. ')}{chr(10) if chr(10) in told else '. '}"
-            "Mend the query or the function that the data comes from; data.count() fails likewise."
+            "the data cannot be read: "
+            f"{reason.rstrip('. ')}{chr(10) if chr(10) in reason else '. '}Fix the query or the "
+            "function that produces the data; data.count() fails in the same way."
         ) from None
 
 

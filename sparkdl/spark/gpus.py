@@ -58,7 +58,7 @@ def within_gpus(context: SparkContext, replicas: int, chosen: bool, engine: str)
         logger.warning("%s", problem)
     if assigned and float(conf_of(context).get(AMOUNT, "1")) > 1:
         logger.warning(
-            "a task computes on one GPU, and the others that Spark assigns to it are idle: set %s=1.",
+            "a task uses one GPU, and the others that Spark assigns to it stay idle: set %s=1.",
             AMOUNT,
         )
     return replicas
@@ -67,8 +67,8 @@ def within_gpus(context: SparkContext, replicas: int, chosen: bool, engine: str)
 def _capped(replicas: int, gpus: int) -> int:
     if 0 < gpus < replicas:
         logger.info(
-            "%d replicas, one for each GPU, and not one for each of %d task slots: replicas= says "
-            "otherwise.",
+            "%d replicas, one for each GPU, and not one for each of %d task slots: set replicas= "
+            "to override this.",
             gpus,
             replicas,
         )
@@ -93,10 +93,10 @@ def sharing(there: Sequence[Executor], counts: Sequence[int], replicas: int) -> 
         tasks = min(slots[host], replicas)
         if 0 < count < tasks:
             return (
-                f"up to {tasks} replicas would share {count} GPU{'s' * (count > 1)} on {host}, each "
-                "with a model of its own in its memory. Let Spark assign them: "
-                "spark.executor.resource.gpu.amount and .discoveryScript say how many an executor has, "
-                f"{AMOUNT}=1 gives each task one. replicas= says how many shall be there all the same; "
+                f"up to {tasks} replicas would share {count} GPU{'s' * (count > 1)} on {host}, "
+                "each with a model of its own in its memory. Let Spark assign them: "
+                "spark.executor.resource.gpu.amount and .discoveryScript say how many an executor "
+                f"has, {AMOUNT}=1 gives each task one. Pass replicas= to have this many anyway; "
                 "spark.executorEnv.CUDA_VISIBLE_DEVICES= (empty) leaves GPUs alone."
             )
     return None

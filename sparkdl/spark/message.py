@@ -55,13 +55,13 @@ def posted(fit: str) -> Any:
     """
     context = TaskContext.get()
     text = context.getLocalProperty(PROPERTY) if context is not None else None
-    told, _, content = (text or "").partition(" ")
-    if told != fit:
+    sender, _, content = (text or "").partition(" ")
+    if sender != fit:
         raise TrainingError(
-            f"the job of this task was told {'the step of another fit' if told else 'nothing'}: the "
-            "local properties of the thread that trains were changed by another thread. Start threads "
-            "with pyspark.InheritableThread, and let none of them call setLocalProperties of Spark's "
-            "JVM."
+            f"the job of this task received {'the step of another fit' if sender else 'nothing'}: "
+            "the local properties of the thread that trains were changed by another thread. Start "
+            "threads with pyspark.InheritableThread, and let none of them call setLocalProperties "
+            "of Spark's JVM."
         )
     return _decoded(content)
 

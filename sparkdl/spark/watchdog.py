@@ -83,14 +83,15 @@ class Watchdog:
             waited[MOST:] = [f"{len(waited) - MOST} more"]
         executors = self._context._jsc.sc().getExecutorMemoryStatus().size() - 1  # less the driver
         if waited:
-            whom, who = ", ".join(waited), "tasks take"
+            whom, who = ", ".join(waited), "tasks really take that long"
         elif executors:
-            whom = f"a free executor: {executors} are there, and no task of the job runs"
-            who = "others keep them"
+            whom = f"a free executor: there are {executors}, but no task of the job runs"
+            who = "others really need them for that long"
         else:
-            whom, who = "an executor: none is there, so that no task can run", "the cluster takes"
+            whom = "an executor: there is none, so no task can run"
+            who = "the cluster really takes that long"
         reason = (
-            f"{WAITED} {self._seconds:g} s for {whom}. Nothing happened meanwhile. Where {who} "
-            "so long by right, raise spark.sparkdl.timeout.seconds."
+            f"{WAITED} {self._seconds:g} s for {whom}. Nothing happened in that time. If {who}, "
+            "raise spark.sparkdl.timeout.seconds."
         )
         self._context._jsc.sc().cancelJobGroup(self._group, reason)

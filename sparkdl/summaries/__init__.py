@@ -5,8 +5,17 @@
 May import: ``loop`` and ``codec``. Must not know: how an engine works.
 """
 
+from sparkdl.summaries.base import Summaries, SummaryWriter
 from sparkdl.summaries.files import Curves, HistoryFile, plot_history
 from sparkdl.summaries.mlflow import MLflow
 from sparkdl.summaries.tensorboard import TensorBoard
 
-__all__ = ["Curves", "HistoryFile", "MLflow", "TensorBoard", "plot_history"]
+__all__ = [
+    "Curves",
+    "HistoryFile",
+    "MLflow",
+    "Summaries",
+    "SummaryWriter",
+    "TensorBoard",
+    "plot_history",
+]

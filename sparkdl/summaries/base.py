@@ -1,4 +1,4 @@
-"""The common parts of the summaries: a history of their own, a trigger, and files that appear whole."""
+"""The common parts of the summaries: when they write, what they show, and files that appear whole."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from sparkdl.checkpoint.resume import history_in
+from sparkdl.codec.describe import plain_parameters
 from sparkdl.errors import ParameterError
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import Trigger, no_trigger
+from sparkdl.slices.histogram import Histogram
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
-class Recorder(Callback):
-    """A callback that records every iteration, and calls :meth:`write` when ``every`` fires.
+class PeriodicCallback(Callback):
+    """A callback that calls :meth:`write` when ``every`` fires, and at the end of the fit in any case.
 
     If an iteration at which it fires is followed by a validation, ``write`` is called once more
-    after that. It is also called at the end of the fit in any case.
+    after that.
 
     Raises:
         ParameterError: ``every`` is not a trigger.
@@ -38,33 +41,145 @@ class Recorder(Callback):
         self._every = every
         self._last = TrainState()
         self._due = False
-        self.history = History()
-        """The history of the run, including the time before this fit: what this callback recorded
-        itself, else the history of the checkpoint that the fit continues from."""
 
     def write(self, trainer: Trainer, state: TrainState) -> None:
-        """Show the content of :attr:`history`; subclasses define it."""
+        """Show the run up to ``state``; subclasses define it."""
         raise TypeError(f"{type(self).__name__} does not define write(trainer, state)")
 
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
-        if not state.iteration or not _same(self._last, state):
-            self.history = _until(state)
         self._last, self._due = state, False
 
     def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
-        self.history.append(state, self._last.epoch + 1)
         self._due = self._every(self._last, state)
         self._last = state
         if self._due:
             self.write(trainer, state)
 
     def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
-        self.history.append_validation(state.validations[-1])
         if self._due:
             self.write(trainer, state)
 
     def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
         self.write(trainer, state)
+
+
+class Recorder(PeriodicCallback):
+    """A periodic callback that records every iteration and every validation."""
+
+    def __init__(self, every: Trigger) -> None:
+        super().__init__(every)
+        self.history = History()
+        """The history of the run, including the time before this fit: what this callback recorded
+        itself, else the history of the checkpoint that the fit continues from."""
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        if not state.iteration or not _same(self._last, state):
+            self.history = _until(state)
+        super().on_fit_start(trainer, state)
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        self.history.append(state, self._last.epoch + 1)
+        super().on_iteration_end(trainer, state)
+
+    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+        self.history.append_validation(state.validations[-1])
+        super().on_validation_end(trainer, state)
+
+
+class SummaryWriter(Protocol):
+    """The interface of a place where figures go, such as a folder or a server.
+
+    :class:`Summaries` calls it, from one thread, and opens it again for the next fit. It must be
+    possible to pickle a writer that has not been opened.
+    """
+
+    def open(self, params: Mapping[str, str], iteration: int) -> None:
+        """Begin to show a fit.
+
+        Args:
+            params: The trainer's plain values as text, secrets hidden
+                (:func:`sparkdl.codec.describe.plain_parameters`).
+            iteration: The iteration after which the fit begins. What an earlier fit showed of later
+                iterations is out of date.
+
+        Raises:
+            ParameterError: Nothing can be written there.
+        """
+
+    def scalars(self, values: Mapping[str, float], iteration: int) -> None:
+        """Show numbers by name."""
+
+    def histograms(self, values: Mapping[str, Histogram], iteration: int) -> None:
+        """Show the distributions of weights and gradients by name."""
+
+    def flush(self) -> None:
+        """Write what is buffered. It is called at the end of an epoch."""
+
+    def close(self, status: str) -> None:
+        """End what :meth:`open` began.
+
+        Args:
+            status: ``"finished"``, or ``"failed"`` if the fit did not reach its end; then the call
+                comes when the callback is used again or deleted, or when the program exits. It
+                comes even if :meth:`open` raised an error.
+        """
+
+
+class Summaries(PeriodicCallback):
+    """A callback that shows the figures of a run with one writer.
+
+    - When ``every`` fires, and at the end: ``loss``, ``learning_rate`` (``learning_rate/0`` and so
+      on with several parameter groups), ``samples_per_second`` since the last time,
+      ``gradient_norm``, ``loss_scale``, ``bytes_sent`` between nodes, and ``timings/ACTIVITY`` in
+      seconds.
+    - After each validation: ``validation/METRIC``.
+    - At each trigger of ``Trainer.histograms``: ``weights/NAME`` and ``gradients/NAME``.
+
+    Args:
+        writer: The place where the figures go.
+        every: The trigger for the figures of an iteration.
+    """
+
+    def __init__(self, writer: SummaryWriter, every: Trigger) -> None:
+        super().__init__(every)
+        self._writer = writer
+        self._written = TrainState()
+        self._failed: weakref.finalize[..., Any] | None = None
+
+    def write(self, trainer: Trainer, state: TrainState) -> None:
+        if state.iteration > self._written.iteration:
+            self._writer.scalars(dict(scalars(self._written, state)), state.iteration)
+            self._written = state
+
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        super().on_fit_start(trainer, state)
+        if self._failed is not None:
+            self._failed()
+        self._written = state
+        # A callback does not learn that a fit has failed.
+        self._failed = weakref.finalize(self, self._writer.close, "failed")
+        self._writer.open(plain_parameters(trainer, (Trigger,)), state.iteration)
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        if state.histograms is not None and state.histograms is not self._last.histograms:
+            self._writer.histograms(state.histograms, state.iteration)
+        super().on_iteration_end(trainer, state)
+
+    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+        super().on_validation_end(trainer, state)
+        last = state.validations[-1]
+        values = {f"validation/{name}": value for name, value in last.metrics.items()}
+        self._writer.scalars(values, last.iteration)
+
+    def on_epoch_end(self, trainer: Trainer, state: TrainState) -> None:
+        self._writer.flush()
+
+    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+        super().on_fit_end(trainer, state)
+        if self._failed is not None:
+            self._failed.detach()
+            self._failed = None
+        self._writer.close("finished")
 
 
 def _same(last: TrainState, state: TrainState) -> bool:

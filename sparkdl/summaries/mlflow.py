@@ -5,16 +5,15 @@ from __future__ import annotations
 import re
 import tempfile
 import time
-import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.codec.describe import plain_parameters
 from sparkdl.codec.redaction import without_credentials
 from sparkdl.errors import ParameterError
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import Every, Trigger
-from sparkdl.summaries.base import Recorder, extra_needed, scalars
+from sparkdl.slices.histogram import Histogram
+from sparkdl.summaries.base import Recorder, Summaries, extra_needed
 
 if TYPE_CHECKING:
     from sparkdl.infer.trained_model import TrainedModel
@@ -24,13 +23,12 @@ _OPEN: set[str] = set()
 """The runs that a summary started and has not ended."""
 
 
-class MLflow(Recorder):
+class MLflow(Summaries, Recorder):
     """A callback that logs to MLflow: to the active run, or to one of its own, which it ends.
 
     - When the fit starts: the trainer's plain values as parameters (see
       :func:`sparkdl.codec.describe.plain_parameters`).
-    - When ``every`` fires: the scalars that :class:`TensorBoard` shows.
-    - After each validation: ``validation/METRIC``.
+    - Then the scalars of :class:`Summaries`.
     - At the end: the artifact ``history.json``.
 
     The step in MLflow is the number of iterations. If a fit fails, its own run becomes ``FAILED`` as
@@ -45,61 +43,17 @@ class MLflow(Recorder):
     """
 
     def __init__(self, run_name: str | None = None, every: Trigger | None = None) -> None:
-        super().__init__(Every(10) if every is None else every)
-        try:
-            import mlflow
-        except ImportError:
-            raise extra_needed("MLflow", "mlflow", "mlflow-skinny") from None
-        self._mlflow: Any = mlflow
-        self._run_name = run_name
-        self._shown = TrainState()
-        self._client: Any = None
-        self._fail: Any = None
-        self.run_id: str = ""
+        self._run = TrackedRun(run_name)
+        super().__init__(self._run, Every(10) if every is None else every)
+
+    @property
+    def run_id(self) -> str:
         """The id of the run that it logs to or logged to last; empty before the first fit."""
-
-    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
-        super().on_fit_start(trainer, state)
-        self._shown = state
-        try:
-            self._begin()
-            self._log_parameters(trainer)
-        except (self._mlflow.exceptions.MlflowException, OSError) as error:
-            store = without_credentials(str(self._mlflow.get_tracking_uri()))
-            said = without_credentials(str(error)).strip().removesuffix(".")
-            raise ParameterError(
-                f"MLflow cannot log to {store}: {said}. Give it a store that it reaches, in "
-                "MLFLOW_TRACKING_URI or by mlflow.set_tracking_uri; a database takes the full mlflow, "
-                "not mlflow-skinny alone."
-            ) from None  # MLflow's own error has the address with its credentials
-
-    def _log_parameters(self, trainer: Trainer) -> None:
-        run = self._client.get_run(self.run_id)
-        parameters = [
-            self._mlflow.entities.Param(name, text)
-            for name, text in _named(plain_parameters(trainer, (Trigger,))).items()
-            if name not in run.data.params  # MLflow allows no changes: a resumed run keeps its own
-        ]
-        self._client.log_batch(self.run_id, params=parameters)
-
-    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
-        super().on_validation_end(trainer, state)
-        last = state.validations[-1]
-        self._log({f"validation/{k}": v for k, v in last.metrics.items()}, last.iteration)
+        return self._run.run_id
 
     def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
+        self._run.text(self.history.to_json_bytes().decode(), "history.json")
         super().on_fit_end(trainer, state)
-        content = self.history.to_json_bytes().decode()
-        self._client.log_text(self.run_id, content, "history.json")
-        if self._fail is not None:
-            self._fail.detach()
-            self._fail = None
-            _end(self._mlflow, self._client, self.run_id, "FINISHED")
-
-    def write(self, trainer: Trainer, state: TrainState) -> None:
-        if state.iteration > self._shown.iteration:
-            self._log(dict(scalars(self._shown, state)), state.iteration)
-            self._shown = state
 
     def log_model(self, trained: TrainedModel, name: str = "model") -> None:
         """Add the saved model to the run, as the artifact folder ``name``; call it after the fit.
@@ -113,31 +67,103 @@ class MLflow(Recorder):
             raise ParameterError("MLflow.log_model: there is no run yet; call it after fit.")
         with tempfile.TemporaryDirectory() as folder:
             trained.save(folder)
-            self._client.log_artifacts(self.run_id, folder, name)
+            self._run.folder(folder, name)
+
+
+class TrackedRun:
+    """A writer to a run of MLflow: the active one, or one that it starts.
+
+    Args:
+        name: The name of a run that it starts.
+
+    Raises:
+        ParameterError: The extra ``mlflow`` is not installed.
+    """
+
+    def __init__(self, name: str | None) -> None:
+        try:
+            _library()
+        except ImportError:
+            raise extra_needed("MLflow", "mlflow", "mlflow-skinny") from None
+        self._name = name
+        self._client: Any = None
+        self.run_id = ""
+
+    def open(self, params: Mapping[str, str], iteration: int) -> None:
+        try:
+            self._begin()
+            self._log_parameters(params)
+        except (_library().exceptions.MlflowException, OSError) as error:
+            store = without_credentials(str(_library().get_tracking_uri()))
+            said = without_credentials(str(error)).strip().removesuffix(".")
+            raise ParameterError(
+                f"MLflow cannot log to {store}: {said}. Choose a store that it can reach, with "
+                "MLFLOW_TRACKING_URI or mlflow.set_tracking_uri; for a database, install the full "
+                "mlflow package."
+            ) from None  # MLflow's own error has the address with its credentials
 
     def _begin(self) -> None:
         """Find the active run, or start one."""
-        active = self._mlflow.active_run()
-        self._client = self._mlflow.MlflowClient()
+        active = _library().active_run()
+        self._client = _library().MlflowClient()
         if active is not None and active.info.run_id in _OPEN:  # its fit failed
-            _end(self._mlflow, self._client, active.info.run_id, "FAILED")
+            self._end(active.info.run_id, "FAILED")
             active = None
         if active is None:
-            active = self._mlflow.start_run(run_name=self._run_name)
+            active = _library().start_run(run_name=self._name)
             _OPEN.add(active.info.run_id)
-            # A callback is not told that a fit has failed.
-            self._fail = weakref.finalize(
-                self, _end, self._mlflow, self._client, active.info.run_id, "FAILED"
-            )
         self.run_id = active.info.run_id
 
-    def _log(self, values: dict[str, float], step: int) -> None:
+    def _log_parameters(self, params: Mapping[str, str]) -> None:
+        run = self._client.get_run(self.run_id)
+        parameters = [
+            _library().entities.Param(name, text)
+            for name, text in _named(params).items()
+            if name not in run.data.params  # MLflow allows no changes: a resumed run keeps its own
+        ]
+        self._client.log_batch(self.run_id, params=parameters)
+
+    def scalars(self, values: Mapping[str, float], iteration: int) -> None:
         now = int(time.time() * 1000)
         metrics = [
-            self._mlflow.entities.Metric(name, float(value), now, step)
+            _library().entities.Metric(name, float(value), now, iteration)
             for name, value in _named(values).items()
         ]
         self._client.log_batch(self.run_id, metrics=metrics)
+
+    def histograms(self, values: Mapping[str, Histogram], iteration: int) -> None:
+        """Do nothing: MLflow knows no histograms."""
+
+    def flush(self) -> None:
+        """Do nothing: every call is written at once."""
+
+    def text(self, content: str, name: str) -> None:
+        """Add a file to the run."""
+        self._client.log_text(self.run_id, content, name)
+
+    def folder(self, path: str, name: str) -> None:
+        """Add the content of a folder to the run, as the folder ``name``."""
+        self._client.log_artifacts(self.run_id, path, name)
+
+    def close(self, status: str) -> None:
+        if self.run_id in _OPEN:
+            self._end(self.run_id, status.upper())
+
+    def _end(self, run_id: str, status: str) -> None:
+        """End a run that a summary started."""
+        _OPEN.remove(run_id)
+        active = _library().active_run()
+        if active is not None and active.info.run_id == run_id:
+            _library().end_run(status)
+        else:  # started by another thread, or no longer active
+            self._client.set_terminated(run_id, status)
+
+
+def _library() -> Any:
+    """Return the library, which a pickle of a writer must not hold."""
+    import mlflow
+
+    return mlflow
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -151,15 +177,3 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
             plain = f"{allowed} {number}"
         found[plain] = value
     return found
-
-
-def _end(mlflow: Any, client: Any, run_id: str, status: str) -> None:
-    """End a run that a summary started, unless it has ended."""
-    if run_id not in _OPEN:
-        return
-    _OPEN.remove(run_id)
-    active = mlflow.active_run()
-    if active is not None and active.info.run_id == run_id:
-        mlflow.end_run(status)
-    else:  # started by another thread, or no longer active
-        client.set_terminated(run_id, status)

@@ -41,18 +41,20 @@ def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> St
     """
     if start is None or optimizer_state is False:
         if start is None and optimizer_state is not None:
-            raise ParameterError("optimizer_state= says what to do with start=: give that too.")
+            raise ParameterError(
+                "optimizer_state= has no effect without start=: pass start= too, or leave it out."
+            )
         return None
     if start.optimizer_state is None and optimizer_state:
         raise ParameterError(
-            "start= has no optimizer state: it is kept with Trainer(keep_optimizer_state=True) "
-            "only. Train it so, or pass optimizer_state=False."
+            "the model in start= has no optimizer state, because it was trained without "
+            "Trainer(keep_optimizer_state=True). Train it with that, or pass optimizer_state=False."
         )
     kept = start.optimizer_state
     if kept is not None and kept.weights != weights_digest(start.module):
         raise ParameterError(
-            "start.module was changed after its training, so the optimizer state that was kept does "
-            "not belong to it. Pass optimizer_state=False to go on with the weights alone."
+            "start.module was changed after its training, so its optimizer state no longer belongs "
+            "to it. Pass optimizer_state=False to continue with the weights alone."
         )
     return kept
 

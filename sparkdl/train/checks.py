@@ -112,7 +112,10 @@ def problems_of(trainer: Any) -> Iterator[str]:
         yield f"compression is the class {name}: give an instance, {name}()."
     if isinstance(trainer.optimizer, torch.optim.Optimizer):
         name = type(trainer.optimizer).__name__
-        yield f"optimizer is already built; give its recipe: partial(torch.optim.{name}, lr=...)."
+        yield (
+            "optimizer is already built: give a recipe for it instead, "
+            f"partial(torch.optim.{name}, lr=...)."
+        )
     if not isinstance(trainer.stop, Trigger):
         yield no_trigger("stop={}", trainer.stop, "sparkdl.max_epoch(10)", max_epoch)
     if not isinstance(trainer.histograms, (Trigger, type(None))):
@@ -169,7 +172,7 @@ def _numbers(trainer: Any) -> Iterator[str]:
             if not (_is_number(strength) and strength >= 0):
                 yield (
                     f"{name}={value!r}: give a number of at least 0, or a mapping of patterns to "
-                    "such."
+                    "such numbers."
                 )
                 break
     yield from _class_weights(trainer.class_weights)
@@ -191,9 +194,12 @@ def _class_weights(weights: Any) -> Iterator[str]:
     if not values or not all(_is_number(value) and value >= 0 for value in values):
         yield f"class_weights={weights!r}: {remedy}"
     elif not all(_is_number(c) and c >= 0 and c == int(c) for c in classes):
-        yield f"class_weights={weights!r}: classes are whole numbers from 0 on."
+        yield f"class_weights={weights!r}: classes are whole numbers, starting at 0."
     elif not any(values) and (not classes or len(classes) == max(classes) + 1):
-        yield f"class_weights={weights!r}: nothing would count; give a class more than 0."
+        yield (
+            f"class_weights={weights!r}: no sample would count. Give at least one class a weight "
+            "above 0."
+        )
 
 
 def _compile_options(options: Any) -> Iterator[str]:
@@ -201,8 +207,8 @@ def _compile_options(options: Any) -> Iterator[str]:
         try:
             torch.compile(nn.Identity(), **options)
         except Exception as error:
-            told = textwrap.shorten(str(error), 160, placeholder="...").rstrip(".")
-            yield f"compile={options!r}: torch.compile takes no such options ({told})."
+            reason = textwrap.shorten(str(error), 160, placeholder="...").rstrip(".")
+            yield f"compile={options!r}: torch.compile does not take these options ({reason})."
 
 
 def _wrong_names(trainer: Any) -> Iterator[str]:
@@ -210,7 +216,9 @@ def _wrong_names(trainer: Any) -> Iterator[str]:
         names = [value] if isinstance(value, str) else value
         if name == "features" and isinstance(value, Mapping):
             if not all(isinstance(keyword, str) and keyword.isidentifier() for keyword in value):
-                yield f"features={value!r}: give columns by the keywords of forward."
+                yield (
+                    f"features={value!r}: give a mapping from the parameters of forward to columns."
+                )
                 continue
             names = list(value.values())
         if name == "label" and value is None:

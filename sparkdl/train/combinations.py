@@ -23,8 +23,8 @@ def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
     """
     if isinstance(trainer.local_steps, int) and trainer.local_steps > 1 and trainer.wire != "fp32":
         yield (
-            f'wire="{trainer.wire}" with local_steps={trainer.local_steps}: replicas then send '
-            'weights and optimizer state, which must not be rounded. Use wire="fp32".'
+            f'wire="{trainer.wire}" with local_steps={trainer.local_steps}: with local steps, '
+            'replicas send weights and optimizer state, which must not be rounded. Use wire="fp32".'
         )
     if (
         isinstance(trainer.local_steps, int)
@@ -32,16 +32,16 @@ def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
         and trainer.compression is not None
     ):
         yield (
-            f"compression with local_steps={trainer.local_steps}: replicas then send weights and "
-            "optimizer state, not gradients. Leave one of the two out."
+            f"compression with local_steps={trainer.local_steps}: with local steps, replicas send "
+            "weights and optimizer state, not gradients. Leave one of the two out."
         )
     yield from _of_model_loss(trainer)
     if isinstance(trainer.engine, str) and trainer.engine == "gang":
         yield from _of_a_gang(trainer)
     elif isinstance(trainer.checkpoint, Checkpoint) and trainer.checkpoint.asynchronous:
         yield (
-            f'Checkpoint(asynchronous=True) with engine="{trainer.engine}": only the ranks of a gang '
-            'write while they train. Use engine="gang", or leave it out.'
+            f'Checkpoint(asynchronous=True) with engine="{trainer.engine}": only the ranks of a '
+            'gang write checkpoints while they train. Use engine="gang", or leave asynchronous out.'
         )
     if trainer.sync_batchnorm is True:
         yield from _of_sync_batchnorm(trainer)
@@ -64,32 +64,32 @@ def _of_model_loss(trainer: Any) -> Iterator[str]:
     labels = trainer.label_columns
     if not labels:
         yield (
-            "loss=ModelLoss() with label=None: the model computes its loss from labels. Name the "
-            "label's column."
+            "loss=ModelLoss() with label=None: a model that computes its own loss needs labels. "
+            "Name the label column."
         )
     elif own.names is not None and len(own.names) != len(labels):
         yield (
-            f"loss=ModelLoss(labels={own.labels!r}) with {len(labels)} label columns: give a keyword "
-            "for each of them, in a list, or None for labels after the inputs."
+            f"loss=ModelLoss(labels={own.labels!r}) with {len(labels)} label columns: give a list "
+            "with one keyword for each label, or None to pass the labels after the inputs."
         )
     if trainer.weight is not None or trainer.class_weights is not None:
         given = "weight" if trainer.weight is not None else "class_weights"
         yield (
-            f"loss=ModelLoss() with {given}: the model gives one loss for all its rows. Leave one of "
-            "the two out, or give a loss of the model's output."
+            f"loss=ModelLoss() with {given}: the model returns one loss for all rows together. "
+            "Leave one of the two out, or give a loss that is computed from the model's output."
         )
 
 
 def _of_a_gang(trainer: Any) -> Iterator[str]:
     if isinstance(trainer.local_steps, int) and trainer.local_steps > 1:
         yield (
-            f'local_steps={trainer.local_steps} with engine="gang": its ranks meet in every step. Use '
-            'engine="shuffle", or local_steps=1.'
+            f'local_steps={trainer.local_steps} with engine="gang": its ranks synchronize at every '
+            'step. Use engine="shuffle", or local_steps=1.'
         )
     if trainer.slices is not None:
         yield (
-            f'slices={trainer.slices} with engine="gang": the strategy says how the state is cut. '
-            "Leave it out."
+            f'slices={trainer.slices} with engine="gang": the strategy decides how the state is '
+            "divided. Leave slices out."
         )
 
 
@@ -103,21 +103,22 @@ def _of_strategies(trainer: Any) -> Iterator[str]:
             )
         if getattr(part, "static_graph", False) is True and trainer.accumulate != 1:
             yield (
-                f"strategy=DDP(static_graph=True) with accumulate={trainer.accumulate}: torch looks at "
-                "the graph in a pass that sums, and the first parts do not. Leave one of the two out."
+                f"strategy=DDP(static_graph=True) with accumulate={trainer.accumulate}: torch "
+                "records the graph in a backward pass that sums gradients, and only the last part "
+                "of an accumulated batch does. Leave one of the two out."
             )
         if dimension == "pipe" and (
             isinstance(trainer.features, Mapping) or trainer.output is not None
         ):
             name = "output" if trainer.output is not None else "features by keyword"
             yield (
-                f'{name} with strategy="{part.word}": stages take tensors by position and hand tensors '
-                "on. Give a list of columns, and a model that returns its output alone."
+                f'{name} with strategy="{part.word}": pipeline stages take tensors by position and '
+                "pass tensors on. Give a list of columns, and a model that returns only its output."
             )
         if dimension == "pipe" and is_model_loss(trainer.loss):
             yield (
-                f'loss=ModelLoss() with strategy="{part.word}": the labels are where the last stage '
-                "is. Give a loss of the model's output."
+                f'loss=ModelLoss() with strategy="{part.word}": only the last stage has the '
+                "labels. Give a loss that is computed from the model's output."
             )
         for name in ("sync_batchnorm", "compile"):
             if getattr(trainer, name) and dimension in ("pipe", "tensor"):
@@ -127,8 +128,8 @@ def _of_strategies(trainer: Any) -> Iterator[str]:
 def _of_sync_batchnorm(trainer: Any) -> Iterator[str]:
     if trainer.engine != "gang":
         yield (
-            f'sync_batchnorm=True with engine="{trainer.engine}": replicas meet within a pass in a '
-            'gang only. Use engine="gang", or leave it out.'
+            f'sync_batchnorm=True with engine="{trainer.engine}": only the replicas of a gang can '
+            'communicate during a forward pass. Use engine="gang", or leave it out.'
         )
     for name, alone in (("compression", None), ("accumulate", 1)):
         if getattr(trainer, name) != alone:
@@ -152,8 +153,8 @@ def problems_of_min_ranks(min_ranks: int | None, replicas: int) -> Iterator[str]
     """Yield the problem of a ``min_ranks`` that exceeds the number of replicas."""
     if min_ranks is not None and min_ranks > replicas:
         yield (
-            f"min_ranks={min_ranks} with {replicas} replicas: a gang never takes more task slots than "
-            f"replicas. Give at most {replicas}."
+            f"min_ranks={min_ranks} with {replicas} replicas: a gang uses at most one task slot "
+            f"for each replica. Give at most {replicas}."
         )
 
 
@@ -163,13 +164,13 @@ def _unknown_metrics(where: str, trigger: Any, trainer: Any, known: set[str]) ->
     for metric in sorted(trigger.metrics()):
         if trainer.validation is None:
             yield (
-                f'{where} waits for the metric "{metric}", and there is no validation: give '
+                f'{where} needs the metric "{metric}", and there is no validation: give '
                 f'validation=sparkdl.Validation(data, metrics=["{metric}"]).'
             )
         elif metric not in known:
             yield (
-                f'{where} waits for the metric "{metric}", which the validation does not have.'
-                f"{nearest(metric, known)} It has: {', '.join(sorted(known))}."
+                f'{where} needs the metric "{metric}", which the validation does not '
+                f"have.{nearest(metric, known)} It has: {', '.join(sorted(known))}."
             )
 
 

@@ -1,22 +1,34 @@
-"""The inputs of an engine, made from a trainer and what a fit has prepared."""
+"""From a trainer to its engine: the engine's inputs, the state that it begins with, and its end."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from dataclasses import replace
 
+from sparkdl.checkpoint.manifest import RunIdentity
+from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
+from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.errors import TrainingError
 from sparkdl.gang.slots import cpus_of
+from sparkdl.infer.kept_state import StoredState
+from sparkdl.loop.advance import first_state
+from sparkdl.loop.engine import BEST, Engine, ReadState
+from sparkdl.loop.history import History
+from sparkdl.loop.state import TrainState
 from sparkdl.process.numerics import Numerics
 from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings
+from sparkdl.slices.slice_file import PackSlice, ReadCarried, WithoutAverage
+from sparkdl.train.carried import CarriedRun, begin_batch
 from sparkdl.train.prepare import PreparedModel
+from sparkdl.train.trainer import Trainer
 
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
+logger = logging.getLogger("sparkdl")
 
 
 def engine_inputs(
@@ -99,3 +111,60 @@ def _slices(trainer: Trainer, model: PreparedModel, replicas: int) -> int:
     ddp = trainer.parts.get("data")
     whole = ddp is not None and not ddp.shard_optimizer
     return replicas if model.optimizer.separate and not whole else 1
+
+
+def packed_state(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:
+    """Return the state of each slice, packed, or None if it cannot be brought to the driver.
+
+    Raises :class:`sparkdl.TrainingError` instead of returning None unless ``lose_it``.
+    """
+    try:
+        return tuple(engine.map_slices(PackSlice()))
+    except TrainingError as error:
+        if not lose_it:
+            raise
+        logger.warning(
+            "the trained model has no optimizer state, because it could not be collected on the "
+            "driver: %s",
+            str(error).partition("\n")[0],
+        )
+        return None
+
+
+def load_start(
+    trainer: Trainer,
+    engine: Engine,
+    identity: RunIdentity,
+    resuming: ResumeCandidates | None,
+    kept: StoredState | None,
+    carried: CarriedRun | None,
+    resources: FitResources,
+    anew: bool,
+) -> tuple[TrainState, History]:
+    """Load the first state into the engine; return where the run stands, and its history.
+
+    With ``anew`` the run stands at the beginning of the data, even if a checkpoint was written in
+    the middle of a pass.
+    """
+    per_epoch = engine.plan.num_iterations
+    restored = None if resuming is None else resuming.restore(engine, identity)
+    if restored is not None:
+        state = replace(restored.state, iterations_per_epoch=per_epoch)
+        if anew or not restored.midway:
+            state = begin_batch(state, per_epoch, each_an_epoch=anew)
+        return state, restored.history
+
+    def read(packed: tuple[bytes, ...]) -> ReadState:
+        large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine == "shuffle"
+        carried = ReadCarried(resources.broadcast(packed) if large else packed)
+        return WithoutAverage(carried) if trainer.ema is None else carried
+
+    if carried is not None:
+        kept = carried.trained.optimizer_state
+    engine.load(None if kept is None else read(kept.slices))
+    if carried is not None and carried.best is not None:
+        engine.load(read(carried.best), which=BEST)
+    if carried is not None:
+        state = begin_batch(carried.state, per_epoch, each_an_epoch=True)
+        return state, carried.trained.history.branch()
+    return begin_batch(first_state(trainer.policy), per_epoch), History()

@@ -17,27 +17,22 @@ from torch import nn
 
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
-from sparkdl.checkpoint.save import RunIdentity
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import build_engine
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.shuffle.placement import INLINE_BYTES
-from sparkdl.errors import ParameterError, TrainingError
+from sparkdl.errors import ParameterError
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
-from sparkdl.infer.checkpoint_model import told_in_manifest
+from sparkdl.infer.checkpoint_model import manifest_of_model
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
-from sparkdl.loop.advance import catch_up, first_state
+from sparkdl.loop.advance import catch_up
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import (
     AVERAGE,
     BEST,
     CURRENT,
-    Engine,
-    ReadState,
 )
-from sparkdl.loop.history import History
 from sparkdl.loop.history_tables import counted
 from sparkdl.loop.interrupt import interruptible
 from sparkdl.loop.loop import train
@@ -48,20 +43,19 @@ from sparkdl.model.flat import filled
 from sparkdl.model.recipe import weights_digest
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
-from sparkdl.slices.slice_file import PackSlice, ReadCarried, WithoutAverage
+from sparkdl.slices.slice_file import PackSlice
 from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.gpus import within_gpus
 from sparkdl.spark.warm_up import warming_up
-from sparkdl.train.carried import CarriedRun, begin_batch, chosen_state, has_rows
-from sparkdl.train.engine_inputs import engine_inputs
-from sparkdl.train.gang_checks import check_gang
+from sparkdl.train.carried import CarriedRun, chosen_state, has_rows
+from sparkdl.train.engine_inputs import engine_inputs, load_start, packed_state
 from sparkdl.train.periodic_tasks import run_identity, stages_of
 from sparkdl.train.place_samples import place, source, validation_set
 from sparkdl.train.preflight import preflight
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.recipes import build_model
 from sparkdl.train.rescue import Rescue
-from sparkdl.train.sizes import check_sizes
+from sparkdl.train.sizes import check_gang, check_sizes
 from sparkdl.train.trainer import Trainer
 
 logger = logging.getLogger("sparkdl")
@@ -77,10 +71,13 @@ def fit(
 ) -> TrainedModel:
     """Train a model; see :meth:`sparkdl.Trainer.fit`."""
     if any_data and resume is None:
-        raise ParameterError("any_data= says what to do with resume=: give that too.")
+        raise ParameterError(
+            "any_data= has no effect without resume=: pass resume= too, or leave it out."
+        )
     if resume is not None and start is not None:
         raise ParameterError(
-            "resume= and start= exclude each other: a resumed run has its weights."
+            "resume= and start= cannot be combined: a resumed run has its own weights. Pass one of "
+            "them."
         )
     kept = chosen_state(start, optimizer_state)
     with warming_up(context_of(data)):
@@ -183,7 +180,7 @@ def run(
             seed=trainer.seed,
             signature=model.recipe.signature,
         )
-        state, history = _begin(
+        state, history = load_start(
             trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
         )
         if one_pass:
@@ -196,14 +193,16 @@ def run(
             state = catch_up(schedule, state, history)
         if one_pass and not schedule.follows_validations:
             state = replace(state, validations=recent_validations(state.validations))
-        told = told_in_manifest(
+        manifest_model = manifest_of_model(
             result(module=model.module, history=history), trainer.freeze, trainer.unfreeze
         )
-        stages = stages_of(trainer, engine, validation, identity, told, state, history, one_pass)
+        stages = stages_of(
+            trainer, engine, validation, identity, manifest_model, state, history, one_pass
+        )
         facts = _facts(trainer, model, samples)
         progress = progress_of(settings.progress, facts, began, one_pass)
         model = replace(model, module=nn.Module())  # the preflight's module takes memory
-        rescue = Rescue(trainer, engine, identity, told, history, one_pass)
+        rescue = Rescue(trainer, engine, identity, manifest_model, history, one_pass)
         with interruptible() as interrupt, rescue, contextlib.closing(progress):
             callbacks = [rescue, *trainer.callbacks, progress]
             config = LoopConfig.of(trainer)
@@ -220,7 +219,7 @@ def run(
             trained = results[CURRENT]
             trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
             wanted = trainer.keep_optimizer_state or one_pass
-            packed = _packed(engine, lose_it=not one_pass) if wanted else None
+            packed = packed_state(engine, lose_it=not one_pass) if wanted else None
             best = BEST in results and one_pass
             packed_best = tuple(engine.map_slices(PackSlice(), BEST)) if best else None
     if packed is not None:
@@ -235,63 +234,6 @@ def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) ->
     if trainer.engine == "gang":  # all ranks run at once
         return task_slots(context, trainer.resource_profile, seconds)
     return default_replicas(context, seconds)
-
-
-def _packed(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:
-    """Return the state of each slice, packed, or None if it cannot be brought to the driver.
-
-    Raises :class:`sparkdl.TrainingError` instead of returning None unless ``lose_it``.
-    """
-    try:
-        return tuple(engine.map_slices(PackSlice()))
-    except TrainingError as error:
-        if not lose_it:
-            raise
-        logger.warning(
-            "the model comes without the optimizer's state, which could not be brought to the driver: "
-            "%s",
-            str(error).partition("\n")[0],
-        )
-        return None
-
-
-def _begin(
-    trainer: Trainer,
-    engine: Engine,
-    identity: RunIdentity,
-    resuming: ResumeCandidates | None,
-    kept: StoredState | None,
-    carried: CarriedRun | None,
-    resources: FitResources,
-    anew: bool,
-) -> tuple[TrainState, History]:
-    """Load the first state into the engine; return where the run stands, and its history.
-
-    With ``anew`` the run stands at the beginning of the data, even if a checkpoint was written in
-    the middle of a pass.
-    """
-    per_epoch = engine.plan.num_iterations
-    restored = None if resuming is None else resuming.restore(engine, identity)
-    if restored is not None:
-        state = replace(restored.state, iterations_per_epoch=per_epoch)
-        if anew or not restored.midway:
-            state = begin_batch(state, per_epoch, each_an_epoch=anew)
-        return state, restored.history
-
-    def read(packed: tuple[bytes, ...]) -> ReadState:
-        large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine == "shuffle"
-        carried = ReadCarried(resources.broadcast(packed) if large else packed)
-        return WithoutAverage(carried) if trainer.ema is None else carried
-
-    if carried is not None:
-        kept = carried.trained.optimizer_state
-    engine.load(None if kept is None else read(kept.slices))
-    if carried is not None and carried.best is not None:
-        engine.load(read(carried.best), which=BEST)
-    if carried is not None:
-        state = begin_batch(carried.state, per_epoch, each_an_epoch=True)
-        return state, carried.trained.history.branch()
-    return begin_batch(first_state(trainer.policy), per_epoch), History()
 
 
 def _facts(trainer: Trainer, model: PreparedModel, samples: SampleSet) -> str:

@@ -1,4 +1,4 @@
-"""Remedies, in words, for a model or a loss that fails on the first rows."""
+"""Remedies, in words, for a model or a loss that fails on the first rows or has the wrong shape."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from sparkdl.data.fields import Field
+from sparkdl.errors import ModelError
 from sparkdl.model.loss import Loss, call_loss
 from sparkdl.model.model_loss import ModelLoss, inner
 from sparkdl.model.signature import described, for_example
@@ -74,14 +75,15 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
         if not tensor.is_floating_point()
     ]
     if integers and isinstance(error, IndexError):
-        ranges = ", ".join(f'"{name}" {_range(tensor)}' for name, tensor in integers)
+        ranges = ", ".join(f'"{name}" goes {_range(tensor)}' for name, tensor in integers)
         hints.append(
-            f" The data goes in {ranges}: an embedding needs one row for each number from 0 on."
+            f" In the data, {ranges}: an embedding needs a row for each number from 0 to the "
+            "largest."
         )
     elif any(tensor.dtype == torch.uint8 for _, tensor in integers):
         hints.append(
-            " Images with scale=None are bytes (uint8): leave scale out, or let augment or the model "
-            "make floats of them."
+            " Images with scale=None are bytes (uint8): leave scale out, or convert them to floats "
+            "in augment or in the model."
         )
     elif integers and not isinstance(error, TypeError):
         hints.append(
@@ -122,9 +124,9 @@ def keyword_hint(error: Exception, module: nn.Module, keywords: Sequence[str]) -
     if not wrong:
         return ""
     names.sort(key=lambda name: -difflib.SequenceMatcher(None, wrong[0], name).ratio())
-    told = " and ".join(f'"{keyword}"' for keyword in wrong)
+    given = " and ".join(f'"{keyword}"' for keyword in wrong)
     return (
-        f" features= gives {told}, and the parameters of its forward are {', '.join(names)}: give "
+        f" features= gives {given}, and the parameters of its forward are {', '.join(names)}: give "
         "columns by these names."
     )
 
@@ -136,8 +138,8 @@ def own_loss_hint(error: Exception, loss: Any) -> str:
         return ""
     how = "after its inputs" if own.names is None else f"as {', '.join(own.names)}="
     return (
-        f" With ModelLoss it is called with its label {how}: say with ModelLoss(labels=name) how it "
-        "takes them (None: after its inputs)."
+        f" With ModelLoss, the model is called with the label {how}: name the parameter that takes "
+        "it, ModelLoss(labels=name), or give labels=None to pass it after the inputs."
     )
 
 
@@ -178,9 +180,9 @@ def loss_hint(
     """
     if not isinstance(output, torch.Tensor):
         return (
-            f" The loss is given what the model returns, {described(output)}: say which part it is of, "
-            f"{for_example(output)}, write a loss that takes it, or, where the model computes its own "
-            "loss from the label, use loss=sparkdl.ModelLoss()."
+            f" The loss gets what the model returns, {described(output)}: say which part of it the "
+            f"loss needs, {for_example(output)}, write a loss that takes all of it, or, if the "
+            "model computes its own loss from the label, use loss=sparkdl.ModelLoss()."
         )
     if len(targets) > 1:
         names = ", ".join(f'"{label.name}"' for label in labels)
@@ -227,7 +229,7 @@ def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequen
     elif isinstance(error, IndexError):
         return (
             f' "{name}" goes {_range(target)}: give the model an output for each class from 0 on, '
-            "or number the classes anew (pyspark.ml.feature.StringIndexer)."
+            "or renumber the classes (pyspark.ml.feature.StringIndexer)."
         )
     else:
         what, kind = "measurements", "float"
@@ -235,3 +237,51 @@ def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequen
     return (
         f' If "{name}" holds {what}, cast it: df.withColumn("{name}", df["{name}"].cast("{kind}")).'
     )
+
+
+def _brings_together(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> bool:
+    """Return whether ``loss`` itself brings the two tensors to one shape.
+
+    It does if random numbers give the same result in these shapes as in one shape, or if it accepts
+    only these shapes.
+    """
+    if len(target) < 2 or not (output.is_floating_point() and target.is_floating_point()):
+        return False
+    one, other = torch.rand_like(output), torch.rand_like(target)
+    try:
+        found = call_loss(loss, one, (other,))
+    except Exception:
+        return False
+    try:
+        expected = call_loss(loss, one.reshape(other.shape), (other,))
+    except Exception:
+        return True
+    alike = all(isinstance(one, torch.Tensor) for one in (found, expected))
+    return alike and found.shape == expected.shape and torch.allclose(found, expected)
+
+
+def check_shapes(
+    loss: Loss,
+    output: Any,
+    targets: Sequence[torch.Tensor],
+    rows: int,
+    labels: Sequence[Field],
+) -> None:
+    """Raise ModelError if torch would broadcast the output and the label against each other.
+
+    An output [B, 1] and a label [B] would give [B, B], which nobody intends.
+    """
+    if not isinstance(output, torch.Tensor) or len(targets) != 1:
+        return
+    shapes = [list(output.shape), list(targets[0].shape)]
+    fits = [*shapes[1], 1] != shapes[0] and [*shapes[0], 1] != shapes[1]
+    if not fits and not _brings_together(loss, output, targets[0]):
+        remedy = (
+            "end the model with torch.nn.Flatten(0) or .squeeze(-1)"
+            if len(shapes[0]) > len(shapes[1])
+            else "give the model an output of that shape, for example .unsqueeze(-1)"
+        )
+        raise ModelError(
+            f'the output has shape {shapes[0]} and the label "{labels[0].name}" {shapes[1]} '
+            f"({rows} rows): torch would broadcast them against each other; {remedy}."
+        )

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
-from sparkdl.checkpoint.manifest import Manifest
+from sparkdl.checkpoint.manifest import Manifest, RunIdentity
 from sparkdl.checkpoint.resume import RestoredRun
-from sparkdl.checkpoint.save import Checkpointer, RunIdentity
+from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.data.fields import SampleHandle
 from sparkdl.engines.recovery import RecoveringEngine
@@ -60,7 +60,7 @@ def stages_of(
     engine: Engine,
     validation: ValidationSet | None,
     identity: RunIdentity,
-    told: Mapping[str, Any],
+    manifest_model: Mapping[str, Any],
     state: TrainState,
     history: History,
     one_pass: bool,
@@ -72,7 +72,7 @@ def stages_of(
         engine: The engine that trains.
         validation: The validation samples in place, or None.
         identity: The model and the data that a checkpoint belongs to.
-        told: The description of the model for a checkpoint's manifest.
+        manifest_model: The description of the model for a checkpoint's manifest.
         state: The state in which the run begins.
         history: The run's history, which grows.
         one_pass: True for a ``partial_fit``, after which another may follow.
@@ -84,11 +84,11 @@ def stages_of(
     if validation is not None and trainer.validation is not None:
         stages.append(Validator(engine, trainer.validation, validation.scorer, history))
     if trainer.checkpoint is not None:
-        if "unknown" in told and state.iteration == 0:
+        if "unknown" in manifest_model and state.iteration == 0:
             logger.warning(
-                "the checkpoints of this run can be resumed from, but sparkdl.load cannot read them, "
-                "and save() of its result will fail: %s",
-                told["unknown"],
+                "the checkpoints of this run can be resumed, but sparkdl.load cannot read them, "
+                "and save() of the trained model will fail: %s",
+                manifest_model["unknown"],
             )
         noting, background = None, None
         if isinstance(engine, RecoveringEngine):
@@ -102,7 +102,7 @@ def stages_of(
             history,
             noting,
             background,
-            told=told,
+            model=manifest_model,
             begun=state,
             endless=one_pass,
         )

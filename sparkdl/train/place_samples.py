@@ -132,8 +132,8 @@ def _remedy(one: Field, other: Field) -> str:
         and one.shape[1:] == other.shape[1:]
     ):
         return (
-            f' Rows of any length are a sequence, in both: Trainer(columns={{"{other.name}": '
-            "sparkdl.Sequence()})."
+            " If rows vary in length, declare the column as a sequence, for both: "
+            f'Trainer(columns={{"{other.name}": sparkdl.Sequence()}}).'
         )
     return ""
 

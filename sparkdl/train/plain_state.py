@@ -73,13 +73,14 @@ class PlainState:
                 continue
             if whose == "model":
                 raise ModelError(
-                    f'forward changes "{place}" in each pass, and it is neither a parameter nor a '
-                    "buffer: each worker would have its own, and the trained model none. "
-                    f"{self._remedy(place)}"
+                    f'forward changes "{place}" in each pass, but it is neither a parameter nor a '
+                    "buffer: each worker would have its own value, and the trained model would "
+                    f"have none. {self._remedy(place)}"
                 )
             logger.warning(
-                'the loss changes its "%s" in each call, and each worker has its own. Where the value '
-                "depends on it, let the model hold it in a buffer and return it.",
+                'the loss changes its "%s" in each call, and each worker has its own copy. If the '
+                "value of the loss depends on it, keep it in a buffer of the model and let the "
+                "model return it.",
                 place,
             )
 
@@ -113,21 +114,19 @@ class PlainState:
         for place in sorted(kept):
             if found.get(place) not in (None, now[place]):
                 raise ModelError(
-                    f'forward makes "{place[1]}" of the rows of its first call: each worker would make '
-                    "its own, of the rows that it sees first. Reckon it before, and give it to the "
-                    "model in __init__."
+                    f'forward makes "{place[1]}" from the rows of its first call: each worker '
+                    "would make its own, from the rows that it sees first. Compute it beforehand, "
+                    "and pass it to the model's __init__."
                 )
 
     def _remedy(self, place: str) -> str:
         path, _, name = place.rpartition(".")
         if isinstance(vars(self._module.get_submodule(path)).get(name), _GENERATORS):
-            return (
-                "Draw from the generators of torch, numpy or random themselves, which are seeded."
-            )
+            return "Use the global generators of torch, numpy or random, which are seeded."
         return (
-            "If the model needs it, make it a buffer: give register_buffer a tensor in __init__, which "
-            "forward may change. If not, as with a time that is measured, leave it out, or name it in "
-            f'the module\'s class: {NO_STATE} = ("{name}",).'
+            "If the model needs it, make it a buffer: call register_buffer with a tensor in "
+            "__init__, and change that in forward. If it does not, as with a measured time, remove "
+            f'it, or list it in the module\'s class: {NO_STATE} = ("{name}",).'
         )
 
     def _check_forms(self) -> None:

@@ -136,8 +136,9 @@ def _tell_of_compilation(trainer: Trainer) -> None:
             if module._compiled_call_impl is not None:
                 where = f'its "{name}"' if name else "it"
                 logger.warning(
-                    "model is a module, and %s was compiled with .compile(), which does not travel to "
-                    "the executors: it is trained as it is. Pass compile=True to compile it there.",
+                    "model is a module, and %s was compiled with .compile(), which is not sent to "
+                    "the executors: it is trained without compilation. Pass compile=True to "
+                    "compile it there.",
                     where,
                 )
                 return

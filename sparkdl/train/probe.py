@@ -18,7 +18,6 @@ from sparkdl.infer.output import Output
 from sparkdl.infer.shipped_module import run_batches
 from sparkdl.model.loss import (
     ClassLoss,
-    Loss,
     NoValuePerSample,
     call_loss,
     check_averages,
@@ -33,6 +32,7 @@ from sparkdl.model.signature import Signature, described
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import evaluating, to_tensors, weigh
 from sparkdl.train.hints import (
+    check_shapes,
     dtypes_of,
     input_hint,
     keyword_hint,
@@ -98,7 +98,7 @@ def try_model(
             output = _part_of(output, recipe.signature)
         _check_loss(loss)
         if not is_model_loss(loss):
-            _check_shapes(loss, output, targets, len(inputs[0]), labels_are)
+            check_shapes(loss, output, targets, len(inputs[0]), labels_are)
         masses = masses_of(loss, targets)
         weights = _weights_of(batch, targets, recipe, labels_are)
         try:
@@ -109,9 +109,9 @@ def try_model(
                 value, count = _checked(call_loss(loss, output, targets), len(inputs[0]))
         except NoValuePerSample as error:
             raise ModelError(
-                f"weights of samples or classes need a value for each sample, and {error}: use a "
-                'torch loss, a function with reduction="none", or one that returns shape [rows], or '
-                "(sum, count) of that shape each."
+                f"weights of samples or classes need a loss value for each sample, but {error}: "
+                'use a torch loss, a function with reduction="none", or one that returns shape '
+                "[rows], or (sum, count) of that shape each."
             ) from None
         except ModelError:
             raise
@@ -138,8 +138,8 @@ def try_model(
         if policy.on_nan == "raise" and counts and not torch.isfinite(value):
             raise ModelError(
                 f"{_what_is_not_finite(output, value)} on the first rows ({shown}; "
-                f"{dtypes_of(inputs)}), before anything was trained. Look for a division by 0, the "
-                'log or root of 0, or inputs that are too large; on_nan="skip" leaves updates out.'
+                f"{dtypes_of(inputs)}), before any training. Look for a division by 0, the log or "
+                'root of 0, or inputs that are too large; on_nan="skip" skips such updates.'
             )
         try:
             value.backward()
@@ -197,7 +197,7 @@ def _check_classes(
     if low < 0 or high >= classes:
         raise ModelError(
             f'class_weights has {classes} classes, 0 to {classes - 1}, and "{labels[0].name}" goes '
-            f"from {low} to {high}: give a weight for each class, in a list."
+            f"from {low} to {high}: give a list with a weight for each class."
         )
 
 
@@ -240,27 +240,6 @@ def check_scorer(module: nn.Module, signature: Signature, validation: Validation
     validation.scorer.check(output, targets)
 
 
-def _brings_together(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> bool:
-    """Return whether ``loss`` itself brings the two tensors to one shape.
-
-    It does if random numbers give the same result in these shapes as in one shape, or if it accepts
-    only these shapes.
-    """
-    if len(target) < 2 or not (output.is_floating_point() and target.is_floating_point()):
-        return False
-    one, other = torch.rand_like(output), torch.rand_like(target)
-    try:
-        found = call_loss(loss, one, (other,))
-    except Exception:
-        return False
-    try:
-        expected = call_loss(loss, one.reshape(other.shape), (other,))
-    except Exception:
-        return True
-    alike = all(isinstance(one, torch.Tensor) for one in (found, expected))
-    return alike and found.shape == expected.shape and torch.allclose(found, expected)
-
-
 def _check_loss(loss: Any) -> None:
     """Raise ModelError if the loss would be trained otherwise than its author expects."""
     check_averages(loss, "replicas")
@@ -269,9 +248,8 @@ def _check_loss(loss: Any) -> None:
         trains = [name for name, p in loss.named_parameters() if p.requires_grad]
         if trains:
             raise ModelError(
-                f"the loss has parameters ({', '.join(trains[:3])}), and only those of the model are "
-                "trained: let the model hold them and return what they make, or set "
-                "requires_grad=False."
+                f"the loss has parameters ({', '.join(trains[:3])}), but only the parameters of "
+                "the model are trained: move them into the model, or set requires_grad=False."
             )
 
 
@@ -293,30 +271,3 @@ def _output_in_use(
     if not isinstance(output, torch.Tensor) or output.is_complex():
         return None
     return Output.of(output) if output.ndim and len(output) == len(inputs[0]) else None
-
-
-def _check_shapes(
-    loss: Loss,
-    output: Any,
-    targets: Sequence[torch.Tensor],
-    rows: int,
-    labels: Sequence[Field],
-) -> None:
-    """Raise ModelError if torch would broadcast the output and the label against each other.
-
-    An output [B, 1] and a label [B] would give [B, B], which nobody intends.
-    """
-    if not isinstance(output, torch.Tensor) or len(targets) != 1:
-        return
-    shapes = [list(output.shape), list(targets[0].shape)]
-    fits = [*shapes[1], 1] != shapes[0] and [*shapes[0], 1] != shapes[1]
-    if not fits and not _brings_together(loss, output, targets[0]):
-        remedy = (
-            "end the model with torch.nn.Flatten(0) or .squeeze(-1)"
-            if len(shapes[0]) > len(shapes[1])
-            else "give the model an output of that shape, for example .unsqueeze(-1)"
-        )
-        raise ModelError(
-            f'the output has shape {shapes[0]} and the label "{labels[0].name}" {shapes[1]} '
-            f"({rows} rows): torch would broadcast them against each other; {remedy}."
-        )

@@ -122,8 +122,8 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
             )
     if slices is not None and slices > 1 and not plan.separate:
         raise ModelError(
-            f"optimizer {plan.name} looks at all parameters together, so they must be in one "
-            f"slice, and there are {slices}: set slices=1."
+            f"optimizer {plan.name} uses all parameters together, so they must be in one slice, "
+            f"but there are {slices}: set slices=1."
         )
     return plan
 
@@ -157,9 +157,9 @@ def check_policy(policy: TrainingOptions, module: nn.Module, layout: Layout) -> 
         for pattern in value if isinstance(value, Mapping) else ():
             if not fnmatch.filter(names, pattern):
                 raise ModelError(
-                    f'{option}: no trainable parameter matches "{pattern}".'
-                    f"{nearest(pattern, names)} A pattern is of the whole name, such as "
-                    '"encoder.*" or "*.weight".'
+                    f"{option}: no trainable parameter matches "
+                    f'"{pattern}".{nearest(pattern, names)} A pattern must match the whole name, '
+                    'such as "encoder.*" or "*.weight".'
                 )
 
 

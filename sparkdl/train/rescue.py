@@ -14,7 +14,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.checkpoint.config import Checkpoint
-from sparkdl.checkpoint.save import Checkpointer, RunIdentity
+from sparkdl.checkpoint.manifest import RunIdentity
+from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import CheckpointError, SparkdlError, StalledError
 from sparkdl.loop.callbacks import Callback
@@ -39,7 +40,7 @@ class Rescue(Callback):
         trainer: Trainer,
         engine: Engine,
         identity: RunIdentity,
-        told: Mapping[str, Any],
+        manifest_model: Mapping[str, Any],
         history: History,
         one_pass: bool = False,
     ) -> None:
@@ -49,11 +50,11 @@ class Rescue(Callback):
             trainer: The user's trainer.
             engine: The engine that trains.
             identity: The model and the data that a checkpoint belongs to.
-            told: The description of the model for a checkpoint's manifest.
+            manifest_model: The description of the model for a checkpoint's manifest.
             history: The run's history.
             one_pass: True for a ``partial_fit``.
         """
-        self._told, self._one_pass = told, one_pass
+        self._manifest_model, self._one_pass = manifest_model, one_pass
         self._trainer, self._engine = trainer, engine
         self._identity, self._history = identity, history
         self._before: TrainState | None = None
@@ -89,24 +90,25 @@ class Rescue(Callback):
                 return
             if isinstance(error, StalledError):  # a checkpoint would stall as long
                 raise CheckpointError("Spark does nothing")
-            again = "so does fit(data, resume=...), without training again"
+            again = "fit(data, resume=path) returns it without training again"
             if self._one_pass:
-                again = "partial_fit(data, resume=...) of a new trainer goes on with it"
-            told = (
-                f"Training was over, after {state.iteration} iterations. The model is kept in the "
-                f"checkpoint {self._kept(state)}: sparkdl.load(...) with this path gives it, and "
-                f"{again}."
+                again = "partial_fit(data, resume=path) of a new trainer continues it"
+            note = (
+                f"Training had finished, after {state.iteration} iterations. The model is kept in "
+                f"the checkpoint {self._kept(state)}: sparkdl.load(path) loads it, and {again}."
             )
         except Exception as failure:
             reason = str(failure).partition("\n")[0].rstrip(".") or type(failure).__name__
-            told = f"The trained model could not be kept in a checkpoint ({reason})."
+            note = f"The trained model could not be kept in a checkpoint ({reason})."
             if state.checkpoint is not None:
-                told += f' The last one is {state.checkpoint}: go on with fit(data, resume="...").'
-        logger.error("%s", told)
+                note += (
+                    f' The last one is {state.checkpoint}: continue with fit(data, resume="...").'
+                )
+        logger.error("%s", note)
         if isinstance(error, SparkdlError) and error.args:
-            error.args = (f"{error.args[0]}\n{told}", *error.args[1:])
+            error.args = (f"{error.args[0]}\n{note}", *error.args[1:])
         else:
-            error.add_note(told)
+            error.add_note(note)
 
     def _kept(self, state: TrainState) -> str:
         """Return the path of a checkpoint with this state.
@@ -134,6 +136,11 @@ class Rescue(Callback):
 
     def _written(self, where: Checkpoint, state: TrainState, here: bool = False) -> str:
         writer = Checkpointer(
-            where, self._engine, self._identity, self._history, told=self._told, begun=state
+            where,
+            self._engine,
+            self._identity,
+            self._history,
+            model=self._manifest_model,
+            begun=state,
         )
         return writer.written(state, here)

@@ -1,7 +1,8 @@
-"""Checks of memory and disk space before a fit reads its data."""
+"""Checks before a fit reads its data: memory and disk space for the model, and the ranks of a gang."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from pathlib import Path
@@ -9,15 +10,23 @@ from typing import TYPE_CHECKING
 
 from pyspark import SparkContext
 
-from sparkdl.errors import ParameterError
+from sparkdl.engines.gang.engine import too_few
+from sparkdl.errors import ParameterError, raise_all
+from sparkdl.gang.slots import check_slots
+from sparkdl.parallel.pipeline import check_split
+from sparkdl.parallel.plan import parallel_of
+from sparkdl.parallel.tensor import check_even
 from sparkdl.process.memory import left_for_files, left_to_process
 from sparkdl.slab.root import SHARED_MEMORY
 from sparkdl.spark.frames import is_local
+from sparkdl.train.combinations import problems_of_min_ranks
+from sparkdl.train.prepare import PreparedModel
 
 if TYPE_CHECKING:
     from sparkdl.model.flat import Layout
     from sparkdl.train.trainer import Trainer
 
+logger = logging.getLogger("sparkdl")
 SMALL_BYTES = 64 << 20
 """A model up to this size is assumed to fit."""
 
@@ -47,9 +56,10 @@ def check_sizes(
         need += layout.nbytes
     if need > left:
         raise ParameterError(
-            f"the model has {_gb(layout.nbytes)} of weights, and to take it back after the training "
-            f"the driver's Python needs {_gb(need)} beside what it has now: it can have {_gb(left)}. "
-            "Give the driver's machine or container more memory, or freeze a part of the model."
+            f"the model has {_gb(layout.nbytes)} of weights, and to collect it after training, the "
+            f"driver's Python needs {_gb(need)} on top of what it uses now, but can get only "
+            f"{_gb(left)}. Give the driver's machine or container more memory, or freeze a part of "
+            "the model."
         )
     if trainer.engine == "shuffle" and is_local(context):
         _check_room(trainer, layout, replicas, context, slab_dir)
@@ -77,11 +87,12 @@ def _check_room(
     else:
         rooms = {slab_dir: _free(Path(slab_dir).absolute())}
     if need > sum(rooms.values()):
-        told = " and ".join(f"{_gb(room)} in {place}" for place, room in rooms.items())
+        free = " and ".join(f"{_gb(room)} in {place}" for place, room in rooms.items())
         raise ParameterError(
-            f"the model has {_gb(layout.nbytes)} of weights; two versions of them and the gradients of "
-            f"{replicas} replicas take {_gb(need)} of slabs: there is room for {told}. Free some, "
-            "point spark.sparkdl.slab.dir at a larger directory, or train with fewer replicas."
+            f"the model has {_gb(layout.nbytes)} of weights; two versions of them and the "
+            f"gradients of {replicas} replicas take {_gb(need)} of slabs, but there is only room "
+            f"for {free}. Free some, point spark.sparkdl.slab.dir at a larger directory, or train "
+            "with fewer replicas."
         )
 
 
@@ -93,3 +104,35 @@ def _free(path: Path) -> float:
 
 def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.1f} GB"
+
+
+def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ranks: int) -> None:
+    """Raise an error if a gang of this many ranks cannot run.
+
+    Args:
+        trainer: The user's trainer.
+        model: The prepared model.
+        context: The SparkContext.
+        ranks: The number of ranks.
+
+    Raises:
+        ParameterError: The ranks cannot share the work as the trainer says.
+        ModelError: The model cannot be cut for this many ranks.
+        SessionError: The ranks cannot run at once.
+    """
+    raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, ranks)))
+    parallel = parallel_of(trainer.parts, trainer.mesh, ranks)
+    if parallel.mesh.data == 1 and parallel.ddp.shard_optimizer and len(parallel.parts) > 1:
+        raise ParameterError(
+            'strategy="zero1" divides the update among copies of the model, but '
+            f'mesh={trainer.mesh} of {ranks} ranks has only one copy: give "data" a size of at '
+            'least 2, or leave "zero1" out.'
+        )
+    if parallel.pipeline is not None:
+        check_split(parallel.pipeline, model.module, parallel.mesh.pipe)
+    if parallel.tensor is not None:
+        check_even(parallel.tensor, model.module, parallel.mesh.tensor)
+    profile, least = trainer.resource_profile, trainer.min_ranks
+    slots = check_slots(context, ranks, profile=profile, min_slots=least)
+    if slots < ranks:
+        logger.warning("%s.", too_few(slots, ranks))

@@ -234,15 +234,15 @@ def _check(own: OwnModule, module: types.ModuleType) -> None:
     if differing:
         raise ModelError(
             f'the executors have other code for "{own.name}" than this process: {differing[0]} '
-            f"differs, between {own.file} as it was loaded here and {module.__file__} there. If the "
-            "file was edited, reload it here (importlib.reload) or start anew, and ship it again "
-            "(spark.sparkContext.addPyFile). What was replaced in the running process executors do not "
-            "know: define it in the script or notebook itself, which travels by value."
+            f"differs, between {own.file} as it was loaded here and {module.__file__} there. If "
+            "the file was edited, reload it here (importlib.reload) or restart, and ship it again "
+            "(spark.sparkContext.addPyFile). The executors do not see what was replaced in the "
+            "running process: define it in the script or notebook itself, whose code is sent along."
         )
 
 
 REMEDY = (
-    "Install it there, or ship it: your own modules with spark.sparkContext.addPyFile or spark-submit "
-    "--py-files, all else with --archives; see docs/guide/packaging.md."
+    "Install it there, or ship it: your own modules with spark.sparkContext.addPyFile or "
+    "spark-submit --py-files, everything else with --archives; see docs/guide/packaging.md."
 )
 """The advice for a module that the executors do not have."""

@@ -206,7 +206,7 @@ def soak(
         "iterations": iterations,
         "seconds": seconds,
         "strikes": dict(strikes.done),
-        "recoveries": [line for line in logged if "Went on from" in line],
+        "recoveries": [line for line in logged if "Continued from" in line],
         "driver MB": [ends(memory.python), ends(memory.heap)],
         "iteration ms": {
             where: [1000 * value for value in by_fifth(some)]

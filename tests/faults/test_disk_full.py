@@ -49,7 +49,7 @@ def test_without_room_for_slabs(results):
     assert result["struck"] == 1
     first, *_ = result["error"].splitlines()
     assert first.startswith("TrainingError: iteration 9, epoch 3: partition ")
-    assert "failed 2 times. sparkdl.errors.SlabFullError: no room for a slab of " in first
+    assert "failed 2 times. sparkdl.errors.SlabFullError: there is no room for a slab of " in first
     assert first.endswith("or point spark.sparkdl.slab.dir at a larger directory.")
 
 

@@ -119,7 +119,7 @@ def test_killed_while_slices_are_there_and_the_manifest_is_not(spark, undisturbe
     assert [manifest.iteration for _, manifest in store.candidates()] == [8, 4]
     ((uri, reason),) = [(skipped.uri, skipped.reason) for skipped in store.skipped]
     assert "iteration-0000000012" in uri
-    assert reason == "it has no manifest: it was not completed"
+    assert reason == "it has no manifest, so it was never completed"
     assert len(list(Path(uri).glob("slice-*"))) == 2
     assert go_on(spark, folder, "shuffle") == undisturbed
     assert starts(folder) == [0, 8]

@@ -139,7 +139,7 @@ def test_the_fault_happened_and_the_bits_are_the_same(results, undisturbed, shap
     assert all(files > 0 for files in result["deleted"])
     assert not any(map(processes.alive, result["killed executors"]))
     if not shape.rows[row].snapshots:
-        assert any("Went on from the beginning" in line for line in result["log"]), result["log"]
+        assert any("Continued from the beginning" in line for line in result["log"]), result["log"]
     if row == "straggler":
         assert result["passed"] != [[]]  # a twin ran while it slept
         assert result["seconds"] < fault_table.STRAGGLER_SECONDS

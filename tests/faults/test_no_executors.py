@@ -41,8 +41,8 @@ def results(tmp_path_factory) -> dict:
 def test_the_fit_ends_and_says_that_no_executor_is_there(results, name):
     bound = script.BOUNDS[name]
     assert results[name]["error"] == (
-        f"StalledError: {DOING[name]}: sparkdl waited {bound} s for an executor: none is there, so "
-        "that no task can run. Nothing happened meanwhile. Where the cluster takes so long by right, "
+        f"StalledError: {DOING[name]}: sparkdl waited {bound} s for an executor: there is none, so "
+        "no task can run. Nothing happened in that time. If the cluster really takes that long, "
         "raise spark.sparkdl.timeout.seconds."
     )
     assert bound <= results[name]["seconds"] < bound + 60

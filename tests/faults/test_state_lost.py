@@ -10,7 +10,7 @@ import pytest
 from launch import asked_for, launch, soak_but
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
-RESUMED = r".+\. Went on from {} and repeated \d+ iterations?: \d+\.\d s\."
+RESUMED = r".+\. Continued from {} and repeated \d+ iterations?: \d+\.\d s\."
 
 
 @pytest.fixture(scope="module")

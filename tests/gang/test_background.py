@@ -18,7 +18,7 @@ import sparkdl
 from sparkdl import CheckpointError, ParameterError
 from sparkdl.checkpoint import save as checkpointing
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.save import WriteSlice
+from sparkdl.checkpoint.slice_io import WriteSlice
 from sparkdl.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]
@@ -153,7 +153,7 @@ def test_other_engines_do_not_write_in_the_background(frames, tmp_path):
             trainer_of(tmp_path, engine=engine).fit(frames(12, 12))
         assert str(caught.value) == (
             f'Checkpoint(asynchronous=True) with engine="{engine}": only the ranks of a gang write '
-            'while they train. Use engine="gang", or leave it out.'
+            'checkpoints while they train. Use engine="gang", or leave asynchronous out.'
         )
     with pytest.raises(ParameterError, match=r"asynchronous=2: give True or False\."):
         sparkdl.Checkpoint(tmp_path, asynchronous=2)  # type: ignore[arg-type]

@@ -128,8 +128,8 @@ MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"sync_batchnorm": True, "engine": "shuffle"},
         ParameterError,
-        'sync_batchnorm=True with engine="shuffle": replicas meet within a pass in a gang only. Use '
-        'engine="gang", or leave it out.',
+        'sync_batchnorm=True with engine="shuffle": only the replicas of a gang can communicate '
+        'during a forward pass. Use engine="gang", or leave it out.',
     ),
     (
         {"sync_batchnorm": True, "accumulate": 2},

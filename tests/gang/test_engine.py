@@ -296,9 +296,9 @@ def test_in_local_mode_a_lost_rank_costs_a_new_beginning(frames, tmp_path, caplo
     same(trained, replace(run, engine="local", slices=1).fit(df))
     (line,) = [r.getMessage() for r in caplog.records if "Went on" in r.getMessage()]
     assert re.fullmatch(
-        r"(iteration \d, epoch \d|setting up the ranks): rank 1 on \S+ went away \(the process died "
-        r"or was killed, or its node is out of reach\)\. Went on from the beginning and repeated "
-        r"\d iterations?: \d+\.\d s\.",
+        r"(iteration \d, epoch \d|setting up the ranks): rank 1 on \S+ went away \(the process "
+        r"died or was killed, or its node is out of reach\)\. Continued from the beginning and "
+        r"repeated \d iterations?: \d+\.\d s\.",
         line,
     )
 
@@ -359,19 +359,21 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"accumulate": 2, "strategy": sparkdl.DDP(static_graph=True)},
         ParameterError,
-        "strategy=DDP(static_graph=True) with accumulate=2: torch looks at the graph in a pass that "
-        "sums, and the first parts do not. Leave one of the two out.",
+        "strategy=DDP(static_graph=True) with accumulate=2: torch records the graph in a backward "
+        "pass that sums gradients, and only the last part of an accumulated batch does. Leave one "
+        "of the two out.",
     ),
     (
         {"local_steps": 2},
         ParameterError,
-        'local_steps=2 with engine="gang": its ranks meet in every step. Use engine="shuffle", or '
-        "local_steps=1.",
+        'local_steps=2 with engine="gang": its ranks synchronize at every step. Use '
+        'engine="shuffle", or local_steps=1.',
     ),
     (
         {"slices": 2},
         ParameterError,
-        'slices=2 with engine="gang": the strategy says how the state is cut. Leave it out.',
+        'slices=2 with engine="gang": the strategy decides how the state is divided. Leave slices '
+        "out.",
     ),
     (
         {"replicas": 3},

@@ -113,8 +113,8 @@ def test_a_lost_rank_costs_a_new_beginning(spark, frames, tmp_path, caplog, how)
     # Of two that go at once one may yet tell that the other's connections broke
     lost = r"ranks? [01] on \S+(, 1 on \S+)?" if task else r"rank 1 on \S+"
     assert re.fullmatch(
-        rf"(iteration \d, epoch \d|setting up the ranks): {lost} went away \(the process died or was "
-        r"killed, or its node is out of reach\)\. Went on from the beginning and repeated \d "
+        rf"(iteration \d, epoch \d|setting up the ranks): {lost} went away \(the process died or "
+        r"was killed, or its node is out of reach\)\. Continued from the beginning and repeated \d "
         r"iterations?: \d+\.\d s\. 2 task slots now do the work of 4 ranks\.",
         line,
     )

@@ -61,7 +61,8 @@ def test_by_default_there_are_as_many_ranks_as_gpus(tmp_path, parallelism):
     assert found["cores"] == (parallelism or 4)
     for told in found["told"].values():  # before the data are read: never silently on the CPU
         assert told.startswith(
-            "SessionError: Spark assigned the GPU 'GPU-1f2e3d4c' to this task, and torch sees none: "
+            "SessionError: Spark assigned the GPU 'GPU-1f2e3d4c' to this task, but torch sees "
+            "none: "
         )
     assert len(found["places"]) == len(set(found["places"])) == 2
     partitions = 1 if parallelism == 1 else 2

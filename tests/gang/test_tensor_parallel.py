@@ -337,8 +337,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a part of the update": (
         {"strategy": ["tensor", "zero1"], "mesh": {"data": 1, "tensor": 2}},
         ParameterError,
-        "strategy=\"zero1\" shares the update among copies of the model, and mesh={'data': 1, "
-        '\'tensor\': 2} of 2 ranks has one: give "data" a size of at least 2, or leave "zero1" out.',
+        "strategy=\"zero1\" divides the update among copies of the model, but mesh={'data': 1, "
+        "'tensor': 2} of 2 ranks has only one copy: give \"data\" a size of at least 2, or leave "
+        '"zero1" out.',
     ),
     "no sizes": (
         {"strategy": ["fsdp", "tensor"]},

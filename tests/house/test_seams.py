@@ -1,4 +1,4 @@
-"""A new part of a known kind is one file: no other module asks which part it has."""
+"""A new part of a known kind is one file or one row: no other module asks which part it has."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch
 from launch import ROOT
 
 import sparkdl
 from sparkdl.data.columns.base import KINDS
+from sparkdl.metrics.named import METRICS, resolve
+from sparkdl.metrics.scorer import Scorer
 
 PATHS = sorted([*(ROOT / "sparkdl").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")])
 COLUMN_TYPES = {
@@ -79,3 +83,32 @@ def test_a_column_type_is_named_in_its_file_and_the_package_alone() -> None:
     }
     assert importers == {Path("sparkdl/__init__.py")}
     assert set(COLUMN_TYPES.values()) <= set(sparkdl.__all__)
+
+
+class Within(sparkdl.Metric):
+    """A metric that is no mean: how many predictions are off by at most ``far``."""
+
+    def __init__(self, name: str, k: int) -> None:
+        self.name, self._far = name, k
+
+    def start(self) -> int:
+        return 0
+
+    def update(self, state: int, output: torch.Tensor, target: torch.Tensor) -> int:
+        return state + int(((output - target).abs() <= self._far).sum())
+
+    def merge(self, one: int, other: int) -> int:
+        return one + other
+
+    def value(self, state: int) -> float:
+        return float(state)
+
+
+def test_a_metric_by_name_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(METRICS, "within@k", Within)
+    output, target = torch.tensor([0.0, 1.0, 5.0]), torch.tensor([0.0, 3.0, 9.0])
+    scorer = Scorer(None, tuple(resolve(["mse", "within@2"])))
+    halves = [scorer.update(scorer.start(), output[i::2], [target[i::2]]) for i in range(2)]
+    assert scorer.values(scorer.merge(halves))["within@2"] == 2.0
+    with pytest.raises(sparkdl.ParameterError, match=r'Did you mean "within@k"\? .*, within@k, or'):
+        resolve(["withn@3"])

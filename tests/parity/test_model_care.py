@@ -166,7 +166,7 @@ def test_not_strict_takes_what_fits_by_name(state):
     sizes = (43,)
     parts = Parts.of(sizes)
     with pytest.raises(
-        sparkdl.ModelError, match=r'the weights lack "2.weight".*strict_weights=False'
+        sparkdl.ModelError, match=r'the weights have no "2.weight".*strict_weights=False'
     ):
         fit_here(trainer_of(sizes, model=normed, weights=state), parts)
     sgd = partial(torch.optim.SGD, lr=0.1)

@@ -347,8 +347,8 @@ def test_an_optimizer_that_remembers_elsewhere_is_refused(make: Any, where: str)
     with pytest.raises(ModelError) as caught:
         spec_of(module, make, list(module.parameters()))
     assert str(caught.value) == (
-        f"optimizer {make.__name__} remembers from step to step what is not in its state{where}, and "
-        "here a step may be taken on another executor, where only the state goes. Keep it in "
+        f"optimizer {make.__name__} keeps values from step to step outside its state{where}, but "
+        "the next step may run on another executor, which gets only the state. Keep them in "
         "self.state[parameter], as torch.optim does."
     )
 

@@ -453,10 +453,10 @@ def test_frozen_parameters_are_those_of_the_run_before(df, tmp_path):
     whole = tuned.fit(df, start=first)
     path = list(checkpoints(tmp_path / "tuned"))[3]
     assert refusal(df, path, tuned) == (
-        f"the checkpoint {path} is of another run: the parameters that are frozen hold other values "
-        "here, and a checkpoint has only what is trained: begin with the same, as with "
-        "weights=start.module.state_dict() where the run began with fit(start=start). Give what it "
-        "was made with, or fit without resume= (in another folder)."
+        f"the checkpoint {path} belongs to another run: the parameters that are frozen hold other "
+        "values here, and a checkpoint contains only trained parameters: start with the same "
+        "values, for example weights=start.module.state_dict() if the run began with "
+        "fit(start=start). Use what it was made with, or fit without resume= (in another folder)."
     )
     resumed = replace(tuned, weights=first.module.state_dict()).fit(df, resume=path)
     for name, tensor in whole.module.state_dict().items():
@@ -472,8 +472,8 @@ def test_another_run_is_refused(df, straight, tmp_path):
     _, folder = straight("plateau")
     path = list(checkpoints(folder))[3]
     plain = replace(trainer_of("plateau", df, tmp_path), checkpoint=None)
-    begin = f"the checkpoint {path} is of another run: "
-    end = ". Give what it was made with, or fit without resume= (in another folder)."
+    begin = f"the checkpoint {path} belongs to another run: "
+    end = ". Use what it was made with, or fit without resume= (in another folder)."
 
     def said(data=df, **changes) -> str:
         text = refusal(data, path, replace(plain, **changes))
@@ -482,7 +482,7 @@ def test_another_run_is_refused(df, straight, tmp_path):
         assert found == end
         trains = not {"model", "optimizer"} & changes.keys()
         assert remedy == (
-            " To go on with what is given here, pass any_data=True." if trains else ""
+            " To continue with this data anyway, pass any_data=True." if trains else ""
         )
         return text
 
@@ -503,7 +503,8 @@ def test_another_run_is_refused(df, straight, tmp_path):
     assert said(data=df.limit(50)) == "the data has 50 rows here and 51 in the checkpoint"
     other = df.selectExpr("transform(features, x -> x + float(1)) AS features", "label")
     assert said(data=other) == "; ".join(
-        f"partition {i} holds other rows than in the checkpoint (checksum)" for i in range(3)
+        f"partition {i} holds other rows than in the checkpoint (the checksums differ)"
+        for i in range(3)
     )
 
 
@@ -512,8 +513,9 @@ def test_what_resume_cannot_be(df, straight, tmp_path):
     trainer = trainer_of("whole tensors", df, tmp_path / "mine")
     without = replace(trainer, checkpoint=None)
     assert refusal(df, "latest", without) == (
-        'resume="latest" means the latest of checkpoint=sparkdl.Checkpoint(path), which the trainer '
-        "does not have. Give it, or the path of a checkpoint."
+        'resume="latest" means the latest checkpoint in '
+        "Trainer(checkpoint=sparkdl.Checkpoint(path)), which this trainer does not have. Set "
+        "checkpoint=, or pass the path of a checkpoint."
     )
     nowhere = tmp_path / "nowhere"
     expected = f"there is no checkpoint in {nowhere}: the folder is empty or does not exist."
@@ -525,7 +527,8 @@ def test_what_resume_cannot_be(df, straight, tmp_path):
     with pytest.raises(sparkdl.ParameterError) as caught:
         trainer.fit(df, resume="latest", start=trained)
     assert str(caught.value) == (
-        "resume= and start= exclude each other: a resumed run has its weights."
+        "resume= and start= cannot be combined: a resumed run has its own weights. Pass one of "
+        "them."
     )
 
 
@@ -570,11 +573,13 @@ def lose_manifest(folder: Path) -> None:
 
 DAMAGES = {
     truncate: r'the file "slice-00001-\w+\.safetensors" has \d+ bytes instead of \d+',
-    flip: r"{path}: slice-00001-\w+\.safetensors: its bytes were changed \(checksum\)",
-    flip_best: r"{path}: best-00000-\w+\.safetensors: its bytes were changed \(checksum\)",
-    flip_history: r"{path}: history\.safetensors: its bytes were changed \(checksum\)",
-    flip_manifest: r"its manifest was changed \(checksum\)",
-    lose_manifest: r"it has no manifest: it was not completed",
+    flip: r"{path}: slice-00001-\w+\.safetensors: its bytes were changed \(its checksum differs\)",
+    flip_best: (
+        r"{path}: best-00000-\w+\.safetensors: its bytes were changed \(its checksum differs\)"
+    ),
+    flip_history: r"{path}: history\.safetensors: its bytes were changed \(its checksum differs\)",
+    flip_manifest: r"its manifest was changed \(its checksum differs\)",
+    lose_manifest: r"it has no manifest, so it was never completed",
 }
 
 
@@ -648,7 +653,7 @@ def test_latest_begins_anew_where_none_was_ever_complete(df, straight, tmp_path,
     trainer = trainer_of("whole tensors", df, tmp_path, every=ITERATIONS)
     with caplog.at_level(logging.WARNING, logger="sparkdl"):
         resumed = trainer.fit(df, resume="latest")
-    assert any("not completed" in record.getMessage() for record in caplog.records)
+    assert any("never completed" in record.getMessage() for record in caplog.records)
     assert_same_end(expected, Ended.of(resumed, tmp_path))
     assert not first.exists()  # pruned with the first one that is complete
 

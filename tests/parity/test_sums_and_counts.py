@@ -115,7 +115,7 @@ def test_a_replica_alone_may_have_any_loss(sizes):
     """It sees the whole batch, unless that goes through in parts."""
     parts, trainer = Parts.of(sizes, tagged), trainer_of(sizes, model=of_words, loss=token_mean)
     assert_close(fit_here(trainer, parts).steps, plainly(trainer, parts)[0])
-    with pytest.raises(sparkdl.ModelError, match="it is no mean over the rows"):
+    with pytest.raises(sparkdl.ModelError, match="it is not a mean over the rows"):
         fit_here(replace(trainer, accumulate=2), parts)
 
 

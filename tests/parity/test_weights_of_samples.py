@@ -306,8 +306,8 @@ def test_data_without_any_weight_are_refused():
     with pytest.raises(sparkdl.DataError) as caught:
         fit_here(trainer_of(sizes, 2, weight="weight"), with_zeros(sizes, {0, 1}))
     assert str(caught.value) == (
-        'field "weight": all weights are 0, so that no sample counts. Give rows a weight above 0, or '
-        "train with weight=None."
+        'field "weight": all weights are 0, so no sample counts. Give some rows a weight above 0, '
+        "or train with weight=None."
     )
 
 
@@ -371,7 +371,7 @@ def test_local_steps_count_replicas_by_their_weights(sizes, slices):
 
 def test_weights_need_a_value_for_each_sample():
     parts = Parts.of((10,), lambda g: classified(g))
-    with pytest.raises(sparkdl.ModelError, match="need a value for each sample"):
+    with pytest.raises(sparkdl.ModelError, match="need a loss value for each sample"):
         fit_here(
             trainer_of((10,), loss=lambda o, t: F.cross_entropy(o, t), class_weights=[1, 2, 3]),
             parts,

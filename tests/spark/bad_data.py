@@ -20,21 +20,21 @@ from sparkdl import DataError, TrainingError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
+SHAPE = "Every row must have the same shape: filter out, pad or truncate such rows."
 VARYING = (
     f'{SHAPE} Rows of varying length are padded with columns={{"features": sparkdl.Sequence()}}.'
 )
 IN_ARRAYS = (
-    "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
-    "functions.transform."
+    "dropna does not look into arrays: filter out such rows with functions.exists, or fill them "
+    "with functions.transform."
 )
-MEND = "Filter such records out, or mend them with rdd.map."
+MEND = "Filter out such records, or fix them with rdd.map."
 
 
 CONVERT = 'columns={{"{0}": sparkdl.Convert(function)}}, a function of its Python value.'.format
 TIME = (
-    ' Make a number of it, such as functions.datediff("label", start), or '
-    'functions.unix_timestamp("label") less a start (float32 has 7 digits), or give '
+    ' Convert it to a number, such as functions.datediff("label", start), or '
+    'functions.unix_timestamp("label") minus a start (float32 has 7 digits), or give '
     + CONVERT("label")
 )
 
@@ -58,27 +58,25 @@ COLUMNS = [
         "several at once",
         lambda fit: fit(fit.good(), features=["featres", "n", "s"], label="labels"),
         DataError,
-        "3 problems:\n"
-        '  - feature column "featres" is missing. Did you mean "features"? '
-        "The DataFrame has: features, label, n, s.\n"
-        '  - feature column "s" is of type string: turn text into numbers first, for example with '
-        "pyspark.ml.feature.StringIndexer, or cast it where it holds numbers.\n"
-        '  - label column "labels" is missing. Did you mean "label"? '
-        "The DataFrame has: features, label, n, s. To train without a label, set label=None.",
+        '3 problems:\n  - feature column "featres" is missing. Did you mean "features"? The '
+        'DataFrame has: features, label, n, s.\n  - feature column "s" is of type string: convert '
+        "text to numbers first, for example with pyspark.ml.feature.StringIndexer, or cast it if "
+        'it holds numbers.\n  - label column "labels" is missing. Did you mean "label"? The '
+        "DataFrame has: features, label, n, s. To train without a label, set label=None.",
     ),
     Mistake(
         "string column",
         lambda fit: fit(fit.good(), features="s"),
         DataError,
-        'feature column "s" is of type string: turn text into numbers first, for example with '
-        "pyspark.ml.feature.StringIndexer, or cast it where it holds numbers.",
+        'feature column "s" is of type string: convert text to numbers first, for example with '
+        "pyspark.ml.feature.StringIndexer, or cast it if it holds numbers.",
     ),
     Mistake(
         "array of strings",
         lambda fit: fit(fit.features("array<string>", ["a"])),
         DataError,
-        'feature column "features" is of type array<string>: turn text into numbers first, for '
-        "example with pyspark.ml.feature.StringIndexer, or cast it where it holds numbers.",
+        'feature column "features" is of type array<string>: convert text to numbers first, for '
+        "example with pyspark.ml.feature.StringIndexer, or cast it if it holds numbers.",
     ),
     Mistake(
         "timestamp column",
@@ -92,7 +90,7 @@ COLUMNS = [
         lambda fit: fit(fit.features("struct<a:double,b:double>", (1.0, 2.0))),
         DataError,
         'feature column "features" is of type struct<a:double,b:double>, which cannot become a '
-        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors. Make its fields "
+        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors. Select its fields as "
         'columns, as df.withColumn("a", df["features"]["a"]), or give ' + CONVERT("features"),
     ),
     Mistake(
@@ -109,8 +107,8 @@ COLUMNS = [
             fit.spark.readStream.format("rate").load().selectExpr("value features", "value label")
         ),
         DataError,
-        "the DataFrame is a stream, which has no end: write it to a table, and use that table. "
-        "trained.transform does work on a stream.",
+        "the DataFrame is a stream, which never ends: write it to a table, and train on that "
+        "table. Only trained.transform works on a stream.",
     ),
     Mistake(
         "two columns of one name",
@@ -130,9 +128,9 @@ COLUMNS = [
         "map column",
         lambda fit: fit(fit.good().selectExpr("features", "map('a', 1.0) label")),
         DataError,
-        'label column "label" is of type map<string,decimal(2,1)>, which cannot become a '
-        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors. Make values of "
-        'it columns, as df["label"]["a key"], or give ' + CONVERT("label"),
+        'label column "label" is of type map<string,decimal(2,1)>, which cannot become a tensor: '
+        "use numbers, arrays of numbers or pyspark.ml.linalg vectors. Select its values as "
+        'columns, as df["label"]["a key"], or give ' + CONVERT("label"),
     ),
     Mistake(
         "null column",
@@ -175,15 +173,15 @@ COLUMNS = [
         "binary column",
         lambda fit: fit(fit.good().selectExpr("binary(s) features", "label")),
         DataError,
-        'feature column "features" is of type binary, which cannot become a tensor by '
-        'itself: specify it, as columns={"features": sparkdl.Image()} for encoded images, or '
-        "with sparkdl.Convert(function).",
+        'feature column "features" is of type binary, which cannot become a tensor by itself: say '
+        'what it holds, as columns={"features": sparkdl.Image()} for encoded images, or with '
+        "sparkdl.Convert(function).",
     ),
     Mistake(
         "image of numbers",
         lambda fit: fit(fit.good(), columns={"features": sparkdl.Image()}),
         DataError,
-        'feature column "features" is of type array<double>, which is no image: give encoded '
+        'feature column "features" is of type array<double>, which is not an image: give encoded '
         'bytes (binary), or what spark.read.format("image") reads.',
     ),
     Mistake(
@@ -289,8 +287,8 @@ ROWS = [
         ),
         DataError,
         'column "features", row 0 of partition 0: holds NaN. dropna does not look into vectors: '
-        "mend them where they are made, or turn them into arrays with "
-        "pyspark.ml.functions.vector_to_array and filter those with functions.exists.",
+        "fix them at their source, or convert them to arrays with "
+        "pyspark.ml.functions.vector_to_array and filter out such rows with functions.exists.",
         jobs=2,
     ),
     Mistake(
@@ -346,8 +344,8 @@ ROWS = [
         "empty array",
         lambda fit: fit(fit.features("array<double>", [], [])),
         DataError,
-        'column "features", row 0 of partition 0: is an empty array. '
-        "Filter such rows, or leave the column out.",
+        'column "features", row 0 of partition 0: is an empty array. Filter out such rows, or '
+        "leave the column out.",
         jobs=2,
     ),
     Mistake(
@@ -356,55 +354,55 @@ ROWS = [
             fit.spark.createDataFrame([(Vectors.dense([]), 1.0)] * 2, ["features", "label"])
         ),
         DataError,
-        'column "features", row 0 of partition 0: is an empty vector. '
-        "Filter such rows, or leave the column out.",
+        'column "features", row 0 of partition 0: is an empty vector. Filter out such rows, or '
+        "leave the column out.",
         jobs=2,
     ),
     Mistake(
         "empty DataFrame",
         lambda fit: fit(fit.good().filter("n < 0")),
         DataError,
-        "the data is empty: it has no row.",
+        "the data is empty: it has no rows.",
         jobs=2,
     ),
     Mistake(
         "inf",
         lambda fit: fit(fit.labels("double", 1.0, float("inf"))),
         DataError,
-        'column "label", row 0 of partition 1: is inf. It is infinite, or beyond the 3.4e+38 '
-        "of float32: filter such rows, or scale the numbers.",
+        'column "label", row 0 of partition 1: is inf. It is infinite, or beyond the 3.4e+38 of '
+        "float32: filter out such rows, or scale the numbers.",
         jobs=2,
     ),
     Mistake(
         "too large for float32",
         lambda fit: fit(fit.labels("double", 1.0, 1e39)),
         DataError,
-        'column "label", row 0 of partition 1: is inf. It is infinite, or beyond the 3.4e+38 '
-        "of float32: filter such rows, or scale the numbers.",
+        'column "label", row 0 of partition 1: is inf. It is infinite, or beyond the 3.4e+38 of '
+        "float32: filter out such rows, or scale the numbers.",
         jobs=2,
     ),
     Mistake(
         "inf in an array",
         lambda fit: fit(fit.features("array<double>", [1.0, 2.0], [1.0, float("-inf")])),
         DataError,
-        'column "features", row 0 of partition 1: holds inf. It is infinite, or beyond the '
-        "3.4e+38 of float32: filter such rows, or scale the numbers.",
+        'column "features", row 0 of partition 1: holds inf. It is infinite, or beyond the 3.4e+38 '
+        "of float32: filter out such rows, or scale the numbers.",
         jobs=2,
     ),
     Mistake(
         "negative weight",
         lambda fit: fit(fit.good().selectExpr("*", "-n w"), weight="w"),
         DataError,
-        'column "w", row 1 of partition 0: is -1.0, and a weight is a finite number of at '
-        "least 0. Filter such rows, or mend their weights.",
+        'column "w", row 1 of partition 0: is -1.0, but a weight must be a finite number of at '
+        "least 0. Filter out such rows, or fix their weights.",
         jobs=2,
     ),
     Mistake(
         "infinite weight",
         lambda fit: fit(fit.good().selectExpr("*", "double('inf') w"), weight="w"),
         DataError,
-        'column "w", row 0 of partition 0: is inf, and a weight is a finite number of at '
-        "least 0. Filter such rows, or mend their weights.",
+        'column "w", row 0 of partition 0: is inf, but a weight must be a finite number of at '
+        "least 0. Filter out such rows, or fix their weights.",
         jobs=2,
     ),
     Mistake(
@@ -419,8 +417,8 @@ ROWS = [
         "weights that are all 0",
         lambda fit: fit(fit.good().selectExpr("*", "0 w"), weight="w"),
         DataError,
-        'column "w": all weights are 0, so that no sample counts. Give rows a weight above '
-        "0, or train with weight=None.",
+        'column "w": all weights are 0, so no sample counts. Give some rows a weight above 0, or '
+        "train with weight=None.",
         jobs=3,
     ),
     Mistake(
@@ -431,9 +429,9 @@ ROWS = [
             replicas=1,
         ),
         DataError,
-        'column "features", row 0 of partition 0: is no image that can be read (3 bytes; '
-        "UnidentifiedImageError: cannot be identified). Filter such rows, or mend the images "
-        "where they are made.",
+        'column "features", row 0 of partition 0: is not an image that can be read (3 bytes; '
+        "UnidentifiedImageError: cannot be identified). Filter out such rows, or fix the images at "
+        "their source.",
         jobs=2,
     ),
     Mistake(
@@ -445,7 +443,7 @@ ROWS = [
         ),
         DataError,
         'column "features", row 1 of partition 0: is an image of 3 x 3 where row 0 is of 2 x 2. '
-        'Have them resized: columns={"features": sparkdl.Image(size=(height, width))}.',
+        'Resize them: columns={"features": sparkdl.Image(size=(height, width))}.',
         jobs=2,
     ),
     Mistake(
@@ -454,7 +452,7 @@ ROWS = [
             fit.features("array<int>", [1], []), columns={"features": sparkdl.Sequence()}
         ),
         DataError,
-        'column "features", row 0 of partition 1: is an empty array. Filter such rows, or '
+        'column "features", row 0 of partition 1: is an empty array. Filter out such rows, or '
         "leave the column out.",
         jobs=2,
     ),
@@ -462,9 +460,9 @@ ROWS = [
         "function of a column that raises",
         lambda fit: fit(fit.good(), features="s", columns={"s": sparkdl.Convert(float)}),
         DataError,
-        'column "s", row 0 of partition 0: the function of this column raised ValueError: '
-        "could not convert string to float: 'x'. It was given 'x'. Mend the function, or "
-        "filter such rows.",
+        'column "s", row 0 of partition 0: the function of this column raised ValueError: could '
+        "not convert string to float: 'x'. It was given 'x'. Fix the function, or filter out such "
+        "rows.",
         jobs=2,
     ),
     Mistake(
@@ -473,15 +471,15 @@ ROWS = [
             fit.good(), features="s", columns={"s": sparkdl.Convert(lambda value: None)}
         ),
         DataError,
-        'column "s", row 0 of partition 0: is None, not a number or an array of numbers. '
-        "Mend the function of this column, or filter such rows.",
+        'column "s", row 0 of partition 0: is None, not a number or an array of numbers. Fix the '
+        "function of this column, or filter out such rows.",
         jobs=2,
     ),
     Mistake(
         "validation data without a row",
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good().filter("n < 0"))),
         DataError,
-        "validation data: the data is empty: it has no row.",
+        "validation data: the data is empty: it has no rows.",
         jobs=5,
     ),
     Mistake(
@@ -490,8 +488,9 @@ ROWS = [
             fit.good(), validation=sparkdl.Validation(fit.features("array<double>", [1.0]))
         ),
         DataError,
-        'validation data: "features" is float32[1], in the training data float32[2]. Rows of any '
-        'length are a sequence, in both: Trainer(columns={"features": sparkdl.Sequence()}).',
+        'validation data: "features" is float32[1], in the training data float32[2]. If rows vary '
+        'in length, declare the column as a sequence, for both: Trainer(columns={"features": '
+        "sparkdl.Sequence()}).",
         jobs=6,
     ),
     Mistake(
@@ -505,8 +504,8 @@ ROWS = [
         "a field of an RDD, of a DataFrame",
         lambda fit: fit(fit.good(), columns={"features[0]": sparkdl.Sequence(max_length=2)}),
         DataError,
-        'columns names "features[0]", a field of an RDD\'s records, and the data is a DataFrame: name '
-        "one of its columns, features, label.",
+        'columns names "features[0]", a field of an RDD\'s records, but the data is a DataFrame: '
+        "name one of its columns, features, label.",
     ),
 ]
 
@@ -515,7 +514,7 @@ RECORDS = [
         "empty RDD",
         lambda fit: fit(fit.rdd()),
         DataError,
-        "the data is empty: it has no row.",
+        "the data is empty: it has no rows.",
         jobs=2,
     ),
     Mistake(
@@ -639,8 +638,8 @@ RECORDS = [
         "RDD of rows with other names",
         lambda fit: fit(fit.good().selectExpr("label y", "features x").rdd, replicas=3),
         DataError,
-        'field "record", row 0 of partition 0: is a Row of y, x, which has no features, label. A '
-        "record with names is read by them: give the trainer these names, as "
+        'field "record", row 0 of partition 0: is a Row of y, x, which has no features, label. '
+        "Records with named values are read by name: give the trainer these names, as "
         "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
         jobs=2,
     ),
@@ -648,8 +647,8 @@ RECORDS = [
         "RDD of rows without the weight",
         lambda fit: fit(fit.good().rdd, weight="w"),
         DataError,
-        'field "record", row 0 of partition 0: is a Row of features, label, n, s, which has no w. A '
-        "record with names is read by them: give the trainer these names, as "
+        'field "record", row 0 of partition 0: is a Row of features, label, n, s, which has no w. '
+        "Records with named values are read by name: give the trainer these names, as "
         "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
         jobs=2,
     ),
@@ -657,33 +656,33 @@ RECORDS = [
         "RDD with inf",
         lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0, float("inf")], 1.0))),
         DataError,
-        'field "features", row 0 of partition 1: holds inf. It is infinite, or beyond the '
-        "3.4e+38 of float32: filter such rows, or scale the numbers.",
+        'field "features", row 0 of partition 1: holds inf. It is infinite, or beyond the 3.4e+38 '
+        "of float32: filter out such rows, or scale the numbers.",
         jobs=2,
     ),
     Mistake(
         "RDD with numbers beyond 64 bits",
         lambda fit: fit(fit.rdd(([1.0, 2.0], 1), ([1.0, 2.0], 2**70))),
         DataError,
-        'field "label", row 0 of partition 1: holds a whole number beyond the 64 bits of '
-        "int64. Filter such records out, or mend them with rdd.map.",
+        'field "label", row 0 of partition 1: holds a whole number that does not fit into int64. '
+        "Filter out such records, or fix them with rdd.map.",
         jobs=2,
     ),
     Mistake(
         "RDD of complex numbers",
         lambda fit: fit(fit.rdd(([1j, 2.0], 1.0), ([1j, 2.0], 1.0))),
         DataError,
-        'field "features", row 0 of partition 0: is a list, not a number or an array of '
-        "numbers. Filter such records out, or mend them with rdd.map.",
+        'field "features", row 0 of partition 0: is a list, not a number or an array of numbers. '
+        "Filter out such records, or fix them with rdd.map.",
         jobs=2,
     ),
     Mistake(
         "RDD of sparse tensors",
         lambda fit: fit(fit.rdd((torch.eye(2).to_sparse(), 1.0)), replicas=1),
         DataError,
-        'field "features", row 0 of partition 0: is a Tensor that cannot become an array '
-        "(can't convert Sparse layout tensor to numpy. Use Tensor.to_dense() first.). Filter "
-        "such records out, or mend them with rdd.map.",
+        'field "features", row 0 of partition 0: is a Tensor that cannot become an array (can\'t '
+        "convert Sparse layout tensor to numpy. Use Tensor.to_dense() first.). Filter out such "
+        "records, or fix them with rdd.map.",
         jobs=2,
     ),
     Mistake(
@@ -691,8 +690,8 @@ RECORDS = [
         lambda fit: fit(fit.rdd(([1, 2], 1.0), ([1.0, 2.0], 1.0))),
         DataError,
         'field "features", row 0 of partition 1: is float32[2] where row 0 of partition 0 is '
-        "int64[2]. Every row must be of the same type: write 1.0, not 1, where a measurement "
-        "is meant, or mend them with rdd.map.",
+        "int64[2]. Every row must be of the same type: write 1.0, not 1, where a measurement is "
+        "meant, or fix them with rdd.map.",
         jobs=2,
     ),
     Mistake(
@@ -707,9 +706,9 @@ RECORDS = [
         "images of an RDD",
         lambda fit: fit(fit.rdd(([1.0], 1.0), ([1.0], 1.0)), columns={"features": sparkdl.Image()}),
         DataError,
-        'columns["features"] is a sparkdl.Image, which is for DataFrames: records of an RDD '
-        "hold numbers and arrays already. Convert them with rdd.map (a sparkdl.Sequence does "
-        "work).",
+        'columns["features"] is a sparkdl.Image, which is for DataFrames: records of an RDD must '
+        "hold numbers and arrays already. Convert them with rdd.map (only sparkdl.Sequence works "
+        "for an RDD).",
     ),
 ]
 
@@ -736,10 +735,9 @@ QUERIES = [
         lambda fit: fit(fit.good().selectExpr("features", "double(s) label")),
         DataError,
         "the data cannot be read: The value 'x' of the type \"STRING\" cannot be cast to "
-        '"DOUBLE" because it is malformed. Correct the value as per the syntax, or change '
-        "its target type. Use `try_cast` to tolerate malformed input and return NULL "
-        "instead. Mend the query or the function that the data comes from; data.count() "
-        "fails likewise.",
+        '"DOUBLE" because it is malformed. Correct the value as per the syntax, or change its '
+        "target type. Use `try_cast` to tolerate malformed input and return NULL instead. Fix the "
+        "query or the function that produces the data; data.count() fails in the same way.",
         jobs=2,
         tasks_fail=True,
     ),
@@ -747,10 +745,10 @@ QUERIES = [
         "division by 0",
         lambda fit: fit(fit.good().selectExpr("features", "n / (n - n) label")),
         DataError,
-        "the data cannot be read: Division by zero. Use `try_divide` to tolerate divisor "
-        'being 0 and return NULL instead. If necessary set "spark.sql.ansi.enabled" to '
-        '"false" to bypass this error. Mend the query or the function that the data comes '
-        "from; data.count() fails likewise.",
+        "the data cannot be read: Division by zero. Use `try_divide` to tolerate divisor being 0 "
+        'and return NULL instead. If necessary set "spark.sql.ansi.enabled" to "false" to bypass '
+        "this error. Fix the query or the function that produces the data; data.count() fails in "
+        "the same way.",
         jobs=2,
         tasks_fail=True,
     ),
@@ -760,11 +758,9 @@ QUERIES = [
             fit.good().withColumn("label", functions.udf(lambda n: 1 / 0, "double")("n"))
         ),
         DataError,
-        "the data cannot be read: ZeroDivisionError: division by zero\n"
-        "Traceback (most recent call last):\n"
-        "…ZeroDivisionError: division by zero\n"
-        "Mend the query or the function that the data comes from; data.count() fails "
-        "likewise.",
+        "the data cannot be read: ZeroDivisionError: division by zero\nTraceback (most recent call "
+        "last):\n…ZeroDivisionError: division by zero\nFix the query or the function that produces "
+        "the data; data.count() fails in the same way.",
         jobs=2,
         tasks_fail=True,
     ),
@@ -773,11 +769,8 @@ QUERIES = [
         lambda fit: fit(fit.rdd(1, 2).map(lambda n: n / 0)),
         DataError,
         "the data cannot be read: partition … on … failed once. ZeroDivisionError: division by "
-        "zero\n"
-        "Traceback (most recent call last):\n"
-        "…ZeroDivisionError: division by zero\n"
-        "Mend the query or the function that the data comes from; data.count() fails "
-        "likewise.",
+        "zero\nTraceback (most recent call last):\n…ZeroDivisionError: division by zero\nFix the "
+        "query or the function that produces the data; data.count() fails in the same way.",
         jobs=2,
         tasks_fail=True,
     ),

@@ -38,14 +38,14 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 OWN_MODELS = (
-    "Each process calls model() for itself, with the modules and files that it finds. Where a module "
-    "was changed here, save and reload it, or give model() what it needs as arguments "
-    "(functools.partial); where it reads a file, ship that (spark.sparkContext.addFile). Or pass a "
+    "Each process calls model() for itself, with the modules and files that it finds. If you "
+    "changed a module here, save and reload it, or pass what model() needs as arguments "
+    "(functools.partial); if it reads a file, ship that (spark.sparkContext.addFile). Or pass a "
     "module instance."
 )
 OWN_WEIGHTS = (
-    "Each process calls model() for itself. Where it reads a file, ship that "
-    "(spark.sparkContext.addFile), or give weights=; draw weights with torch, numpy or random only "
+    "Each process calls model() for itself. If it reads a file, ship that "
+    "(spark.sparkContext.addFile), or pass weights=; draw weights with torch, numpy or random only "
     "(all three are seeded); or pass a module instance."
 )
 
@@ -223,8 +223,8 @@ MODELS = [
         "no trainable parameter",
         lambda fit: fit(fit.good(), model=frozen),
         ModelError,
-        "the model has no trainable parameter: of its 2 parameters none has requires_grad=True. "
-        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some.",
+        "the model has no trainable parameter: none of its 2 parameters has requires_grad=True. "
+        "Leave some out of freeze=, name some in unfreeze=, or add layers that have some.",
     ),
     Mistake(
         "wrong input size",
@@ -275,45 +275,46 @@ MODELS = [
         lambda fit: fit(fit.features("int", 0, 1, 2, 0, 1, 2, 0, 1, 5, 0), model=Embedded),
         ModelError,
         'the model fails on the first rows ("features" [3]; int64): IndexError: index out of range '
-        'in self. The data goes in "features" from 0 to 5: an embedding needs one row for each '
-        "number from 0 on.",
+        'in self. In the data, "features" goes from 0 to 5: an embedding needs a row for each '
+        "number from 0 to the largest.",
         jobs=3,
     ),
     Mistake(
         "rows that are normed in place",
         lambda fit: fit(fit.features("int", 0, 1, 2, 0, 1, 2), model=Normed),
         ModelError,
-        '"table" has max_norm=1.5: with it torch writes to the weights of rows that are looked up, '
-        "which each replica does for its own. Leave it out, and scale what is looked up in forward.",
+        '"table" has max_norm=1.5: torch then changes the weights of the rows that are looked up, '
+        "and each replica would change its own copy. Leave it out, and scale the embeddings in "
+        "forward.",
         jobs=3,
     ),
     Mistake(
         "a forward that writes to constants",
         lambda fit: fit(fit.good(), model=Momentum),
         ModelError,
-        'forward writes to "target.weight", a parameter with requires_grad=False: these are taken '
-        "for constants, and each worker would have its own. Make it a buffer (register_buffer), which "
-        "is kept, averaged over the replicas, and part of the result.",
+        'forward writes to "target.weight", a parameter with requires_grad=False: such parameters '
+        "are treated as constants, and each worker would change its own copy. Make it a buffer "
+        "(register_buffer): buffers are averaged over the replicas and saved with the model.",
         jobs=3,
     ),
     Mistake(
         "a counter that is no buffer",
         lambda fit: fit(fit.good(), model=Counting),
         ModelError,
-        'forward changes "0.passes" in each pass, and it is neither a parameter nor a buffer: each '
-        "worker would have its own, and the trained model none. If the model needs it, make it a "
-        "buffer: give register_buffer a tensor in __init__, which forward may change. If not, as with "
-        "a time that is measured, leave it out, or name it in the module's class: sparkdl_no_state = "
-        '("passes",).',
+        'forward changes "0.passes" in each pass, but it is neither a parameter nor a buffer: each '
+        "worker would have its own value, and the trained model would have none. If the model "
+        "needs it, make it a buffer: call register_buffer with a tensor in __init__, and change "
+        "that in forward. If it does not, as with a measured time, remove it, or list it in the "
+        'module\'s class: sparkdl_no_state = ("passes",).',
         jobs=3,
     ),
     Mistake(
         "a buffer that takes another form",
         lambda fit: fit(fit.good(), model=Growing),
         ModelError,
-        'forward makes the buffer "seen" [2] float32, and it was built [1] float32: buffers are '
-        "averaged over the replicas, so they keep their form. Give it its last form in __init__ (as "
-        "long as the longest input, say); one that is only a cache is left alone if it is registered "
+        'forward makes the buffer "seen" [2] float32, but __init__ made it [1] float32: buffers '
+        "are averaged over the replicas, so their shape and type must not change. Give it its "
+        "final form in __init__ (for the longest input, say). If it is only a cache, register it "
         "with persistent=False.",
         jobs=3,
     ),
@@ -359,14 +360,15 @@ MODELS = [
         "complex parameters",
         lambda fit: fit(fit.good(), model=lambda: nn.Linear(2, 1, dtype=torch.complex64)),
         ModelError,
-        'parameter "weight" is torch.complex64: only real floats train.',
+        'parameter "weight" is torch.complex64: only parameters of a real floating-point type can '
+        "be trained.",
     ),
     Mistake(
         "parameters that share memory",
         lambda fit: fit(fit.good(), model=SharedMemory),
         ModelError,
-        'parameters "one" and "other" share memory but are two objects: tie them by '
-        "assigning one nn.Parameter to both places.",
+        'parameters "one" and "other" share memory but are two objects: to tie them, assign the '
+        "same nn.Parameter to both places.",
     ),
     Mistake(
         "model of half precision",
@@ -383,15 +385,15 @@ MODELS = [
         "no parameter at all",
         lambda fit: fit(fit.good(), model=lambda: nn.Flatten(0)),
         ModelError,
-        "the model has no trainable parameter: of its 0 parameters none has requires_grad=True. "
-        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some.",
+        "the model has no trainable parameter: none of its 0 parameters has requires_grad=True. "
+        "Leave some out of freeze=, name some in unfreeze=, or add layers that have some.",
     ),
     Mistake(
         "everything frozen",
         lambda fit: fit(fit.good(), freeze=["0"]),
         ModelError,
-        "the model has no trainable parameter: of its 2 parameters none has requires_grad=True. "
-        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some.",
+        "the model has no trainable parameter: none of its 2 parameters has requires_grad=True. "
+        "Leave some out of freeze=, name some in unfreeze=, or add layers that have some.",
     ),
     Mistake(
         "freezing what is not there",
@@ -404,8 +406,8 @@ MODELS = [
         "a penalty of what is not there",
         lambda fit: fit(fit.good(), l2={"*.weigth": 1.0}),
         ModelError,
-        'l2: no trainable parameter matches "*.weigth". Did you mean "0.weight"? A pattern '
-        'is of the whole name, such as "encoder.*" or "*.weight".',
+        'l2: no trainable parameter matches "*.weigth". Did you mean "0.weight"? A pattern must '
+        'match the whole name, such as "encoder.*" or "*.weight".',
     ),
     Mistake(
         "model that returns nothing",
@@ -418,11 +420,11 @@ MODELS = [
         "model that returns a tuple",
         lambda fit: fit(fit.good(), model=ReturnsTuple),
         ModelError,
-        "the loss fails on output tuple and label [2] float32: AttributeError: 'tuple' "
-        "object has no attribute 'size'. The loss is given what the model returns, a tuple of 0 [2], "
-        "1 [2, 2]: say which part it is of, output=0, or output=function of what it returns, write a "
-        "loss that takes it, or, where the model computes its own loss from the label, use "
-        "loss=sparkdl.ModelLoss().",
+        "the loss fails on output tuple and label [2] float32: AttributeError: 'tuple' object has "
+        "no attribute 'size'. The loss gets what the model returns, a tuple of 0 [2], 1 [2, 2]: "
+        "say which part of it the loss needs, output=0, or output=function of what it returns, "
+        "write a loss that takes all of it, or, if the model computes its own loss from the label, "
+        "use loss=sparkdl.ModelLoss().",
         jobs=3,
     ),
     Mistake(
@@ -444,9 +446,9 @@ MODELS = [
         "model that returns NaN",
         lambda fit: fit(fit.good(), model=ReturnsNaN),
         ModelError,
-        'the output of the model holds NaN on the first rows ("features" [2, 2]; float32), '
-        "before anything was trained. Look for a division by 0, the log or root of 0, or "
-        'inputs that are too large; on_nan="skip" leaves updates out.',
+        'the output of the model holds NaN on the first rows ("features" [2, 2]; float32), before '
+        "any training. Look for a division by 0, the log or root of 0, or inputs that are too "
+        'large; on_nan="skip" skips such updates.',
         jobs=3,
     ),
     Mistake(
@@ -461,18 +463,18 @@ MODELS = [
         "a model of another shape on the executors",
         lambda fit: fit(fit.good(), engine="shuffle", model=partial(wider_elsewhere, os.getpid())),
         ModelError,
-        'the executors build another model than this process: "0.0.weight" is a trained parameter '
-        "[3, 2] of float32 here, and a trained parameter [4, 2] of float32 there (replica 0). "
-        + OWN_MODELS,
+        'the executors build a different model than this process: "0.0.weight" is a trained '
+        "parameter [3, 2] of float32 here, and a trained parameter [4, 2] of float32 there "
+        "(replica 0). " + OWN_MODELS,
         jobs=4,
     ),
     Mistake(
         "a model of another shape on the ranks",
         lambda fit: fit(fit.good(), engine="gang", model=partial(wider_elsewhere, os.getpid())),
         ModelError,
-        'the executors build another model than this process: "0.0.weight" is a trained parameter '
-        "[3, 2] of float32 here, and a trained parameter [4, 2] of float32 there (replica 0). "
-        + OWN_MODELS,
+        'the executors build a different model than this process: "0.0.weight" is a trained '
+        "parameter [3, 2] of float32 here, and a trained parameter [4, 2] of float32 there "
+        "(replica 0). " + OWN_MODELS,
         jobs=4,
     ),
     Mistake(
@@ -484,9 +486,9 @@ MODELS = [
             freeze=["0"],
         ),
         ModelError,
-        "the executors begin with other weights than this process: the frozen parameter "
-        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with '
-        "(replica 0). " + OWN_WEIGHTS,
+        "the executors start with different weights than this process: the frozen parameter "
+        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with (replica '
+        "0). " + OWN_WEIGHTS,
         jobs=4,
     ),
     Mistake(
@@ -498,9 +500,9 @@ MODELS = [
             freeze=["0"],
         ),
         ModelError,
-        "the executors begin with other weights than this process: the frozen parameter "
-        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with '
-        "(replica 0). " + OWN_WEIGHTS,
+        "the executors start with different weights than this process: the frozen parameter "
+        '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with (replica '
+        "0). " + OWN_WEIGHTS,
         jobs=4,
     ),
     Mistake(
@@ -541,9 +543,9 @@ LOSSES = [
             f"a loss that adds up: {name}",
             lambda fit, loss=loss: fit(fit.good(), loss=loss),
             ModelError,
-            'the loss adds up (reduction="sum"), and the losses of replicas are averaged, each '
-            'weighted by its samples: use reduction="mean", or return (sum, count) from a function '
-            "of your own, the count being what the mean is over.",
+            'the loss adds up (reduction="sum"), but the losses of replicas are averaged, each '
+            'weighted by its samples: use reduction="mean", or return (sum, count) from your own '
+            "function, where count is the number of values in the sum.",
             jobs=3,
         )
         for name, loss in {
@@ -555,21 +557,21 @@ LOSSES = [
         "a loss that is no mean over rows",
         lambda fit: fit(fit.good(), replicas=2, loss=root_mean_square),
         ModelError,
-        "the loss of the first 3 rows is …, and … where it is put together from two parts of them as "
-        "replicas and accumulate do, each part weighted by its rows: it is no mean over the rows. If "
-        "it is one over tokens, pairs or labels that are not padding, return both, (sum, count), such "
-        "as ((losses * mask).sum(), mask.sum()). If rows depend on each other in it, train with "
-        "replicas=1 and accumulate=1, or take what each replica makes of its own rows, as torch's DDP "
-        "does: loss=sparkdl.PerReplica(loss).",
+        "the loss of the first 3 rows is …, and … when two parts of them are combined as replicas "
+        "and accumulate do, each part weighted by its rows: it is not a mean over the rows. If it "
+        "is a mean over tokens, pairs or labels that are not padding, return both, (sum, count), "
+        "such as ((losses * mask).sum(), mask.sum()). If it makes rows depend on each other, train "
+        "with replicas=1 and accumulate=1, or let each replica compute the loss of its own rows, "
+        "as torch's DDP does: loss=sparkdl.PerReplica(loss).",
         jobs=3,
     ),
     Mistake(
         "a pair that is no sum and count",
         lambda fit: fit(fit.good(), loss=lambda output, target: (output.sum(), output.mean())),
         ModelError,
-        "the loss returned a pair, which stands for (sum, count), and the count has a gradient: the "
-        "sum is one number or one for each row, the count how many (tokens, pairs, ...) it is over, "
-        "likewise, at least 0 and without a gradient.",
+        "the loss returned a pair, which stands for (sum, count), and the count has a gradient: "
+        "the sum must be one number or one for each row; the count must be the number of values "
+        "(tokens, pairs, ...) in it, in the same shape, at least 0 and without a gradient.",
         jobs=3,
     ),
     Mistake(
@@ -577,9 +579,9 @@ LOSSES = [
         lambda fit: fit(fit.good(), loss=sparkdl.ModelLoss()),
         ModelError,
         'the model fails on the first rows ("features" [2, 2]; float32): TypeError: '
-        "Sequential.forward() got an unexpected keyword argument 'labels'. With ModelLoss it is "
-        "called with its label as labels=: say with ModelLoss(labels=name) how it takes them (None: "
-        "after its inputs).",
+        "Sequential.forward() got an unexpected keyword argument 'labels'. With ModelLoss, the "
+        "model is called with the label as labels=: name the parameter that takes it, "
+        "ModelLoss(labels=name), or give labels=None to pass it after the inputs.",
         jobs=3,
     ),
     Mistake(
@@ -587,16 +589,16 @@ LOSSES = [
         lambda fit: fit(fit.good(), model=TakesLabels, loss=sparkdl.ModelLoss()),
         ModelError,
         "no loss was found in what the model returned, a tuple: it must be one number, have an "
-        "attribute or key loss, or be a tuple with one number in it. Else say with "
-        "sparkdl.ModelLoss(loss=function) where it is.",
+        "attribute or key named loss, or be a tuple with one number in it. Otherwise pass "
+        "sparkdl.ModelLoss(loss=function), a function that returns the loss from it.",
         jobs=3,
     ),
     Mistake(
         "a loss with parameters",
         lambda fit: fit(fit.good(), loss=Weighing()),
         ModelError,
-        "the loss has parameters (scale), and only those of the model are trained: let the model "
-        "hold them and return what they make, or set requires_grad=False.",
+        "the loss has parameters (scale), but only the parameters of the model are trained: move "
+        "them into the model, or set requires_grad=False.",
         jobs=3,
     ),
     Mistake(
@@ -662,7 +664,7 @@ LOSSES = [
         ModelError,
         "the loss fails on output [4, 2] float32 and label [4] int64: IndexError: Target 7 is out "
         'of bounds. "label" goes from 0 to 7: give the model an output for each class from 0 on, '
-        "or number the classes anew (pyspark.ml.feature.StringIndexer).",
+        "or renumber the classes (pyspark.ml.feature.StringIndexer).",
         jobs=3,
     ),
     Mistake(
@@ -671,7 +673,7 @@ LOSSES = [
         ModelError,
         "the loss fails on output [3, 2] float32 and label [3] int64: IndexError: Target -1 is out "
         'of bounds. "label" goes from -1 to 1: give the model an output for each class from 0 on, '
-        "or number the classes anew (pyspark.ml.feature.StringIndexer).",
+        "or renumber the classes (pyspark.ml.feature.StringIndexer).",
         jobs=3,
     ),
     Mistake(
@@ -758,17 +760,17 @@ LOSSES = [
             fit.good(), loss=lambda output, target: (output - target).mean() * float("nan")
         ),
         ModelError,
-        'the loss is nan on the first rows ("features" [2, 2]; float32), before anything was '
-        "trained. Look for a division by 0, the log or root of 0, or inputs that are too "
-        'large; on_nan="skip" leaves updates out.',
+        'the loss is nan on the first rows ("features" [2, 2]; float32), before any training. Look '
+        'for a division by 0, the log or root of 0, or inputs that are too large; on_nan="skip" '
+        "skips such updates.",
         jobs=3,
     ),
     Mistake(
         "classes without a weight",
         lambda fit: fit(fit.labels("int", 0, 5), class_weights=[1.0, 1.0], **cross_entropy),
         ModelError,
-        'class_weights has 2 classes, 0 to 1, and "label" goes from 0 to 5: give a weight '
-        "for each class, in a list.",
+        'class_weights has 2 classes, 0 to 1, and "label" goes from 0 to 5: give a list with a '
+        "weight for each class.",
         jobs=3,
     ),
     Mistake(
@@ -782,9 +784,9 @@ LOSSES = [
         "weights, and a loss that is one number",
         lambda fit: fit(fit.good(), weight="n", loss=mean_square),
         ModelError,
-        "weights of samples or classes need a value for each sample, and the loss gave [] "
-        'for 3 samples: use a torch loss, a function with reduction="none", or one that '
-        "returns shape [rows], or (sum, count) of that shape each.",
+        "weights of samples or classes need a loss value for each sample, but the loss gave [] for "
+        '3 samples: use a torch loss, a function with reduction="none", or one that returns shape '
+        "[rows], or (sum, count) of that shape each.",
         jobs=3,
     ),
     Mistake(
@@ -816,7 +818,8 @@ OPTIMIZERS = [
         "optimizer instance",
         lambda fit: fit(fit.good(), optimizer=torch.optim.Adam(FOREIGN.parameters())),
         ParameterError,
-        "optimizer is already built; give its recipe: partial(torch.optim.Adam, lr=...).",
+        "optimizer is already built: give a recipe for it instead, partial(torch.optim.Adam, "
+        "lr=...).",
     ),
     Mistake(
         "optimizer of parameters, not of the module",
@@ -839,16 +842,16 @@ OPTIMIZERS = [
         "LBFGS",
         lambda fit: fit(fit.good(), optimizer=torch.optim.LBFGS),
         ModelError,
-        "optimizer LBFGS evaluates the loss more than once in a step, and an iteration here is one "
-        "pass over one batch. Let each step be one evaluation: for LBFGS, "
-        "partial(torch.optim.LBFGS, max_iter=1) without line_search_fn.",
+        "optimizer LBFGS evaluates the loss more than once in a step, but an iteration is a single "
+        "pass over a batch. Make each step evaluate it once: for LBFGS, partial(torch.optim.LBFGS, "
+        "max_iter=1) without line_search_fn.",
     ),
     Mistake(
         "LBFGS on several slices",
         lambda fit: fit(fit.good(), optimizer=partial(torch.optim.LBFGS, max_iter=1), slices=2),
         ModelError,
-        "optimizer LBFGS looks at all parameters together, so they must be in one slice, and there "
-        "are 2: set slices=1.",
+        "optimizer LBFGS uses all parameters together, so they must be in one slice, but there are "
+        "2: set slices=1.",
     ),
     Mistake(
         "SparseAdam on dense gradients",
@@ -873,7 +876,7 @@ OPTIMIZERS = [
             fit.good(), optimizer=lambda module: torch.optim.SGD(FOREIGN.parameters(), lr=0.1)
         ),
         ModelError,
-        "the optimizer holds a parameter of shape [3, 3] that is not one of the module's: build it "
+        "the optimizer has a parameter of shape [3, 3] that is not one of the module's: build it "
         "from the module it is given.",
     ),
     Mistake(
@@ -895,8 +898,8 @@ OPTIMIZERS = [
         "plateau without validation",
         lambda fit: fit(fit.good(), schedule=torch.optim.lr_scheduler.ReduceLROnPlateau),
         ModelError,
-        "schedule ReduceLROnPlateau follows a metric of the validation, and there is none: give "
-        "validation=..., or a schedule that follows the iterations.",
+        "schedule ReduceLROnPlateau follows a metric of the validation, but there is no "
+        "validation: pass validation=..., or use a schedule that follows the iterations.",
         jobs=3,
     ),
     Mistake(
@@ -945,9 +948,9 @@ OPTIMIZERS = [
             optimizer=partial(torch.optim.LBFGS, max_iter=1, line_search_fn="strong_wolfe"),
         ),
         ModelError,
-        "optimizer LBFGS evaluates the loss more than once in a step, and an iteration here "
-        "is one pass over one batch. Let each step be one evaluation: for LBFGS, "
-        "partial(torch.optim.LBFGS, max_iter=1) without line_search_fn.",
+        "optimizer LBFGS evaluates the loss more than once in a step, but an iteration is a single "
+        "pass over a batch. Make each step evaluate it once: for LBFGS, partial(torch.optim.LBFGS, "
+        "max_iter=1) without line_search_fn.",
     ),
     Mistake(
         "two optimizers of one parameter",
@@ -956,7 +959,7 @@ OPTIMIZERS = [
             optimizer=lambda m: [torch.optim.SGD(m.parameters()), torch.optim.Adam(m.parameters())],
         ),
         ModelError,
-        'two optimizers, SGD and Adam, hold parameter "0.weight": give it to one.',
+        'two optimizers, SGD and Adam, have the parameter "0.weight": give it to one.',
     ),
     Mistake(
         "no optimizer at all",

@@ -24,21 +24,22 @@ PARAMETERS = [
         "output",
         lambda fit: fit(fit.good(), output=["logits"]),
         ParameterError,
-        "output=['logits']: name a field of what the model returns, or give a function of that, or "
+        "output=['logits']: name a field of what the model returns, or give a function of it, or "
         "None.",
     ),
     Mistake(
         "keywords that are none",
         lambda fit: fit(fit.good(), features={"input ids": "features"}),
         ParameterError,
-        "features={'input ids': 'features'}: give columns by the keywords of forward.",
+        "features={'input ids': 'features'}: give a mapping from the parameters of forward to "
+        "columns.",
     ),
     Mistake(
         "keywords for a pipeline",
         lambda fit: fit(fit.good(), features={"x": "features"}, engine="gang", strategy="pipeline"),
         ParameterError,
-        'features by keyword with strategy="pipeline": stages take tensors by position and hand '
-        "tensors on. Give a list of columns, and a model that returns its output alone.",
+        'features by keyword with strategy="pipeline": pipeline stages take tensors by position '
+        "and pass tensors on. Give a list of columns, and a model that returns only its output.",
     ),
     *[
         Mistake(
@@ -99,22 +100,22 @@ PARAMETERS = [
         "a model's own loss, and no label",
         lambda fit: fit(fit.good(), label=None, loss=sparkdl.ModelLoss()),
         ParameterError,
-        "loss=ModelLoss() with label=None: the model computes its loss from labels. Name the "
-        "label's column.",
+        "loss=ModelLoss() with label=None: a model that computes its own loss needs labels. Name "
+        "the label column.",
     ),
     Mistake(
         "a model's own loss, and two labels with one name",
         lambda fit: fit(fit.good(), label=["label", "n"], loss=sparkdl.ModelLoss()),
         ParameterError,
-        "loss=ModelLoss(labels='labels') with 2 label columns: give a keyword for each of them, in "
-        "a list, or None for labels after the inputs.",
+        "loss=ModelLoss(labels='labels') with 2 label columns: give a list with one keyword for "
+        "each label, or None to pass the labels after the inputs.",
     ),
     Mistake(
         "a model's own loss, and weights",
         lambda fit: fit(fit.good(), weight="n", loss=sparkdl.ModelLoss()),
         ParameterError,
-        "loss=ModelLoss() with weight: the model gives one loss for all its rows. Leave one of the "
-        "two out, or give a loss of the model's output.",
+        "loss=ModelLoss() with weight: the model returns one loss for all rows together. Leave one "
+        "of the two out, or give a loss that is computed from the model's output.",
     ),
     Mistake(
         "a model's own loss in a pipeline",
@@ -122,8 +123,8 @@ PARAMETERS = [
             fit.good(), engine="gang", strategy="pipeline", loss=sparkdl.ModelLoss(), replicas=2
         ),
         ParameterError,
-        'loss=ModelLoss() with strategy="pipeline": the labels are where the last stage is. Give a '
-        "loss of the model's output.",
+        'loss=ModelLoss() with strategy="pipeline": only the last stage has the labels. Give a '
+        "loss that is computed from the model's output.",
     ),
     Mistake(
         "model by state",
@@ -224,7 +225,7 @@ PARAMETERS = [
         "l1",
         lambda fit: fit(fit.good(), l1=-1.0),
         ParameterError,
-        "l1=-1.0: give a number of at least 0, or a mapping of patterns to such.",
+        "l1=-1.0: give a number of at least 0, or a mapping of patterns to such numbers.",
     ),
     Mistake(
         "precision",
@@ -260,31 +261,31 @@ PARAMETERS = [
         "schedule_per of no schedule",
         lambda fit: fit(fit.good(), schedule_per="epoch"),
         ModelError,
-        'schedule_per="epoch" says when a schedule is stepped, and there is none: give '
-        "schedule=..., or leave it out.",
+        'schedule_per="epoch" has no effect without a schedule: pass schedule=..., or leave it '
+        "out.",
     ),
     Mistake(
         "bucketing of samples of one length",
         lambda fit: fit(fit.good(), bucketing=16),
         ParameterError,
-        "bucketing=16 brings samples of like length together, and all samples of this data have one "
-        'length: declare the column that varies, columns={"...": sparkdl.Sequence()}, or leave '
-        "bucketing out.",
+        "bucketing=16 groups samples of similar length, but all samples of this data have the same "
+        'length: declare the column that varies in length, columns={"...": sparkdl.Sequence()}, or '
+        "leave bucketing out.",
         jobs=3,
     ),
     Mistake(
         "rounded weights",
         lambda fit: fit(fit.good(), local_steps=2, wire="bf16"),
         ParameterError,
-        'wire="bf16" with local_steps=2: replicas then send weights and optimizer state, '
-        'which must not be rounded. Use wire="fp32".',
+        'wire="bf16" with local_steps=2: with local steps, replicas send weights and optimizer '
+        'state, which must not be rounded. Use wire="fp32".',
     ),
     Mistake(
         "compressed weights",
         lambda fit: fit(fit.good(), local_steps=2, compression=sparkdl.TopK()),
         ParameterError,
-        "compression with local_steps=2: replicas then send weights and optimizer state, not "
-        "gradients. Leave one of the two out.",
+        "compression with local_steps=2: with local steps, replicas send weights and optimizer "
+        "state, not gradients. Leave one of the two out.",
     ),
     Mistake(
         "compression class",
@@ -346,7 +347,7 @@ PARAMETERS = [
         "no class counts",
         lambda fit: fit(fit.good(), class_weights=[0.0, 0]),
         ParameterError,
-        "class_weights=[0.0, 0]: nothing would count; give a class more than 0.",
+        "class_weights=[0.0, 0]: no sample would count. Give at least one class a weight above 0.",
     ),
     Mistake(
         "optimizer None",
@@ -367,7 +368,7 @@ PARAMETERS = [
         "stop that waits for no validation",
         lambda fit: fit(fit.good(), stop=sparkdl.max_score("accuracy", 0.9)),
         ParameterError,
-        'stop waits for the metric "accuracy", and there is no validation: give '
+        'stop needs the metric "accuracy", and there is no validation: give '
         'validation=sparkdl.Validation(data, metrics=["accuracy"]).',
     ),
     Mistake(
@@ -378,8 +379,8 @@ PARAMETERS = [
             validation=sparkdl.Validation(fit.good(), metrics=["mae"]),
         ),
         ParameterError,
-        'stop waits for the metric "mea", which the validation does not have. Did you mean '
-        '"mae"? It has: loss, mae.',
+        'stop needs the metric "mea", which the validation does not have. Did you mean "mae"? It '
+        "has: loss, mae.",
     ),
     Mistake(
         "validation that is a DataFrame",
@@ -399,7 +400,7 @@ PARAMETERS = [
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good(), metrics=["acuracy"])),
         ParameterError,
         'unknown metric "acuracy". Did you mean "accuracy"? Known: loss, accuracy, top1, '
-        "top5, top@k, mae, mse, auc, hit_ratio@k, ndcg@k, or a sparkdl.Metric or "
+        "top5, top@k, mae, mse, auc, hit_ratio, hit_ratio@k, ndcg, ndcg@k, or a sparkdl.Metric or "
         "torchmetrics.Metric.",
     ),
     Mistake(
@@ -499,8 +500,9 @@ PATHS = [
         "latest of nothing",
         lambda fit: fit(fit.good(), resume="latest"),
         ParameterError,
-        'resume="latest" means the latest of checkpoint=sparkdl.Checkpoint(path), which the '
-        "trainer does not have. Give it, or the path of a checkpoint.",
+        'resume="latest" means the latest checkpoint in '
+        "Trainer(checkpoint=sparkdl.Checkpoint(path)), which this trainer does not have. Set "
+        "checkpoint=, or pass the path of a checkpoint.",
     ),
     Mistake(
         "resume from nowhere",
@@ -571,15 +573,19 @@ DAMAGED = [
         lambda file: file.write_bytes(b"x"),
         'the file "{file}" has 1 bytes instead of …',
     ),
-    ("*/slice-00001*", flip, "{folder}: {file}: its bytes were changed (checksum)"),
+    ("*/slice-00001*", flip, "{folder}: {file}: its bytes were changed (its checksum differs)"),
     ("*/slice-00001*", Path.unlink, 'the file "{file}" is missing'),
-    ("*/manifest.json", Path.unlink, "it has no manifest: it was not completed"),
+    ("*/manifest.json", Path.unlink, "it has no manifest, so it was never completed"),
     (
         "*/manifest.json",
         lambda file: file.write_text("{"),
-        "its manifest is no JSON (Expecting property name enclosed in double quotes: line 1 column 2 "
-        "(char 1))",
+        "its manifest is not JSON (Expecting property name enclosed in double quotes: line 1 "
+        "column 2 (char 1))",
     ),
-    ("*/history.safetensors", flip, "{folder}: {file}: its bytes were changed (checksum)"),
+    (
+        "*/history.safetensors",
+        flip,
+        ("{folder}: {file}: its bytes were changed (its checksum differs)"),
+    ),
 ]
 """Which file of a checkpoint, what happens to it, and what is said of that."""

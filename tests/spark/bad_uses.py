@@ -46,8 +46,8 @@ USES = [
         "transform of strings",
         lambda t: t.model.transform(t.features("string", "a")),
         DataError,
-        'feature column "features" is of type string: turn text into numbers first, for example '
-        "with pyspark.ml.feature.StringIndexer, or cast it where it holds numbers.",
+        'feature column "features" is of type string: convert text to numbers first, for example '
+        "with pyspark.ml.feature.StringIndexer, or cast it if it holds numbers.",
     ),
     Mistake(
         "batch size",
@@ -59,16 +59,16 @@ USES = [
         "postprocess that sums up",
         lambda t: t.model.transform(t.good(), postprocess=torch.sum),
         ParameterError,
-        "postprocess returned a tensor of shape [] for a batch of 2 rows: it must return a "
-        "tensor with a value for each row, of shape [2, ...], as partial(torch.argmax, dim=1) does.",
+        "postprocess returned a tensor of shape [] for a batch of 2 rows: it must return a tensor "
+        "with one value for each row, of shape [2, ...], as partial(torch.argmax, dim=1) does.",
     ),
     Mistake(
         "unknown metric",
         lambda t: t.model.evaluate(t.good(), metrics=["acuracy"]),
         ParameterError,
         'unknown metric "acuracy". Did you mean "accuracy"? '
-        "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio@k, ndcg@k, or a "
-        "sparkdl.Metric or torchmetrics.Metric.",
+        "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio, hit_ratio@k, "
+        "ndcg, ndcg@k, or a sparkdl.Metric or torchmetrics.Metric.",
     ),
     Mistake(
         "evaluate without the label",
@@ -82,14 +82,14 @@ USES = [
             t.spark.readStream.format("rate").load().selectExpr("array(1.0) features", "1.0 label")
         ),
         DataError,
-        "the DataFrame is a stream, which has no end: write it to a table, and use that table. "
-        "trained.transform does work on a stream.",
+        "the DataFrame is a stream, which never ends: write it to a table, and train on that "
+        "table. Only trained.transform works on a stream.",
     ),
     Mistake(
         "evaluate nothing",
         lambda t: t.model.evaluate(t.good().filter("n < 0")),
         DataError,
-        "the data is empty: there is no row to evaluate.",
+        "the data is empty: there are no rows to evaluate.",
         jobs=1,
     ),
     Mistake(
@@ -102,20 +102,20 @@ USES = [
         "transform a list",
         lambda t: t.model.transform([1.0]),
         DataError,
-        "transform takes a DataFrame, not builtins.list. For an RDD use predict.",
+        "transform takes a DataFrame, not builtins.list. For an RDD, use predict.",
     ),
     Mistake(
         "transform an RDD",
         lambda t: t.model.transform(t.rdd(1.0)),
         DataError,
-        "transform takes a DataFrame, not pyspark.core.rdd.RDD. For an RDD use predict.",
+        "transform takes a DataFrame, not pyspark.core.rdd.RDD. For an RDD, use predict.",
     ),
     Mistake(
         "predict on a DataFrame",
         lambda t: t.model.predict(t.good()),
         DataError,
-        "predict takes an RDD, not pyspark.sql.classic.dataframe.DataFrame. For a DataFrame "
-        "use transform.",
+        "predict takes an RDD, not pyspark.sql.classic.dataframe.DataFrame. For a DataFrame, use "
+        "transform.",
     ),
     Mistake(
         "transform a frame of pandas",
@@ -177,15 +177,15 @@ USES = [
         "postprocess of complex numbers",
         lambda t: t.model.transform(t.good(), postprocess=lambda output: output + 1j),
         ParameterError,
-        "Spark has no column of complex64: make other numbers of the output with postprocess=, such as "
-        "torch.float32.",
+        "Spark has no column type for complex64: convert the output with postprocess=, for example "
+        "to torch.float32.",
     ),
     Mistake(
         "postprocess that raises",
         lambda t: t.model.transform(t.good(), postprocess=lambda output: 1 / 0),
         ParameterError,
-        "postprocess fails on a tensor of shape [2]: ZeroDivisionError: division by zero. It "
-        "is given the model's output for a batch.",
+        "postprocess fails on a tensor of shape [2]: ZeroDivisionError: division by zero. It gets "
+        "the model's output for a batch.",
         jobs=2,  # the first rows may lie in two partitions
     ),
     Mistake(
@@ -236,17 +236,17 @@ USES = [
         "evaluate records of two shapes",
         lambda t: t.model.evaluate(t.rdd(*[([1.0, 2.0], 1.0)] * 3, ([1.0], 1.0))),
         DataError,
-        'field "features", row 1 of partition 1: is float32[1] where row 0 is float32[2]. '
-        "Every row must have the same shape: filter, pad or cut such rows.",
+        'field "features", row 1 of partition 1: is float32[1] where row 0 is float32[2]. Every '
+        "row must have the same shape: filter out, pad or truncate such rows.",
         jobs=1,
     ),
     Mistake(
         "evaluate records of two widths",
         lambda t: t.model.evaluate(t.rdd(*[([1.0, 2.0], 1.0)] * 3, (([1.0], [2.0]), 1.0))),
         DataError,
-        'field "features", row 1 of partition 1: has features[0], features[1], label where '
-        "row 0 has features, label. Every row must have the same shape: filter, pad or cut "
-        "such rows.",
+        'field "features", row 1 of partition 1: has features[0], features[1], label where row 0 '
+        "has features, label. Every row must have the same shape: filter out, pad or truncate such "
+        "rows.",
         jobs=1,
     ),
 ]

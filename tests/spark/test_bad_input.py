@@ -124,11 +124,11 @@ def test_a_checkpoint_of_another_run(resumed: Resumed, spark: Any, checkpoints: 
     rows = changes.pop("rows", None)
     data = fit.good().limit(rows) if rows else fit.good()
     message = (
-        f"the checkpoint {next(checkpoints.iterdir())} is of another run: {resumed.message}. Give "
-        "what it was made with, or fit without resume= (in another folder)."
+        f"the checkpoint {next(checkpoints.iterdir())} belongs to another run: {resumed.message}. "
+        "Use what it was made with, or fit without resume= (in another folder)."
     )
     if resumed.name not in ("another model", "another optimizer"):
-        message += " To go on with what is given here, pass any_data=True."
+        message += " To continue with this data anyway, pass any_data=True."
     with expect(ParameterError, message):
         fit(data, resume=checkpoints, **changes)
     assert not fit.started
@@ -364,8 +364,8 @@ def test_a_slab_directory_that_cannot_be_made(
         str(caught.value)
         .partition("\n")[0]
         .endswith(
-            f"no slabs can be put into {tmp_path}/file/slabs (Not a directory). Point "
-            "spark.sparkdl.slab.dir at a directory of each node's own that can be written."
+            f"slabs cannot be written to {tmp_path}/file/slabs (Not a directory). Point "
+            "spark.sparkdl.slab.dir at a writable directory that each node has for itself."
         )
     )
     assert not fit.started
@@ -412,7 +412,7 @@ def test_a_session_that_was_stopped(spark: Any) -> None:
     data = Fit(spark).good()
     message = (
         "the session of this data was stopped: make a new one with sparkdl.session(master), and "
-        "the data again with it."
+        "load the data again with it."
     )
     for found in (data, data.rdd):
         context = mock.Mock(wraps=spark.sparkContext, _jsc=None)

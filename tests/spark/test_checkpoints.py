@@ -151,9 +151,9 @@ def test_keep(df, tmp_path, caplog):
     assert not caplog.messages
     replace(run, stop=sparkdl.max_iteration(1)).fit(df)
     assert caplog.messages == [
-        f"{tmp_path} holds checkpoints of another run, the newest of iteration 8, and this run deletes "
-        "them as it writes its own (keep=2). Give it a folder of its own, or go on from them with "
-        'resume="latest".'
+        f"{tmp_path} holds checkpoints of another run, the newest of iteration 8, and this run "
+        "deletes them when it writes its own (keep=2). Use another folder, or continue that run "
+        'with resume="latest".'
     ]
 
 
@@ -177,7 +177,7 @@ def test_a_run_goes_on_where_older_checkpoints_cannot_be_deleted(df, caplog):
     assert iterations_of(path) == [5, 4, 3, 2, 1]
     (message,) = [m for m in caplog.messages if "older" in m]
     assert re.fullmatch(
-        rf"older checkpoints in {path} cannot be deleted, and stay: cannot delete "
+        rf"older checkpoints in {path} cannot be deleted and are kept: cannot delete "
         rf"{path}/iteration-0000000001-\w+/manifest\.json: it is retained\.",
         message,
     )
@@ -204,8 +204,8 @@ def test_a_path_that_tasks_do_not_share_is_found_before_iteration_1(df, nothing_
     with pytest.raises(sparkdl.CheckpointError) as caught:
         trainer(path, callbacks=[counter]).fit(df)
     assert str(caught.value) == (
-        f"what an executor wrote into {path} is not to be seen from the driver. "
-        "The path must be on a file system that the driver and all executors share."
+        f"what an executor wrote into {path} is not visible from the driver. The path must be on a "
+        "file system that the driver and all executors share."
     )
     assert counter.iterations == 0
 
@@ -348,15 +348,17 @@ def test_a_run_goes_on_with_data_that_changed(spark, df, tmp_path, row):
     first = First()
     run = trainer(tmp_path, 7, **{"engine": "local", "callbacks": [first], **changes})
     data = frame_of(spark, rows, noise)
-    with pytest.raises(sparkdl.ParameterError, match="is of another run") as caught:
+    with pytest.raises(sparkdl.ParameterError, match="belongs to another run") as caught:
         run.fit(data, resume="latest")
-    assert str(caught.value).endswith("To go on with what is given here, pass any_data=True.")
+    assert str(caught.value).endswith("To continue with this data anyway, pass any_data=True.")
     trained = run.fit(data, resume="latest", any_data=True)
     assert (first.state.epoch, first.state.position) == place
     assert [record["iteration"] for record in trained.history] == [1, 2, 3, 4, 5, 6, 7]
     with pytest.raises(sparkdl.ParameterError) as caught:
         run.fit(data, any_data=True)
-    assert str(caught.value) == "any_data= says what to do with resume=: give that too."
+    assert str(caught.value) == (
+        "any_data= has no effect without resume=: pass resume= too, or leave it out."
+    )
 
 
 # The model of a checkpoint
@@ -415,9 +417,7 @@ def test_a_run_is_told_at_its_start_that_its_model_cannot_be_saved(df, tmp_path,
     run = trainer(tmp_path / "run", 2, engine="local", output=lambda returned: returned)
     trained = run.fit(df)
     [told] = caplog.messages
-    assert told.startswith(
-        "the checkpoints of this run can be resumed from, but sparkdl.load cannot"
-    )
+    assert told.startswith("the checkpoints of this run can be resumed, but sparkdl.load cannot")
     with pytest.raises(sparkdl.ParameterError) as caught:
         trained.save(tmp_path / "model")
     assert told.endswith(f": {caught.value}")
@@ -427,7 +427,7 @@ def test_what_a_checkpoint_does_not_tell_of_its_model(spark, tmp_path):
     """No pickle is in it, and no secret: the model is given to load."""
     trained, _ = waves(spark, tmp_path / "a", model=lambda: Waves())
     with pytest.raises(
-        sparkdl.ModelError, match="does not say how its model is built: it is a lambda"
+        sparkdl.ModelError, match="does not record how its model is built: it is a lambda"
     ):
         sparkdl.load(tmp_path / "a")
     assert as_they_are(sparkdl.load(tmp_path / "a", model=Waves), trained)
@@ -437,7 +437,7 @@ def test_what_a_checkpoint_does_not_tell_of_its_model(spark, tmp_path):
         sparkdl.load(tmp_path / "a", model=partial(Waves, 7))
     waves(spark, tmp_path / "b", model=partial(Waves, names={"api_key": "hunter2"}))
     assert b"hunter2" not in max((tmp_path / "b").glob("*/manifest.json")).read_bytes()
-    with pytest.raises(sparkdl.ModelError, match="its arguments look like a secret"):
+    with pytest.raises(sparkdl.ModelError, match="its arguments look like secrets"):
         sparkdl.load(tmp_path / "b")
     (tmp_path / "none").mkdir()
     with pytest.raises(FileNotFoundError):

@@ -76,7 +76,7 @@ def test_a_saved_model_scores_as_in_torch(found: Any, rows: Any, size: str) -> N
 
 def test_training_says_that_there_are_no_rdds(found: Any) -> None:
     assert found["fit"] == (
-        "this DataFrame belongs to a Spark Connect session, which has no RDDs, and training needs "
+        "this DataFrame belongs to a Spark Connect session, which has no RDDs, but training needs "
         "them. Start a classic session on the cluster: sparkdl.session(master), or spark-submit "
         "your script; do not set spark.remote or SPARK_REMOTE."
     )

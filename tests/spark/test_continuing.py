@@ -128,7 +128,7 @@ def test_state_that_cannot_be_brought_to_the_driver_does_not_cost_the_model(
         narrow.conf.set("spark.driver.maxResultSize", before)
     assert bits(trained) == bits(expected)
     assert trained.optimizer_state is None
-    (said,) = [r.getMessage() for r in caplog.records if "comes without" in r.getMessage()]
+    (said,) = [r.getMessage() for r in caplog.records if "has no optimizer state" in r.getMessage()]
     assert "spark.driver.maxResultSize" in said
     nothing_left()
 
@@ -190,24 +190,23 @@ def test_what_start_cannot_be(frame):
         "To load what fits by name, pass strict_weights=False."
     )
     assert mistake(lambda: trainer().fit(df, start=plain, optimizer_state=True)) == (
-        "start= has no optimizer state: it is kept with Trainer(keep_optimizer_state=True) only. "
-        "Train it so, or pass optimizer_state=False."
+        "the model in start= has no optimizer state, because it was trained without "
+        "Trainer(keep_optimizer_state=True). Train it with that, or pass optimizer_state=False."
     )
     assert mistake(lambda: trainer().fit(df, optimizer_state=True)) == (
-        "optimizer_state= says what to do with start=: give that too."
+        "optimizer_state= has no effect without start=: pass start= too, or leave it out."
     )
     sgd = trainer(optimizer=partial(torch.optim.SGD, lr=0.1))
     assert mistake(lambda: sgd.fit(df, start=kept)) == (
-        "the optimizer state of start= does not fit: the optimizer is SGD here and Adam in start. "
-        "Pass optimizer_state=False to go on with the weights alone."
+        "the optimizer state of the model in start= does not fit: the optimizer is SGD here and "
+        "Adam in start. Pass optimizer_state=False to continue with the weights alone."
     )
     sgd.fit(df, start=kept, optimizer_state=False)
     frozen = trainer(freeze=["0"])
     assert mistake(lambda: frozen.fit(df, start=kept)) == (
-        "the optimizer state of start= does not fit: "
-        'parameter "0.weight" of start is not in this model; '
-        'parameter "0.bias" of start is not in this model. '
-        "Pass optimizer_state=False to go on with the weights alone."
+        'the optimizer state of the model in start= does not fit: parameter "0.weight" of start is '
+        'not in this model; parameter "0.bias" of start is not in this model. Pass '
+        "optimizer_state=False to continue with the weights alone."
     )
     trained = frozen.fit(df, start=kept, optimizer_state=False)
     for name in ("0.weight", "0.bias"):
@@ -306,7 +305,7 @@ def test_an_empty_batch_changes_nothing(spark, frame):
     assert [record["samples"] for record in second.history] == [12, 21]
     assert [record["samples"] for record in first.history] == [12]  # its own copy
     assert mistake(lambda: online().partial_fit(spark.createDataFrame([], SCHEMA))) == (
-        "the data is empty: it has no row."
+        "the data is empty: it has no rows."
     )
 
 

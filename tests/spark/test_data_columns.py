@@ -140,7 +140,7 @@ def test_a_damaged_image_names_its_row(reader: Reader) -> None:
     with pytest.raises(DataError) as caught:
         reader.samples(data, ["photo"], columns={"photo": Image()}, replicas=1)
     assert str(caught.value).startswith(
-        'column "photo", row 0 of partition 0: is no image that can be read (6 bytes'
+        'column "photo", row 0 of partition 0: is not an image that can be read (6 bytes'
     )
 
 
@@ -224,8 +224,8 @@ def test_a_function_that_fails_names_column_and_row(reader: Reader) -> None:
         reader.samples(data, ["text"], columns={"text": Convert(number)}, replicas=1)
     assert str(caught.value) == (
         'column "text", row 3 of partition 0: the function of this column raised ValueError: '
-        "invalid literal for int() with base 10: 'hree'. It was given 'three'. Mend the function, or "
-        "filter such rows."
+        "invalid literal for int() with base 10: 'hree'. It was given 'three'. Fix the function, "
+        "or filter out such rows."
     )
 
 
@@ -286,7 +286,7 @@ def test_records_of_varying_length_with_weights(reader: Reader, here: bool) -> N
         (
             [Sample([1.0], 1.0, weight=-1)],
             {"weight": "weight"},
-            'field "weight", row 0 of partition 0: is -1.0, and a weight is a finite number',
+            'field "weight", row 0 of partition 0: is -1.0, but a weight must be a finite number',
         ),
         (
             [([1.0], 1.0)],
@@ -296,7 +296,8 @@ def test_records_of_varying_length_with_weights(reader: Reader, here: bool) -> N
         (
             [([1.0], 1.0)],
             {"columns": {"words": Sequence()}},
-            'columns names "words", which is no field of the records. They have: features, label.',
+            'columns names "words", which is not a field of the records. They have: features, '
+            "label.",
         ),
         (
             [(1.0, 1.0)],

@@ -420,7 +420,7 @@ def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
     done = job("train", *arguments, cwd=tmp_path, interrupt_at="epoch")
     assert done.status == 130
     told, kept, last = done.err.splitlines()
-    assert told.startswith("interrupted: training ends after the iteration under way")
+    assert told.startswith("interrupted: training ends after the current iteration")
     assert last == "error: interrupted."
     folder = tmp_path / kept.removeprefix("what was trained is in ")
     trained = sparkdl.load(folder / "model", trust=True)
@@ -448,8 +448,8 @@ def test_what_is_no_master_is_all_that_is_said(tmp_path: Path) -> None:
     done = job("train", "--config", CONFIG, "--set", "spark.master=locl[2]", cwd=tmp_path)
     assert (done.status, done.out) == (2, "")
     assert done.err == (
-        "error: master='locl[2]' is no Spark master. Give local, local[2] or local[*], yarn, or a "
-        "cluster's URL, such as spark://host:7077 or k8s://https://host:443."
+        "error: master='locl[2]' is not a Spark master. Give local, local[2] or local[*], yarn, or "
+        "a cluster's URL, such as spark://host:7077 or k8s://https://host:443."
     )
 
 

@@ -159,7 +159,7 @@ def test_the_last_checkpoint_is_told_of_where_it_has_the_model(df, kept, tmp_pat
     error = sparkdl.TrainingError("the disk is full")
     with pytest.raises(
         sparkdl.TrainingError,
-        match=rf"the disk is full\nTraining was over, after 3 iterations\..*{path}/iter",
+        match=rf"the disk is full\nTraining had finished, after 3 iterations\..*{path}/iter",
     ):
         replace(run, callbacks=[Fails("on_fit_end", error)]).fit(df)
     assert len(list(path.iterdir())) == 1
@@ -200,9 +200,14 @@ def _raise(reason: str) -> None:
     [
         (
             "left_to_process",
-            r"to take it back after the training the driver's Python needs 0\.0 GB",
+            r"to collect it after training, the driver's Python needs 0\.0 GB",
         ),
-        ("_free", r"gradients of 2 replicas take 0\.0 GB of slabs: there is room for 0\.0 GB in"),
+        (
+            "_free",
+            (
+                r"gradients of 2 replicas take 0\.0 GB of slabs, but there is only room for 0\.0 GB in"
+            ),
+        ),
     ],
 )
 def test_a_model_that_cannot_come_back_is_told_of_before_training(

@@ -519,9 +519,9 @@ def test_evaluate_with_a_loss_that_adds_up(table: Any, loss: Any, num_jobs: Any)
     with pytest.raises(sparkdl.ModelError) as caught:
         trained(linear(2, 2), label=("x",), loss=loss).evaluate(table)
     assert str(caught.value) == (
-        'the loss adds up (reduction="sum"), and the losses of batches are averaged, each weighted '
-        'by its samples: use reduction="mean", or return (sum, count) from a function of your own, '
-        "the count being what the mean is over."
+        'the loss adds up (reduction="sum"), but the losses of batches are averaged, each weighted '
+        'by its samples: use reduction="mean", or return (sum, count) from your own function, '
+        "where count is the number of values in the sum."
     )
     assert num_jobs() == before
 
@@ -554,7 +554,7 @@ def digit(row: Any) -> Any:
 
 
 digits = dict(enumerate("012345678x", start=1))
-MEND = "Mend the query or the function that the data comes from; data.count() fails likewise."
+MEND = "Fix the query or the function that produces the data; data.count() fails in the same way."
 
 
 def test_evaluate_data_that_cannot_be_read(table: Any) -> None:
@@ -639,7 +639,7 @@ def test_an_rdd_is_read_as_the_columns_that_were_trained(spark: Any) -> None:
 def refused(column: str) -> str:
     return (
         f'columns["{column}"] is a sparkdl.Convert, which is for DataFrames, not for the records '
-        "of an RDD: give transform or evaluate a DataFrame with this column."
+        "of an RDD: pass a DataFrame with this column to transform or evaluate."
     )
 
 

@@ -157,7 +157,7 @@ sparkdl.session("local[2]", **QUIET, **kept)
         "spark.python.daemon.module": "rapids.daemon",
     }
     told = (
-        "sparkdl WARNING slower than need be: spark.python.daemon.module=rapids.daemon is another"
+        "sparkdl WARNING slower than necessary: spark.python.daemon.module=rapids.daemon is another"
     )
     assert told in stderr
     assert said[1] == {"level": "FATAL", "again": True}
@@ -190,7 +190,7 @@ say(losses=trainer(replicas=1).fit(data).history.losses,
     assert said[0]["losses"] == said[0]["again"] == expected  # the same bits
     told = [line for line in stderr.splitlines() if line.startswith("sparkdl WARNING")]
     assert told == [
-        f"sparkdl WARNING slower than need be: set {key}={value} ({reason})"
+        f"sparkdl WARNING slower than necessary: set {key}={value} ({reason})"
         for key, (value, reason) in SPARK_SETTINGS.items()
         if key in said[0]["missing"]
     ]

@@ -60,8 +60,9 @@ def test_a_task_that_never_ends_is_named(watched):
     assert time.monotonic() - started < 60
     message = re.sub(r"\(\S+\)", "(HOST)", str(caught.value))
     assert message == (
-        "iteration 3, epoch 1: sparkdl waited 3 s for partition 1 on executor driver (HOST). Nothing "
-        "happened meanwhile. Where tasks take so long by right, raise spark.sparkdl.timeout.seconds."
+        "iteration 3, epoch 1: sparkdl waited 3 s for partition 1 on executor driver (HOST). "
+        "Nothing happened in that time. If tasks really take that long, raise "
+        "spark.sparkdl.timeout.seconds."
     )
 
 

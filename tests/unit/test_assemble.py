@@ -230,7 +230,7 @@ def test_augment_by_keyword(make: Make) -> None:
     for one, other in zip(found.inputs, expected.inputs, strict=True):
         np.testing.assert_array_equal(one, other)
     short = replace(named, augment=lambda a, b, rng: {"a": a})
-    with pytest.raises(ParameterError, match="a mapping of a: return the features, a, b"):
+    with pytest.raises(ParameterError, match="a mapping of a: return exactly the features, a, b"):
         training_batch(short, partition, rows, 0, 0)
 
 
@@ -292,7 +292,7 @@ def test_augment_of_a_single_feature(make: Make) -> None:
             "augment raised TypeError",
         ),
         (lambda a, b, rng: a, "augment returned 1 values for 2 features"),
-        (lambda a, b, rng: (a, "x"), "augment returned a str, which is no array of numbers"),
+        (lambda a, b, rng: (a, "x"), "augment returned a str, which is not an array of numbers"),
         (lambda a, b, rng: (a, np.ma.masked_less(b, 200)), "augment returned a masked value"),
         (
             lambda a, b, rng: (a, b[:, : 1 + rng.integers(2)]),

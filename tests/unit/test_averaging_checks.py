@@ -130,24 +130,24 @@ def with_accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Ten
 
 
 TOLD = {
-    "a mean over tokens": (lambda o, t: F.cross_entropy(o, t), PADDED, of_words, "no mean over"),
+    "a mean over tokens": (lambda o, t: F.cross_entropy(o, t), PADDED, of_words, "not a mean over"),
     "with a margin of its own": (
         partial(torch.nn.functional.multi_margin_loss, reduction="sum"),
         CLASS,
         of_rows,
-        "adds up",
+        "it is a sum",
     ),
     "a mean over padding": (padded_mean, RAGGED, of_words, r"\(sum, count\)"),
     "of numbers without padding": (
         first_places,
         RAGGED_VALUES,
         partial(of_rows, WORDS),
-        "no mean over",
+        "not a mean over",
     ),
     "negatives from the batch": (contrastive, CLASS, Pair, "rows depend on each other"),
     "a sum with negatives": (contrastive_sum, CLASS, Pair, "rows depend on each other"),
     "a root": (spread, VALUES, of_rows, "PerReplica"),
-    "a sum": (summed, VALUES, of_rows, "it adds up"),
+    "a sum": (summed, VALUES, of_rows, "it is a sum"),
 }
 
 
@@ -244,6 +244,6 @@ def test_a_model_whose_own_loss_is_of_all_rows_at_once() -> None:
         def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             return contrastive(super().forward(x), labels)
 
-    with pytest.raises(ModelError, match=r"If rows depend on each other in it, .*PerReplica"):
+    with pytest.raises(ModelError, match=r"If it makes rows depend on each other, .*PerReplica"):
         check(sparkdl.ModelLoss(), CLASS, Own())
     assert check(sparkdl.PerReplica(sparkdl.ModelLoss()), CLASS, Own())

@@ -27,8 +27,8 @@ DATA = (
 )
 WHOLE = "give a whole number of at least 1."
 METRICS = (
-    "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio@k, ndcg@k, or a "
-    "sparkdl.Metric or torchmetrics.Metric."
+    "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio, hit_ratio@k, ndcg, ndcg@k, "
+    "or a sparkdl.Metric or torchmetrics.Metric."
 )
 
 
@@ -130,7 +130,7 @@ MISTAKES = [
             'data.columns: the function partial of column "features" cannot be saved by name: '
             "define it at the top level of a module that can be imported."),
     changed("unknown data set", "data.prepare=digts",
-            'data.prepare: "digts" is no known data set. Did you mean "digits"? Known: digits.'),
+            'data.prepare: "digts" is not a known data set. Did you mean "digits"? Known: digits.'),
     Mistake(
         "a data set to a URI",
         ["--config", "a.yaml", "--set", "data={prepare: digits, train: 's3://b/a', test: b}"],

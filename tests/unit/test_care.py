@@ -114,7 +114,7 @@ def test_start_from_takes_parameters_and_buffers() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda s: s.pop("head.bias"), 'the weights lack "head.bias"'),
+        (lambda s: s.pop("head.bias"), 'the weights have no "head.bias"'),
         (lambda s: s.update({"haed.bias": torch.ones(2)}), 'no "haed.bias". Did you mean "head.bias"?'),
         (lambda s: s.update({"head.bias": torch.ones(3)}), 'is [3] in the weights and [2] in the'),
         (lambda s: s.clear(), "and 6 more"),
@@ -305,6 +305,6 @@ def test_compiling_in_place_is_told_not_to_travel(
     prepare(trainer, None)
     told = [record.getMessage() for record in caplog.records if record.name == "sparkdl"]
     assert told == compiled * [
-        'model is a module, and its "1" was compiled with .compile(), which does not travel to the '
-        "executors: it is trained as it is. Pass compile=True to compile it there."
+        'model is a module, and its "1" was compiled with .compile(), which is not sent to the '
+        "executors: it is trained without compilation. Pass compile=True to compile it there."
     ]

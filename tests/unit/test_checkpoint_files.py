@@ -94,7 +94,7 @@ TRICKS = [
 @pytest.mark.parametrize("name", TRICKS)
 def test_only_plain_names_are_taken(folder: Folder, name: str) -> None:
     for act in (folder.read, folder.delete, folder.folder, lambda n: folder.write(n, b"")):
-        with pytest.raises(CheckpointError, match="no plain file name"):
+        with pytest.raises(CheckpointError, match="not a plain file name"):
             act(name)
     assert folder.entries() == {}
 

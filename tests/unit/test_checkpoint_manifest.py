@@ -114,10 +114,10 @@ PATH = {**json.loads(MANIFEST.to_json())["files"][0], "name": "../../etc/passwd"
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (b"", "no JSON"),
-        (b"\xff\xfe", "no JSON"),
-        (MANIFEST.to_json()[:-40], "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"", "not JSON"),
+        (b"\xff\xfe", "not JSON"),
+        (MANIFEST.to_json()[:-40], "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"[]", "format None"),
         (b'{"format": "sparkdl-model"}', "format 'sparkdl-model'"),
         (altered(version=2), "version 2 of the format, and this sparkdl reads version 1"),
@@ -126,22 +126,25 @@ PATH = {**json.loads(MANIFEST.to_json())["files"][0], "name": "../../etc/passwd"
         (altered(iteration="120"), "iteration is a str"),
         (altered(iteration=True), "iteration is a bool"),
         (altered(files={}), "files is a dict"),
-        (altered(files=[PATH]), "no plain file name"),
+        (altered(files=[PATH]), "not a plain file name"),
         (altered(best={**json.loads(MANIFEST.to_json())["best"], "files": [PATH]}), "plain file"),
-        (altered(history={"name": "/tmp/x", "nbytes": 1, "checksum": ""}), "no plain file name"),
+        (altered(history={"name": "/tmp/x", "nbytes": 1, "checksum": ""}), "not a plain file name"),
         (altered(extra={"a": {"code": 1}}), "unknown mark"),
         (altered(iteration=-1), "iteration is -1"),
         (altered(iteration=2**63), "iteration is 9223372036854775808"),
         (altered(batch_size=0), "batch_size is 0"),
         (altered(seconds="inf"), "seconds is inf"),
-        (altered(replicas=3), "rows and checksum of each partition"),
+        (altered(replicas=3), "rows and the checksum of some partition"),
         (altered(files=[{**PATH, "name": "a", "nbytes": -1}]), "a has -1 bytes"),
         (altered(files=[{**PATH, "name": "a", "start": 65}]), "a holds elements 65 to 64"),
         (MANIFEST.to_json().replace(b"{", b'{"format": 1,', 1), "'format' is given twice"),
-        (MANIFEST.to_json().replace(b'"iteration": 120', b'"iteration": NaN'), "NaN is no number"),
+        (
+            MANIFEST.to_json().replace(b'"iteration": 120', b'"iteration": NaN'),
+            "NaN is not an allowed",
+        ),
         (
             MANIFEST.to_json().replace(b'"iteration": 120', b'"iteration": 1e999'),
-            "1e999 is no number",
+            "1e999 is not an allowed",
         ),
     ],
 )
@@ -234,15 +237,16 @@ IMAGE = FieldIdentity(name="features", dtype="uint8", shape=(3, 8, 8))
         (
             {"rows": (718, 719)},
             [
-                "there are as many rows as in the checkpoint, divided otherwise (an RDD of as many "
-                "partitions as replicas keeps them: divide it as then)",
+                "the number of rows is that of the checkpoint, but they are divided differently "
+                "(an RDD with as many partitions as replicas keeps its partitions: divide it as "
+                "before)",
                 "partition 0 has 718 rows here and 719 in the checkpoint",
                 "partition 1 has 719 rows here and 718 in the checkpoint",
             ],
         ),
         (
             {"checksums": (2**64 - 1, 6)},
-            ["partition 1 holds other rows than in the checkpoint (checksum)"],
+            ["partition 1 holds other rows than in the checkpoint (the checksums differ)"],
         ),
         (
             {"rows": (400, 400, 637), "checksums": (1, 2, 3)},

@@ -17,9 +17,9 @@ from permissions import open_to_all, unprivileged
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
-from sparkdl.checkpoint.manifest import Best, Manifest, StoredFile, checksum
+from sparkdl.checkpoint.manifest import MANIFEST, Best, Manifest, StoredFile, checksum
 from sparkdl.checkpoint.slice_io import read_slice_files, try_probe, write_slice
-from sparkdl.checkpoint.store import HISTORY, MANIFEST, CheckpointStore
+from sparkdl.checkpoint.store import HISTORY, CheckpointStore
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.model.flat import Layout, TensorRange
@@ -135,7 +135,7 @@ def test_one_checkpoint_can_be_opened_by_its_own_path(store: CheckpointStore) ->
     incomplete = renamed.rename(first)
     alone = CheckpointStore.open(incomplete)
     assert iterations(alone) == []
-    assert "not completed" in str(alone.none_usable())
+    assert "never completed" in str(alone.none_usable())
 
 
 def test_a_path_without_checkpoints_is_named(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_nothing_is_there_before_the_commit(store: CheckpointStore) -> None:
     directory, _ = write(store, 10)
     assert iterations(store) == []
     assert [(s.uri, s.reason) for s in store.skipped] == [
-        (directory, "it has no manifest: it was not completed")
+        (directory, "it has no manifest, so it was never completed")
     ]
 
 
@@ -206,7 +206,7 @@ def test_executors_try_a_folder_that_is_made_as_those_of_checkpoints(
     directory = store.begin(0)
     probes = [try_probe(directory), try_probe(directory)]
     store.check_probes(directory, probes)
-    with pytest.raises(CheckpointError, match=f"wrote into {store} is not to be seen from"):
+    with pytest.raises(CheckpointError, match=f"wrote into {store} is not visible from"):
         store.check_probes(directory, [*probes, "probe-0123456789abcdef"])
     store.discard(directory)
     assert not Path(directory).exists()
@@ -227,9 +227,10 @@ def test_what_others_cannot_write_though_the_folder_is_open_to_them() -> None:
         with pytest.raises(CheckpointError) as caught:
             store.check_probes(directory, [probe])
         assert re.fullmatch(
-            rf"an executor cannot write {directory}/probe-\w+: Permission denied\. The path must be on "
-            r"a file system that the driver and all executors share, and the folders that the driver "
-            r"makes there open to the user of the executors \(its umask\)\.",
+            rf"an executor cannot write {directory}/probe-\w+: Permission denied\. The path must "
+            r"be on a file system that the driver and all executors share, and the executors' user "
+            r"must be able to write to the folders that the driver creates there \(see the "
+            r"driver's umask\)\.",
             str(caught.value),
         )
         store.discard(directory)
@@ -269,8 +270,8 @@ def test_old_checkpoints_are_pruned(store: CheckpointStore) -> None:
     assert store.prune(3) == [str(folders[0])]
     assert not folders[0].exists()
     assert iterations(store) == [40, 30, 20]
-    assert store.prune(1, spare=[str(folders[1])]) == [str(folders[2])]
-    assert iterations(store) == [40, 20]
+    assert store.prune(1) == [str(folders[2]), str(folders[1])]
+    assert iterations(store) == [40]
 
 
 def test_leftovers_are_pruned_once_a_newer_one_is_complete(store: CheckpointStore) -> None:
@@ -386,8 +387,8 @@ def link(path: Path) -> None:
 
 SEEN_FIRST: list[tuple[str, Callable[[Path], object], str]] = [
     ("no manifest", lambda f: (f / MANIFEST).unlink(), "has no manifest"),
-    ("manifest cut", lambda f: cut(f / MANIFEST) or cut(f / MANIFEST), "no JSON"),
-    ("manifest empty", lambda f: (f / MANIFEST).write_text(""), "no JSON"),
+    ("manifest cut", lambda f: cut(f / MANIFEST) or cut(f / MANIFEST), "not JSON"),
+    ("manifest empty", lambda f: (f / MANIFEST).write_text(""), "not JSON"),
     ("bit in the manifest", lambda f: flip(f / MANIFEST, 60), "manifest"),
     ("other format", lambda f: rewrite(f, format="tensorbundle"), "format 'tensorbundle'"),
     ("other version", lambda f: rewrite(f, version=9), "version 9"),
@@ -395,11 +396,15 @@ SEEN_FIRST: list[tuple[str, Callable[[Path], object], str]] = [
     ("slice gone", lambda f: first_slice(f).unlink(), "is missing"),
     ("history cut", lambda f: cut(f / HISTORY), "bytes instead of"),
     ("history gone", lambda f: (f / HISTORY).unlink(), "is missing"),
-    ("path up", lambda f: point_to(f, f"../{f.name}/x"), "no plain file name"),
-    ("path absolute", lambda f: point_to(f, str(first_slice(f))), "no plain file name"),
-    ("slice is a link", lambda f: link(first_slice(f)), "is no plain file"),
+    ("path up", lambda f: point_to(f, f"../{f.name}/x"), "not a plain file name"),
+    ("path absolute", lambda f: point_to(f, str(first_slice(f))), "not a plain file name"),
+    ("slice is a link", lambda f: link(first_slice(f)), "is not a regular file"),
     ("manifest is a link", lambda f: link(f / MANIFEST), "cannot read"),
-    ("slice is a folder", lambda f: first_slice(f).unlink() or first_slice(f).mkdir(), "no plain"),
+    (
+        "slice is a folder",
+        lambda f: first_slice(f).unlink() or first_slice(f).mkdir(),
+        "not a regular",
+    ),
 ]
 
 
@@ -446,7 +451,7 @@ def test_a_flipped_bit_in_a_slice_is_found_when_it_is_read(
     assert torch.equal(found, flat(10))
     (skipped,) = store.skipped
     assert skipped.uri == str(newest)
-    assert skipped.reason == f"{newest}: {path.name}: its bytes were changed (checksum)"
+    assert skipped.reason == f"{newest}: {path.name}: its bytes were changed (its checksum differs)"
 
 
 def test_files_with_right_checksums_and_wrong_content_are_found(store: CheckpointStore) -> None:
@@ -460,12 +465,12 @@ def test_files_with_right_checksums_and_wrong_content_are_found(store: Checkpoin
         read_slice_files(uri, files, whole, torch.float32)  # type: ignore[arg-type]
 
     swapped = replace(one, name=other.name, checksum=other.checksum, nbytes=other.nbytes)
-    with pytest.raises(DamagedCheckpoint, match=f"{other.name}: it is another slice"):
+    with pytest.raises(DamagedCheckpoint, match=f"{other.name}: it holds another slice"):
         read(swapped, other)
     with pytest.raises(DamagedCheckpoint, match="exactly once"):
         read(one)
     (folder / one.name).write_bytes(b"12345")
-    with pytest.raises(DamagedCheckpoint, match=f"{one.name}: it holds no slice"):
+    with pytest.raises(DamagedCheckpoint, match=f"{one.name}: it is not a slice"):
         read(replace(one, nbytes=5, checksum=checksum(b"12345")), other)
 
 

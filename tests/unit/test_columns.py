@@ -116,10 +116,10 @@ def test_specifications_beside_the_other_parameters() -> None:
         "words, tags."
     ]
     assert problems({"tags": Sequence(lengths=True)}) == [
-        'columns["tags"] has lengths=True, which is for features: the loss gets none.'
+        'columns["tags"] has lengths=True, which is for features only: the loss gets no lengths.'
     ]
     assert problems({"w": Convert(float)}, weight="w") == [
-        'columns["w"] is the weight, which is a number: leave it out of columns.'
+        'columns["w"] is the weight, which is always a number: leave it out of columns.'
     ]
 
 
@@ -249,7 +249,7 @@ def test_a_weight_is_a_float() -> None:
         (
             "words",
             Image(),
-            "is of type array<bigint>, which is no image: give encoded bytes (binary), or what "
+            "is of type array<bigint>, which is not an image: give encoded bytes (binary), or what "
             'spark.read.format("image") reads.',
         ),
         (

@@ -88,7 +88,7 @@ def test_last_bits_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
         assert not caplog.messages
         check_same([compared(net, describe(make()))] * 2)
     (message,) = caplog.messages
-    assert "differ a little" in message
+    assert "differ slightly" in message
     assert '"0.weight"' in message
 
 

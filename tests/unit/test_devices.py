@@ -59,7 +59,7 @@ def test_an_address_that_is_none_of_them(address, visible):
     with pytest.raises(SessionError) as caught:
         choose_gpus([address], visible, 2, lambda: [A, B])
     told = "not set" if visible is None else f'"{visible}"'
-    assert f'the GPU "{address}" to this task, and it is none of the 2 that torch' in str(
+    assert f'the GPU "{address}" to this task, but it is not one of the 2 that torch' in str(
         caught.value
     )
     assert f"(CUDA_VISIBLE_DEVICES is {told})" in str(caught.value)
@@ -121,7 +121,7 @@ def test_a_process_is_given_its_part_of_a_gpu(torch_sees, assigned):
 def test_a_gpu_that_torch_does_not_see_is_no_reason_for_the_cpu(torch_sees, assigned):
     torch_sees(0)
     context = assigned("0")
-    told = r"assigned the GPU '0' to this task, and torch sees none: torch .* built without CUDA\."
+    told = r"assigned the GPU '0' to this task, but torch sees none: torch .* built without CUDA\."
     with pytest.raises(SessionError, match=told):
         task_device()
     with pytest.raises(SessionError, match=told):
@@ -151,7 +151,7 @@ SEEN = Sight(True, None, False, None, True, "too old a driver")
         ({"built": False}, "built without CUDA"),
         ({"forked": True}, "spark.python.daemon.module=sparkdl.daemon"),
         ({"address_space": 2 << 30}, "limited to 2 GiB, .* Unset spark.executor.pyspark.memory"),
-        ({"visible": "7"}, "CUDA_VISIBLE_DEVICES=7 names none that is there"),
+        ({"visible": "7"}, "CUDA_VISIBLE_DEVICES=7 names no GPU of this node"),
         ({"driver": False}, "no GPU driver on the node"),
         ({}, "it says: too old a driver"),
     ],

@@ -121,12 +121,12 @@ def test_frozen_parameters_are_no_part_of_it() -> None:
 
 def test_no_trainable_parameter() -> None:
     assert mistake(nn.Linear(3, 2).requires_grad_(False)) == (
-        "the model has no trainable parameter: of its 2 parameters none has requires_grad=True. "
-        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some."
+        "the model has no trainable parameter: none of its 2 parameters has requires_grad=True. "
+        "Leave some out of freeze=, name some in unfreeze=, or add layers that have some."
     )
     assert mistake(nn.ReLU()) == (
-        "the model has no trainable parameter: of its 0 parameters none has requires_grad=True. "
-        "Leave some out of freeze=, name some in unfreeze=, or build layers that have some."
+        "the model has no trainable parameter: none of its 0 parameters has requires_grad=True. "
+        "Leave some out of freeze=, name some in unfreeze=, or add layers that have some."
     )
 
 
@@ -151,7 +151,10 @@ def test_a_lazy_module_that_ran_once() -> None:
 
 def test_a_complex_parameter() -> None:
     module = nn.ParameterDict({"w": torch.zeros(2, dtype=torch.complex64)})
-    assert mistake(module) == 'parameter "w" is torch.complex64: only real floats train.'
+    assert mistake(module) == (
+        'parameter "w" is torch.complex64: only parameters of a real floating-point type can be '
+        "trained."
+    )
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -161,7 +164,7 @@ def test_parameters_that_share_memory(whole: bool) -> None:
         {"a": nn.Parameter(memory if whole else memory[:3]), "b": nn.Parameter(memory[3:])}
     )
     assert mistake(module) == (
-        'parameters "a" and "b" share memory but are two objects: tie them by assigning one '
+        'parameters "a" and "b" share memory but are two objects: to tie them, assign the same '
         "nn.Parameter to both places."
     )
 
@@ -387,9 +390,9 @@ def test_another_buffer_that_takes_another_form_is_told() -> None:
     with pytest.raises(ModelError) as caught:
         flat.save_buffers(flat.flat)
     assert str(caught.value) == (
-        'forward makes the buffer "0.cache" [5] float32, and it was built [2] float32: buffers are '
-        "averaged over the replicas, so they keep their form. Give it its last form in __init__ (as "
-        "long as the longest input, say); one that is only a cache is left alone if it is registered "
+        'forward makes the buffer "0.cache" [5] float32, but __init__ made it [2] float32: buffers '
+        "are averaged over the replicas, so their shape and type must not change. Give it its "
+        "final form in __init__ (for the longest input, say). If it is only a cache, register it "
         "with persistent=False."
     )
 

@@ -25,9 +25,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
-from sparkdl.checkpoint.manifest import Best, Manifest, checksum
+from sparkdl.checkpoint.manifest import Best, Manifest, RunIdentity, checksum
 from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
-from sparkdl.checkpoint.save import RunIdentity
 from sparkdl.checkpoint.slice_io import WriteResiduals, write_slice
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.codec.files import MAX_HEADER_BYTES
@@ -39,7 +38,7 @@ from sparkdl.errors import (
     ParameterError,
     TrustError,
 )
-from sparkdl.infer.checkpoint_model import told_in_manifest
+from sparkdl.infer.checkpoint_model import manifest_of_model
 from sparkdl.infer.output import Output
 from sparkdl.infer.persistence import load, save
 from sparkdl.infer.trained_model import TrainedModel
@@ -186,7 +185,7 @@ def write_a_checkpoint(root: Path) -> Path:
         validations=(validated,),
         best=Best(iteration=4, epoch=2, metric="loss", value=0.5, files=kinds["best"]),
         config={"batch_size": "8"},
-        model=told_in_manifest(UNTRAINED),
+        model=manifest_of_model(UNTRAINED),
         extra={"loss_scale_age": 0, "higher_is_better": {"loss": False}, "compression": "None"},
         **CONSTANTS,
     )
@@ -507,7 +506,7 @@ def test_json_too_large_is_not_read(name: str, place: Place) -> None:
         file.truncate(1 << 40)
     forget_peak()
     before = peak_bytes()
-    with pytest.raises((CheckpointError, ModelError), match="33,554,432 at the most are expected"):
+    with pytest.raises((CheckpointError, ModelError), match="33,554,432 at most are expected"):
         read()
     assert peak_bytes() - before < 32 << 20
 

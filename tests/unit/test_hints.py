@@ -14,8 +14,8 @@ from sparkdl.train.hints import input_hint, loss_hint, own_loss_hint
 
 COLUMN = ' "x" is one number a row: df.withColumn("x", functions.array("x")) makes it [rows, 1].'
 BYTES = (
-    " Images with scale=None are bytes (uint8): leave scale out, or let augment or the model make "
-    "floats of them."
+    " Images with scale=None are bytes (uint8): leave scale out, or convert them to floats in "
+    "augment or in the model."
 )
 JOIN = (
     " Each of the 2 feature columns is an input of its own, model(a, b, ...); for one input join them "
@@ -86,7 +86,7 @@ def test_classes_that_are_the_last_dimension() -> None:
 def test_a_model_that_is_called_with_its_label() -> None:
     error = error_of(nn.Linear(1, 1), 1, 2)
     assert own_loss_hint(error, nn.MSELoss()) == ""
-    assert "called with its label as labels=:" in own_loss_hint(error, sparkdl.ModelLoss())
+    assert "called with the label as labels=:" in own_loss_hint(error, sparkdl.ModelLoss())
     assert "label after its inputs:" in own_loss_hint(error, sparkdl.ModelLoss(None))
 
 

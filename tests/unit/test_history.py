@@ -279,7 +279,7 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
     )
 )
 def test_any_history_comes_back_from_any_format(rows: list[Any]) -> None:
-    from sparkdl.loop import history_formats
+    from sparkdl.loop import history_files
 
     history, skipped = History(), 0
     for i, (loss, norm, skip, timings, metrics) in enumerate(rows, start=1):
@@ -296,8 +296,8 @@ def test_any_history_comes_back_from_any_format(rows: list[Any]) -> None:
         History.from_bytes(history.branch().to_bytes()),
     ):
         assert back.to_json_bytes() == history.to_json_bytes()
-    table = history_formats.to_csv(history._content())
-    loaded = History._of(history_formats.from_csv(table))
+    table = history_files.to_csv(history._content())
+    loaded = History._of(history_files.from_csv(table))
     assert same(list(loaded), list(history))
     assert same(loaded.epochs(), history.epochs())
     for mine, its in zip(loaded.validations, history.validations, strict=True):
@@ -350,7 +350,7 @@ def test_a_file_that_holds_no_history_is_named(tmp_path: Path, name: str, conten
     (tmp_path / name).write_text(content)
     with pytest.raises(ParameterError) as caught:
         History.load(tmp_path / name)
-    assert str(caught.value).startswith(f"{tmp_path / name} holds no history")
+    assert str(caught.value).startswith(f"{tmp_path / name} is not a history")
 
 
 @pytest.mark.parametrize("name", ["history.xlsx", "history"])
@@ -486,9 +486,9 @@ def test_bytes_that_are_no_history(change: Callable[[dict[str, Any]], Any]) -> N
     tensors, metadata = parse_tensors(some_history().to_bytes())
     change(tensors)
     tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    with pytest.raises(ParameterError, match=r"^it holds no history"):
+    with pytest.raises(ParameterError, match=r"^it is not a history"):
         History.from_bytes(safetensors.torch.save(tensors, metadata))
-    with pytest.raises(ParameterError, match=r"^it holds no history"):
+    with pytest.raises(ParameterError, match=r"^it is not a history"):
         History.from_bytes(b"{}")
 
 

@@ -147,8 +147,8 @@ def test_a_model_that_keeps_what_is_trained_is_refused(process, monkeypatch, giv
     assert isinstance(problem, ModelError)
     assert str(problem) == (
         'model() returned the parameter "0.weight" that it had returned before, and that has been '
-        "trained since: it must build anew, at each call, all that is trained. Make the modules inside "
-        "it, or pass a module itself (model=module)."
+        "trained since: each call must build all trained modules anew. Create the modules inside "
+        "the function, or pass a module itself (model=module)."
     )
 
 

@@ -248,7 +248,7 @@ def test_a_run_folder_or_any_checkpoint(tmp_path: Path) -> None:
     redacted = str(run_folder(tmp_path / "d", checkpoint=False, config=hidden))
     anew = parse(smallest(checkpoint={"path": "s3://key:secret@a/b"}))
     assert resume_point(redacted, anew) == "s3://key:secret@a/b"
-    with pytest.raises(ParameterError, match="give it anew, with --set"):
+    with pytest.raises(ParameterError, match="give it again, with --set"):
         resume_point(redacted, config)
     without = run_folder(tmp_path / "c", checkpoint=False, config="checkpoint: null\n")
     with pytest.raises(ParameterError, match="has no checkpoint"):

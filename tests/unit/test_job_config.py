@@ -185,9 +185,9 @@ def test_keys_and_values_that_are_no_text() -> None:
         )
     assert str(caught.value).splitlines() == [
         "5 problems:",
-        "  - data.options: the key 1 is no text: quote it.",
+        "  - data.options: the key 1 is not text: quote it.",
         "  - data.features: 2020 in the list: give text (quote it: '2020').",
-        "  - model: the argument True is no text: quote it.",
+        "  - model: the argument True is not text: quote it.",
         '  - gradients.l1: "*.weight": give a number, not text.',
         '  - spark.settings: "spark": give a single value, not a mapping.',
     ]
@@ -345,7 +345,7 @@ def test_a_redacted_value_must_be_given_anew() -> None:
         parse(content)
     key = "spark.settings.a.password"
     assert str(caught.value) == (
-        f"{key} was redacted when it was written: give it anew, with --set {key}=..."
+        f"{key} was redacted when it was written: give it again, with --set {key}=..."
     )
 
 

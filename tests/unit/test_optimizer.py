@@ -75,9 +75,9 @@ SEVERAL = (
 @pytest.mark.parametrize("arguments", [{}, {"max_iter": 1, "line_search_fn": "strong_wolfe"}])
 def test_lbfgs_with_several_evaluations_is_refused(arguments: dict[str, Any]) -> None:
     assert refusal(partial(torch.optim.LBFGS, **arguments), make_net()) == (
-        "optimizer LBFGS evaluates the loss more than once in a step, and an iteration here is one "
-        "pass over one batch. Let each step be one evaluation: for LBFGS, "
-        "partial(torch.optim.LBFGS, max_iter=1) without line_search_fn."
+        "optimizer LBFGS evaluates the loss more than once in a step, but an iteration is a single "
+        "pass over a batch. Make each step evaluate it once: for LBFGS, partial(torch.optim.LBFGS, "
+        "max_iter=1) without line_search_fn."
     )
 
 
@@ -85,8 +85,8 @@ def test_lbfgs_with_several_evaluations_is_refused(arguments: dict[str, Any]) ->
 def test_steps_for_cuda_graphs_are_refused(groups: dict[str, Any]) -> None:
     adam = partial(torch.optim.Adam, capturable=True, **groups)
     assert refusal(adam, make_net()) == (
-        "optimizer Adam has capturable=True, which is for steps in a CUDA graph, and here they are "
-        "in none: leave it out."
+        "optimizer Adam has capturable=True, which is for steps in a CUDA graph, which sparkdl "
+        "does not use: leave it out."
     )
 
 
@@ -97,8 +97,8 @@ def test_lbfgs_is_refused_on_several_slices() -> None:
     with pytest.raises(ModelError) as caught:
         plan_optimizer(recipe, module, 3)
     assert str(caught.value) == (
-        "optimizer LBFGS looks at all parameters together, so they must be in one slice, and there "
-        "are 3: set slices=1."
+        "optimizer LBFGS uses all parameters together, so they must be in one slice, but there are "
+        "3: set slices=1."
     )
 
 
@@ -271,7 +271,7 @@ def test_what_is_no_optimizer_is_refused() -> None:
 def test_parameters_of_another_module_are_refused() -> None:
     other = nn.Linear(2, 9)
     assert taken_apart_badly(lambda module: torch.optim.SGD(other.parameters(), lr=0.1)) == (
-        "the optimizer holds a parameter of shape [9, 2] that is not one of the module's: build it "
+        "the optimizer has a parameter of shape [9, 2] that is not one of the module's: build it "
         "from the module it is given."
     )
 
@@ -407,5 +407,5 @@ def test_a_parameter_in_two_optimizers_is_refused() -> None:
         return [SGD(module.parameters(), lr=0.1), torch.optim.Adam([module.scale])]
 
     assert refusal(make, make_net()) == (
-        'two optimizers, SGD and Adam, hold parameter "scale": give it to one.'
+        'two optimizers, SGD and Adam, have the parameter "scale": give it to one.'
     )

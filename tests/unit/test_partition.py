@@ -366,8 +366,8 @@ def test_no_room_anywhere_says_so(
     with pytest.raises(SlabFullError) as caught:
         write(slab, some_rows(1234))
     assert str(caught.value) == (
-        f"no room for the samples in {first}, {second} after row 1,234. Free space there, or point "
-        "spark.sparkdl.slab.dir at a larger directory."
+        f"there is not enough room for the samples in {first}, {second} after row 1,234. Free "
+        "space there, or point spark.sparkdl.slab.dir at a larger directory."
     )
     assert not [*first.glob("samples-*"), *second.glob("samples-*")]
 

@@ -236,7 +236,9 @@ def test_arguments_come_back_as_they_were(row: str, tmp_path: Path) -> None:
 def test_a_function_among_the_arguments_is_named_with_trust_only(tmp_path: Path) -> None:
     folder = save(trained_on(partial(Keeps, call=subprocess.call)), tmp_path)
     assert files(folder) == WITHOUT_PICKLE
-    with pytest.raises(TrustError, match='names "subprocess:call", which is no module class'):
+    with pytest.raises(
+        TrustError, match='names "subprocess:call", which is neither a module class'
+    ):
         load(folder)
     assert load(folder, trust=True).module.given == {"call": subprocess.call}
 
@@ -262,9 +264,9 @@ def test_by_pickle_trust_is_needed(
     folder = save(trained, tmp_path)
     assert files(folder) == {*WITHOUT_PICKLE, "recipe.pkl"}
     assert caplog.messages == [
-        f"{folder}/recipe.pkl: the model is saved as a pickle, which sparkdl.load opens with "
-        f"trust=True only, or with model=make_model: {why}. A class or function of a module that can "
-        "be imported, or a partial of one with plain values, is built by its name."
+        f"{folder}/recipe.pkl: the model is saved as a pickle, which sparkdl.load opens only with "
+        f"trust=True, or with model=make_model: {why}. A class or function of a module that can be "
+        "imported, or a partial of one with plain values, is built by its name."
     ]
     if not builds:
         return
@@ -390,8 +392,8 @@ def test_state_that_is_no_tensor_is_told(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         save(trained_on(in_main, Extra()), tmp_path)
     assert str(caught.value) == (
-        'state_dict() has "_extra_state", a dict, and a safetensors file holds tensors only: let '
-        "get_extra_state() return a tensor, or register a buffer."
+        'state_dict() has "_extra_state", a dict, but a safetensors file can hold only tensors: '
+        "let get_extra_state() return a tensor, or register a buffer."
     )
 
 
@@ -549,7 +551,7 @@ def test_a_function_that_does_not_say_what_it_makes_needs_trust(model: Any, tmp_
 
 def refusal(folder: Path, name: str) -> str:
     return (
-        f'{folder} names "{name}", which is no module class, nor a function of your own that is '
+        f'{folder} names "{name}", which is neither a module class nor a function of yours that is '
         'annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or pass trust=True.'
     )
 
@@ -623,7 +625,7 @@ def test_a_pickle_that_was_exchanged(tmp_path: Path) -> None:
     with pytest.raises(ModelError) as caught:
         load(folder, trust=True)
     assert str(caught.value) == (
-        f"{folder}/recipe.pkl is not the file that was saved (checksum differs)."
+        f"{folder}/recipe.pkl is not the file that was saved: its checksum differs."
     )
 
 
@@ -656,7 +658,9 @@ def test_a_folder_without_a_model(make: bool, tmp_path: Path) -> None:
         folder.mkdir()
     with pytest.raises(FileNotFoundError) as caught:
         load(folder)
-    assert str(caught.value) == f"{folder} holds no sparkdl model (no model.json in it)."
+    assert str(caught.value) == (
+        f"{folder} is not a saved model of sparkdl (there is no model.json in it)."
+    )
 
 
 @pytest.mark.parametrize(
@@ -684,7 +688,7 @@ def test_weights_that_are_damaged(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-5])
     with pytest.raises(ModelError) as caught:
         load(folder)
-    assert str(caught.value) == f"{weights} is not the file that was saved (checksum differs)."
+    assert str(caught.value) == f"{weights} is not the file that was saved: its checksum differs."
 
 
 def test_a_pickle_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -718,8 +722,8 @@ def test_a_uri_is_no_folder_here(
         with pytest.raises(ParameterError) as caught:
             use(f"{path}{name}")
         assert str(caught.value) == (
-            f'"{path}{name}" is a URI, and only checkpoints go there: give a path of the driver\'s '
-            "file system, and copy what is there."
+            f'"{path}{name}" is a URI, which only checkpoints support: give a path on the '
+            "driver's file system, and copy the files there yourself."
         )
     assert not list(tmp_path.iterdir())
 
@@ -733,7 +737,7 @@ def test_a_model_is_not_replaced_unasked(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError) as caught:
         save(trained_on(partial(Net, 9)), folder)
     assert str(caught.value) == (
-        f"{folder} holds a model already: pass overwrite=True to replace it."
+        f"{folder} already holds a model: pass overwrite=True to replace it."
     )
     assert same_weights(load(folder).module, first.module)
 

@@ -116,15 +116,17 @@ def test_state_is_told(name: str) -> None:
         check(module)
     place = "1.late" if "late" in name else "1.value"
     remedy = (
-        "Draw from the generators of torch, numpy or random themselves, which are seeded."
+        "Use the global generators of torch, numpy or random, which are seeded."
         if "generator" in name
-        else "If the model needs it, make it a buffer: give register_buffer a tensor in __init__, "
-        "which forward may change. If not, as with a time that is measured, leave it out, or name it "
-        f'in the module\'s class: sparkdl_no_state = ("{place[2:]}",).'
+        else (
+            "If the model needs it, make it a buffer: call register_buffer with a tensor in "
+            "__init__, and change that in forward. If it does not, as with a measured time, remove "
+            f'it, or list it in the module\'s class: sparkdl_no_state = ("{place[2:]}",).'
+        )
     )
     assert str(caught.value) == (
-        f'forward changes "{place}" in each pass, and it is neither a parameter nor a buffer: each '
-        f"worker would have its own, and the trained model none. {remedy}"
+        f'forward changes "{place}" in each pass, but it is neither a parameter nor a buffer: each '
+        f"worker would have its own value, and the trained model would have none. {remedy}"
     )
 
 
@@ -184,10 +186,10 @@ def test_a_cache_may_grow_if_it_is_no_part_of_the_state() -> None:
     with pytest.raises(ModelError) as caught:
         check(nn.Sequential(Rotary(persistent=True)))
     assert str(caught.value) == (
-        'forward makes the buffer "0.cache" [6] int64, and it was built [4] int64: buffers are '
-        "averaged over the replicas, so they keep their form. Give it its last form in __init__ (as "
-        "long as the longest input, say); one that is only a cache is left alone if it is registered "
-        "with persistent=False."
+        'forward makes the buffer "0.cache" [6] int64, but __init__ made it [4] int64: buffers are '
+        "averaged over the replicas, so their shape and type must not change. Give it its final "
+        "form in __init__ (for the longest input, say). If it is only a cache, register it with "
+        "persistent=False."
     )
 
 
@@ -208,8 +210,9 @@ def test_state_of_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> Non
     assert not caplog.records
     check(nn.Linear(2, 2), Annealed())
     assert [record.getMessage() for record in caplog.records] == [
-        f'the loss changes its "{name}" in each call, and each worker has its own. Where the value '
-        "depends on it, let the model hold it in a buffer and return it."
+        f'the loss changes its "{name}" in each call, and each worker has its own copy. If the '
+        "value of the loss depends on it, keep it in a buffer of the model and let the model "
+        "return it."
         for name in ("buffers", "calls")
     ]
 
@@ -251,6 +254,6 @@ def test_what_is_made_of_the_first_rows_is_told(
     module = build()
     state = PlainState(module)
     module(inputs)
-    outcome = pytest.raises(ModelError, match=f'makes "{where}" of the rows of its first call')
+    outcome = pytest.raises(ModelError, match=f'makes "{where}" from the rows of its first call')
     with outcome if told else contextlib.nullcontext():
         state.check_made(lambda each: each(others), build)

@@ -61,7 +61,7 @@ CLASS_WEIGHTS = [
     ({"class_weights": 2.0}, f"class_weights is a float: {_REMEDY}"),
     (
         {"class_weights": {1.5: 2.0}},
-        "class_weights={1.5: 2.0}: classes are whole numbers from 0 on.",
+        "class_weights={1.5: 2.0}: classes are whole numbers, starting at 0.",
     ),
     ({"class_weights": []}, f"class_weights=[]: {_REMEDY}"),
     ({"class_weights": {}}, f"class_weights={{}}: {_REMEDY}"),
@@ -69,13 +69,17 @@ CLASS_WEIGHTS = [
     ({"class_weights": [1.0, math.nan]}, f"class_weights=[1.0, nan]: {_REMEDY}"),
     (
         {"class_weights": {"a": 1.0}},
-        "class_weights={'a': 1.0}: classes are whole numbers from 0 on.",
+        "class_weights={'a': 1.0}: classes are whole numbers, starting at 0.",
     ),
-    ({"class_weights": {-1: 1.0}}, "class_weights={-1: 1.0}: classes are whole numbers from 0 on."),
+    (
+        {"class_weights": {-1: 1.0}},
+        ("class_weights={-1: 1.0}: classes are whole numbers, starting at 0."),
+    ),
     ({"class_weights": {True: 1.0}}, "class_weights={True: 1.0}: classes are whole numbers"),
     (
         {"class_weights": {1: 0.0, 0: 0}},
-        "class_weights={1: 0.0, 0: 0}: nothing would count; give a class more than 0.",
+        "class_weights={1: 0.0, 0: 0}: no sample would count. Give at least one class a weight "
+        "above 0.",
     ),
 ]
 CHOICES = [
@@ -96,25 +100,29 @@ KINDS = [
     ({"loss": "mse"}, "loss is a str: give a function of (output, target), such as"),
     ({"loss": nn.MSELoss}, "loss is the class MSELoss: give an instance, MSELoss()."),
     ({"optimizer": "adam"}, "optimizer is a str: give a torch.optim class, or a partial of one"),
-    ({"optimizer": ADAM}, "optimizer is already built; give its recipe: partial(torch.optim.Adam,"),
+    ({"optimizer": ADAM}, (
+        "optimizer is already built: give a recipe for it instead, partial(torch.optim.Adam,"
+    )),
     ({"schedule": 0.1}, "schedule is a float: give a partial of a torch.optim.lr_scheduler class"),
     ({"compression": "top-k"}, "compression is a str: give sparkdl.TopK(), sparkdl.PowerSGD(), a fun"),
     ({"compression": sparkdl.TopK}, "compression is the class TopK: give an instance, TopK()."),
     (
         {"compression": sparkdl.TopK(), "local_steps": 2},
-        "compression with local_steps=2: replicas then send weights and optimizer state, not "
-        "gradients. Leave one of the two out.",
+        "compression with local_steps=2: with local steps, replicas send weights and optimizer "
+        "state, not gradients. Leave one of the two out.",
     ),
     ({"augment": "flip"}, "augment is a str: give a function of (*features, rng)."),
     ({"stop": 10}, "stop=10: give a trigger, such as sparkdl.max_epoch(10)."),
     ({"stop": 3}, "stop=3: give a trigger, such as sparkdl.max_epoch(3)."),
-    ({"stop": sparkdl.max_epoch}, "stop=sparkdl.max_epoch: call it, sparkdl.max_epoch(epochs)."),
+    ({"stop": sparkdl.max_epoch}, (
+        "stop=sparkdl.max_epoch: call it, as in sparkdl.max_epoch(epochs)."
+    )),
     ({"validation": DATA}, "validation is an object: give sparkdl.Validation(data, metrics=[...])."),
     ({"checkpoint": "path"}, 'checkpoint is a str: give sparkdl.Checkpoint("path").'),
     ({"histograms": True}, "histograms=True: give a trigger, such as sparkdl.every(100)."),
     (
         {"histograms": sparkdl.every_epoch},
-        "histograms=sparkdl.every_epoch: call it, sparkdl.every_epoch().",
+        "histograms=sparkdl.every_epoch: call it, as in sparkdl.every_epoch().",
     ),
     ({"callbacks": sparkdl.Callback()}, "callbacks is a Callback: give a list of sparkdl.Callback"),
     ({"callbacks": [sparkdl.Callback]}, "callback Callback is a class: give an instance of it."),
@@ -124,11 +132,13 @@ KINDS = [
     ({"compile": "inductor"}, "compile is a str: give True, or a mapping of torch.compile's options."),
     (
         {"compile": {"faster": True}},
-        "compile={'faster': True}: torch.compile takes no such options (compile() got an unex",
+        "compile={'faster': True}: torch.compile does not take these options (compile() got an "
+        "unex",
     ),
     (
         {"compile": {"mode": "fast"}},
-        "compile={'mode': 'fast'}: torch.compile takes no such options (Unrecognized mode=fast",
+        "compile={'mode': 'fast'}: torch.compile does not take these options (Unrecognized "
+        "mode=fast",
     ),
     ({"weights": nn.Linear(1, 1)}, "weights is a Linear: give a state_dict, or the path"),
     ({"strict_weights": 1}, "strict_weights is an int: give True or False."),
@@ -159,36 +169,36 @@ COMBINATIONS = [
     ),
     (
         {"min_ranks": 3, "replicas": 2, "engine": "gang"},
-        "min_ranks=3 with 2 replicas: a gang never takes more task slots than replicas. Give at most "
-        "2.",
+        "min_ranks=3 with 2 replicas: a gang uses at most one task slot for each replica. Give at "
+        "most 2.",
     ),
     (
         {"wire": "bf16", "local_steps": 2},
-        'wire="bf16" with local_steps=2: replicas then send weights and optimizer state, which must '
-        'not be rounded. Use wire="fp32".',
+        'wire="bf16" with local_steps=2: with local steps, replicas send weights and optimizer '
+        'state, which must not be rounded. Use wire="fp32".',
     ),
     (
         {"stop": sparkdl.max_score("accuracy", 0.9)},
-        'stop waits for the metric "accuracy", and there is no validation: give '
+        'stop needs the metric "accuracy", and there is no validation: give '
         'validation=sparkdl.Validation(data, metrics=["accuracy"]).',
     ),
     (
         {"stop": sparkdl.max_epoch(3) | ~sparkdl.plateau("acuracy", 2), "validation": ACCURATE},
-        'stop waits for the metric "acuracy", which the validation does not have. Did you mean '
+        'stop needs the metric "acuracy", which the validation does not have. Did you mean '
         '"accuracy"? It has: accuracy, loss.',
     ),
     (
         {"histograms": sparkdl.max_score("loss", 1.0)},
-        'histograms waits for the metric "loss", and there is no validation',
+        'histograms needs the metric "loss", and there is no validation',
     ),
     (
         {"checkpoint": sparkdl.Checkpoint("p", every=sparkdl.plateau("mae", 1)),
          "validation": ACCURATE},
-        'checkpoint.every waits for the metric "mae", which the validation does not have.',
+        'checkpoint.every needs the metric "mae", which the validation does not have.',
     ),
     (
         {"validation": sparkdl.Validation(DATA, every=sparkdl.max_score("auc", 1.0))},
-        'validation.every waits for the metric "auc", which the validation does not have.',
+        'validation.every needs the metric "auc", which the validation does not have.',
     ),
 ]  # fmt: skip
 TABLE = [*COUNTS, *NUMBERS, *CLASS_WEIGHTS, *CHOICES, *KINDS, *NAMES, *COMBINATIONS]

@@ -373,8 +373,8 @@ def test_no_room_says_what_to_do(
     with pytest.raises(SlabFullError) as caught:
         write(pool, 1, 1, bytes(1234))
     assert str(caught.value) == (
-        f"no room for a slab of 1,234 bytes in {root.directories[0]}. Free space there, or point "
-        "spark.sparkdl.slab.dir at a larger directory."
+        f"there is no room for a slab of 1,234 bytes in {root.directories[0]}. Free space there, "
+        "or point spark.sparkdl.slab.dir at a larger directory."
     )
     assert calls == [HEADER_BYTES + 1234]
     assert buffers(config) == []

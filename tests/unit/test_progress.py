@@ -73,7 +73,9 @@ def test_raise_says_where_and_what_to_do() -> None:
 
 
 def test_raise_knows_that_fp16_ends_early() -> None:
-    with pytest.raises(TrainingError, match=r"fp16 ends at 65,504: use wire=\"bf16\". Else: lower"):
+    with pytest.raises(
+        TrainingError, match=r"fp16 overflows above 65,504: use wire=\"bf16\". Otherwise: lower"
+    ):
         after(STATE, BAD, TrainingOptions(wire="fp16"))
 
 

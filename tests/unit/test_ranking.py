@@ -111,9 +111,9 @@ def test_auc_that_is_not_defined(output: list[float], target: list[int]) -> None
 @pytest.mark.parametrize(
     ("shape", "target", "message"),
     [
-        ((2, 3), [0, 1], "one score a sample"),
-        ((2,), [0, 1, 1], "one label a sample"),
-        ((2,), [-1, 1], "labels that are 0 or 1, and found -1"),
+        ((2, 3), [0, 1], "one score for each sample"),
+        ((2,), [0, 1, 1], "one label for each sample"),
+        ((2,), [-1, 1], "labels that are 0 or 1, but found -1"),
     ],
 )
 def test_what_auc_refuses(shape: tuple[int, ...], target: list[int], message: str) -> None:
@@ -198,7 +198,7 @@ def test_what_is_refused(function: Any, shape: Any, target: Any, message: str) -
 
 
 def test_negative_relevance_and_a_k_beyond_the_candidates() -> None:
-    with pytest.raises(ValueError, match="relevances of 0 or more, and found -1"):
+    with pytest.raises(ValueError, match="relevances of 0 or more, but found -1"):
         ndcg(torch.zeros(1, 2), torch.tensor([[-1, 1]]), 1)
     with pytest.raises(ValueError, match="hit_ratio@3 of 2 candidates"):
         hit_ratio(torch.zeros(1, 2), torch.tensor([0]), 3)
@@ -223,7 +223,9 @@ def test_top_k(rows: int, classes: int, seed: int) -> None:
 
 
 def test_top_k_of_fewer_classes_and_other_shapes() -> None:
-    with pytest.raises(ValueError, match="top-5 of 3 classes: k is more than there are classes"):
+    with pytest.raises(
+        ValueError, match=("top-5 of 3 classes: k is larger than the number of classes")
+    ):
         top_k(torch.zeros(2, 3), torch.tensor([0, 1]), 5)
     with pytest.raises(ValueError, match="a score for each class"):
         top_k(torch.zeros(2), torch.tensor([0, 1]), 1)

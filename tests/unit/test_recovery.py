@@ -211,7 +211,7 @@ def test_it_goes_back_no_further_than_it_must(caplog, seconds, checkpoints, poin
     with caplog.at_level(logging.WARNING, "sparkdl"):
         assert run(engine, 8, seconds, checkpoints) == run(Engine(), 8, None, checkpoints)
     (line,) = caplog.messages
-    assert line.startswith(f"call {min(engine.losses) + 1}: lost. Went on from {point} and ")
+    assert line.startswith(f"call {min(engine.losses) + 1}: lost. Continued from {point} and ")
     assert f"repeated {repeated}:" in line
 
 
@@ -276,9 +276,7 @@ def test_where_nothing_can_be_read_the_error_says_both(kind):
     recovering.load(lambda: 3)
     recovering._starts[:] = [gone]
     engine.losses = frozenset([engine.calls])
-    with pytest.raises(
-        StateLostError, match=r"lost It could not be brought back: it was deleted\nFit"
-    ):
+    with pytest.raises(StateLostError, match=r"lost It could not be restored: it was deleted\nFit"):
         recovering.run(iteration(0))
 
 

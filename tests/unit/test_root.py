@@ -492,7 +492,7 @@ def test_a_root_that_another_machine_holds_is_refused(config: SlabConfig) -> Non
     """Through a file system that both have."""
     root_in(config).mkdir(mode=0o700)
     (root_in(config) / f"alive.another-boot.{pid_namespace()}.1.1").touch()
-    with pytest.raises(OSError, match="must be a directory of each node's own") as caught:
+    with pytest.raises(OSError, match="must be a local directory of each node") as caught:
         open_root(config, create=True)
     assert str(root_in(config)) in str(caught.value)
 
@@ -588,8 +588,8 @@ def test_a_directory_that_cannot_be_made_is_told_with_the_setting(tmp_path: Path
     with pytest.raises(SlabFullError) as caught:
         open_root(config, create=True)
     assert str(caught.value) == (
-        f"no slabs can be put into {file}/slabs (Not a directory). Point spark.sparkdl.slab.dir at a "
-        "directory of each node's own that can be written."
+        f"slabs cannot be written to {file}/slabs (Not a directory). Point spark.sparkdl.slab.dir "
+        "at a writable directory that each node has for itself."
     )
     remove_root(config)
 

@@ -362,21 +362,21 @@ def test_a_plateau_wants_a_validation() -> None:
     with pytest.raises(ModelError) as caught:
         Schedule(plan_of(), PLATEAU).check(10)
     assert str(caught.value) == (
-        "schedule ReduceLROnPlateau follows a metric of the validation, and there is none: give "
-        "validation=..., or a schedule that follows the iterations."
+        "schedule ReduceLROnPlateau follows a metric of the validation, but there is no "
+        "validation: pass validation=..., or use a schedule that follows the iterations."
     )
 
 
 @pytest.mark.parametrize(
     ("metric", "end"),
-    [(None, "."), ("acuracy", '. "acuracy" is none of them. Did you mean "accuracy"?')],
+    [(None, "."), ("acuracy", '. "acuracy" is not one of them. Did you mean "accuracy"?')],
 )
 def test_a_plateau_wants_to_know_its_metric(metric: str | None, end: str) -> None:
     with pytest.raises(ModelError) as caught:
         Schedule(plan_of(), PLATEAU, metric=metric).check(10, metrics=["loss", "accuracy"])
     assert str(caught.value) == (
         "schedule ReduceLROnPlateau follows one metric of the validation, which gives loss, "
-        f"accuracy: name it with schedule_metric{end}"
+        f"accuracy: name one of them with schedule_metric{end}"
     )
     Schedule(plan_of(), PLATEAU).check(10, metrics=["loss"])
     Schedule(plan_of(), PLATEAU, metric="accuracy").check(10, metrics=["loss", "accuracy"])
@@ -384,7 +384,7 @@ def test_a_plateau_wants_to_know_its_metric(metric: str | None, end: str) -> Non
 
 def test_epochs_are_nothing_to_a_plateau() -> None:
     with pytest.raises(
-        ModelError, match=r'^schedule_per="epoch" does nothing to ReduceLROnPlateau'
+        ModelError, match=r'^schedule_per="epoch" has no effect on ReduceLROnPlateau'
     ):
         Schedule(plan_of(), PLATEAU, "epoch").check(10, metrics=["loss"])
 

@@ -27,18 +27,18 @@ from sparkdl.errors import DataError
 quick = settings(deadline=None, max_examples=100)
 
 DROP = 'Drop such rows with df.dropna(subset=["x"]), or fill them.'
-SAME_SHAPE = "Every row must have the same shape: filter, pad or cut such rows."
+SAME_SHAPE = "Every row must have the same shape: filter out, pad or truncate such rows."
 VARYING = (
     f'{SAME_SHAPE} Rows of varying length are padded with columns={{"x": sparkdl.Sequence()}}.'
 )
-NO_VALUES = "Filter such rows, or leave the column out."
+NO_VALUES = "Filter out such rows, or leave the column out."
 INSIDE_ARRAYS = (
-    "dropna does not look into arrays: filter such rows with functions.exists, or fill them with "
-    "functions.transform."
+    "dropna does not look into arrays: filter out such rows with functions.exists, or fill them "
+    "with functions.transform."
 )
 INSIDE_VECTORS = (
-    "dropna does not look into vectors: mend them where they are made, or turn them into arrays "
-    "with pyspark.ml.functions.vector_to_array and filter those with functions.exists."
+    "dropna does not look into vectors: fix them at their source, or convert them to arrays with "
+    "pyspark.ml.functions.vector_to_array and filter out such rows with functions.exists."
 )
 
 VECTOR = pa.struct(
@@ -285,7 +285,7 @@ def test_infinite_or_too_large_for_the_models_floats(
 ) -> None:
     limit = {"float32": "the 3.4e+38", "float64": "the 1.8e+308"}[dtype]
     remedy = (
-        f"It is infinite, or beyond {limit} of {dtype}: filter such rows, or scale the numbers."
+        f"It is infinite, or beyond {limit} of {dtype}: filter out such rows, or scale the numbers."
     )
     for array, column, said in (
         (pa.array([1.0, value]), Column("x", dtype), text),
@@ -334,8 +334,8 @@ _FIELDS: dict[str, sql.DataType] = {
 SCHEMA = sql.StructType([sql.StructField(name, kind) for name, kind in _FIELDS.items()])
 THE_COLUMNS = f"The DataFrame has: {', '.join(_FIELDS)}."
 TEXT = (
-    "turn text into numbers first, for example with pyspark.ml.feature.StringIndexer, or cast it "
-    "where it holds numbers."
+    "convert text to numbers first, for example with pyspark.ml.feature.StringIndexer, or cast it "
+    "if it holds numbers."
 )
 NO_TENSOR = (
     "which cannot become a tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors."
@@ -344,9 +344,8 @@ NO_TENSOR = (
 
 CONVERT = 'columns={{"{0}": sparkdl.Convert(function)}}, a function of its Python value.'
 TIME = (
-    ' Make a number of it, such as functions.datediff("{0}", start), or '
-    'functions.unix_timestamp("{0}") '
-    f"less a start (float32 has 7 digits), or give {CONVERT}"
+    ' Convert it to a number, such as functions.datediff("{0}", start), or '
+    f'functions.unix_timestamp("{{0}}") minus a start (float32 has 7 digits), or give {CONVERT}'
 )
 
 
@@ -398,18 +397,18 @@ def test_columns_keep_the_order_they_are_named_in() -> None:
         ("dates", f"is of type array<date>, {NO_TENSOR} Or give {CONVERT}"),
         (
             "binary",
-            "is of type binary, which cannot become a tensor by itself: specify it, as "
+            "is of type binary, which cannot become a tensor by itself: say what it holds, as "
             'columns={"binary": sparkdl.Image()} for encoded images, or with '
             "sparkdl.Convert(function).",
         ),
         (
             "map",
-            f"is of type map<string,int>, {NO_TENSOR} Make values of it columns, as "
+            f"is of type map<string,int>, {NO_TENSOR} Select its values as columns, as "
             f'df["map"]["a key"], or give {CONVERT}',
         ),
         (
             "struct",
-            f"is of type struct<a:int>, {NO_TENSOR} Make its fields columns, as "
+            f"is of type struct<a:int>, {NO_TENSOR} Select its fields as columns, as "
             f'df.withColumn("a", df["struct"]["a"]), or give {CONVERT}',
         ),
         ("vectors", "is an array of vectors: use nested arrays, or one vector a row."),
@@ -435,7 +434,7 @@ def test_a_missing_label_tells_how_to_do_without() -> None:
 
 def test_a_field_of_a_struct_is_pointed_out() -> None:
     assert mistake(["struct.a"]) == (
-        'feature column "struct.a" is missing. A field of a struct is no column: '
+        'feature column "struct.a" is missing. A field of a struct is not a column: '
         f'df.withColumn("a", df["struct.a"]) makes it one. {THE_COLUMNS}'
     )
 

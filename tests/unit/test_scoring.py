@@ -172,7 +172,7 @@ def test_torchmetrics_that_cannot_merge(metric: Any, message: str) -> None:
 def test_a_torchmetric_of_several_numbers() -> None:
     metric = tm.F1Score("multiclass", num_classes=CLASSES, average=None)
     scorer = Scorer(None, tuple(resolve([("f1", metric)])))
-    message = 'metric "f1" gives a tensor of shape (3,), not one number: give one that is reduced'
+    message = 'metric "f1" gives a tensor of shape (3,), not one number: use a reduced metric'
     for use in (
         lambda: scorer.check(SCORES, [LABELS]),
         lambda: scorer.values(folded(scorer, SCORES, LABELS, WHOLE)),
@@ -289,8 +289,8 @@ def test_a_metric_that_measured_nothing_is_left_out() -> None:
 def test_a_failing_metric_is_named_with_the_shapes() -> None:
     scorer = Scorer(None, tuple(resolve(["accuracy", "top5"])))
     message = (
-        'metric "top5" failed: top-5 of 3 classes: k is more than there are classes. '
-        "The output is (60, 3) float32, the label (60,) int64."
+        'metric "top5" failed: top-5 of 3 classes: k is larger than the number of classes. The '
+        "output is (60, 3) float32, the label (60,) int64."
     )
     with pytest.raises(ParameterError) as caught:
         scorer.update(scorer.start(), SCORES, [LABELS])

@@ -135,6 +135,6 @@ def test_what_is_no_master_starts_no_jvm(master: str) -> None:
     with pytest.raises(SessionError) as caught:
         sparkdl.session(master)
     assert str(caught.value) == (
-        f"master={master!r} is no Spark master. Give local, local[2] or local[*], yarn, or a "
+        f"master={master!r} is not a Spark master. Give local, local[2] or local[*], yarn, or a "
         "cluster's URL, such as spark://host:7077 or k8s://https://host:443."
     )

@@ -101,8 +101,8 @@ def test_what_can_be_named() -> None:
     for part in (True, 1.5, ["logits"]):
         (told,) = problems_of_part(part)
         assert told == (
-            f"output={part!r}: name a field of what the model returns, or give a function of that, or "
-            "None."
+            f"output={part!r}: name a field of what the model returns, or give a function of it, "
+            "or None."
         )
 
 
@@ -157,9 +157,10 @@ def test_what_is_no_prediction() -> None:
     with pytest.raises(ModelError) as caught:
         Trial(module, signature, None).run(None, FIELDS, nothing)
     assert str(caught.value) == (
-        "the model returns a dict of 'logits' [2, 3], 'hidden' [2, 8], and a prediction is one tensor "
-        "with a row for each sample. Say which part of it: output='logits', or output=function of what "
-        "it returns; or give postprocess, a function of it that returns such a tensor."
+        "the model returns a dict of 'logits' [2, 3], 'hidden' [2, 8], but a prediction must be "
+        "one tensor with a row for each sample. Say which part of it to use: output='logits', or "
+        "output=function of what it returns; or give postprocess, a function of it that returns "
+        "such a tensor."
     )
 
 

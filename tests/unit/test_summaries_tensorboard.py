@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import subprocess
 import sys
@@ -38,47 +37,6 @@ def scalars(folder: Path) -> dict[str, dict[int, float]]:
     }
 
 
-def test_every_figure_of_every_iteration(tmp_path: Path) -> None:
-    runs.play([TensorBoard(tmp_path)], runs.states())
-    found = scalars(tmp_path)
-    steps = range(1, 9)
-    expected = {
-        "loss": {i: 8.0 / i for i in steps},
-        "learning_rate": {i: 0.5 / i for i in steps},
-        "samples_per_second": dict.fromkeys(steps, 40.0),
-        "gradient_norm": {i: 2.0 * i for i in steps},
-        "loss_scale": dict.fromkeys(steps, 4.0),
-        "timings/forward": {i: 0.01 * i for i in steps},
-        "timings/iteration": {i: 0.02 * i for i in steps},
-        "validation/loss": {i: 9.0 / i for i in (4, 8)},
-        "validation/accuracy": {i: 0.1 * i for i in (4, 8)},
-    }
-    assert found.keys() == expected.keys()
-    for name, values in expected.items():
-        assert found[name] == pytest.approx(values), name
-
-
-def test_now_and_then(tmp_path: Path) -> None:
-    """Histograms and validations are shown whenever they are made."""
-    runs.play([TensorBoard(str(tmp_path), every=sparkdl.every(4))], runs.states())
-    found = scalars(tmp_path)
-    assert list(found["loss"]) == [4, 8]
-    assert found["samples_per_second"] == pytest.approx({4: 40.0, 8: 40.0})
-    assert list(found["validation/accuracy"]) == [4, 8]
-    assert [e.step for e in events(tmp_path).Histograms("weights/weight")] == [3, 6]
-
-
-def test_learning_rates_of_several_groups(tmp_path: Path) -> None:
-    state = TrainState(iteration=1, samples=2, loss=1.0, learning_rates=(0.5, 0.25), seconds=1.0)
-    runs.play([TensorBoard(tmp_path)], [TrainState(), state])
-    found = scalars(tmp_path)
-    assert {k: v for k, v in found.items() if "rate" in k} == {
-        "learning_rate/0": {1: 0.5},
-        "learning_rate/1": {1: 0.25},
-    }
-    assert "gradient_norm" not in found
-
-
 def test_a_histogram(tmp_path: Path) -> None:
     runs.play([TensorBoard(tmp_path)], runs.states())
     value = events(tmp_path).Histograms("weights/weight")[0].histogram_value
@@ -107,23 +65,6 @@ def test_histograms_at_the_edges(tmp_path: Path, values: list[float], shown: boo
         assert sum(value.bucket) == len(values)
 
 
-def test_an_epoch_is_on_disk_when_it_ends(tmp_path: Path) -> None:
-    callback = TensorBoard(tmp_path)
-    runs.play([callback], runs.states(last=4), finish=False)
-    found = scalars(tmp_path)
-    assert list(found["loss"]) == [1, 2, 3, 4]
-    assert list(found["validation/loss"]) == [4]
-    del callback
-
-
-def test_nothing_is_lost_where_the_fit_fails(tmp_path: Path) -> None:
-    callback = TensorBoard(tmp_path)
-    runs.play([callback], runs.states(last=6), finish=False)
-    del callback
-    gc.collect()
-    assert list(scalars(tmp_path)["loss"]) == [1, 2, 3, 4, 5, 6]
-
-
 @pytest.mark.parametrize("first", [1, 6])
 def test_a_run_hides_what_it_does_again(tmp_path: Path, first: int) -> None:
     """Resumed, or begun anew, as where no checkpoint had been complete."""
@@ -137,11 +78,6 @@ def test_a_run_hides_what_it_does_again(tmp_path: Path, first: int) -> None:
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(sparkdl.ParameterError) as caught:
-        TensorBoard(tmp_path, every=10)  # type: ignore[arg-type]
-    assert str(caught.value) == (
-        "TensorBoard(every=10): give a trigger, such as sparkdl.every(10)."
-    )
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(
         sparkdl.ParameterError, match=r'pip install tensorboard .the extra "tensorboard"'

@@ -128,9 +128,12 @@ def test_jpeg_and_a_slice_of_a_column() -> None:
         (None, "is null"),
         (
             b"not a picture",
-            "is no image that can be read (13 bytes; UnidentifiedImageError: cannot",
+            "is not an image that can be read (13 bytes; UnidentifiedImageError: cannot",
         ),
-        (png(pixels(3, 50, 50))[:700], "is no image that can be read (700 bytes; OSError: image"),
+        (
+            png(pixels(3, 50, 50))[:700],
+            ("is not an image that can be read (700 bytes; OSError: image"),
+        ),
     ],
 )
 def test_a_damaged_image_names_its_row(bad: bytes | None, text: str) -> None:
@@ -143,7 +146,7 @@ def test_a_damaged_image_names_its_row(bad: bytes | None, text: str) -> None:
     ("changes", "text"),
     [
         ({"mode": -1, "height": -1}, "is an image that Spark could not read"),
-        ({"mode": 21}, "is an image of OpenCV's type 21, which is none of 0, 16, 24"),
+        ({"mode": 21}, "is an image of OpenCV's type 21, which is not one of 0, 16, 24"),
         ({"data": b"123"}, "is an image of 5 x 4 x 3 pixels with 3 bytes of data"),
     ],
 )
@@ -160,7 +163,7 @@ def test_images_of_two_sizes_need_one() -> None:
         "photo",
         8,
         "is an image of 6 x 4 where row 7 is of 5 x 4",
-        'Have them resized: columns={"photo": sparkdl.Image(size=(height, width))}.',
+        'Resize them: columns={"photo": sparkdl.Image(size=(height, width))}.',
     )
     assert images(values, Image(size=(3, 3))).shape == (2, 3, 3, 3)
 

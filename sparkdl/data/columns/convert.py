@@ -14,7 +14,7 @@ from sparkdl.data.fields import Field, dtype_as
 from sparkdl.data.row_errors import SAME_SHAPE, RowError, finite
 from sparkdl.errors import ParameterError, kind_of
 
-_MEND = "Mend the function of this column, or filter such rows."
+_MEND = "Fix the function of this column, or filter out such rows."
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Convert(ColumnSpec):
                     column.name,
                     row,
                     f"the function of this column raised {type(error).__name__}: {error}",
-                    f"It was given {shorten(value)}. Mend the function, or filter such rows.",
+                    f"It was given {shorten(value)}. Fix the function, or filter out such rows.",
                 ) from None
             results.append(as_array(result, column.name, row, column.dtype, _MEND))
             first = results[0]
@@ -110,7 +110,7 @@ def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> 
         if np.isinf(array).any():
             raise RowError(name, row, "holds inf", finite(float_dtype))
     elif _too_large(array):
-        raise RowError(name, row, "holds a whole number beyond the 64 bits of int64", remedy)
+        raise RowError(name, row, "holds a whole number that does not fit into int64", remedy)
     elif array.dtype.kind == "u":
         array = array.astype(np.int64)
     elif array.dtype.kind not in "ib":

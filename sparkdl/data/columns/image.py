@@ -25,7 +25,7 @@ STRUCT = ("origin", "height", "width", "nChannels", "mode", "data")
 """The fields of Spark's image schema (``pyspark.ml.image.ImageSchema``)."""
 CHANNELS = {0: 1, 16: 3, 24: 4}
 """Number of channels of OpenCV's types CV_8UC1, CV_8UC3 and CV_8UC4; stored as B, G, R, A."""
-_DAMAGED = "Filter such rows, or mend the images where they are made."
+_DAMAGED = "Filter out such rows, or fix the images at their source."
 _INSTALL = 'Install it for the Python of the executors: pip install pillow (the extra "images").'
 
 
@@ -85,7 +85,7 @@ class Image(ColumnSpec):
         """Return the column, or an error text if it is neither binary nor a struct of an image."""
         if not _is_struct(data_type) and data_type.typeName() != "binary":
             return (
-                f"is of type {data_type.simpleString()}, which is no image: give encoded bytes "
+                f"is of type {data_type.simpleString()}, which is not an image: give encoded bytes "
                 '(binary), or what spark.read.format("image") reads.'
             )
         return Column(name, float_dtype if self.scale is not None else "uint8", 3, spec=self)
@@ -110,7 +110,7 @@ class Image(ColumnSpec):
                     name,
                     row,
                     f"is an image of {_size(found)} where row {first_row} is of {_size(pixels[0])}",
-                    f'Have them resized: columns={{"{name}": sparkdl.Image(size=(height, width))}}.',
+                    f'Resize them: columns={{"{name}": sparkdl.Image(size=(height, width))}}.',
                 )
             pixels.append(found)
         if not pixels:
@@ -154,7 +154,7 @@ def _from_struct(value: Mapping[str, Any]) -> np.ndarray:
     channels = CHANNELS.get(kind)
     if channels is None:
         raise _BadImage(
-            f"is an image of OpenCV's type {kind}, which is none of "
+            f"is an image of OpenCV's type {kind}, which is not one of "
             f"{', '.join(map(str, CHANNELS))} (8 bits, 1, 3 or 4 channels)"
         )
     if len(data) != height * width * channels:
@@ -175,7 +175,8 @@ def _decode(data: bytes) -> Picture:
     except Exception as error:  # plugins of Pillow raise any exception
         text = "cannot be identified" if "cannot identify" in str(error) else str(error)
         raise _BadImage(
-            f"is no image that can be read ({len(data):,} bytes; {type(error).__name__}: {text})"
+            f"is not an image that can be read ({len(data):,} bytes; {type(error).__name__}: "
+            f"{text})"
         ) from None
     if cut or picture.mode.startswith(("I", "F")):
         raise _BadImage(

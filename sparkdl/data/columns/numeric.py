@@ -71,15 +71,16 @@ def _way_out(name: str, data_type: DataType) -> str:
         return f" Or give {convert}"
     if kind.startswith(("timestamp", "date")):
         return (
-            f' Make a number of it, such as functions.datediff("{name}", start), or '
-            f'functions.unix_timestamp("{name}") less a start (float32 has 7 digits), or give {convert}'
+            f' Convert it to a number, such as functions.datediff("{name}", start), or '
+            f'functions.unix_timestamp("{name}") minus a start (float32 has 7 digits), or give '
+            f"{convert}"
         )
     if kind == "struct":
         field = data_type.names[0] if data_type.names else "a"
         make = f'df.withColumn("{field}", df["{name}"]["{field}"])'
-        return f" Make its fields columns, as {make}, or give {convert}"
+        return f" Select its fields as columns, as {make}, or give {convert}"
     if kind == "map":
-        return f' Make values of it columns, as df["{name}"]["a key"], or give {convert}'
+        return f' Select its values as columns, as df["{name}"]["a key"], or give {convert}'
     return f" Or give {convert}"
 
 
@@ -102,8 +103,8 @@ def _numeric(name: str, data_type: DataType, float_dtype: str) -> Column | str:
     shown = data_type.simpleString()
     if type_name in ("string", "varchar", "char"):
         return (
-            f"is of type {shown}: turn text into numbers first, for example with "
-            "pyspark.ml.feature.StringIndexer, or cast it where it holds numbers."
+            f"is of type {shown}: convert text to numbers first, for example with "
+            "pyspark.ml.feature.StringIndexer, or cast it if it holds numbers."
         )
     return (
         f"is of type {shown}, which cannot become a tensor: use numbers, arrays of numbers or "
@@ -172,8 +173,8 @@ def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
         raise RowError(
             name,
             first_row + row,
-            f"is {values[row]}, and a weight is a finite number of at least 0",
-            "Filter such rows, or mend their weights.",
+            f"is {values[row]}, but a weight must be a finite number of at least 0",
+            "Filter out such rows, or fix their weights.",
         )
 
 

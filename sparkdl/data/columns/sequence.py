@@ -80,7 +80,7 @@ class Sequence(ColumnSpec):
     def problems(self, role: str) -> Iterator[str]:
         """Yield a problem if a label is to give its lengths, which only a model takes."""
         if self.lengths and role == "label":
-            yield "has lengths=True, which is for features: the loss gets none."
+            yield "has lengths=True, which is for features only: the loss gets no lengths."
 
     def resolve(
         self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
