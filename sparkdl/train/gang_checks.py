@@ -10,9 +10,7 @@ from pyspark import SparkContext
 from sparkdl.engines.gang.engine import too_few
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.gang.slots import check_slots
-from sparkdl.parallel.pipeline import check_split
 from sparkdl.parallel.plan import parallel_of
-from sparkdl.parallel.tensor import check_even
 from sparkdl.train.combinations import problems_of_min_ranks
 from sparkdl.train.prepare import PreparedModel
 
@@ -38,15 +36,8 @@ def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ra
     """
     raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, ranks)))
     parallel = parallel_of(trainer.parts, trainer.mesh, ranks)
-    if parallel.mesh.data == 1 and parallel.ddp.shard_optimizer and len(parallel.parts) > 1:
-        raise ParameterError(
-            f'strategy="zero1" shares the update among copies of the model, and mesh={trainer.mesh} of '
-            f'{ranks} ranks has one: give "data" a size of at least 2, or leave "zero1" out.'
-        )
-    if parallel.pipeline is not None:
-        check_split(parallel.pipeline, model.module, parallel.mesh.pipe)
-    if parallel.tensor is not None:
-        check_even(parallel.tensor, model.module, parallel.mesh.tensor)
+    for part in parallel.parts.values():
+        part.check_mesh(model.module, parallel.mesh)
     profile, least = trainer.resource_profile, trainer.min_ranks
     slots = check_slots(context, ranks, profile=profile, min_slots=least)
     if slots < ranks:

@@ -19,8 +19,6 @@ from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError
 from sparkdl.infer.output import Output
 from sparkdl.model.recipe import Recipe
-from sparkdl.parallel.fsdp import check_all_used
-from sparkdl.parallel.pipeline import check_one_length
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import to_tensors
@@ -79,14 +77,10 @@ def preflight(
     )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
-    for dimension, part in trainer.parts.items():
-        if dimension != "data":
-            check_all_used(part.word, model.module)
     mesh = trainer.mesh if trainer.engine == "gang" else None
     parallel = parallel_of(trainer.parts, mesh, len(samples.counts))
-    for part in (parallel.pipeline, parallel.tensor):
-        if part is not None:
-            check_one_length(part.word, samples.fields)
+    for part in parallel.parts.values():
+        part.check_rows(model.module, samples.fields)
     check_single_rows(model.module, recipe, batch, plan, limit, parallel)
     averaged = is_averaged(parallel, samples.counts, trainer.accumulate)
     looked_at = samples.preview

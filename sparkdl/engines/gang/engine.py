@@ -192,7 +192,7 @@ class GangEngine:
         samples = tuple(standing.samples for standing in found)
         self._tokens = tuple(each.token for each in samples)
         # only the ranks of a split model read the rows of other ranks
-        theirs = samples if self._setup.parallel.cuts else ()
+        theirs = samples if self._setup.parallel.splits_model else ()
         _raise_first(self._call("setting up the ranks", "begin", theirs))
         self._setup.recipe.remove(self._gang)
 

@@ -46,8 +46,8 @@ from sparkdl.engines.gang.node_files import SnapshotFiles
 from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus, SampleLocation
 from sparkdl.engines.gang.rank_state import States
 from sparkdl.engines.gang.snapshots import Snapshots
-from sparkdl.engines.gang.strategies.base import gathered
-from sparkdl.engines.gang.strategies.build import hold
+from sparkdl.engines.gang.strategies.build import build_rank
+from sparkdl.engines.gang.strategies.summed import gathered
 from sparkdl.errors import ModelError, SessionError, UserError
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.loop.engine import BEST, ReadResiduals, ReadState, StateWork, weights_of
@@ -143,7 +143,7 @@ class Rank:
 
         Ranks read and build a model that is to be split in turn, and free it afterwards.
         """
-        if self._setup.parallel.cuts:
+        if self._setup.parallel.splits_model:
             with memory_given_back(), Turn(self._folder):
                 return compared(self._load().build(), self._setup.built)
         recipe = self._load()
@@ -162,7 +162,7 @@ class Rank:
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
         try:
-            self._held, self._way = hold(self._load, self._setup, samples, self._member)
+            self._held, self._way = build_rank(self._load, self._setup, samples, self._member)
         except (ModelError, SessionError) as error:
             return error
         self._load = self._setup.recipe.load  # this frees the recipe that was read
