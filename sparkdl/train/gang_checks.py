@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pyspark import SparkContext
 
-from sparkdl.engines.gang.engine import too_few
+from sparkdl.engines.gang.start import too_few
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.gang.slots import check_slots
 from sparkdl.parallel.plan import parallel_of

@@ -18,7 +18,7 @@ from sparkdl.model.options import TrainingOptions
 from sparkdl.parallel.chain import chain_of
 from sparkdl.parallel.pipeline import Pipeline, with_split
 from sparkdl.parallel.stages import balanced
-from sparkdl.parallel.trace import TracedStage
+from sparkdl.parallel.traced_stage import TracedStage
 
 WIDTH, LENGTH, WORDS = 8, 5, 11
 

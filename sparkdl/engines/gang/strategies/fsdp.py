@@ -40,7 +40,7 @@ from sparkdl.model.options import PRECISIONS, TrainingOptions
 from sparkdl.model.signature import with_tensors
 from sparkdl.parallel.fsdp import FSDP, units_of
 from sparkdl.parallel.mesh import Mesh
-from sparkdl.parallel.trace import TracedStage
+from sparkdl.parallel.traced_stage import TracedStage
 from sparkdl.process.memory import is_scarce, memory_given_back
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward
 from sparkdl.replica.iteration import Clock
