@@ -17,7 +17,8 @@ from pyspark import cloudpickle
 from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.gang.channel import Channel, ChannelError
 from sparkdl.gang.command_queue import RESULT
-from sparkdl.gang.rank_task import ERROR, OUTPUT, Command, Failure, Introduction
+from sparkdl.gang.rank_output import OUTPUT
+from sparkdl.gang.rank_task import ERROR, Command, Failure, Introduction
 
 LOST = "lost"
 """The kind that stands for a message if the rank is gone."""

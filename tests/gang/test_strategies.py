@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "its class": (
         {"strategy": AllGather},
         ParameterError,
-        "strategy is the class AllGather: give an instance, sparkdl.AllGather().",
+        f"strategy is the class AllGather: give an instance, sparkdl.{AllGather.__name__}().",
     ),
     "other fields": (
         {"strategy": "all-gather", "compression": sparkdl.PowerSGD(1)},
