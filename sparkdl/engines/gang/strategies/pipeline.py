@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.pipeline_messages import near_group
 from sparkdl.engines.gang.strategies.pipeline_stages import (
     PipelineBuild,
     StageModule,
@@ -21,7 +18,6 @@ from sparkdl.engines.gang.strategies.pipeline_sync import PipelineSync
 from sparkdl.parallel.chain import chain_of
 from sparkdl.parallel.pipeline import Pipeline, bounds_of
 from sparkdl.replica.compute import to_tensors
-from sparkdl.slab.root import open_root
 
 
 class PipelineRank(RankStrategy[Pipeline]):
@@ -69,20 +65,7 @@ class PipelineRank(RankStrategy[Pipeline]):
             self._strategy,
             build.groups,
             build.near_rows(),
-            _carrier(build),
         )
-
-
-def _carrier(build: Build) -> dist.ProcessGroup | None:
-    """Return the process group that carries messages between the stages of a pipeline."""
-    pipe, members = build.groups.along("pipe"), build.mesh.along(build.rank, "pipe")
-    together = len({build.samples[rank].token for rank in members}) == 1
-    on_cpu = build.device.type == "cpu" and hasattr(os, "memfd_create")  # only Linux has it
-    if pipe is None or len(members) == 1 or not (together and on_cpu):
-        return pipe
-    root = open_root(build.setup.run.slab)
-    assert root is not None
-    return near_group(members, pipe, root.directories[-1])
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

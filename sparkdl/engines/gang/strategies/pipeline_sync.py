@@ -60,7 +60,6 @@ class PipelineSync(CopySync):
         strategy: Pipeline,
         groups: MeshGroups,
         near: NodeLocalRows,
-        carrier: dist.ProcessGroup | None,
     ) -> None:
         """Create the schedules.
 
@@ -72,7 +71,6 @@ class PipelineSync(CopySync):
             strategy: The options of the pipeline.
             groups: The process groups of this rank.
             near: The rows of other ranks that this rank can read itself.
-            carrier: The process group for messages between pipeline stages.
         """
         super().__init__(staged.live, plans, rank, spare)
         self._strategy, self._seats = strategy, staged.seats
@@ -97,7 +95,7 @@ class PipelineSync(CopySync):
             strategy,
             self._members,
             rank,
-            carrier,
+            self._pipe,
             self._in_turn,
             staged.live,
             self._spare.inputs,
