@@ -147,3 +147,14 @@ def test_no_module_asks_which_strategy_runs() -> None:
 def test_a_strategy_is_public_and_in_a_file_of_its_own() -> None:
     assert len(STRATEGY_CLASSES) == len({type(made) for made in STRATEGIES.values()})
     assert set(STRATEGY_CLASSES.values()) <= set(sparkdl.__all__)
+
+
+def test_planning_imports_nothing_that_only_ranks_need() -> None:
+    """Ranks' halves are named by text; checks of torch's version import within functions."""
+    for path in (ROOT / "sparkdl/parallel").glob("*.py"):
+        top = ast.Module([n for n in ast.parse(path.read_text()).body if not is_definition(n)], [])
+        assert not [m for m, _ in imports(top) if m.startswith("torch.distributed")], path
+
+
+def is_definition(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.ClassDef)
