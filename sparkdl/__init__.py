@@ -41,7 +41,10 @@ from sparkdl.loop.triggers import (
 from sparkdl.loop.validation import Validation
 from sparkdl.metrics.named import MeanMetric, Metric
 from sparkdl.model.model_loss import ModelLoss, PerReplica
-from sparkdl.parallel.base import DDP, FSDP, Pipeline, Tensor
+from sparkdl.parallel.ddp import DDP
+from sparkdl.parallel.fsdp import FSDP
+from sparkdl.parallel.pipeline import Pipeline
+from sparkdl.parallel.tensor import Tensor
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK

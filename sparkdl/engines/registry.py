@@ -22,8 +22,8 @@ from sparkdl.loop.engine import TrainingEngine
 from sparkdl.model.flat import Layout
 from sparkdl.model.loss import ClassLoss, Loss
 from sparkdl.model.recipe import Recipe
-from sparkdl.parallel.pipeline import with_split
-from sparkdl.parallel.plan import ParallelPlan, parallel_of
+from sparkdl.parallel.base import ParallelStrategy
+from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compare import Description
 from sparkdl.replica.compute import to_tensors
@@ -67,7 +67,7 @@ class EngineInputs:
     sums: bool
     resources: FitResources
     settings: Settings
-    strategies: Mapping[str, Any]
+    strategies: Mapping[str, ParallelStrategy]
     mesh: Mapping[str, int] | None
     resource_profile: Any
     min_ranks: int | None
@@ -117,9 +117,9 @@ def _gang(inputs: EngineInputs) -> TrainingEngine:
     how = replace(run.assembly, augment=recipe.augment)
     with seeded(run.seed):
         spare = preview_batch(how, samples.preview, augment=True)
+    rows = to_tensors(spare.inputs, torch.device("cpu"))
     parallel = parallel_of(inputs.strategies, inputs.mesh, run.replicas)
-    if parallel.pipeline is not None:
-        parallel = _with_stages(parallel, inputs, to_tensors(spare.inputs, torch.device("cpu")))
+    parallel = parallel.planned(inputs.module, rows, recipe.policy)
     engine = GangEngine(
         samples,
         inputs.validation,
@@ -145,14 +145,6 @@ ENGINES: Mapping[str, Callable[[EngineInputs], TrainingEngine]] = {
     "gang": _gang,
     "local": _local,
 }
-
-
-def _with_stages(parallel: ParallelPlan, inputs: EngineInputs, rows: Any) -> ParallelPlan:
-    """Return the plan with the model split into pipeline stages."""
-    assert parallel.pipeline is not None
-    ranks, policy = parallel.mesh.pipe, inputs.recipe.policy
-    cut = with_split(parallel.pipeline, inputs.module, rows, ranks, policy)
-    return replace(parallel, parts={**parallel.parts, "pipe": cut})
 
 
 def _labels_differ(loss: Loss, samples: SampleSet) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +36,7 @@ from sparkdl.gang.oversubscribe import (
     gpus_shared_out,
 )
 from sparkdl.gang.process_group import form_group
-from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks
+from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, RankGroup
 from sparkdl.gang.rank_task import Command, Rendezvous
 from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now
 from sparkdl.session import conf_of
@@ -45,8 +45,10 @@ from sparkdl.spark.frames import collect_and_forget, map_frames, stage_name
 YEAR_SECONDS = 365 * 86400.0
 
 
-class Gang:
+class Gang(RankGroup):
     """Ranks 0 to M-1, one for each partition of ``source``, from :meth:`start` to :meth:`close`.
+
+    After an error of a command the gang has ended.
 
     [Note: whom a gang consists of] Each :meth:`start` submits a job of its own. If ranks of an
     earlier job connect late, the driver closes their connections, and a task ends with its
@@ -112,11 +114,7 @@ class Gang:
             host = conf.get("spark.driver.host", "") or "localhost"
             self._listener = Listener(conf.get("spark.driver.bindAddress", "") or host)
             self._meeting = Rendezvous(
-                host,
-                self._listener.port,
-                self._listener.key,
-                self._device,
-                self._output,
+                host, self._listener.port, self._listener.key, self._device, self._output
             )
         deadline = time.monotonic() + (self._timeout or YEAR_SECONDS)
         while self._ranks is None:
@@ -261,43 +259,16 @@ class Gang:
             f"{', '.join(map(str, missing))} of {self.size} did not come."
         )
 
-    def call(self, command: Command, doing: str = "a command") -> list[Any]:
-        """Call ``command(member)`` on every rank at once, and return the results in rank order.
-
-        After an error the gang has ended.
-
-        Raises:
-            sparkdl.TrainingError: If the command fails, with the traceback of the first rank that
-                fails.
-            sparkdl.StateLostError: If a rank is lost.
-            sparkdl.StalledError: If a rank takes too long.
-        """
-        self.send([command])
-        return self.answers(doing)[0]
-
-    def call_each(self, commands: Sequence[Command], doing: str) -> list[Any]:
-        """Run one command for each rank, in rank order, and return the results. See :meth:`call`."""
+    def send_each(self, commands: Iterable[Command]) -> None:
+        """See :class:`sparkdl.gang.rank_group.RankGroup`, also for the two methods below."""
         assert self._ranks is not None
         self._ranks.send_each(commands)
-        return self.answers(doing)[0]
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Send commands, which every rank runs in order, after earlier ones.
-
-        Each call of :meth:`answers` returns the results of one command.
-        """
         assert self._ranks is not None
         self._ranks.send(commands)
 
     def answers(self, doing: str) -> tuple[list[Any], float]:
-        """Wait for the results of the oldest command whose results have not been returned yet.
-
-        For the exceptions see :meth:`call`.
-
-        Returns:
-            The results in rank order, and the time at which the last one was ready
-            (``time.monotonic``).
-        """
         assert self._ranks is not None
         try:
             return self._ranks.answers(doing)

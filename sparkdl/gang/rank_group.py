@@ -7,6 +7,7 @@ import math
 import selectors
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -16,7 +17,8 @@ from pyspark import cloudpickle
 from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.gang.channel import Channel, ChannelError
 from sparkdl.gang.command_queue import RESULT
-from sparkdl.gang.rank_task import ERROR, OUTPUT, Command, Failure, Introduction
+from sparkdl.gang.rank_output import OUTPUT
+from sparkdl.gang.rank_task import ERROR, Command, Failure, Introduction
 
 LOST = "lost"
 """The kind that stands for a message if the rank is gone."""
@@ -26,7 +28,53 @@ GRACE_SECONDS = 2.0
 """The time that the other ranks have to report their failures after the first one."""
 
 
-class ConnectedRanks:
+class RankGroup(ABC):
+    """Ranks that run commands, each command on all of them at once."""
+
+    @abstractmethod
+    def send_each(self, commands: Iterable[Command]) -> None:
+        """Send one command to each rank, in rank order. :meth:`answers` returns the results."""
+
+    @abstractmethod
+    def send(self, commands: Sequence[Command]) -> None:
+        """Send commands, which every rank runs in order, after earlier ones.
+
+        Each call of :meth:`answers` returns the results of one command.
+        """
+
+    @abstractmethod
+    def answers(self, doing: str) -> tuple[list[Any], float]:
+        """Wait for the results of the oldest command whose results have not been returned yet.
+
+        Args:
+            doing: What the ranks do, for error messages.
+
+        Returns:
+            The results in rank order, and the time at which the last one was ready
+            (``time.monotonic``).
+
+        Raises:
+            sparkdl.TrainingError: If the command fails, with the traceback of the first rank that
+                fails.
+            sparkdl.StateLostError: If a rank is lost.
+            sparkdl.StalledError: If a rank takes too long.
+        """
+
+    def call(self, command: Command, doing: str = "a command") -> list[Any]:
+        """Call ``command(member)`` on each rank at once, and return the results in rank order.
+
+        Raises what :meth:`answers` raises.
+        """
+        self.send([command])
+        return self.answers(doing)[0]
+
+    def call_each(self, commands: Iterable[Command], doing: str) -> list[Any]:
+        """Run one command for each rank and return the results. See :meth:`call`."""
+        self.send_each(commands)
+        return self.answers(doing)[0]
+
+
+class ConnectedRanks(RankGroup):
     """All ranks of a gang, once they have connected. After an error their connections are closed.
 
     Args:
@@ -45,43 +93,14 @@ class ConnectedRanks:
             if timeout is not None:
                 channel.bound_sends(timeout)
 
-    def call(self, command: Command, doing: str) -> list[Any]:
-        """Call ``command(member)`` on each rank at once, and return the results in order.
-
-        Raises:
-            sparkdl.TrainingError: If the command fails, with the traceback of the first rank that
-                fails.
-            sparkdl.StateLostError: If a rank is lost.
-            sparkdl.StalledError: If a rank takes too long.
-        """
-        self.send([command])
-        return self.answers(doing)[0]
-
-    def call_each(self, commands: Iterable[Command], doing: str) -> list[Any]:
-        """Run one command for each rank and return the results. See :meth:`call`."""
-        self.send_each(commands)
-        return self.answers(doing)[0]
-
     def send_each(self, commands: Iterable[Command]) -> None:
-        """Send one command to each rank. :meth:`answers` returns the results."""
+        """See :class:`RankGroup`, also for the two methods below."""
         self._send([[cloudpickle.dumps(command)] for command in commands])
 
     def send(self, commands: Sequence[Command]) -> None:
-        """Send commands, which every rank runs in order, after earlier ones.
-
-        Each call of :meth:`answers` returns the results of one command.
-        """
         self._send([[cloudpickle.dumps(command) for command in commands]] * self.size)
 
     def answers(self, doing: str) -> tuple[list[Any], float]:
-        """Wait for the results of the oldest command whose results have not been returned yet.
-
-        For the exceptions see :meth:`call`.
-
-        Returns:
-            The results in rank order, and the time at which the last one was ready
-            (``time.monotonic``).
-        """
         self._await(doing)
         contents, ended = zip(*(told.popleft() for told in self._told), strict=True)
         return [cloudpickle.loads(content) for content in contents], max(ended)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import pickle
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 from pyspark import BarrierTaskContext, cloudpickle
@@ -19,13 +17,14 @@ from pyspark import BarrierTaskContext, cloudpickle
 from sparkdl.errors import SessionError
 from sparkdl.gang.channel import Channel, ChannelError, connect
 from sparkdl.gang.command_queue import CommandReceiver, ResultSender
+from sparkdl.gang.rank_output import output_sent
 from sparkdl.slab.gpu_memory import give_back, make_room
 from sparkdl.spark.device import Gpu, Sight, gpus_of, use_gpu
 from sparkdl.spark.worker import finish_task
 
-ERROR, OUTPUT = "error", "output"
-"""The kinds of a rank's messages, beside results (see :mod:`sparkdl.gang.command_queue`). A message is
-a pair (kind, content)."""
+ERROR = "error"
+"""The kind of a rank's message that says why it failed. A message is a pair (kind, content). For other
+kinds see :mod:`sparkdl.gang.command_queue` and :mod:`sparkdl.gang.rank_output`."""
 _HERE = os.path.dirname(__file__) + os.sep
 _OF_GROUPS = ("gloo/", "NCCL error", "NCCL communicator")
 """Words in plain RuntimeErrors that come from a process group."""
@@ -141,7 +140,7 @@ class Rendezvous:
             return
         with (
             contextlib.closing(channel),
-            _output(channel if self.output else None) as rest,
+            output_sent(channel if self.output else None) as rest,
             _failures_told(channel),
             contextlib.ExitStack() as at_end,
             _failures_told(channel),  # before the process group is destroyed, which may take long
@@ -282,55 +281,3 @@ def _by_group(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-class _Output(io.TextIOBase):
-    """A text stream that sends lines into the channel.
-
-    Processes that are forked from this one, such as those of a DataLoader, write to ``before``
-    instead: a channel has only two ends.
-    """
-
-    def __init__(self, channel: Channel, before: TextIO) -> None:
-        self._channel, self._before, self._line = channel, before, ""
-        self._process = os.getpid()
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if os.getpid() != self._process:
-            return self._before.write(text)
-        *lines, self._line = (self._line + text).split("\n")
-        if lines:
-            self._send("\n".join(lines))
-        return len(text)
-
-    def flush(self) -> None:
-        """Do nothing, because lines are sent when they are complete. In a fork, flush ``before``."""
-        if os.getpid() != self._process:
-            self._before.flush()
-
-    def rest(self) -> None:
-        """Send the unfinished line."""
-        line, self._line = self._line, ""
-        if line:
-            self._send(line)
-
-    def _send(self, text: str) -> None:
-        with contextlib.suppress(ChannelError):
-            self._channel.send((OUTPUT, text))
-
-
-@contextlib.contextmanager
-def _output(channel: Channel | None) -> Iterator[Callable[[], None]]:
-    """Send what is printed in the block to the driver, if there is a channel.
-
-    The function that is yielded sends the unfinished line.
-    """
-    if channel is None:
-        yield lambda: None
-        return
-    stream = _Output(channel, sys.stdout)
-    with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
-        yield stream.rest

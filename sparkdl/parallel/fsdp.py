@@ -1,43 +1,101 @@
-"""The units of a sharded model, and checks of whether a model can be sharded."""
+"""Fully sharded data parallelism: the units of a sharded model, and checks of the model."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, nearest
 from sparkdl.model.flat import Layout
+from sparkdl.model.options import PRECISIONS, TrainingOptions
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import FSDP, check_dense, check_elementwise, check_rows
+from sparkdl.parallel.base import (
+    ParallelStrategy,
+    check_dense,
+    check_elementwise,
+    check_have_rows,
+    flag_problems,
+)
+from sparkdl.plain import make_plain
 from sparkdl.slices.optimizer import OptimizerSpec
 
 UNIT_PARAMETERS = 100_000
 """The smallest number of parameters in a unit. Smaller blocks would not be worth a message."""
 
 
-def check_sharding(
-    strategy: FSDP, module: nn.Module, layout: Layout, optimizer: OptimizerSpec
-) -> None:
-    """Check that a model and its optimizer can be sharded.
+@dataclass(frozen=True, kw_only=True)
+class FSDP(ParallelStrategy):
+    """Fully sharded data parallelism: ranks have shards of weights, gradients and optimizer state.
 
-    Raises:
-        sparkdl.ModelError: If they cannot.
+    Torch's ``fully_shard`` does it (ZeRO, stages 2 and 3: Rajbhandari et al., 2020; Zhao et al., 2023).
+
+    With ``Trainer(mesh={"data": 2, "shard": 4})`` ranks 0 to 3 have one sharded model and ranks 4
+    to 7 another. Weights are gathered among four ranks, for example on one node, and only sums of
+    gradients go further (hybrid sharding).
+
+    Attributes:
+        units: Submodules, by name or pattern, each of which is gathered before it computes and
+            freed afterwards. The default is the blocks of the model's ``Sequential`` and
+            ``ModuleList`` that have 100,000 parameters or more and share none of them with other
+            parts. What is in no unit is gathered for the whole pass.
+        reshard_after_forward: Whether to gather each unit again in backward (stage 3), or to keep
+            it from forward to backward (stage 2), which is faster and needs more memory. In a
+            pipeline units are always kept.
+        param_dtype: The dtype in which weights are gathered and used: "fp32" (the model's dtype),
+            "bf16" or "fp16". The shards keep their dtype.
+        cpu_offload: Keeps weights, gradients and optimizer state in the memory of the executor,
+            which also updates them. A GPU has only the unit that it computes with, and activations
+            (ZeRO-Offload: Ren et al., 2021). This is slower, and meant for models whose shards do
+            not fit the GPUs.
     """
-    _check_torch()
-    check_elementwise(strategy.word, optimizer)
-    check_dense(strategy.word, layout)
-    trainable = [segment for segment in layout.segments if segment.kind == "parameter"]
-    for segment in trainable:
-        if segment.dtype != trainable[0].dtype:
-            raise ModelError(
-                f'strategy="fsdp" needs one dtype: "{trainable[0].name}" is {trainable[0].dtype} and '
-                f'"{segment.name}" is {segment.dtype}.'
+
+    word: ClassVar[str] = "fsdp"
+    dimension: ClassVar[str] = "shard"
+    rank_half: ClassVar[str] = "sparkdl.engines.gang.strategies.fsdp:FSDPRank"
+    units: Sequence[str] = ()
+    reshard_after_forward: bool = True
+    param_dtype: str = "fp32"
+    cpu_offload: bool = False
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+
+    def problems(self) -> Iterator[str]:
+        """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
+        units = self.units
+        if not isinstance(units, (list, tuple)) or not all(isinstance(n, str) for n in units):
+            yield f'units={units!r}): give a list of names or patterns, such as ["layers.*"].'
+        yield from flag_problems(self, "reshard_after_forward", "cpu_offload")
+        if self.param_dtype not in PRECISIONS:
+            yield f'param_dtype="{self.param_dtype}"): use one of {", ".join(PRECISIONS)}.'
+
+    def problems_beside(self, words: str) -> Iterator[str]:
+        if self.cpu_offload:
+            yield (
+                f"strategy: {words} together keep their weights where they compute: leave out "
+                "cpu_offload=True."
             )
-    check_rows(strategy.word, module.named_parameters())
-    _check_shared(module, units_of(module, strategy.units))
+
+    def check_model(
+        self, module: nn.Module, layout: Layout, optimizer: OptimizerSpec, options: TrainingOptions
+    ) -> None:
+        _check_torch()
+        check_elementwise(self.word, optimizer)
+        check_dense(self.word, layout)
+        trainable = [segment for segment in layout.segments if segment.kind == "parameter"]
+        for segment in trainable:
+            if segment.dtype != trainable[0].dtype:
+                raise ModelError(
+                    f'strategy="fsdp" needs one dtype: "{trainable[0].name}" is {trainable[0].dtype} '
+                    f'and "{segment.name}" is {segment.dtype}.'
+                )
+        check_have_rows(self.word, module.named_parameters())
+        _check_shared(module, units_of(module, self.units))
 
 
 def _check_torch() -> None:
@@ -48,22 +106,6 @@ def _check_torch() -> None:
             f'strategy="fsdp" needs a newer torch than {torch.__version__}: install torch 2.13, or use '
             'strategy="zero1".'
         )
-
-
-def check_all_used(word: str, module: nn.Module) -> None:
-    """Check that every trainable parameter got a gradient in a pass of the model.
-
-    With the strategy ``word``, ranks would wait for a missing one.
-
-    Raises:
-        sparkdl.ModelError: If one got none.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.grad is None:
-            raise ModelError(
-                f'strategy="{word}" needs a gradient of every parameter, and "{name}" gets none: '
-                f'freeze it (freeze=["{name}"]), or use strategy="zero1".'
-            )
 
 
 def units_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:

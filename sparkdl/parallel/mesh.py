@@ -11,6 +11,9 @@ from typing import Any
 
 from sparkdl.errors import ParameterError, nearest
 
+MODEL_DIMENSIONS = ("pipe", "tensor")
+"""The dimensions whose ranks run their samples through one split model together."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -51,7 +54,7 @@ class Mesh:
 
     def model_group(self, rank: int) -> list[int]:
         """Return the ranks whose samples go through one split model together."""
-        return self.along(rank, "pipe", "tensor")
+        return self.along(rank, *MODEL_DIMENSIONS)
 
     def most(self, counts: Sequence[int]) -> int:
         """Return the largest sum of the ranks' ``counts`` over a model-parallel group."""

@@ -1,59 +1,120 @@
-"""The division of a model into pipeline stages, and checks of whether it is possible. Plain torch."""
+"""Pipeline parallelism: the cuts between a model's stages, and checks of whether it can be cut."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.model.flat import Layout
+from sparkdl.model.model_loss import is_model_loss
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import Pipeline, check_dense
+from sparkdl.parallel.base import ParallelStrategy, check_dense, count_problems
 from sparkdl.parallel.chain import chain_of, first_of, is_chain
-from sparkdl.parallel.tensor import without_fused_layers
+from sparkdl.parallel.mesh import Mesh
+from sparkdl.parallel.stages import balanced, costs_of
 from sparkdl.parallel.trace import Items
+from sparkdl.plain import make_plain
 from sparkdl.slices.optimizer import OptimizerSpec
 
-OPERATION = 1.0
-"""The cost of a module besides its multiplications, in floating-point operations. It is very small, and
-only makes modules without multiplications spread evenly."""
+SCHEDULES = ("1f1b", "gpipe")
 
 
-def check_stages(
-    strategy: Pipeline,
-    module: nn.Module,
-    layout: Layout,
-    optimizer: OptimizerSpec,
-    policy: TrainingOptions,
-) -> None:
-    """Check that a model and its optimizer can be split into pipeline stages.
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(ParallelStrategy):
+    """Pipeline parallelism: the model is split into stages, and micro-batches flow through them.
 
-    Raises:
-        sparkdl.ModelError: If they cannot.
+    Torch's pipelining does it (GPipe: Huang et al., 2019; 1F1B: Narayanan et al., 2019). A rank has
+    only the weights, gradients and optimizer state of its stages, and the ranks work at the same
+    time. An ``nn.Sequential`` is split between its members. Another model is split between the
+    modules that its forward calls, which is traced with torch.fx.
+
+    With ``Trainer(mesh={"data": 2, "pipe": 2})`` ranks 0 and 1 are one pipeline and ranks 2 and 3
+    another, each of which takes half of every mini-batch (hybrid parallelism).
+
+    Attributes:
+        split: The names of the modules with which the second and later stages begin. By default the
+            stages have equal work.
+        micro_batches: The number of micro-batches in a mini-batch. With S stages a rank is idle for
+            (S - 1) / (micro_batches + S - 1) of the time.
+        schedule: "1f1b", in which a stage runs backward as soon as it can and holds the activations
+            of at most S micro-batches, or "gpipe", which first runs all forward and then all
+            backward passes.
+        stages_per_rank: The number of stages on each rank. With 2, two ranks have stages 0 and 2,
+            and 1 and 3, respectively: ranks are idle for less time, but there are more messages
+            (interleaved: Narayanan et al., 2021).
     """
-    _check_torch()
-    if not optimizer.separate:
-        raise ModelError(
-            f'strategy="pipeline" updates each stage where it is, and optimizer {optimizer.name} needs '
-            'all parameters together: use strategy="ddp", or an optimizer that treats every parameter '
-            "by itself."
-        )
-    check_dense(strategy.word, layout, instead="ddp")
-    if is_chain(module):
-        items = chain_of(module)
-        for name in strategy.split:
-            first_of(items, name)
-        check_called(module, items, policy)
+
+    word: ClassVar[str] = "pipeline"
+    dimension: ClassVar[str] = "pipe"
+    rank_half: ClassVar[str] = "sparkdl.engines.gang.strategies.pipeline:PipelineRank"
+    split: Sequence[str] = ()
+    micro_batches: int = 4
+    schedule: str = "1f1b"
+    stages_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+
+    def problems(self) -> Iterator[str]:
+        """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
+        split = self.split
+        if not isinstance(split, (list, tuple)) or not all(isinstance(n, str) for n in split):
+            yield f'split={split!r}): give a list of names of modules, such as ["3", "6"].'
+        yield from count_problems(self, "micro_batches", "stages_per_rank")
+        if self.schedule not in SCHEDULES:
+            yield f'schedule="{self.schedule}"): use one of {", ".join(SCHEDULES)}.'
+
+    def problems_with(self, trainer: Any) -> Iterator[str]:
+        yield from super().problems_with(trainer)
+        if isinstance(trainer.features, Mapping) or trainer.output is not None:
+            name = "output" if trainer.output is not None else "features by keyword"
+            yield (
+                f'{name} with strategy="{self.word}": pipeline stages take tensors by position and '
+                "pass tensors on. Give a list of columns, and a model that returns only its output."
+            )
+        if is_model_loss(trainer.loss):
+            yield (
+                f'loss=ModelLoss() with strategy="{self.word}": only the last stage has the '
+                "labels. Give a loss that is computed from the model's output."
+            )
+
+    def check_model(
+        self, module: nn.Module, layout: Layout, optimizer: OptimizerSpec, options: TrainingOptions
+    ) -> None:
+        _check_torch()
+        if not optimizer.separate:
+            raise ModelError(
+                f'strategy="pipeline" updates each stage where it is, and optimizer {optimizer.name} '
+                'needs all parameters together: use strategy="ddp", or an optimizer that treats every '
+                "parameter by itself."
+            )
+        check_dense(self.word, layout, instead="ddp")
+        if is_chain(module):
+            items = chain_of(module)
+            for name in self.split:
+                first_of(items, name)
+            check_called(module, items, options)
+
+    def check_mesh(self, module: nn.Module, mesh: Mesh) -> None:
+        if is_chain(module):  # for another model there is data to call it with only later
+            _check_count(self, chain_of(module), mesh.pipe * self.stages_per_rank)
+
+    def planned(
+        self,
+        module: nn.Module,
+        inputs: Sequence[torch.Tensor],
+        mesh: Mesh,
+        options: TrainingOptions,
+    ) -> Pipeline:
+        return with_split(self, module, inputs, mesh.pipe, options)
 
 
 def _check_torch() -> None:
@@ -64,24 +125,6 @@ def _check_torch() -> None:
             f'strategy="pipeline" needs a newer torch than {torch.__version__}: install torch 2.13, or '
             'use strategy="zero1".'
         )
-
-
-def check_one_length(word: str, fields: Sequence[Field]) -> None:
-    """Check that no column is padded to the longest row of each mini-batch.
-
-    Micro-batches, and the rows that ranks bring together, must have one shape. ``word`` is the word
-    for the strategy.
-
-    Raises:
-        sparkdl.ParameterError: If a column is.
-    """
-    for field in fields:
-        if field.padding is not None and field.padding.length is None:
-            raise ParameterError(
-                f'strategy="{word}" needs inputs of one shape, and column "{field.name}" is padded '
-                "to the longest row of each mini-batch: pad it to one length, "
-                "sparkdl.Sequence(max_length=..., pad_to_max=True)."
-            )
 
 
 def check_called(module: nn.Module, items: Items, policy: TrainingOptions) -> None:
@@ -103,19 +146,6 @@ def check_called(module: nn.Module, items: Items, policy: TrainingOptions) -> No
                     f'strategy="pipeline" calls the members of "{name}" one by one: name these in '
                     f'activation_checkpointing, "{name}.*".'
                 )
-
-
-def check_split(strategy: Pipeline, module: nn.Module, ranks: int) -> None:
-    """Check that an ``nn.Sequential`` can have the number of pipeline stages that this many ranks need.
-
-    For another model this is known only when there is data to call it with.
-
-    Raises:
-        sparkdl.ParameterError: If it cannot.
-        sparkdl.ModelError: If ``strategy.split`` names an unknown module.
-    """
-    if is_chain(module):
-        _check_count(strategy, chain_of(module), ranks * strategy.stages_per_rank)
 
 
 def _check_count(strategy: Pipeline, items: Items, count: int) -> None:
@@ -201,7 +231,7 @@ def with_split(
     starts = [first_of(items, name) for name in strategy.split]
     _check_count(strategy, items, count)
     check_called(module, items, policy)
-    costs, outputs = _tried(module, items, inputs)
+    costs, outputs = costs_of(module, items, inputs)
     if not starts:
         starts = _chosen(costs, outputs, count)
     check_shared(module, items, [0, *starts, len(items)])
@@ -247,107 +277,3 @@ def _check_output(name: str, output: object) -> None:
             f"{kind}: cut elsewhere, strategy=sparkdl.Pipeline(split=[...]), or let it put out a "
             "tensor or a tuple of tensors."
         )
-
-
-def _tried(
-    module: nn.Module, items: Items, inputs: Sequence[torch.Tensor]
-) -> tuple[list[float], list[object]]:
-    """Return the floating-point operations and the output of each module of the chain."""
-    costs, outputs = [], []
-    training = module.training
-    value: object = inputs[0] if len(inputs) == 1 else tuple(inputs)
-    try:
-        module.eval()
-        with torch.no_grad(), _plain_operations():
-            for _, item in items:
-                with FlopCounterMode(display=False) as counter:
-                    value = item(value)
-                costs.append(counter.get_total_flops() + OPERATION)
-                outputs.append(value)
-    finally:
-        module.train(training)
-    return costs, outputs
-
-
-@contextlib.contextmanager
-def _plain_operations() -> Iterator[None]:
-    """Replace attention and recurrent layers in the block by plain multiplications.
-
-    These can be counted: torch's counter counts fused ones (a transformer layer in evaluation, an
-    LSTM) as nothing.
-    """
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # type: ignore[assignment]
-    try:
-        with without_fused_layers(), sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mkldnn.enabled = before
-
-
-def balanced(costs: Sequence[float], parts: int) -> list[int]:
-    """Divide a sequence into contiguous parts so that the most costly part is as cheap as possible.
-
-    Of several such divisions, return one whose earlier parts are shorter.
-
-    Args:
-        costs: The cost of each item.
-        parts: The number of parts, none of which is empty.
-
-    Returns:
-        The beginning of each part.
-    """
-    count, sums = len(costs), [0.0, *itertools.accumulate(costs)]
-    best = [[sums[stop] if stop else float("inf") for stop in range(count + 1)]]
-    cuts: list[list[int]] = [[0] * (count + 1)]
-    for part in range(1, parts):
-        row, cut = [float("inf")] * (count + 1), [0] * (count + 1)
-        for stop in range(part + 1, count + 1):
-            for start in range(part, stop):
-                cost = max(best[-1][start], sums[stop] - sums[start])
-                if cost < row[stop]:
-                    row[stop], cut[stop] = cost, start
-        best.append(row)
-        cuts.append(cut)
-    starts, stop = [], count
-    for part in reversed(range(parts)):
-        stop = cuts[part][stop]
-        starts.append(stop)
-    return starts[::-1]
-
-
-def micro_batches(rows: int, accumulate: int, count: int) -> list[tuple[int, int, int]]:
-    """Divide the rows of a mini-batch into runs of equal micro-batches.
-
-    Each of the ``accumulate`` parts of a mini-batch becomes ``count`` micro-batches, or fewer if it
-    has fewer rows. They are two runs if the rows do not divide evenly.
-
-    Args:
-        rows: The number of rows.
-        accumulate: The number of parts of a mini-batch.
-        count: The number of micro-batches of each part.
-
-    Returns:
-        The runs: (first row, rows of each micro-batch, number of micro-batches).
-    """
-    parts, found = min(accumulate, rows), list[tuple[int, int, int]]()
-    for i in range(parts):
-        start, stop = rows * i // parts, rows * (i + 1) // parts
-        many = min(count, stop - start)
-        each, larger = divmod(stop - start, many)
-        if larger:
-            found.append((start, each + 1, larger))
-        found.append((start + larger * (each + 1), each, many - larger))
-    return found
-
-
-def pass_sizes(strategy: Pipeline, rows: Sequence[int], accumulate: int) -> Iterator[set[int]]:
-    """Yield the numbers of rows that forward passes will have, for each copy of the pipeline.
-
-    Args:
-        strategy: The options of the pipeline.
-        rows: The number of rows of a mini-batch that each copy gets.
-        accumulate: The number of parts of a mini-batch.
-    """
-    for together in rows:
-        yield {each for _, each, _ in micro_batches(together, accumulate, strategy.micro_batches)}

@@ -1,75 +1,105 @@
-"""Combinations of strategies over one mesh of ranks."""
+"""The strategies by their words, and combinations of them over one mesh of ranks."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sparkdl.parallel.base import (
-    DDP,
-    FSDP,
-    Pipeline,
-    Strategy,
-    Tensor,
-    problems_of_strategy,
-    strategy_of,
-)
-from sparkdl.parallel.mesh import Mesh, mesh_of, problems_of_mesh
+import torch
+from torch import nn
+
+from sparkdl.errors import nearest
+from sparkdl.model.options import TrainingOptions
+from sparkdl.parallel.base import ParallelStrategy
+from sparkdl.parallel.ddp import DDP
+from sparkdl.parallel.fsdp import FSDP
+from sparkdl.parallel.mesh import DIMENSIONS, Mesh, mesh_of, problems_of_mesh
+from sparkdl.parallel.pipeline import Pipeline
+from sparkdl.parallel.stages import micro_batches
+from sparkdl.parallel.tensor import Tensor
+
+STRATEGIES: dict[str, ParallelStrategy] = {
+    "ddp": DDP(),
+    "zero1": DDP(shard_optimizer=True),
+    "fsdp": FSDP(),
+    "tensor": Tensor(),
+    "pipeline": Pipeline(),
+}
+"""The strategy that each word for ``Trainer(strategy=...)`` stands for."""
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The strategies of a run, by dimension, and the mesh of its ranks."""
+    """The strategies of a run, and the mesh of its ranks.
 
-    parts: Mapping[str, Any]
+    Attributes:
+        parts: The strategies by their dimensions of the mesh, the outermost first.
+        mesh: The arrangement of the ranks.
+    """
+
+    parts: Mapping[str, ParallelStrategy]
     mesh: Mesh
 
     @property
-    def cuts(self) -> bool:
-        """Return whether a strategy gives a rank only a part of the model."""
-        return not self.parts.keys() <= {"data"}
+    def splits_model(self) -> bool:
+        """Return whether a rank has only a part of the model."""
+        return any(part.splits_model for part in self.parts.values())
 
     @property
-    def ddp(self) -> DDP:
-        return self.parts.get("data", DDP())
+    def micro_batches(self) -> int:
+        """Return the number of micro-batches that go through a forward and backward pass."""
+        return max((part.micro_batches for part in self.parts.values()), default=1)
 
-    @property
-    def fsdp(self) -> FSDP | None:
-        return self.parts.get("shard")
+    def pass_sizes(self, rows: int, accumulate: int) -> set[int]:
+        """Return the numbers of rows that the forward passes for a mini-batch have.
 
-    @property
-    def tensor(self) -> Tensor | None:
-        return self.parts.get("tensor")
+        Args:
+            rows: The number of rows of the mini-batch.
+            accumulate: The number of parts of a mini-batch.
+        """
+        return {each for _, each, _ in micro_batches(rows, accumulate, self.micro_batches)}
 
-    @property
-    def pipeline(self) -> Pipeline | None:
-        return self.parts.get("pipe")
+    def planned(
+        self, module: nn.Module, inputs: Sequence[torch.Tensor], options: TrainingOptions
+    ) -> ParallelPlan:
+        """Return this plan with all options that depend on the model.
+
+        See :meth:`sparkdl.parallel.base.ParallelStrategy.planned`.
+        """
+        parts = {
+            dimension: part.planned(module, inputs, self.mesh, options)
+            for dimension, part in self.parts.items()
+        }
+        return replace(self, parts=parts)
 
 
 def parts_of(
-    strategy: str | Strategy | Sequence[str | Strategy], mesh: Mapping[str, int] | None
-) -> dict[str, Any]:
+    strategy: str | ParallelStrategy | Sequence[str | ParallelStrategy],
+    mesh: Mapping[str, int] | None,
+) -> dict[str, ParallelStrategy]:
     """Return the strategies by dimension.
 
-    Dimensions of ``mesh`` for which no strategy is named get the one with default options.
+    Dimensions of ``mesh`` that split the model, and for which no strategy is named, get the first one
+    in :data:`STRATEGIES`.
     """
-    named = [strategy] if isinstance(strategy, str | Strategy) else strategy
-    found: dict[str, Any] = {}
-    for one in named:
-        made = strategy_of(one) if isinstance(one, str) else one
-        found[made.dimension] = made
-    for made in (FSDP(), Tensor(), Pipeline()):
-        if made.dimension in (mesh or ()):
+    named = [strategy] if isinstance(strategy, str | ParallelStrategy) else strategy
+    found = {made.dimension: made for made in map(_made, named)}
+    for made in STRATEGIES.values():
+        if made.splits_model and made.dimension in (mesh or ()):
             found.setdefault(made.dimension, made)
-    if len(found) > 1 and found.get("data") == DDP():
+    if len(found) > 1 and found.get("data") == DDP():  # copies of a split model need no strategy
         del found["data"]
     return found
 
 
+def _made(strategy: str | ParallelStrategy) -> ParallelStrategy:
+    return STRATEGIES[strategy] if isinstance(strategy, str) else strategy
+
+
 def parallel_of(
-    parts: Mapping[str, Any], mesh: Mapping[str, int] | None, ranks: int
+    parts: Mapping[str, ParallelStrategy], mesh: Mapping[str, int] | None, ranks: int
 ) -> ParallelPlan:
     """Return the plan for this number of ranks.
 
@@ -81,39 +111,52 @@ def parallel_of(
     Raises:
         sparkdl.ParameterError: If it does not fit ``mesh``.
     """
-    return ParallelPlan(parts, mesh_of(mesh, tuple(parts), ranks))
+    arranged = mesh_of(mesh, tuple(parts), ranks)
+    return ParallelPlan({name: parts[name] for name in DIMENSIONS if name in parts}, arranged)
 
 
 def problems_of(strategy: Any, mesh: Any) -> Iterator[str]:
     """Yield the problems of ``Trainer.strategy`` and ``Trainer.mesh``."""
     named = list(strategy) if isinstance(strategy, (list, tuple)) else [strategy]
-    problems = [problem for one in named for problem in problems_of_strategy(one)]
+    problems = [problem for one in named for problem in _of_one(one)]
     problems += problems_of_mesh(mesh)
     yield from problems
     if not problems:
         yield from _together(named, mesh)
 
 
-def _together(named: Sequence[Any], mesh: Mapping[str, int] | None) -> Iterator[str]:
+def _of_one(strategy: Any) -> Iterator[str]:
+    """Yield the problems of a strategy, or of the word for one."""
+    if isinstance(strategy, type) and issubclass(strategy, ParallelStrategy):
+        name = strategy.__name__
+        yield f"strategy is the class {name}: give an instance, sparkdl.{name}()."
+    elif isinstance(strategy, ParallelStrategy):
+        name = type(strategy).__name__
+        yield from (f"strategy={name}({problem}" for problem in strategy.problems())
+    elif not isinstance(strategy, str) or strategy not in STRATEGIES:
+        classes = dict.fromkeys(type(made).__name__ for made in STRATEGIES.values())
+        *others, last = (f"sparkdl.{name}(...)" for name in classes)
+        yield (
+            f'strategy="{strategy}": use one of {", ".join([*STRATEGIES, *others])} or {last}.'
+            f"{nearest(str(strategy), STRATEGIES)}"
+        )
+
+
+def _together(
+    named: Sequence[str | ParallelStrategy], mesh: Mapping[str, int] | None
+) -> Iterator[str]:
     """Yield the problems of a combination of strategies, and of their sizes."""
     if not named:
         yield "strategy is an empty list: name one, or leave it out."
         return
-    count = Counter((strategy_of(one) if isinstance(one, str) else one).dimension for one in named)
+    count = Counter(made.dimension for made in map(_made, named))
     parts = parts_of(tuple(named), mesh)
     words = " and ".join(f'"{part.word}"' for part in parts.values())
+    beside = [problem for part in parts.values() for problem in part.problems_beside(words)]
     if max(count.values()) > 1:
         yield "strategy has two of a kind: name each once."
-    elif len(parts) > 1 and parts.get("data") not in (None, DDP(shard_optimizer=True)):
-        yield (
-            f'strategy: {words} do not go together. "fsdp", "tensor" and "pipeline" do, copies of what '
-            'they cut are mesh={"data": ...}, and "zero1" shares the update among these.'
-        )
-    elif len(parts) > 1 and "shard" in parts and parts["shard"].cpu_offload:
-        yield (
-            f"strategy: {words} together keep their weights where they compute: leave out "
-            "cpu_offload=True."
-        )
+    elif len(parts) > 1 and beside:
+        yield beside[0]
     elif len(parts) > 1 and mesh is None:
         yield (
             f"strategy: {words} together need sizes: give them, such as "

@@ -1,4 +1,4 @@
-"""The division of layers over ranks: plans, the default plan for a model, and checks.
+"""Tensor parallelism: the division of layers over ranks, the default plan for a model, and checks.
 
 A linear layer that is split *by column* computes some of its outputs on each rank. One that is
 split *by row* takes these as its inputs, and the ranks sum its outputs (Megatron-LM: Shoeybi et
@@ -8,8 +8,9 @@ al., 2019). Plain torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -17,8 +18,15 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from sparkdl.errors import ModelError, ParameterError, kind_of, nearest
 from sparkdl.model.flat import Layout
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import Tensor, check_dense, check_elementwise, check_rows
+from sparkdl.parallel.base import (
+    ParallelStrategy,
+    check_dense,
+    check_elementwise,
+    check_have_rows,
+)
+from sparkdl.parallel.mesh import Mesh
 from sparkdl.slices.optimizer import OptimizerSpec
 
 ELEMENTWISE = (
@@ -44,7 +52,76 @@ ELEMENTWISE = (
     nn.Threshold,
 )
 """The modules that treat every input element by itself, so that a rank can do so for its part."""
+WAYS = ("column", "row")
 FEED_FORWARD = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensor(ParallelStrategy):
+    """Tensor parallelism: layers are split, and each rank computes its part of every one of them.
+
+    Torch's ``parallelize_module`` does it (Shoeybi et al., 2019). All ranks see all samples of a
+    mini-batch. Each rank has the weights, gradients and optimizer state of its parts of the layers
+    that are split, and of all other layers.
+
+    Attributes:
+        plan: How submodules, by name or pattern, are split: "column" (the outputs of an
+            ``nn.Linear`` or an ``nn.Embedding``), "row" (the inputs of an ``nn.Linear``, or the
+            rows of an ``nn.Embedding``; the outputs are summed), or a style of
+            :mod:`torch.distributed.tensor.parallel`. A layer that is split by column is followed by
+            one that is split by row, with only element-wise operations between them. The default is
+            the pairs of ``nn.Linear`` for which this is known: in a ``Sequential``, with an
+            activation between them, and in torch's transformer layers.
+    """
+
+    word: ClassVar[str] = "tensor"
+    dimension: ClassVar[str] = "tensor"
+    rank_half: ClassVar[str] = "sparkdl.engines.gang.strategies.tensor:TensorRank"
+    plan: Mapping[str, Any] = field(default_factory=dict)
+
+    def problems(self) -> Iterator[str]:
+        """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
+        plan = self.plan
+        if not isinstance(plan, Mapping) or not all(isinstance(name, str) for name in plan):
+            yield (
+                f"plan={plan!r}): give ways by name or pattern, such as "
+                '{"0": "column", "2": "row"}.'
+            )
+            return
+        for name, way in plan.items():
+            torch_style = any(kind.__name__ == "ParallelStyle" for kind in type(way).__mro__)
+            if not torch_style and way not in WAYS:
+                yield (
+                    f'plan={{"{name}": {way!r}}}): use "column", "row", or a style of '
+                    f"torch.distributed.tensor.parallel.{nearest(str(way), WAYS)}"
+                )
+
+    def check_model(
+        self, module: nn.Module, layout: Layout, optimizer: OptimizerSpec, options: TrainingOptions
+    ) -> None:
+        check_elementwise(self.word, optimizer)
+        check_dense(self.word, layout)
+        trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
+        check_have_rows(self.word, trained)
+        _check_ways(self, module)
+
+    def check_mesh(self, module: nn.Module, mesh: Mesh) -> None:
+        ranks = mesh.tensor
+        for name, way in plan_of(self, module, ranks).items():
+            if not isinstance(way, str):
+                continue
+            child = module.get_submodule(name)
+            outputs, inputs = (
+                (child.out_features, child.in_features)
+                if isinstance(child, nn.Linear)
+                else (child.embedding_dim, child.num_embeddings)
+            )
+            width, what = (outputs, "outputs") if way == "column" else (inputs, "inputs")
+            if width % ranks:  # type: ignore[operator]
+                raise ParameterError(
+                    f'strategy="tensor" with {ranks} parts: "{name}" has {width} {what}, which {ranks} '
+                    "does not divide. Choose another width, or leave it out of the plan."
+                )
 
 
 def plan_of(strategy: Tensor, module: nn.Module, ranks: int) -> dict[str, Any]:
@@ -105,20 +182,6 @@ def _pairs(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, str, int]
             yield from _pairs(child, f"{prefix}{name}.")
 
 
-def check_cutting(
-    strategy: Tensor, module: nn.Module, layout: Layout, optimizer: OptimizerSpec
-) -> None:
-    """Check that a model and its optimizer can be split.
-
-    Raises:
-        sparkdl.ModelError: If they cannot.
-    """
-    check_elementwise(strategy.word, optimizer)
-    check_dense(strategy.word, layout)
-    check_rows(strategy.word, ((n, p) for n, p in module.named_parameters() if p.requires_grad))
-    _check_ways(strategy, module)
-
-
 def _check_ways(strategy: Tensor, module: nn.Module) -> None:
     users: dict[int, list[str]] = {}
     for name, child in module.named_modules():
@@ -148,29 +211,6 @@ def _check_ways(strategy: Tensor, module: nn.Module) -> None:
 
 def _inside(name: str, outer: str) -> bool:
     return name == outer or name.startswith(f"{outer}.")
-
-
-def check_even(strategy: Tensor, module: nn.Module, ranks: int) -> None:
-    """Check that the ranks can have equal parts of each layer.
-
-    Raises:
-        sparkdl.ParameterError: If they cannot.
-    """
-    for name, way in plan_of(strategy, module, ranks).items():
-        if not isinstance(way, str):
-            continue
-        child = module.get_submodule(name)
-        outputs, inputs = (
-            (child.out_features, child.in_features)
-            if isinstance(child, nn.Linear)
-            else (child.embedding_dim, child.num_embeddings)
-        )
-        width, what = (outputs, "outputs") if way == "column" else (inputs, "inputs")
-        if width % ranks:  # type: ignore[operator]
-            raise ParameterError(
-                f'strategy="tensor" with {ranks} parts: "{name}" has {width} {what}, which {ranks} '
-                "does not divide. Choose another width, or leave it out of the plan."
-            )
 
 
 @contextlib.contextmanager

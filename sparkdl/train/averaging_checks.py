@@ -63,7 +63,7 @@ def is_averaged(parallel: ParallelPlan, counts: Sequence[int], accumulate: int) 
         accumulate: The number of micro-batches.
     """
     copies = [sum(counts[rank] for rank in group) for group in parallel.mesh.model_groups]
-    return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.pipeline is not None
+    return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.micro_batches > 1
 
 
 def needs_more_rows(loss: Loss) -> bool:

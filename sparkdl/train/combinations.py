@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from sparkdl.checkpoint import Checkpoint
@@ -10,7 +10,7 @@ from sparkdl.errors import nearest
 from sparkdl.loop.triggers import Trigger
 from sparkdl.loop.validation import Validation
 from sparkdl.metrics.named import resolve
-from sparkdl.model.model_loss import ModelLoss, inner, is_model_loss
+from sparkdl.model.model_loss import ModelLoss, inner
 from sparkdl.parallel.plan import parts_of
 
 
@@ -54,7 +54,8 @@ def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
     for name, holder in (("validation", trainer.validation), ("checkpoint", trainer.checkpoint)):
         yield from _unknown_metrics(f"{name}.every", getattr(holder, "every", None), trainer, known)
     if isinstance(trainer.engine, str) and trainer.engine == "gang" and strategies:
-        yield from _of_strategies(trainer)
+        for part in parts_of(trainer.strategy, trainer.mesh).values():
+            yield from part.problems_with(trainer)
 
 
 def _of_model_loss(trainer: Any) -> Iterator[str]:
@@ -91,38 +92,6 @@ def _of_a_gang(trainer: Any) -> Iterator[str]:
             f'slices={trainer.slices} with engine="gang": the strategy decides how the state is '
             "divided. Leave slices out."
         )
-
-
-def _of_strategies(trainer: Any) -> Iterator[str]:
-    """Yield the problems of fields that do not go with the strategies of a gang."""
-    for dimension, part in parts_of(trainer.strategy, trainer.mesh).items():
-        if trainer.compression is not None and dimension != "data":
-            yield (
-                f'compression with strategy="{part.word}": torch sums the gradients itself. Use '
-                'strategy="zero1", or leave compression out.'
-            )
-        if getattr(part, "static_graph", False) is True and trainer.accumulate != 1:
-            yield (
-                f"strategy=DDP(static_graph=True) with accumulate={trainer.accumulate}: torch "
-                "records the graph in a backward pass that sums gradients, and only the last part "
-                "of an accumulated batch does. Leave one of the two out."
-            )
-        if dimension == "pipe" and (
-            isinstance(trainer.features, Mapping) or trainer.output is not None
-        ):
-            name = "output" if trainer.output is not None else "features by keyword"
-            yield (
-                f'{name} with strategy="{part.word}": pipeline stages take tensors by position and '
-                "pass tensors on. Give a list of columns, and a model that returns only its output."
-            )
-        if dimension == "pipe" and is_model_loss(trainer.loss):
-            yield (
-                f'loss=ModelLoss() with strategy="{part.word}": only the last stage has the '
-                "labels. Give a loss that is computed from the model's output."
-            )
-        for name in ("sync_batchnorm", "compile"):
-            if getattr(trainer, name) and dimension in ("pipe", "tensor"):
-                yield f'{name} does not go with strategy="{part.word}": leave it out.'
 
 
 def _of_sync_batchnorm(trainer: Any) -> Iterator[str]:

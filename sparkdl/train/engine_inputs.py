@@ -108,9 +108,8 @@ def _slices(trainer: Trainer, model: PreparedModel, replicas: int) -> int:
     """Return N, the number of slices."""
     if trainer.slices is not None:
         return trainer.slices
-    ddp = trainer.parts.get("data")
-    whole = ddp is not None and not ddp.shard_optimizer
-    return replicas if model.optimizer.separate and not whole else 1
+    sharded = all(part.shards_update for part in trainer.parts.values())
+    return replicas if model.optimizer.separate and sharded else 1
 
 
 def packed_state(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:

@@ -21,11 +21,8 @@ from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.output import Output
 from sparkdl.model.loss import loss_of, masses_of
 from sparkdl.model.model_loss import called
-from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe, frozen_digests
 from sparkdl.model.signature import Signature
-from sparkdl.parallel.fsdp import check_all_used
-from sparkdl.parallel.pipeline import check_one_length, pass_sizes
 from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import to_tensors
@@ -84,14 +81,10 @@ def preflight(
     )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
-    for dimension, part in trainer.parts.items():
-        if dimension != "data":
-            check_all_used(part.word, model.module)
     mesh = trainer.mesh if trainer.engine == "gang" else None
     parallel = parallel_of(trainer.parts, mesh, len(samples.counts))
-    for part in (parallel.pipeline, parallel.tensor):
-        if part is not None:
-            check_one_length(part.word, samples.fields)
+    for part in parallel.parts.values():
+        part.check_rows(model.module, samples.fields)
     check_single_rows(model.module, recipe, batch, plan, limit, parallel)
     averaged = is_averaged(parallel, samples.counts, trainer.accumulate)
     looked_at = samples.preview
@@ -148,7 +141,7 @@ def check_single_rows(
     if found is None:
         return
     what, reason, error = found
-    policy, pipeline = recipe.policy, parallel.pipeline
+    policy = recipe.policy
     last, together = plan.num_iterations - 1, parallel.mesh.model_groups
     of_all = policy.sync_batchnorm and what == "model"  # the rows of all ranks count together
     if of_all:
@@ -156,18 +149,16 @@ def check_single_rows(
     for number in (*range(min(last, _SEARCHED_BATCHES)), last):
         rows_of = [stop - start for start, stop in plan.rows(number)]
         counts = [sum(rows_of[rank] for rank in group) for group in together]
-        if pipeline is None:
-            single = any(_has_single(rows, policy) for rows in counts)
-        else:
-            single = any(1 in sizes for sizes in pass_sizes(pipeline, counts, policy.accumulate))
+        steps = (part for rows in counts for part in _cut(rows, policy.local_steps))
+        single = any(1 in parallel.pass_sizes(part, policy.accumulate) for part in steps)
         if single and (iterations is None or number < iterations):
             cut = "".join(
                 f", {name}={getattr(policy, name)}"
                 for name in ("local_steps", "accumulate")
                 if getattr(policy, name) > 1
             )
-            if pipeline is not None:
-                cut += f", micro_batches={pipeline.micro_batches}"
+            if parallel.micro_batches > 1:
+                cut += f", micro_batches={parallel.micro_batches}"
             who = "the whole batch" if of_all else "a replica"
             raise ModelError(
                 f"the {what} needs mini-batches of more than one row ({reason}), and in "
@@ -201,15 +192,6 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
         except Exception as error:
             return "loss", f"{text_of(error)}; the output of one is {shape_of(output)}", error
     return None
-
-
-def _has_single(rows: int, policy: TrainingOptions) -> bool:
-    """Return whether a replica's rows, cut into local steps and micro-batches, leave one row alone."""
-    return any(
-        1 in _cut(part, min(policy.accumulate, part))
-        for part in _cut(rows, policy.local_steps)
-        if part
-    )
 
 
 def _cut(rows: int, count: int) -> list[int]:

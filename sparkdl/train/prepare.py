@@ -24,9 +24,6 @@ from sparkdl.metrics.named import resolve
 from sparkdl.model.flat import Layout, layout_of
 from sparkdl.model.preparation import passing_buffers
 from sparkdl.model.recipe import Recipe
-from sparkdl.parallel.fsdp import check_sharding
-from sparkdl.parallel.pipeline import check_stages
-from sparkdl.parallel.tensor import check_cutting
 from sparkdl.replica.compare import Description, describe
 from sparkdl.session import context_of
 from sparkdl.slices.optimizer import OptimizerSpec
@@ -119,12 +116,8 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> PreparedModel:
     check_compression(recipe, layout)
     _import_compiler()
     optimizer = plan_optimizer(recipe, module, trainer.slices)
-    if "shard" in trainer.parts:
-        check_sharding(trainer.parts["shard"], module, layout, optimizer)
-    if "tensor" in trainer.parts:
-        check_cutting(trainer.parts["tensor"], module, layout, optimizer)
-    if "pipe" in trainer.parts:
-        check_stages(trainer.parts["pipe"], module, layout, optimizer, policy)
+    for part in trainer.parts.values():
+        part.check_model(module, layout, optimizer, policy)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return PreparedModel(recipe, payload, module, layout, built, optimizer, schedule)
 

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING
 
 from pyspark import SparkContext
 
-from sparkdl.engines.gang.engine import too_few
+from sparkdl.engines.gang.start import too_few
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.gang.slots import check_slots
-from sparkdl.parallel.pipeline import check_split
 from sparkdl.parallel.plan import parallel_of
-from sparkdl.parallel.tensor import check_even
 from sparkdl.process.memory import left_for_files, left_to_process
 from sparkdl.slab.root import SHARED_MEMORY
 from sparkdl.spark.frames import is_local
@@ -122,16 +120,8 @@ def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ra
     """
     raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, ranks)))
     parallel = parallel_of(trainer.parts, trainer.mesh, ranks)
-    if parallel.mesh.data == 1 and parallel.ddp.shard_optimizer and len(parallel.parts) > 1:
-        raise ParameterError(
-            'strategy="zero1" divides the update among copies of the model, but '
-            f'mesh={trainer.mesh} of {ranks} ranks has only one copy: give "data" a size of at '
-            'least 2, or leave "zero1" out.'
-        )
-    if parallel.pipeline is not None:
-        check_split(parallel.pipeline, model.module, parallel.mesh.pipe)
-    if parallel.tensor is not None:
-        check_even(parallel.tensor, model.module, parallel.mesh.tensor)
+    for part in parallel.parts.values():
+        part.check_mesh(model.module, parallel.mesh)
     profile, least = trainer.resource_profile, trainer.min_ranks
     slots = check_slots(context, ranks, profile=profile, min_slots=least)
     if slots < ranks:

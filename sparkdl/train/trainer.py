@@ -22,7 +22,7 @@ from sparkdl.loop.triggers import MaxEpoch, Trigger
 from sparkdl.loop.validation import Validation
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.signature import Signature
-from sparkdl.parallel.base import Strategy
+from sparkdl.parallel.base import ParallelStrategy
 from sparkdl.parallel.plan import parts_of
 from sparkdl.plain import make_plain, plain_list
 from sparkdl.slices.compression import GradBucket
@@ -131,7 +131,7 @@ class Trainer:
     """The engine: "shuffle" (Spark jobs that can be retried, so nothing is lost), "gang" (all
     replicas run at once and exchange data by torch.distributed; for fast networks and short steps)
     or "local" (in this process, for debugging)."""
-    strategy: str | Strategy | Sequence[str | Strategy] = "ddp"
+    strategy: str | ParallelStrategy | Sequence[str | ParallelStrategy] = "ddp"
     """For a gang: how the ranks share the work; other engines ignore it.
 
     - "ddp": every rank updates all weights.
@@ -261,7 +261,7 @@ class Trainer:
         return (self.label,) if isinstance(self.label, str) else tuple(self.label)
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> dict[str, ParallelStrategy]:
         """The strategies of a gang by their dimension of the mesh; empty for other engines."""
         return parts_of(self.strategy, self.mesh) if self.engine == "gang" else {}
 

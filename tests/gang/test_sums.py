@@ -16,15 +16,15 @@ from torch import nn
 
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.batchnorm import GlobalBatchNorm, synchronise
-from sparkdl.engines.gang.model_group import check_carried
-from sparkdl.engines.gang.strategies.base import CopySync, GradientVector
+from sparkdl.engines.gang.mesh_groups import check_carried
 from sparkdl.engines.gang.strategies.ddp import BucketedDDP, FlatAllReduce
+from sparkdl.engines.gang.strategies.summed import CopySync, GradientVector
 from sparkdl.errors import SessionError
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
-from sparkdl.parallel.base import DDP, strategy_of
-from sparkdl.parallel.plan import parallel_of
+from sparkdl.parallel.ddp import DDP
+from sparkdl.parallel.plan import STRATEGIES, parallel_of
 from sparkdl.replica.compute import MiniBatch, forward_backward
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.padding_pass import padding_pass
@@ -123,7 +123,7 @@ def test_what_is_too_large_for_the_wire_is_noticed_before_it_is_applied(ranks, k
 
 
 def carried(communicator: Any, dimension: str) -> str:
-    parallel = parallel_of({dimension: strategy_of(WORDS[dimension])}, {dimension: WORLD}, WORLD)
+    parallel = parallel_of({dimension: STRATEGIES[WORDS[dimension]]}, {dimension: WORLD}, WORLD)
     try:
         check_carried(parallel, torch.device("cuda"))
     except SessionError as error:

@@ -14,8 +14,17 @@ import sparkdl
 from sparkdl.data.columns.base import KINDS
 from sparkdl.metrics.named import METRICS, resolve
 from sparkdl.metrics.scorer import Scorer
+from sparkdl.parallel.plan import STRATEGIES
 
 PATHS = sorted([*(ROOT / "sparkdl").rglob("*.py"), *(ROOT / "jobs").rglob("*.py")])
+STRATEGY_ROOMS = ("parallel", "engines/gang/strategies")
+"""The rooms that may ask which gang strategy runs."""
+STRATEGY_CLASSES = {type(made).__module__: type(made).__name__ for made in STRATEGIES.values()}
+STRATEGY_WORDS = {
+    *STRATEGIES,
+    *(made.word for made in STRATEGIES.values()),
+    *(made.dimension for made in STRATEGIES.values() if made.splits_model),
+}
 COLUMN_TYPES = {
     kind.__module__: kind.__name__
     for kind in KINDS.values()
@@ -112,3 +121,73 @@ def test_a_metric_by_name_is_a_class_and_a_row(monkeypatch: pytest.MonkeyPatch) 
     assert scorer.values(scorer.merge(halves))["within@2"] == 2.0
     with pytest.raises(sparkdl.ParameterError, match=r'Did you mean "within@k"\? .*, within@k, or'):
         resolve(["withn@3"])
+
+
+def compared_words(tree: ast.AST) -> Iterator[str]:
+    """Yield the words for a strategy, or for its dimension, that a module compares with or looks up."""
+    for node in ast.walk(tree):
+        asked: list[ast.expr] = []
+        if isinstance(node, ast.Compare):
+            asked = [node.left, *node.comparators]
+        elif isinstance(node, ast.Subscript):
+            asked = [node.slice]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "get":
+            asked = node.args[:1]
+        elif isinstance(node, ast.match_case):
+            asked = [
+                part.value for part in ast.walk(node.pattern) if isinstance(part, ast.MatchValue)
+            ]
+        for part in (part for one in asked for part in ast.walk(one)):
+            if isinstance(part, ast.Constant) and part.value in STRATEGY_WORDS:
+                yield part.value
+
+
+def asked_strategies(tree: ast.AST) -> Iterator[str]:
+    """Yield the strategy classes that a module imports, and the words that it compares with."""
+    for module, name in imports(tree):
+        if STRATEGY_CLASSES.get(module) == name or (
+            module == "sparkdl" and name in STRATEGY_CLASSES.values()
+        ):
+            yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "sparkdl":
+            yield from {node.attr} & set(STRATEGY_CLASSES.values())
+    yield from compared_words(tree)
+
+
+def test_the_strategy_is_found() -> None:
+    text = """
+from sparkdl.parallel.fsdp import FSDP, units_of
+isinstance(x, sparkdl.Pipeline) or word == "zero1" or x["shard"] or x.get("pipe") or y in ("tensor",)
+print("ddp")
+"""
+    found = sorted(asked_strategies(ast.parse(text)))
+    assert found == ["FSDP", "Pipeline", "pipe", "shard", "tensor", "zero1"]
+
+
+def test_no_module_asks_which_strategy_runs() -> None:
+    """Only rooms above ``parallel`` know strategies: "tensor" means other things below it."""
+    above = ("loop", "engines", "checkpoint", "infer", "train", "summaries")
+    found = {}
+    for path in PATHS:
+        room = path.relative_to(ROOT).as_posix().removeprefix("sparkdl/")
+        if room.startswith((*above, "jobs/")) and not room.startswith(STRATEGY_ROOMS):
+            found[room] = list(asked_strategies(ast.parse(path.read_text())))
+    assert len(found) > 100
+    assert {room: names for room, names in found.items() if names} == {}
+
+
+def test_a_strategy_is_public_and_in_a_file_of_its_own() -> None:
+    assert len(STRATEGY_CLASSES) == len({type(made) for made in STRATEGIES.values()})
+    assert set(STRATEGY_CLASSES.values()) <= set(sparkdl.__all__)
+
+
+def test_planning_imports_nothing_that_only_ranks_need() -> None:
+    """Ranks' halves are named by text; checks of torch's version import within functions."""
+    for path in (ROOT / "sparkdl/parallel").glob("*.py"):
+        top = ast.Module([n for n in ast.parse(path.read_text()).body if not is_definition(n)], [])
+        assert not [m for m, _ in imports(top) if m.startswith("torch.distributed")], path
+
+
+def is_definition(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.ClassDef)

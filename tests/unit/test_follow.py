@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from sparkdl import ModelError, ParameterError
 from sparkdl.model.options import TrainingOptions
-from sparkdl.parallel.base import Pipeline
 from sparkdl.parallel.chain import chain_of
-from sparkdl.parallel.pipeline import balanced, with_split
-from sparkdl.parallel.trace import TracedStage
+from sparkdl.parallel.pipeline import Pipeline, with_split
+from sparkdl.parallel.stages import balanced
+from sparkdl.parallel.traced_stage import TracedStage
 
 WIDTH, LENGTH, WORDS = 8, 5, 11
 

@@ -73,7 +73,7 @@ def test_a_mesh_names_strategies():
 
 def test_who_shares_what():
     found = parallel_of(parts_of("ddp", {"data": 2, "tensor": 2}), {"data": 2, "tensor": 2}, 4)
-    assert (found.tensor, found.fsdp, found.pipeline, found.ddp) == (Tensor(), None, None, DDP())
+    assert found.parts == {"tensor": Tensor()}
     assert found.mesh == Mesh(data=2, tensor=2)
 
 

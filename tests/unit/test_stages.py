@@ -12,15 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparkdl.model.options import TrainingOptions
-from sparkdl.parallel.base import Pipeline
 from sparkdl.parallel.chain import chain_of
-from sparkdl.parallel.pipeline import (
-    balanced,
-    bounds_of,
-    micro_batches,
-    pass_sizes,
-    with_split,
-)
+from sparkdl.parallel.mesh import Mesh
+from sparkdl.parallel.pipeline import Pipeline, bounds_of, with_split
+from sparkdl.parallel.plan import ParallelPlan
+from sparkdl.parallel.stages import balanced, micro_batches
 
 
 @given(st.lists(st.floats(0.5, 100), min_size=1, max_size=8), st.data())
@@ -58,8 +54,8 @@ def test_no_rows_are_no_micro_batches():
 
 
 def test_the_ranks_of_a_copy_have_one_mini_batch():
-    sizes = pass_sizes(Pipeline(micro_batches=2), [5, 2], 1)
-    assert list(sizes) == [{2, 3}, {1}]
+    plan = ParallelPlan({"pipe": Pipeline(micro_batches=2)}, Mesh(data=2, pipe=2))
+    assert [plan.pass_sizes(rows, 1) for rows in (5, 2)] == [{2, 3}, {1}]
 
 
 def test_blocks_are_flattened_and_other_modules_are_not():

@@ -7,14 +7,11 @@ as with the other engines.
 
 from __future__ import annotations
 
-import math
-import pickle
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from pyspark.core.rdd import RDD
 from pyspark.resource import ResourceProfile
@@ -22,17 +19,18 @@ from pyspark.resource import ResourceProfile
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.fields import SampleHandle
 from sparkdl.data.samples import SampleSet
-from sparkdl.engines.delivery import AT_ONCE_BYTES, Wanted, bring, not_here
 from sparkdl.engines.gang.background import BackgroundResult
 from sparkdl.engines.gang.in_flight import InFlight
-from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
-from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus
+from sparkdl.engines.gang.node_files import NodeFiles
+from sparkdl.engines.gang.rank import CallMethod
+from sparkdl.engines.gang.rank_messages import RankConfig
 from sparkdl.engines.gang.recipe_files import RecipeSource
-from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, compute_again, samples_changed
+from sparkdl.engines.gang.slice_results import SliceResults
+from sparkdl.engines.gang.start import NodeHere, node_of, raise_first, start_ranks, too_few
+from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
+from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.oversubscribe import Oversubscription
 from sparkdl.loop.engine import (
@@ -47,28 +45,12 @@ from sparkdl.loop.engine import (
 )
 from sparkdl.model.flat import Layout
 from sparkdl.parallel.plan import ParallelPlan
-from sparkdl.replica.compare import Description, check_same
-from sparkdl.replica.iteration import Iteration, IterationRows, ReplicaReport
+from sparkdl.replica.compare import Description
+from sparkdl.replica.iteration import Iteration, IterationRows
 from sparkdl.replica.run import RunSpec
-from sparkdl.slab.parts import Left
-from sparkdl.slab.pool import Reference
-from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.spark.frames import zip_frames
-
-
-@dataclass(frozen=True)
-class NodeFiles:
-    """A snapshot: files that the first rank of each node has written there.
-
-    Attributes:
-        name: The name of the snapshot, which is part of the file names.
-        holders: The first rank of each node.
-    """
-
-    name: str
-    holders: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -135,7 +117,7 @@ class GangEngine:
         )
         self._tokens: tuple[str, ...] = ()
         self._writing = False
-        self._times_left = 0  # the number of requests whose results may have been left in slabs
+        self._results = SliceResults(self._call, run.slab, run.slices)
         frames = self._samples[0]
         if validation is not None:
             frames = zip_frames(frames, self._samples[1])
@@ -159,42 +141,15 @@ class GangEngine:
         if read is None and which == CURRENT:
             self._gang.leave()  # ranks that have trained no longer have the recipe's weights
         self._ready()
-        results = self._call("setting up the ranks", "read", read, reported, which)
-        _raise_first(results)
-        self._call("setting up the ranks", "place")
+        results = self._call("setting up the ranks", "state.read", read, reported, which)
+        raise_first(results)
+        self._call("setting up the ranks", "state.place")
 
     def _ready(self) -> None:
-        """Start the gang, if it is not running, on the nodes that have its samples."""
-        if self._gang.running:
-            return
-        self._asked.forget()
-        for _ in range(MAX_SUBMISSIONS):
-            self._gang.start()
-            self._setup.recipe.bring(self._gang, self._recipe)
-            told = self._gang.call(InitRank(self._setup), "setting up the ranks")
-            _raise_first([each for each in told if isinstance(each, UserError)])
-            found: list[RankStatus] = told
-            if all(all(standing.here) for standing in found):
-                break
-            self._gang.close()
-            for number, rdd in enumerate(self._samples):
-                if not all(standing.here[number] for standing in found):
-                    compute_again(rdd)
-        else:
-            raise TrainingError(
-                f"setting up the ranks: after {MAX_SUBMISSIONS} times some still find themselves on "
-                "other nodes than their samples."
-            )
-        check_same([standing.compared for standing in found])
-        for rank, standing in enumerate(found):
-            if not standing.unchanged:
-                raise samples_changed("setting up the ranks", rank)
-        samples = tuple(standing.samples for standing in found)
-        self._tokens = tuple(each.token for each in samples)
-        # only the ranks of a split model read the rows of other ranks
-        theirs = samples if self._setup.parallel.cuts else ()
-        _raise_first(self._call("setting up the ranks", "begin", theirs))
-        self._setup.recipe.remove(self._gang)
+        """Start the gang, if it is not running."""
+        if not self._gang.running:
+            self._asked.forget()
+            self._tokens = start_ranks(self._gang, self._setup, self._recipe, self._samples)
 
     @property
     def capacity_note(self) -> str:
@@ -216,7 +171,7 @@ class GangEngine:
         answer = self._asked.answer(iteration)
         done = answer.results
         self._writing = any(one.writing for one in done)
-        reports = [_told(one, done) for one in done]
+        reports = [one.with_loss(done) for one in done]
         slices = sorted((s for one in done for s in one.slices), key=lambda s: s.index)
         seconds = slowest([report.seconds for report in reports])
         working = max(sum(report.seconds.values()) for report in reports)
@@ -239,74 +194,36 @@ class GangEngine:
 
     def keep_best(self) -> None:
         """Keep a copy of the current weights on the ranks."""
-        self._call("keeping the best weights", "keep_best")
+        self._call("keeping the best weights", "state.keep_best")
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         """Return the weights, read from the ranks that answer for the slices."""
-        doing = "reading the weights"
-        found = self._ask_for_large(doing, "weights", which)
-        sizes = [one.reference.nbytes if isinstance(one, Left) else one.nbytes for one in found]
-        flat = np.empty(sum(sizes), dtype=np.uint8)
-        wanted: list[Wanted] = []
-        for n, place in enumerate(np.split(flat, np.cumsum(sizes)[:-1])):
-            if isinstance(found[n], Left):
-                wanted.append((n, found[n].reference, place))
-            else:
-                place[:] = found[n].view(np.uint8)
-        self._bring(doing, wanted)
+        flat = self._results.arrays("reading the weights", "state.weights", which)
         return torch.from_numpy(flat).view(self._layout.dtype)
 
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
         """Call ``use`` for every slice, on the rank that answers for it, and return the results."""
-        doing = "reading the state"
-        results = self._ask_for_large(doing, "map_slices", use, which)
-        for n, result in enumerate(results):
-            if isinstance(result, Left):
-                data = np.empty(result.reference.nbytes, dtype=np.uint8)
-                self._bring(doing, [(n, result.reference, data)])
-                results[n] = data.tobytes()
-        return results
-
-    def _of_slices(self, results: Sequence[Mapping[int, Any]]) -> list[Any]:
-        found = {n: result for some in results for n, result in some.items()}
-        return [found[n] for n in range(self._run.slices)]
-
-    def _ask_for_large(self, doing: str, method: str, *arguments: Any) -> list[Any]:
-        """Return a method's results in the order of the slices.
-
-        The ranks leave large results in slabs.
-        """
-        self._times_left += 1
-        return self._of_slices(self._call(doing, method, *arguments, self._times_left))
-
-    def _bring(self, doing: str, wanted: Sequence[Wanted]) -> None:
-        """Fetch the results that ranks have left in slabs."""
-
-        def read(parts: Mapping[int, Reference]) -> list[bytes]:
-            told = self._call(doing, "read_parts", parts)
-            return [some[n] for n in sorted(parts) for some in told if n in some]
-
-        bring(not_here(self._run.slab, wanted), read, AT_ONCE_BYTES)
+        return self._results.values("reading the state", "state.map_slices", use, which)
 
     def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
     ) -> None:
         """Load the compression residuals, every rank its own."""
         self._ready()
-        results = self._call("setting up the ranks", "load_residuals", read, reported)
-        _raise_first(results)
+        results = self._call("setting up the ranks", "state.load_residuals", read, reported)
+        raise_first(results)
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """Call ``use`` for the residuals of every rank, on that rank, and return the results."""
-        found = self._call("reading what the ranks keep", "map_residuals", use)
+        found = self._call("reading what the ranks keep", "state.map_residuals", use)
         return [result for results in found for result in results]
 
     def in_background(self, uses: StateWork) -> InBackground:
         """Start ``uses`` on the ranks, with copies of the current state."""
         name = secrets.token_hex(8)
-        self._call("copying the state", "begin_background", name, uses)
+        self._call("copying the state", "state.begin_background", name, uses)
         self._writing = True
         return InBackground(self, name, len(uses.states))
 
@@ -325,13 +242,15 @@ class GangEngine:
             count: The number of its uses of the state.
         """
         self._ready()
-        found: list[BackgroundResult | None] = self._call("writing the state", "background", name)
+        found: list[BackgroundResult | None] = self._call(
+            "writing the state", "state.background", name
+        )
         self._writing = False
         known = [results for results in found if results is not None]
         if len(known) < len(found):
             return None
-        _raise_first([results.error for results in known])
-        states = tuple(self._of_slices([r.states[k] for r in known]) for k in range(count))
+        raise_first([results.error for results in known])
+        states = tuple(self._results.in_order([r.states[k] for r in known]) for k in range(count))
         return StateWorkResult(states, [kept for results in known for kept in results.residuals])
 
     def take_snapshot(self) -> NodeFiles:
@@ -373,46 +292,3 @@ class GangEngine:
                 raise StateLostError(f"restoring a snapshot: no node has part {n} of it.")
             sources.append(having[0])
         self._call("restoring a snapshot", "snapshots.load", snapshot.name, tuple(sources))
-
-
-def node_of(records: list[Any]) -> str:
-    """Return the token of the node that has a partition's samples, or "" if the partition is empty.
-
-    Training samples take precedence over validation samples.
-    """
-    handles: list[SampleHandle] = [pickle.loads(frame) for frame in frames_of(records)]
-    return next((handle.token for handle in handles if handle.num_rows), "")
-
-
-@dataclass(frozen=True)
-class NodeHere:
-    """A callable that returns the token of the node on which it is called."""
-
-    slab: SlabConfig
-
-    def __call__(self) -> str:
-        root = open_root(self.slab, create=True)
-        assert root is not None
-        return root.token
-
-
-def too_few(slots: int, ranks: int) -> str:
-    """Return the message that there are fewer task slots than ranks."""
-    return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
-
-
-def _told(one: RankReport, done: Sequence[RankReport]) -> ReplicaReport:
-    """Return the report of ``one``, with the loss as the rank that knows it reports it."""
-    report, loss_rank = one.report, one.loss_rank
-    if loss_rank == report.replica or not report.count:
-        return report
-    loss, problem = done[loss_rank].report.loss, report.not_finite
-    if not math.isfinite(loss):
-        problem = f"the loss ({loss})"
-    return replace(report, loss=loss, not_finite=problem)
-
-
-def _raise_first(results: Sequence[Exception | None]) -> None:
-    for problem in results:
-        if problem is not None:
-            raise problem

@@ -29,6 +29,19 @@ from sparkdl.slices.state import SliceState
 
 
 @dataclass(frozen=True)
+class NodeFiles:
+    """A snapshot: files that the first rank of each node has written there.
+
+    Attributes:
+        name: The name of the snapshot, which is part of the file names.
+        holders: The first rank of each node.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class SnapshotFiles:
     """The snapshot files of this node, in its slab root."""
 

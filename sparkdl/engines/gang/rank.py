@@ -28,29 +28,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
-from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, lies_here, open_partition
-from sparkdl.engines.gang.background import (
-    Background,
-    BackgroundResult,
-    copied_residuals,
-    on_copies,
-)
 from sparkdl.engines.gang.build_turn import Turn
 from sparkdl.engines.gang.node_files import SnapshotFiles
 from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus, SampleLocation
-from sparkdl.engines.gang.rank_state import States
+from sparkdl.engines.gang.rank_update import update_slices
 from sparkdl.engines.gang.snapshots import Snapshots
-from sparkdl.engines.gang.strategies.base import gathered
-from sparkdl.engines.gang.strategies.build import hold
+from sparkdl.engines.gang.state_commands import StateCommands
+from sparkdl.engines.gang.strategies.build import build_rank
+from sparkdl.engines.gang.strategies.summed import gathered
 from sparkdl.errors import ModelError, SessionError, UserError
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.loop.engine import BEST, ReadResiduals, ReadState, StateWork, weights_of
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import generators_lent
@@ -60,15 +52,8 @@ from sparkdl.replica.compare import Compared, compared
 from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
-from sparkdl.slab.parts import Left, left_where_large, read_part
-from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.slab.root import open_root
 from sparkdl.slices.optimizer_step import wants_loss
-from sparkdl.slices.reduce import ReducedGradient
-from sparkdl.slices.section import Section
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
-from sparkdl.slices.update import SliceUpdater
 from sparkdl.usercode.travel import model_needs
 
 
@@ -110,8 +95,12 @@ class InitRank:
 class Rank:
     """One rank of the gang. See the note above.
 
-    ``_read`` is the state that :meth:`read` has read and :meth:`place` has still to place.
+    Attributes:
+        snapshots: The commands about snapshots.
+        state: The commands about the state, from :meth:`begin` on.
     """
+
+    state: StateCommands
 
     def __init__(self, setup: RankConfig, member: RankContext) -> None:
         self._setup, self._run, self._member = setup, setup.run, member
@@ -124,9 +113,7 @@ class Rank:
         handles = [pickle.loads(frame) for frame in frames_of(member.frames)]
         self._handles: list[SampleHandle] = handles
         self._partition: Any = None
-        self._read: tuple[str, States] | None = None
         self._before: Mapping[str, float] = {}
-        self._background: Background | None = None
 
     def standing(self) -> RankStatus:
         """Return the status that the driver checks before it continues."""
@@ -143,7 +130,7 @@ class Rank:
 
         Ranks read and build a model that is to be split in turn, and free it afterwards.
         """
-        if self._setup.parallel.cuts:
+        if self._setup.parallel.splits_model:
             with memory_given_back(), Turn(self._folder):
                 return compared(self._load().build(), self._setup.built)
         recipe = self._load()
@@ -162,11 +149,12 @@ class Rank:
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
         try:
-            self._held, self._way = hold(self._load, self._setup, samples, self._member)
+            self._held, self._way = build_rank(self._load, self._setup, samples, self._member)
         except (ModelError, SessionError) as error:
             return error
         self._load = self._setup.recipe.load  # this frees the recipe that was read
         self.snapshots.begin(self._held, self._way)
+        self.state = StateCommands(self._held, self._way, self._run, self._member.rank)
         policy, owners = self._held.live.recipe.policy, self._held.owners.values()
         kinds = [type(o) for owner in owners for o in owner.optimizer.schedule_targets()]
         leaves_out = policy.on_nan == "skip" or policy.scales_loss
@@ -174,47 +162,6 @@ class Rank:
             leaves_out or self._setup.sums or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
         )
         return None
-
-    def answers_for(self, number: int) -> bool:
-        """Return whether this rank reports on slice ``number``, which several ranks may own."""
-        return number in self._held.owners and (self._run.slices > 1 or self._member.rank == 0)
-
-    def read(
-        self, read: ReadState | None, reported: tuple[type[Exception], ...], which: str
-    ) -> Any:
-        """Read the initial slices, without placing them.
-
-        Args:
-            read: Reads one slice. None means that the recipe's weights are used.
-            reported: The exceptions that are returned instead of raised.
-            which: The weights that the slices replace.
-
-        Returns:
-            An exception of ``reported``, or None.
-        """
-        self._read = None
-        if read is None:
-            return None
-        held, found = self._held, {}
-        for n in held.owners:
-            try:
-                found[n] = read(held.slices[n], held.live.flat.layout.dtype)
-            except reported as error:
-                return error
-        self._read = which, found
-        return None
-
-    def place(self) -> None:
-        """Place the state that was read or, if none was, the recipe's weights."""
-        if self._read is None:
-            self._held.begin()
-            return
-        which, found = self._read
-        self._read = None
-        if which == BEST:
-            self._held.place_best(found)
-        else:
-            self._held.place(found)
 
     def run(self, step: IterationRows) -> RankReport:
         """Run one iteration, after which this rank's slices have the next version."""
@@ -239,8 +186,7 @@ class Rank:
         count, seconds = stop - start, {**self._before, **clock.seconds}
         self._before = {}
         report = ReplicaReport(rank, count, weight, loss, self._token, seconds, problem)
-        writing = self._background is not None and self._background.busy
-        return RankReport(report, slices, writing, self._way.loss_rank)
+        return RankReport(report, slices, self.state.writing, self._way.loss_rank)
 
     def _finish_later(self, finish: Callable[[Clock], Any]) -> None:
         """Finish an iteration after its report was sent.
@@ -273,56 +219,14 @@ class Rank:
         clock.lap("reduce")
         total = sum(weights)
         mean = sum(one[0] * w for one, w in zip(found, weights, strict=True) if w)
-        return self._update(step, contributions, mean / total if total else 0.0, clock)
+        loss = mean / total if total else 0.0
+        return update_slices(self._held, self._run, self._token, step, contributions, loss, clock)
 
     def _weights(self, step: IterationRows, weight: float) -> list[float]:
         """Return the weight of each rank's mini-batch."""
         if not self._setup.weighted_batches:
             return [float(stop - start) for start, stop in step.rows]
         return [found for (found,) in gathered([weight])]
-
-    def _update(
-        self,
-        step: IterationRows,
-        contributions: Mapping[int, list[Section]],
-        loss: float,
-        clock: Clock,
-    ) -> list[SliceReport]:
-        """Regularize, clip and update this rank's slices, and send their weights to the other ranks."""
-        known: dict[int, ReducedGradient] = {}
-        squares = [0.0] * self._run.slices
-        for n, owner in self._held.owners.items():
-            if owner.clips_norm:
-                state = self._held.states[n]
-                known[n] = owner.reduce(contributions[n], state.weights, _dense(owner, state))
-                squares[n] = self._held.counted[n].squared_norm(known[n])
-        if known and self._run.slices > 1:
-            mine = squares if self._held.first else [0.0] * len(squares)
-            squares = [many[r] for r, many in enumerate(gathered(mine))]
-        slices = []
-        for n, owner in self._held.owners.items():
-            state = self._held.states[n]
-            updated = owner.update(
-                state,
-                state,
-                contributions[n],
-                step.hyperparameters,
-                known=known.get(n),
-                squares=squares,
-                loss=loss,
-                seed=step.update_seed(self._run.seed),
-                keep=_dense(owner, state) if step.histograms else None,
-            )
-            told = self._held.counted[n]
-            histograms = told.histograms(state, updated.reduced) if step.histograms else {}
-            clock.lap("update")
-            if self._held.first:
-                slices.append(
-                    SliceReport(n, self._token, None, norm=updated.norm, histograms=histograms)
-                )
-        self._held.share()
-        clock.lap("publish")
-        return slices
 
     def score(self, scorer: Scorer, assembly: BatchSpec, batch_size: int) -> list[Any] | None:
         """Return the scorer's states for this rank's partition of the validation samples.
@@ -344,92 +248,6 @@ class Rank:
             return score_partition(self._held.live, partition, scorer, assembly, batch_size)
 
         return self._way.scored(math.ceil(handle.num_rows / batch_size), score)
-
-    def keep_best(self) -> None:
-        """Keep a copy of the current weights."""
-        states = self._held.states
-        self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
-
-    def weights(self, which: str, tick: int) -> dict[int, np.ndarray | Left]:
-        """Return the weights of the slices that this rank answers for, as NumPy arrays.
-
-        Arrays travel with fewer copies than tensors. ``which`` may also be the moving average. For
-        the arguments see :meth:`map_slices`.
-        """
-        held, pool = self._held, open_pool(self._run.slab)
-        states = held.best if which == BEST else held.states
-        slices = held.as_slices({n: SliceState(weights_of(s, which)) for n, s in states.items()})
-        return {
-            n: left_where_large(pool, s.weights.numpy(), tick)
-            for n, s in slices.items()
-            if self.answers_for(n)
-        }
-
-    def map_slices(
-        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str, tick: int
-    ) -> dict[int, Any]:
-        """Use the states of the slices that this rank answers for.
-
-        Args:
-            use: Called as ``use(index, plan, state)``.
-            which: The weights to use: the current ones or the best.
-            tick: A number that increases with every request, for the slabs.
-
-        Returns:
-            The results by slice index. Large ones are left in slabs.
-        """
-        plans, states, pool = self._held.slices, self._slices(which), open_pool(self._run.slab)
-        return {
-            n: left_where_large(pool, use(n, plans[n], state), tick) for n, state in states.items()
-        }
-
-    def read_parts(self, parts: Mapping[int, Reference]) -> dict[int, bytes]:
-        """Read parts of what this rank has left in slabs."""
-        pool = open_pool(self._run.slab)
-        return {n: read_part(pool, part) for n, part in parts.items() if self.answers_for(n)}
-
-    def _slices(self, which: str) -> States:
-        """Return the states of the slices that this rank answers for."""
-        held = self._held
-        states = held.as_slices(held.best if which == BEST else held.states)
-        return {n: state for n, state in states.items() if self.answers_for(n)}
-
-    def begin_background(self, name: str, uses: StateWork) -> None:
-        """Start to use copies of the state in the background. Only one such work runs at a time."""
-        plans = dict(enumerate(self._held.slices))
-        states = [on_copies(use, plans, self._slices(which)) for use, which in uses.states]
-        residuals = []
-        if self._way.kept is not None:
-            kept = copied_residuals(self._way.kept)
-            residuals.append(functools.partial(uses.residuals, self._member.rank, kept))
-        self._background = Background(name, states, residuals)
-
-    def background(self, name: str) -> BackgroundResult | None:
-        """Return the results of background work, or None if this rank is new and does not know it."""
-        found, self._background = self._background, None
-        return found.results() if found is not None and found.name == name else None
-
-    def load_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
-        """Load this rank's residuals. See :class:`sparkdl.loop.engine.Engine`.
-
-        An exception of ``reported`` is returned instead of raised.
-        """
-        try:
-            self._way.kept = read(self._member.rank)
-        except reported as error:
-            return error
-        return None
-
-    def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
-        """Return ``[use(rank, kept)]``, or an empty list if this rank has no residuals."""
-        kept = self._way.kept
-        return [] if kept is None else [use(self._member.rank, kept)]
-
-
-def _dense(owner: SliceUpdater, state: SliceState) -> torch.Tensor:
-    """Allocate memory for the dense gradient of the slice that ``owner`` updates."""
-    length, device = owner.plan.dense_length, state.weights.device
-    return torch.empty(length, dtype=owner.dtype, device=device)
 
 
 def frames_of(records: Sequence[Any]) -> list[bytes]:

@@ -8,7 +8,9 @@ own ``*_object_list`` functions would unpickle them.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -209,3 +211,16 @@ class RankReport:
     slices: list[SliceReport]
     writing: bool
     loss_rank: int
+
+    def with_loss(self, done: Sequence[RankReport]) -> ReplicaReport:
+        """Return the report on the rows, with the loss as the rank that knows it reports it.
+
+        ``done`` are the reports of all ranks.
+        """
+        report = self.report
+        if self.loss_rank == report.replica or not report.count:
+            return report
+        loss, problem = done[self.loss_rank].report.loss, report.not_finite
+        if not math.isfinite(loss):
+            problem = f"the loss ({loss})"
+        return replace(report, loss=loss, not_finite=problem)

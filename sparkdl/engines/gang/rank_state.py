@@ -1,4 +1,4 @@
-"""The state that a rank of a gang holds: whole slices, or its part of a split model.
+"""The state that a rank of a gang holds, and that of a rank with a whole model.
 
 Outside the gang, in checkpoints, snapshots and results, there are only slices. A rank *owns* the slices
 that it updates; it *places* their state before an iteration and *shares* the updated weights after one.
@@ -6,31 +6,17 @@ that it updates; it *places* their state before an iteration and *shares* the up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
-from sparkdl.codec.packed import join_files
 from sparkdl.codec.safe import mapped
-from sparkdl.engines.gang.rank_messages import exchange_bytes
-from sparkdl.engines.gang.shards import (
-    ShardRange,
-    for_shards,
-    for_slice,
-    parts_of,
-    state_from,
-    unpacked,
-)
-from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.parallel.mesh import Mesh
 from sparkdl.replica.gradient_writer import writes_early
 from sparkdl.replica.run import OpenRun, RunSpec
-from sparkdl.slices.slice_file import StoredSlice, reslice, to_bytes
-from sparkdl.slices.spec import SliceSpec, slice_specs
+from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import SliceUpdater
 
@@ -94,13 +80,13 @@ class ReplicatedState:
     def begin(self) -> None:
         """See :class:`RankState`, also for the methods below."""
         flat = self.live.flat.flat
-        self.place({n: SliceState(flat[_part(self.slices[n])].clone()) for n in self.owners})
+        self.place({n: SliceState(flat[part_of(self.slices[n])].clone()) for n in self.owners})
 
     def place(self, slices: States) -> None:
         flat = self.live.flat.flat
         home = flat.device if writes_early(self.live) else torch.device("cpu")
         for n, state in slices.items():
-            place = flat[_part(self.slices[n])]
+            place = flat[part_of(self.slices[n])]
             with torch.no_grad():
                 place.copy_(state.weights)
             state.weights = place.to(home)
@@ -115,7 +101,7 @@ class ReplicatedState:
         flat = self.live.flat.flat
         for n, state in self.states.items():
             if state.weights.device != flat.device:
-                flat[_part(self.slices[n])].copy_(state.weights)
+                flat[part_of(self.slices[n])].copy_(state.weights)
         if len(self.slices) > 1:
             broadcast_parts(flat, self.slices, range(len(self.slices)))
         self.live.flat.refresh()
@@ -124,7 +110,8 @@ class ReplicatedState:
         return {n: on_cpu(state) for n, state in states.items()}
 
 
-def _part(plan: SliceSpec) -> slice:
+def part_of(plan: SliceSpec) -> slice:
+    """Return where a slice lies in the flat vector."""
     return slice(plan.start, plan.stop)
 
 
@@ -143,162 +130,12 @@ def broadcast_parts(
         group: The ranks that receive the slices. None means all.
     """
     sent = [
-        dist.broadcast(flat[_part(plan)], rank, group=group, async_op=True)
+        dist.broadcast(flat[part_of(plan)], rank, group=group, async_op=True)
         for plan, rank in zip(plans, ranks, strict=True)
         if plan.length
     ]
     for work in sent:
         work.wait()
-
-
-class Turned(Protocol):
-    """A conversion between a rank's part as torch splits it and rows of every parameter.
-
-    Code outside the strategy knows rows only. All ranks call the methods at the same time.
-
-    Attributes:
-        layout: The layout of the rows.
-    """
-
-    layout: Layout
-
-    def by_rows(self, state: SliceState) -> SliceState:
-        """Return this rank's rows, from the parts of all ranks."""
-
-    def as_cut(self, state: SliceState) -> SliceState:
-        """Return this rank's part, from the rows of all ranks."""
-
-
-@dataclass(frozen=True)
-class ShardSpec:
-    """A replica of which a rank has a part.
-
-    Attributes:
-        live: The replica with this rank's part.
-        whole: The layout of all parts together.
-        mesh: The arrangement of the ranks.
-        spans: Gives the ranges of the flat vector that a rank has.
-        turned: The conversion to these ranges, if the part is not rows already.
-        repeated: The numbers of the parameters that an earlier rank has too.
-        update_group: The ranks with the same part, each of which updates some of it ("zero1"). If
-            it is empty, each rank updates all of its part.
-        group: The process group that contains ``update_group``.
-    """
-
-    live: LiveReplica
-    whole: Layout
-    mesh: Mesh
-    spans: Callable[[int], list[ShardRange]]
-    turned: Turned | None = None
-    repeated: frozenset[int] = frozenset()
-    update_group: Sequence[int] = ()
-    group: dist.ProcessGroup | None = None
-
-
-class ShardedState:
-    """The state of a model that is split as a :class:`ShardSpec` says.
-
-    A rank owns its part, or the range of it that it updates, under its own rank number. For code
-    outside the gang, rank n reads and writes slice n. If there are several copies of the split
-    model, the first one provides the slices.
-    """
-
-    def __init__(self, cut: ShardSpec, run: RunSpec, rank: int) -> None:
-        """Create the state, which is empty until :meth:`begin` or :meth:`place`.
-
-        Args:
-            cut: The part of the model that this rank has.
-            run: The run, with one slice for each rank.
-            rank: This rank.
-        """
-        self.live, self._rank, self._turned = cut.live, rank, cut.turned
-        self.slices = slice_specs(cut.whole, run.slices, whole=run.whole_tensors)
-        self._update_group, self._group = cut.update_group or (rank,), cut.group
-        self._tells = cut.mesh.place(rank, "data") == 0
-        self.first = self._tells or len(self._update_group) > 1
-        plans = OpenRun.of(cut.live, replace(run, slices=len(self._update_group)))
-        self._whole, self._cuts = plans.whole.plan, plans.slices
-        owner = plans.owners[self._update_group.index(rank)]
-        self._mine = owner.plan
-        owner = replace(owner, plan=replace(owner.plan, index=rank))
-        self.owners = {rank: owner}
-        pieces = tuple(p for p in owner.plan.pieces if p.number not in cut.repeated)
-        self.counted = {rank: replace(owner, plan=replace(owner.plan, pieces=pieces))}
-        self._own = cut.live.flat.layout if cut.turned is None else cut.turned.layout
-        self._spans = [cut.spans(r) for r in range(run.replicas)]
-        self.states: States = {}
-        self.best: States = {}
-
-    def begin(self) -> None:
-        """See :class:`RankState`, also for the methods below."""
-        self.states = {self._rank: SliceState(self.live.flat.flat[_part(self._mine)])}
-
-    def place(self, slices: States) -> None:
-        whole, flat = self._shards(slices), self.live.flat.flat
-        flat.copy_(whole.weights)
-        state = self._my(whole)
-        arrays = {name: array.to(flat.device) for name, array in state.arrays.items()}
-        weights = flat[_part(self._mine)]
-        self.states = {self._rank: SliceState(weights, arrays, state.held, state.others)}
-        self.live.flat.refresh()
-
-    def place_best(self, slices: States) -> None:
-        self.best = {self._rank: self._my(self._shards(slices))}
-
-    def share(self) -> None:
-        if len(self._update_group) > 1:
-            flat = self.live.flat.flat
-            broadcast_parts(flat, self._cuts, self._update_group, self._group)
-        self.live.flat.refresh()
-
-    def as_slices(self, states: States) -> States:
-        if not states:
-            return {}
-        spans, state = self._spans[self._rank], states[self._rank]
-        if len(self._update_group) > 1:
-            state = self._all_of(state)
-        if self._turned is not None:
-            state = self._turned.by_rows(state)
-        parts = list(parts_of(self._own, spans, on_cpu(state))) if self._tells else []
-        spans = spans if self._tells else []
-        arriving = self._sent(lambda to: for_slice(spans, parts, self.slices[to]))
-        return {self._rank: reslice(arriving, self.slices[self._rank], self._own.dtype)}
-
-    def _my(self, whole: SliceState) -> SliceState:
-        """Return the range that this rank updates, from the state of its part."""
-        if len(self._update_group) == 1:
-            return whole
-        return reslice([_as_part(self._whole, whole)], self._mine, self._own.dtype)
-
-    def _all_of(self, state: SliceState) -> SliceState:
-        """Return the state of this rank's part, collected from the ranks that update it.
-
-        If only the first copy of the model needs it, return ``state`` on the ranks of the others.
-        """
-        parcel, wanted = join_files([to_bytes(self._mine, on_cpu(state))]), self._update_group
-        if self._turned is None:
-            wanted = wanted[:1]
-        arriving = list(self._sent(lambda to: parcel if to in wanted else bytearray()))
-        return reslice(arriving, self._whole, self._own.dtype) if arriving else state
-
-    def _shards(self, slices: States) -> SliceState:
-        """Return this rank's shards, collected from the slices of all ranks."""
-        plan, spans = self.slices[self._rank], self._spans
-        part = _as_part(plan, slices[self._rank])
-        arriving = self._sent(lambda to: for_shards(part, spans[to]))
-        state = state_from(self._own, spans[self._rank], arriving, self._own.dtype)
-        return state if self._turned is None else self._turned.as_cut(state)
-
-    def _sent(self, parcel: Callable[[int], bytearray]) -> Iterator[StoredSlice]:
-        """Send ``parcel(r)`` to each rank r in turn, and yield the parts that arrive."""
-        size = len(self._spans)
-        for distance in range(size):
-            to, source = (self._rank + distance) % size, (self._rank - distance) % size
-            yield from unpacked(exchange_bytes(parcel(to), to, source, self._rank))
-
-
-def _as_part(plan: SliceSpec, state: SliceState) -> StoredSlice:
-    return StoredSlice(plan.start, plan.stop, plan.trainable_length, state)
 
 
 def on_cpu(state: SliceState) -> SliceState:

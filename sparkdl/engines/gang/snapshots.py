@@ -15,8 +15,7 @@ from sparkdl.engines.gang.node_files import (
     unpack_kept,
 )
 from sparkdl.engines.gang.rank_state import RankState, States
-from sparkdl.engines.gang.strategies.base import SummedGradients
-from sparkdl.engines.gang.strategies.sections import SectionExchange
+from sparkdl.engines.gang.strategies.base import GradientSync
 
 
 class Snapshots:
@@ -38,7 +37,7 @@ class Snapshots:
         self._files, self._rank = files, rank
         self._slices, self._residuals = slices, residuals
 
-    def begin(self, held: RankState, way: SummedGradients | SectionExchange) -> None:
+    def begin(self, held: RankState, way: GradientSync) -> None:
         """Set the state and the gradients of which to take snapshots."""
         self._held, self._way = held, way
 

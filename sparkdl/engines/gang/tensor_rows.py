@@ -22,7 +22,7 @@ from sparkdl.slices.state import SliceState
 class RowLayout:
     """A conversion between a rank's parts of parameters and rows, one whole parameter at a time.
 
-    It implements :class:`sparkdl.engines.gang.rank_state.Turned`.
+    It implements :class:`sparkdl.engines.gang.sharded_state.Turned`.
 
     Args:
         live: The replica with this rank's parts.
@@ -49,7 +49,7 @@ class RowLayout:
         ]
 
     def by_rows(self, state: SliceState) -> SliceState:
-        """See :class:`sparkdl.engines.gang.rank_state.Turned`."""
+        """See :class:`sparkdl.engines.gang.sharded_state.Turned`."""
 
         def rows(number: int, part: torch.Tensor) -> torch.Tensor:
             low, high = self._rows(self._whole.segments[number].shape[0])
@@ -58,7 +58,7 @@ class RowLayout:
         return self._turned(state, self._own, self.layout, rows)
 
     def as_cut(self, state: SliceState) -> SliceState:
-        """See :class:`sparkdl.engines.gang.rank_state.Turned`."""
+        """See :class:`sparkdl.engines.gang.sharded_state.Turned`."""
         by_row = self._mesh, [Shard(0)] * self._mesh.ndim
 
         def part(number: int, rows: torch.Tensor) -> torch.Tensor:

@@ -1,80 +1,43 @@
-"""The common part of all strategies in which torch sums the gradients of the ranks."""
+"""Strategies of a gang, on the ranks: what each does to the model and to the sum of gradients.
+
+See [Note: the two halves of a strategy] in :mod:`sparkdl.parallel.base`.
+"""
 
 from __future__ import annotations
 
-import math
+import pkgutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
+from torch import nn
 
 from sparkdl.codec.packed import ByParameter
-from sparkdl.collectives import direct
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.mesh_groups import MeshGroups
+from sparkdl.engines.gang.model_group import ModelGroup, NodeLocalRows
+from sparkdl.engines.gang.rank_messages import RankConfig, SampleLocation
+from sparkdl.engines.gang.rank_state import RankState
+from sparkdl.engines.gang.sharded_state import ShardSpec
+from sparkdl.engines.gang.shards import RowsOf, nested_shards
+from sparkdl.gang.rank_task import RankContext
 from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import Gradients, MiniBatch, Passed, Spare, take_gradients
+from sparkdl.model.recipe import Recipe
+from sparkdl.parallel.base import ParallelStrategy
+from sparkdl.parallel.mesh import Mesh
+from sparkdl.parallel.plan import ParallelPlan
+from sparkdl.replica.compute import MiniBatch
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
-from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
+from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceSpec
 
 
-class GradientVector:
-    """A vector of the dense gradients, each at the position of its parameter in the flat vector.
-
-    Its memory is allocated once, and the gaps between gradients are zero. Behind the gradients
-    there is a count for each parameter: the number of ranks that had a gradient for it, if
-    :meth:`count` is used.
-    """
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        count, size = sum(s.kind == "parameter" for s in layout.segments), layout.buffers_start
-        self._memory = torch.zeros(size + count, dtype=layout.dtype, device=device)
-        self.vector, self._counts = self._memory[:size], self._memory[size:]
-        self._places = [
-            self.vector[s.start : s.stop].view(s.shape)
-            for s in layout.segments
-            if s.kind == "parameter"
-        ]
-
-    def filled(self, dense: Sequence[torch.Tensor | None], factor: float = 1.0) -> torch.Tensor:
-        """Fill the vector with gradients, by parameter number, times ``factor``.
-
-        Where there is no gradient, the vector is zero.
-        """
-        for place, gradient in zip(self._places, dense, strict=True):
-            if gradient is None or not factor:  # ignore the gradients of spare rows
-                place.zero_()
-            elif factor == 1.0:
-                place.copy_(gradient)
-            else:
-                torch.mul(gradient.to(place.dtype), factor, out=place)
-        return self.vector
-
-    def count(self, dense: Sequence[torch.Tensor | None]) -> None:
-        """Record which gradients exist, for the next sum."""
-        self._counts.copy_(torch.tensor([float(gradient is not None) for gradient in dense]))
-
-    def sum(self, wire: torch.dtype | None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-        """Sum over the ranks of ``group``, in the dtype ``wire``."""
-        memory = self._memory
-        sent = memory if wire in (None, memory.dtype) else memory.to(wire)
-        direct.all_reduce(sent, group)
-        if sent is not memory:
-            memory.copy_(sent)
-        return self.vector
-
-    @property
-    def absent(self) -> frozenset[int]:
-        """Return the parameters for which no rank had a gradient."""
-        return frozenset(n for n, count in enumerate(self._counts.tolist()) if not count)
-
-
-class GradientSync:
+class GradientSync(ABC):
     """The work of rank ``rank`` on the gradients of an iteration.
 
     Attributes:
@@ -90,44 +53,7 @@ class GradientSync:
         self._rank, self.needs_all_losses, self.count = rank, True, 0.0
         self.kept: ByParameter | None = None
 
-    @property
-    def loss_rank(self) -> int:
-        """Return the rank that knows the loss of this rank's samples."""
-        return self._rank
-
-    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
-        """Return the result of ``score`` for this rank's ``batches`` of the validation samples."""
-        return score()
-
-
-class SummedGradients(GradientSync):
-    """The work of a rank on the gradients of an iteration, if torch sums them.
-
-    ``_counts`` tells whether the rows of the last pass had any weight.
-    """
-
-    _model_group: ModelGroup | None = None
-    """The model-parallel group of this rank, if it has one."""
-
-    def __init__(
-        self, live: LiveReplica, plans: Sequence[SliceSpec], rank: int, spare: Batch
-    ) -> None:
-        """Create the gradient vector and prepare the spare rows.
-
-        Args:
-            live: The replica of this rank.
-            plans: The slices that this rank updates.
-            rank: This rank.
-            spare: A few rows, for iterations in which the rank has none. It takes part in the sums
-                all the same, with a weight of 0.
-        """
-        super().__init__(rank)
-        self._live, self._plans = live, plans
-        rows = to_mini_batch(spare, live, training=False)
-        self._spare = Spare(rows.inputs, rows.targets)
-        self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
-        self._gradients, self._counts, self._total = Gradients([], {}), False, 0.0
-
+    @abstractmethod
     def compute(
         self,
         work: ReplicaIteration,
@@ -146,191 +72,147 @@ class SummedGradients(GradientSync):
         Returns:
             The loss, and a description of what is not finite, or "".
         """
-        own, total, tells = weights[self._rank], sum(weights), bool(weights[self._rank])
-        if self._model_group is not None and len(self._model_group.ranks) > 1:
-            batch = self._model_group.together(work, weights, batch)
-            work, own = self._model_group.as_one(work), self._model_group.weight(weights)
-            clock.lap("data")
-        self._counts = bool(own)
-        batch = batch if own and batch is not None else self._spare
-        with padding_pass(not own):
-            loss, count = self._pass(work, batch, own / total if total else 0.0, clock)
-        self._counted(count, weights, own)
-        self._gradients = take_gradients(self._live)
-        if tells and not math.isfinite(loss):
-            return loss, f"the loss ({loss})"
-        name = self._not_finite()
-        return loss if tells else 0.0, f'the gradient of "{name}"' if name else ""
 
-    def _counted(self, count: float, weights: Sequence[float], own: float) -> None:
-        """Set the count of this rank from ``count``, which the pass found for all rows of its group.
-
-        ``own`` is the weight of these rows, of which each rank gets its share.
-        """
-        self._total = sum(weights)
-        self.count = count * (weights[self._rank] / own) if own else 0.0
-
-    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
-        """Run forward and backward, with each rank's gradients multiplied by its share and summed."""
-        raise NotImplementedError
-
-    def _not_finite(self) -> str:
-        """Return the name of a parameter whose gradient has an inf or a NaN, or ""."""
-        raise NotImplementedError
-
+    @abstractmethod
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
         """Return the sections from which each of this rank's slices is updated, by slice index.
 
-        The first replica's section has the sum of all gradients. Each section has the buffers of
-        its replica.
-
         Args:
             rows: The rows of each rank.
             weights: The final weight of each rank's rows.
         """
-        layout = self._live.flat.layout
-        flat, absent = self._summed()
-        found, known = sum(weights), self._total
-        if found and found != known:  # see [Note: sums are divided twice]
-            flat.mul_(known / found)
-        if any(weights):
-            buffers = self._buffers(len(weights))
-        else:  # no rows have weight, so the effect of spare rows on the buffers is dropped
-            buffers = [self._live.flat.flat[layout.buffers_start :]] * len(weights)
-            absent = frozenset(range(len(self._live.flat.parameters)))
-        self._gradients = Gradients([], {})
-        taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
-        contributions: dict[int, list[Section]] = {}
-        for plan in self._plans:
-            low = plan.start + plan.buffers_start - layout.buffers_start
-            high = plan.stop - layout.buffers_start
-            whole = flat[plan.start : plan.start + plan.dense_length]
-            contributions[plan.index] = [
-                Section(
-                    r,
-                    weights[r],
-                    whole if r == taking_part[0] else whole[:0],
-                    buffers[r][low : max(low, high)],
-                    absent,
-                    kind=SPARE if r == taking_part[0] else NOTHING,
-                )
-                for r in taking_part
-            ]
-        return contributions
-
-    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        """Return the gradients in one vector, and the parameters without one.
-
-        The gradients that are kept separately may be freed by this.
-        """
-        return self._vector.filled(self._gradients.dense), self._gradients.absent
-
-    def _buffers(self, size: int) -> list[torch.Tensor]:
-        """Return the buffers of every rank, as they lie at the end of a flat vector."""
-        layout = self._live.flat.layout
-        if layout.buffers_start == layout.size:
-            return [self._vector.vector[:0]] * size
-        own = self._live.flat.buffers()
-        found = [torch.empty_like(own) for _ in range(size)]
-        dist.all_gather(found, own)
-        return found
 
     def committed(self) -> None:
-        """Note that the iteration was committed. Nothing is kept for the next one."""
+        """Note that the iteration was committed, for what is kept for the next one."""
+        return
+
+    @property
+    def loss_rank(self) -> int:
+        """Return the rank that knows the loss of this rank's samples."""
+        return self._rank
+
+    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+        """Return the result of ``score`` for this rank's ``batches`` of the validation samples."""
+        return score()
 
 
-class CopySync(SummedGradients):
-    """The sum of gradients over the copies of a split model."""
+@dataclass(kw_only=True)
+class Build:
+    """The parts of a rank, from the recipe to its state, which the strategies assemble in turn.
 
-    _alike: dist.ProcessGroup | None = None
-    """The process group of the ranks with the same part of the model."""
+    What comes after ``state`` is there only if the model is split.
 
-    def _not_finite(self) -> str:
-        """Return the name of a parameter whose gradient on this rank cannot be summed, or ""."""
-        if not self._counts:  # ignore the gradients of spare rows
-            self._gradients = Gradients([None] * len(self._live.flat.parameters), {})
-        dense, wire, ranks = self._gradients.dense, None, 1
-        flat = self._vector.filled(dense)
-        if self._alike is not None:
-            self._vector.count(dense)
-            wire, ranks = self._live.recipe.policy.wire_dtype, dist.get_world_size(self._alike)
-        if can_be_summed(flat if wire is None else flat.to(wire), ranks):
-            return ""
-        return first_not_finite(self._live, self._gradients, wire=wire, ranks=ranks)
-
-    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        if self._alike is None:
-            return self._vector.vector, self._gradients.absent
-        flat = self._vector.sum(self._live.recipe.policy.wire_dtype, self._alike)
-        return flat, self._vector.absent
-
-
-def factors(live: LiveReplica, share: float) -> tuple[float, float]:
-    """Return the factors for the loss before backward and for the gradients after it.
-
-    Together they give the gradients a rank's ``share``. The loss gets it if gradients are exchanged
-    within the pass, as in batch norm over the ranks.
+    Attributes:
+        setup: The configuration of the rank.
+        samples: The sample locations of all ranks, or nothing if the model is not split.
+        member: The context of the rank.
+        live: The replica, once the model is split.
+        state: The state that this rank holds, from when gradients are asked for.
+        groups: The process groups of this rank.
+        turn: The turn of this rank to build. Nothing may be sent before it ends.
+        recipe: The recipe, without weights.
+        module: The module, which is split in place.
+        whole: The layout of the whole model.
+        outermost: The modules that this rank calls: the module, or its pipeline stages.
+        home: The device that has the parameters and updates them.
+        numbers: Gives the numbers of the segments of ``whole`` of which a rank has something.
+        row_dimensions: The dimensions of the mesh that split parameters by rows, the outermost first.
+        shards: What this rank has of the model.
     """
-    if live.recipe.policy.sync_batchnorm:
-        return share, 1.0 if share else 0.0
-    return 1.0, share
+
+    setup: RankConfig
+    samples: Sequence[SampleLocation]
+    member: RankContext
+    live: LiveReplica = field(init=False)
+    state: RankState = field(init=False)
+    groups: MeshGroups = field(init=False)
+    turn: Turn = field(init=False)
+    recipe: Recipe = field(init=False)
+    module: nn.Module = field(init=False)
+    whole: Layout = field(init=False)
+    outermost: list[nn.Module] = field(init=False)
+    home: torch.device = field(init=False)
+    numbers: Callable[[int], frozenset[int]] = field(init=False)
+    row_dimensions: tuple[str, ...] = field(init=False)
+    shards: ShardSpec = field(init=False)
+
+    @property
+    def rank(self) -> int:
+        return self.member.rank
+
+    @property
+    def device(self) -> torch.device:
+        return self.member.device
+
+    @property
+    def parallel(self) -> ParallelPlan:
+        return self.setup.parallel
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.parallel.mesh
+
+    @property
+    def spare(self) -> Batch:
+        return self.setup.spare
+
+    @property
+    def plans(self) -> list[SliceSpec]:
+        """Return the slices that this rank updates."""
+        return [owner.plan for owner in self.state.owners.values()]
+
+    def rows(self, rank: int) -> RowsOf:
+        """Return the rows that a rank has of the parameters in ``numbers``."""
+        sizes, place = self.mesh.sizes, self.mesh.place
+        return nested_shards([(sizes[name], place(rank, name)) for name in self.row_dimensions])
+
+    def near_rows(self) -> NodeLocalRows:
+        """Return the rows of other ranks of the model-parallel group that this rank can read."""
+        group, run = self.mesh.model_group(self.rank), self.setup.run
+        return NodeLocalRows(self.samples, self.rank, group, run, self.live)
+
+    def model_group(self) -> ModelGroup:
+        """Return the model-parallel group of a rank without pipeline stages."""
+        like, near = to_mini_batch(self.spare, self.live, training=False), self.near_rows()
+        group = self.groups.along("tensor")
+        return ModelGroup(self.mesh, self.rank, group, self.live, like, near)
 
 
-def gathered(numbers: Sequence[float]) -> list[list[float]]:
-    """Return some numbers of every rank."""
-    mine = torch.tensor(numbers, dtype=torch.float64)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return [row.tolist() for row in found]
+S = TypeVar("S", bound=ParallelStrategy)
 
 
-def gathered_counts(count: int) -> list[int]:
-    """Return the count of every rank."""
-    return [int(found) for (found,) in gathered([count])]
+class RankStrategy(Generic[S]):
+    """The half of a strategy that works on a rank.
 
+    It is made when the module is built, and whole if it is to be split. Only if it is split, then
+    follow :meth:`split` and :meth:`finish`, of all strategies in their ``order``. At last the
+    outermost strategy that sums gradients says how.
 
-def first_not_finite(
-    live: LiveReplica,
-    gradients: Gradients,
-    factor: float = 1.0,
-    wire: torch.dtype | None = None,
-    ranks: int = 1,
-) -> str:
-    """Return the first parameter on this rank whose gradient cannot be summed, or "".
-
-    See :func:`can_be_summed`.
-
-    Args:
-        live: The replica of this rank.
-        gradients: Its gradients.
-        factor: The factor that gradients are multiplied by before they are sent.
-        wire: The dtype in which they are sent. None means that of the flat vector.
-        ranks: The number of ranks over which they are summed.
+    Attributes:
+        order: The position of the strategy among those that split a model.
+        splits_rows: Whether it leaves a rank some rows of each parameter.
     """
-    for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
-        if gradient is None:
-            continue
-        sent = gradient.to(live.flat.layout.dtype)
-        sent = sent if factor == 1.0 else sent * factor
-        if not can_be_summed(sent if wire is None else sent.to(wire), ranks):
-            return segment.name
-    return ""
+
+    order: ClassVar[int] = 0
+    splits_rows: ClassVar[bool] = False
+
+    def __init__(self, strategy: S, build: Build) -> None:
+        self._strategy = strategy
+
+    def split(self, build: Build) -> None:
+        """Split ``build.module``, or what earlier strategies have left of it, in place."""
+
+    def finish(self, build: Build) -> None:
+        """Go on with the replica ``build.live``, and complete ``build.shards``."""
+
+    def gradients(self, build: Build) -> GradientSync | None:
+        """Return how the ranks sum their gradients, or None to leave that to an inner strategy."""
+        return None
 
 
-def can_be_summed(sent: torch.Tensor, ranks: int) -> bool:
-    """Return whether the values that a rank sends, and their sum over ``ranks``, are finite.
-
-    This assumes that the other ranks send no larger values. Sums in float16 overflow at 65,504.
-    """
-    return sums_up(_most(sent, ranks)) or bool(all_finite(sent, ranks))
-
-
-def all_finite(sent: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Return the same as :func:`can_be_summed`, as a boolean tensor on the device of ``sent``."""
-    return torch.isfinite(_most(sent, ranks)).all()
-
-
-def _most(sent: torch.Tensor, ranks: int) -> torch.Tensor:
-    return sent * ranks if sent.dtype == torch.float16 else sent
+def rank_half(strategy: ParallelStrategy) -> type[RankStrategy[Any]]:
+    """Return the class that a strategy names as its half on the ranks."""
+    found: type[RankStrategy[Any]] = pkgutil.resolve_name(strategy.rank_half)
+    return found

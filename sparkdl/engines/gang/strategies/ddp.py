@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.strategies.base import (
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
+from sparkdl.engines.gang.strategies.sections import SectionExchange
+from sparkdl.engines.gang.strategies.summed import (
     SummedGradients,
     all_finite,
     can_be_summed,
@@ -20,8 +23,9 @@ from sparkdl.engines.gang.strategies.base import (
     first_not_finite,
 )
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.parallel.base import DDP
+from sparkdl.parallel.ddp import DDP
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward, take_gradients
+from sparkdl.replica.gradient_writer import writes_early
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec
@@ -32,6 +36,29 @@ BUFFERS: str = (
     else "broadcast_buffers"  # up to torch 2.12
 )
 """DDP's option to copy buffers from rank 0 before each forward. Here they are averaged afterwards."""
+
+
+class DDPRank(RankStrategy[DDP]):
+    """A rank with a whole model, or with the same part of a split one as some other ranks."""
+
+    order = 3
+
+    def finish(self, build: Build) -> None:
+        """Let the copies of a split model share the update."""
+        if self._strategy.shard_optimizer and build.mesh.data > 1:
+            alike = build.mesh.along(build.rank, "data")
+            group = build.groups.along("data")
+            build.shards = replace(build.shards, update_group=alike, group=group)
+
+    def gradients(self, build: Build) -> GradientSync | None:
+        if build.parallel.splits_model:
+            return None
+        live, strategy = build.live, self._strategy
+        if not writes_early(live):
+            return SectionExchange(live, build.state.slices, build.state.owners, build.rank)
+        if FlatAllReduce.suits(live, strategy):
+            return FlatAllReduce(live, build.plans, build.rank, build.spare)
+        return BucketedDDP(live, build.plans, build.rank, build.spare, strategy)
 
 
 class WeightedSum:

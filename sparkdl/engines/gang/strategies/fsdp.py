@@ -26,96 +26,103 @@ from torch.distributed.fsdp import (
 from sparkdl.collectives.direct import DirectReduceScatter
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.batchnorm import synchronise
-from sparkdl.engines.gang.build_turn import Turn
-from sparkdl.engines.gang.model_group import Groups, ModelGroup
-from sparkdl.engines.gang.strategies.base import (
+from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
+from sparkdl.engines.gang.strategies.summed import (
     SummedGradients,
     can_be_summed,
     first_not_finite,
     gathered_counts,
 )
-from sparkdl.engines.gang.strategies.tensor import parallelise
-from sparkdl.model.flat import FlatModule, Layout, layout_of, local
+from sparkdl.model.flat import local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import PRECISIONS, TrainingOptions
-from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import with_tensors
-from sparkdl.parallel.fsdp import units_of
+from sparkdl.parallel.fsdp import FSDP, units_of
 from sparkdl.parallel.mesh import Mesh
-from sparkdl.parallel.plan import ParallelPlan
+from sparkdl.parallel.traced_stage import TracedStage
+from sparkdl.process.memory import is_scarce, memory_given_back
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.padding_pass import idle
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec
 
-
-def sharded(
-    recipe: Recipe,
-    module: nn.Module,
-    parallel: ParallelPlan,
-    groups: Groups,
-    spare: Batch,
-    device: torch.device,
-    turn: Turn,
-) -> tuple[LiveReplica, Layout]:
-    """Shard a module over ranks.
-
-    It is sharded unit by unit, after its layers are split, if they are.
-
-    Args:
-        recipe: The recipe of the module.
-        module: The module, which has just been built on the CPU.
-        parallel: The strategies. With ``cpu_offload`` the shards stay on the CPU.
-        groups: The process groups of this rank.
-        spare: A few rows, with which split layers are tried.
-        device: The device of this rank.
-        turn: The turn of this rank to build, which ends when layers are split.
-
-    Returns:
-        The replica with this rank's shards in its flat vector, and the layout of the whole model.
-    """
-    strategy = parallel.fsdp
-    assert strategy is not None
-    layout = layout_of(module)
-    units = units_of(module, strategy.units)
-    if parallel.tensor is not None:
-        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device, turn)
-    policy = recipe.policy
-    if policy.sync_batchnorm:
-        synchronise(module)
-    names = ("data", "shard") if parallel.mesh.data > 1 else ("shard",)
-    cut_units(units, module, parallel, groups.mesh(*names), policy)
-    flat = FlatModule(module, "cpu" if strategy.cpu_offload else device)
-    if strategy.cpu_offload:  # only parameters are offloaded; buffers are on the module's device
-        for owner in module.modules():
-            for name, buffer in owner._buffers.items():
-                owner._buffers[name] = None if buffer is None else buffer.to(device)
-    return LiveReplica.around(recipe, flat, device), layout
+HEAP_SHARE = 8
+"""The memory that a rank may come to hold if it keeps its heap, in multiples of the model's bytes.
+Measured with Adam; see :mod:`sparkdl.process.memory`."""
 
 
-def cut_units(
+class FSDPRank(RankStrategy[FSDP]):
+    """A rank with shards of the model's units, or of those of its pipeline stages."""
+
+    order = 2
+    splits_rows = True
+
+    def __init__(self, strategy: FSDP, build: Build) -> None:
+        super().__init__(strategy, build)
+        self._units = units_of(build.module, strategy.units)
+
+    def split(self, build: Build) -> None:
+        policy, mesh, piped = build.recipe.policy, build.mesh, "pipe" in build.parallel.parts
+        if policy.sync_batchnorm:
+            synchronise(build.module)
+        if self._strategy.cpu_offload:
+            build.home = torch.device("cpu")
+        # the copies of a pipeline sum their gradients once for all its micro-batches
+        names = ("data", "shard") if mesh.data > 1 and not piped else ("shard",)
+        for outermost in build.outermost:
+            inside = {id(child) for child in outermost.modules()}
+            units = [unit for unit in self._units if id(unit) in inside]
+            shard_units(
+                self._strategy,
+                units,
+                outermost,
+                build.groups.mesh(*names),
+                policy,
+                piped=piped,
+                layers_split="tensor" in build.parallel.parts,
+            )
+            for child in outermost.modules():
+                if isinstance(child, TracedStage):
+                    child.hand_back()
+
+    def finish(self, build: Build) -> None:
+        """Give back freed memory for good if it is scarce."""
+        here = [each.token for each in build.samples].count(build.samples[build.rank].token)
+        if is_scarce(HEAP_SHARE * build.whole.nbytes // build.mesh.pipe, here):
+            build.member.at_end.enter_context(memory_given_back())
+
+    def gradients(self, build: Build) -> GradientSync:
+        live, plans, group = build.live, build.plans, build.model_group()
+        return ShardedSync(live, plans, build.rank, build.spare, build.mesh, group)
+
+
+def shard_units(
+    strategy: FSDP,
     units: Sequence[nn.Module],
     outermost: nn.Module,
-    parallel: ParallelPlan,
     mesh: DeviceMesh,
     policy: TrainingOptions,
+    *,
+    piped: bool,
+    layers_split: bool,
 ) -> None:
     """Apply ``fully_shard`` to units, and to their parent for what is in none of them.
 
     Args:
+        strategy: The options.
         units: The units.
         outermost: The module that contains them.
-        parallel: The strategies.
         mesh: The ranks over which the units are sharded.
         policy: The options of training.
+        piped: Whether the units are part of a pipeline.
+        layers_split: Whether layers have been split before.
     """
-    strategy = parallel.fsdp
-    assert strategy is not None
     trained = next((p.dtype for p in outermost.parameters() if p.requires_grad), torch.float32)
     computed = PRECISIONS[strategy.param_dtype]
     # Copies of a pipeline have different numbers of micro-batches, so each step gathers once
-    again = strategy.reshard_after_forward and parallel.pipeline is None
+    again = strategy.reshard_after_forward and not piped
     dtypes = MixedPrecisionPolicy(
         param_dtype=computed, reduce_dtype=policy.wire_dtype or (computed and trained)
     )
@@ -126,7 +133,7 @@ def cut_units(
         if local(parameter) is parameter:
             parameter.data = parameter.data.contiguous()
     for unit in dict.fromkeys([*units, outermost]):
-        unit.register_forward_hook(_copied if parallel.tensor is not None else _no_view)
+        unit.register_forward_hook(_copied if layers_split else _no_view)
         if unit is outermost and computed is not None:
             dtypes = replace(dtypes, output_dtype=trained)
         cut: FSDPModule = fully_shard(  # type: ignore[call-overload]
@@ -207,7 +214,7 @@ class ShardedSync(SummedGradients):
         return self._vector.vector, self._gradients.absent
 
     def scored(self, batches: int, score: Callable[[], Any]) -> Any:
-        """See :class:`sparkdl.engines.gang.strategies.base.SummedGradients`."""
+        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         counts = gathered_counts(batches)
         assert self._model_group is not None
         result = self._model_group.scored(counts, score, self._mesh.most(counts))

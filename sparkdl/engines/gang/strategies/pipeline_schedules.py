@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
 from sparkdl.engines.gang.strategies.fsdp import let_go
 from sparkdl.engines.gang.strategies.pipeline_stages import StageModule, StagePlacement, StageRelay
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.parallel.base import Pipeline
+from sparkdl.parallel.pipeline import Pipeline
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import buffers_kept
 

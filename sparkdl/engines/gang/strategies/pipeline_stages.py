@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,22 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.build_turn import Turn
-from sparkdl.engines.gang.model_group import Groups
 from sparkdl.engines.gang.rank_messages import receive, send
-from sparkdl.engines.gang.strategies.fsdp import cut_units
-from sparkdl.engines.gang.strategies.tensor import parallelise
-from sparkdl.model.flat import FlatModule, Layout, layout_of
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.recipe import Recipe
-from sparkdl.parallel.chain import chain_of
-from sparkdl.parallel.fsdp import units_of
 from sparkdl.parallel.mesh import Mesh
-from sparkdl.parallel.pipeline import bounds_of
-from sparkdl.parallel.plan import ParallelPlan
-from sparkdl.parallel.trace import Items, TracedStage
-from sparkdl.replica.compute import autocasting, evaluating, to_tensors
+from sparkdl.parallel.trace import Items
+from sparkdl.replica.compute import autocasting, evaluating
 
 
 class StageModule(nn.Module):
@@ -88,89 +76,12 @@ class PipelineBuild:
         live: The replica with this rank's stages in its flat vector. The parameters of other stages
             are empty.
         stages: The stages of this rank.
-        whole: The layout of the whole model.
         seats: The placement of all stages.
     """
 
     live: LiveReplica
     stages: list[StageModule]
-    whole: Layout
     seats: StagePlacement
-
-
-def staged(
-    recipe: Recipe,
-    module: nn.Module,
-    parallel: ParallelPlan,
-    groups: Groups,
-    rank: int,
-    spare: Batch,
-    device: torch.device,
-    turn: Turn,
-) -> PipelineBuild:
-    """Split a module into pipeline stages, and free what other ranks hold.
-
-    Args:
-        recipe: The recipe of the module.
-        module: The module, which has just been built.
-        parallel: The strategies, with every cut of the pipeline named.
-        groups: The process groups of this rank.
-        rank: This rank.
-        spare: A few rows, with which the forward is traced and split layers are tried.
-        device: The device of this rank.
-        turn: The turn of this rank to build, which ends when layers are split.
-    """
-    strategy, mesh = parallel.pipeline, parallel.mesh
-    assert strategy is not None
-    whole = layout_of(module)
-    items = chain_of(module, strategy.split, to_tensors(spare.inputs, torch.device("cpu")))
-    units = [] if parallel.fsdp is None else units_of(module, parallel.fsdp.units)
-    if parallel.tensor is not None:
-        parallelise(recipe, module, parallel.tensor, groups.mesh("tensor"), spare, device, turn)
-    cuts = list(itertools.pairwise(bounds_of(strategy, items)))
-    stage_of = {
-        id(tensor): stage
-        for stage, (start, stop) in enumerate(cuts)
-        for _, item in items[start:stop]
-        for tensor in itertools.chain(item.parameters(), item.buffers())
-    }
-    tensors = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
-    stages_of = [stage_of.get(id(tensors[segment.name]), 0) for segment in whole.segments]
-    places = tuple(stage % mesh.pipe for stage in stages_of)
-    seats = StagePlacement(len(cuts), mesh, places)
-    mine = seats.stages(rank)
-    for owner, name, parameter in _parameters(module):
-        if stage_of.get(id(parameter), 0) not in mine:  # the first stage has what is never called
-            _empty(owner, name, parameter)
-    stages = [StageModule(items[slice(*cuts[s])]) for s in mine]
-    if parallel.fsdp is not None:
-        for stage in stages:
-            inside = {id(child) for child in stage.modules()}
-            own = [unit for unit in units if id(unit) in inside]
-            cut_units(own, stage, parallel, groups.mesh("shard"), recipe.policy)
-            for piece in stage.chain:
-                if isinstance(piece, TracedStage):
-                    piece.hand_back()
-    live = LiveReplica.around(recipe, FlatModule(module, device))
-    for stage in stages:
-        stage.live = live
-    return PipelineBuild(live, stages, whole, seats)
-
-
-def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Yield every parameter with each module and name that it has."""
-    for child in module.modules():
-        for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
-            yield child, name, parameter
-
-
-def _empty(owner: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Remove the values of a parameter, but keep its name and kind."""
-    nothing = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype)
-    if hasattr(parameter, "to_local"):  # a DTensor, whose data cannot become a plain tensor
-        setattr(owner, name, nn.Parameter(nothing, parameter.requires_grad))
-    else:
-        parameter.data = nothing
 
 
 class StageRelay:

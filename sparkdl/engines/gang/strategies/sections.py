@@ -61,7 +61,7 @@ class SectionExchange(GradientSync):
         weights: Sequence[float],
         clock: Clock,
     ) -> tuple[float, str]:
-        """See :class:`sparkdl.engines.gang.strategies.base.SummedGradients`."""
+        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         live, plans = self._live, self._slices
         self._outcome, self.count = None, 0.0
         self._parcels = [torch.empty(0, dtype=torch.uint8)] * len(plans)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,15 +28,16 @@ from sparkdl.collectives.direct import all_reduce
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.build_turn import Turn
 from sparkdl.engines.gang.model_group import ModelGroup
-from sparkdl.engines.gang.strategies.base import CopySync, gathered_counts
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
+from sparkdl.engines.gang.strategies.summed import CopySync, gathered_counts
+from sparkdl.engines.gang.tensor_rows import RowLayout
 from sparkdl.errors import ModelError
-from sparkdl.model.flat import FlatModule, Layout, layout_of, local
+from sparkdl.model.flat import local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.model_loss import called
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import parts_of
-from sparkdl.parallel.base import Tensor
-from sparkdl.parallel.tensor import plan_of
+from sparkdl.parallel.tensor import Tensor, plan_of, without_fused_layers
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import (
     MiniBatch,
@@ -86,6 +88,45 @@ class _Sum(torch.autograd.Function):
 
 
 STYLES = {"column": ColwiseParallel, "row": Row}
+
+
+class TensorRank(RankStrategy[Tensor]):
+    """A rank with its part of the layers that are split, and with all other layers."""
+
+    order = 0
+    splits_rows = True
+
+    def __init__(self, strategy: Tensor, build: Build) -> None:
+        super().__init__(strategy, build)
+        build.member.at_end.enter_context(without_fused_layers())
+
+    def split(self, build: Build) -> None:
+        parallelise(
+            build.recipe,
+            build.module,
+            self._strategy,
+            build.groups.mesh("tensor"),
+            build.spare,
+            build.device,
+            build.turn,
+        )
+
+    def finish(self, build: Build) -> None:
+        """Convert between parts of parameters and rows, and count parameters of all ranks once."""
+        mesh, rank = build.groups.mesh(*build.row_dimensions), build.rank
+        rows, numbers = build.rows(rank), build.numbers(rank)
+        build.shards = replace(
+            build.shards,
+            turned=RowLayout(build.live, build.whole, mesh, rows, numbers),
+            repeated=repeated(
+                build.live, build.groups.mesh("tensor"), build.mesh.place(rank, "tensor")
+            ),
+        )
+
+    def gradients(self, build: Build) -> GradientSync:
+        live, plans, group = build.live, build.plans, build.model_group()
+        alike = build.groups.along("data")
+        return TensorSync(live, plans, build.rank, build.spare, group, alike)
 
 
 def parallelise(
@@ -169,24 +210,6 @@ def _arrived(module: nn.Module, inputs: object, output: object) -> object:
     return output
 
 
-def cut_by_layer(
-    recipe: Recipe,
-    module: nn.Module,
-    strategy: Tensor,
-    mesh: DeviceMesh,
-    spare: Batch,
-    device: torch.device,
-    turn: Turn,
-) -> tuple[LiveReplica, Layout]:
-    """Return the replica with this rank's parts in its flat vector, and the layout of the whole.
-
-    For the arguments and exceptions see :func:`parallelise`.
-    """
-    layout = layout_of(module)
-    parallelise(recipe, module, strategy, mesh, spare, device, turn)
-    return LiveReplica.around(recipe, FlatModule(module, device)), layout
-
-
 def _output(
     recipe: Recipe,
     module: nn.Module,
@@ -246,7 +269,7 @@ class TensorSync(CopySync):
         return passed
 
     def scored(self, batches: int, score: Any) -> Any:
-        """See :class:`sparkdl.engines.gang.strategies.base.SummedGradients`."""
+        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         assert self._model_group is not None
         return self._model_group.scored(gathered_counts(batches), score, 0)
 

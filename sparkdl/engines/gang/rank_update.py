@@ -1,0 +1,79 @@
+"""The update of the slices that a rank owns, and of its copies of what other ranks own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from sparkdl.engines.gang.rank_state import RankState
+from sparkdl.engines.gang.strategies.summed import gathered
+from sparkdl.replica.iteration import Clock, IterationRows, SliceReport
+from sparkdl.replica.run import RunSpec
+from sparkdl.slices.reduce import ReducedGradient
+from sparkdl.slices.section import Section
+from sparkdl.slices.state import SliceState
+from sparkdl.slices.update import SliceUpdater
+
+
+def update_slices(
+    held: RankState,
+    run: RunSpec,
+    token: str,
+    step: IterationRows,
+    contributions: Mapping[int, list[Section]],
+    loss: float,
+    clock: Clock,
+) -> list[SliceReport]:
+    """Regularize, clip and update this rank's slices, and send their weights to the other ranks.
+
+    Args:
+        held: The state that this rank holds.
+        run: The run.
+        token: The token of this rank's node.
+        step: The iteration.
+        contributions: The sections from which each slice is updated.
+        loss: The loss of the global batch.
+        clock: Measures the time of each activity.
+
+    Returns:
+        Reports on the slices that no earlier rank updates.
+    """
+    known: dict[int, ReducedGradient] = {}
+    squares = [0.0] * run.slices
+    for n, owner in held.owners.items():
+        if owner.clips_norm:
+            state = held.states[n]
+            known[n] = owner.reduce(contributions[n], state.weights, _dense(owner, state))
+            squares[n] = held.counted[n].squared_norm(known[n])
+    if known and run.slices > 1:
+        mine = squares if held.first else [0.0] * len(squares)
+        squares = [many[r] for r, many in enumerate(gathered(mine))]
+    slices = []
+    for n, owner in held.owners.items():
+        state = held.states[n]
+        updated = owner.update(
+            state,
+            state,
+            contributions[n],
+            step.hyperparameters,
+            known=known.get(n),
+            squares=squares,
+            loss=loss,
+            seed=step.update_seed(run.seed),
+            keep=_dense(owner, state) if step.histograms else None,
+        )
+        told = held.counted[n]
+        histograms = told.histograms(state, updated.reduced) if step.histograms else {}
+        clock.lap("update")
+        if held.first:
+            slices.append(SliceReport(n, token, None, norm=updated.norm, histograms=histograms))
+    held.share()
+    clock.lap("publish")
+    return slices
+
+
+def _dense(owner: SliceUpdater, state: SliceState) -> torch.Tensor:
+    """Allocate memory for the dense gradient of the slice that ``owner`` updates."""
+    length, device = owner.plan.dense_length, state.weights.device
+    return torch.empty(length, dtype=owner.dtype, device=device)

@@ -1,0 +1,101 @@
+"""The start of the ranks of a gang, on the nodes that have their samples."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.core.rdd import RDD
+
+from sparkdl.data.fields import SampleHandle
+from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
+from sparkdl.engines.gang.rank_messages import RankConfig, RankStatus
+from sparkdl.engines.resources import MAX_SUBMISSIONS, compute_again, samples_changed
+from sparkdl.errors import TrainingError, UserError
+from sparkdl.gang.driver import Gang
+from sparkdl.replica.compare import check_same
+from sparkdl.slab.root import SlabConfig, open_root
+
+DOING = "setting up the ranks"
+
+
+def start_ranks(
+    gang: Gang, setup: RankConfig, recipe: bytes, samples: Sequence[RDD]
+) -> tuple[str, ...]:
+    """Start the ranks, let each build what it holds, and check that they can train together.
+
+    Args:
+        gang: The gang.
+        setup: The configuration of every rank.
+        recipe: The recipe, pickled, which the ranks get as ``setup`` says.
+        samples: The training samples and, if there are any, the validation samples.
+
+    Returns:
+        The token of each rank's node.
+
+    Raises:
+        sparkdl.TrainingError: If ranks start on other nodes than their samples, again and again.
+        sparkdl.UserError: If a rank cannot build the model, or builds another than the driver.
+    """
+    for _ in range(MAX_SUBMISSIONS):
+        gang.start()
+        setup.recipe.bring(gang, recipe)
+        told = gang.call(InitRank(setup), DOING)
+        raise_first([each for each in told if isinstance(each, UserError)])
+        found: list[RankStatus] = told
+        if all(all(standing.here) for standing in found):
+            break
+        gang.close()
+        for number, rdd in enumerate(samples):
+            if not all(standing.here[number] for standing in found):
+                compute_again(rdd)
+    else:
+        raise TrainingError(
+            f"{DOING}: after {MAX_SUBMISSIONS} times some still find themselves on other nodes than "
+            "their samples."
+        )
+    check_same([standing.compared for standing in found])
+    for rank, standing in enumerate(found):
+        if not standing.unchanged:
+            raise samples_changed(DOING, rank)
+    locations = tuple(standing.samples for standing in found)
+    # only the ranks of a split model read the rows of other ranks
+    theirs = locations if setup.parallel.splits_model else ()
+    raise_first(gang.call(CallMethod("begin", (theirs,)), DOING))
+    setup.recipe.remove(gang)
+    return tuple(each.token for each in locations)
+
+
+def node_of(records: list[Any]) -> str:
+    """Return the token of the node that has a partition's samples, or "" if the partition is empty.
+
+    Training samples take precedence over validation samples.
+    """
+    handles: list[SampleHandle] = [pickle.loads(frame) for frame in frames_of(records)]
+    return next((handle.token for handle in handles if handle.num_rows), "")
+
+
+@dataclass(frozen=True)
+class NodeHere:
+    """A callable that returns the token of the node on which it is called."""
+
+    slab: SlabConfig
+
+    def __call__(self) -> str:
+        root = open_root(self.slab, create=True)
+        assert root is not None
+        return root.token
+
+
+def too_few(slots: int, ranks: int) -> str:
+    """Return the message that there are fewer task slots than ranks."""
+    return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
+
+
+def raise_first(results: Sequence[Exception | None]) -> None:
+    """Raise the first exception among the ranks' results."""
+    for problem in results:
+        if problem is not None:
+            raise problem

@@ -1,0 +1,292 @@
+"""The common part of all strategies in which torch sums the gradients of the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from sparkdl.collectives import direct
+from sparkdl.data.batches import Batch
+from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.strategies.base import GradientSync
+from sparkdl.model.flat import Layout
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.compute import Gradients, MiniBatch, Passed, Spare, take_gradients
+from sparkdl.replica.iteration import Clock
+from sparkdl.replica.padding_pass import padding_pass
+from sparkdl.replica.step import ReplicaIteration, to_mini_batch
+from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
+from sparkdl.slices.spec import SliceSpec
+
+
+class GradientVector:
+    """A vector of the dense gradients, each at the position of its parameter in the flat vector.
+
+    Its memory is allocated once, and the gaps between gradients are zero. Behind the gradients
+    there is a count for each parameter: the number of ranks that had a gradient for it, if
+    :meth:`count` is used.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        count, size = sum(s.kind == "parameter" for s in layout.segments), layout.buffers_start
+        self._memory = torch.zeros(size + count, dtype=layout.dtype, device=device)
+        self.vector, self._counts = self._memory[:size], self._memory[size:]
+        self._places = [
+            self.vector[s.start : s.stop].view(s.shape)
+            for s in layout.segments
+            if s.kind == "parameter"
+        ]
+
+    def filled(self, dense: Sequence[torch.Tensor | None], factor: float = 1.0) -> torch.Tensor:
+        """Fill the vector with gradients, by parameter number, times ``factor``.
+
+        Where there is no gradient, the vector is zero.
+        """
+        for place, gradient in zip(self._places, dense, strict=True):
+            if gradient is None or not factor:  # ignore the gradients of spare rows
+                place.zero_()
+            elif factor == 1.0:
+                place.copy_(gradient)
+            else:
+                torch.mul(gradient.to(place.dtype), factor, out=place)
+        return self.vector
+
+    def count(self, dense: Sequence[torch.Tensor | None]) -> None:
+        """Record which gradients exist, for the next sum."""
+        self._counts.copy_(torch.tensor([float(gradient is not None) for gradient in dense]))
+
+    def sum(self, wire: torch.dtype | None, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+        """Sum over the ranks of ``group``, in the dtype ``wire``."""
+        memory = self._memory
+        sent = memory if wire in (None, memory.dtype) else memory.to(wire)
+        direct.all_reduce(sent, group)
+        if sent is not memory:
+            memory.copy_(sent)
+        return self.vector
+
+    @property
+    def absent(self) -> frozenset[int]:
+        """Return the parameters for which no rank had a gradient."""
+        return frozenset(n for n, count in enumerate(self._counts.tolist()) if not count)
+
+
+class SummedGradients(GradientSync):
+    """The work of a rank on the gradients of an iteration, if torch sums them.
+
+    ``_counts`` tells whether the rows of the last pass had any weight.
+    """
+
+    _model_group: ModelGroup | None = None
+    """The model-parallel group of this rank, if it has one."""
+
+    def __init__(
+        self, live: LiveReplica, plans: Sequence[SliceSpec], rank: int, spare: Batch
+    ) -> None:
+        """Create the gradient vector and prepare the spare rows.
+
+        Args:
+            live: The replica of this rank.
+            plans: The slices that this rank updates.
+            rank: This rank.
+            spare: A few rows, for iterations in which the rank has none. It takes part in the sums
+                all the same, with a weight of 0.
+        """
+        super().__init__(rank)
+        self._live, self._plans = live, plans
+        rows = to_mini_batch(spare, live, training=False)
+        self._spare = Spare(rows.inputs, rows.targets)
+        self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
+        self._gradients, self._counts, self._total = Gradients([], {}), False, 0.0
+
+    def compute(
+        self,
+        work: ReplicaIteration,
+        batch: MiniBatch | None,
+        weights: Sequence[float],
+        clock: Clock,
+    ) -> tuple[float, str]:
+        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
+        own, total, tells = weights[self._rank], sum(weights), bool(weights[self._rank])
+        if self._model_group is not None and len(self._model_group.ranks) > 1:
+            batch = self._model_group.together(work, weights, batch)
+            work, own = self._model_group.as_one(work), self._model_group.weight(weights)
+            clock.lap("data")
+        self._counts = bool(own)
+        batch = batch if own and batch is not None else self._spare
+        with padding_pass(not own):
+            loss, count = self._pass(work, batch, own / total if total else 0.0, clock)
+        self._counted(count, weights, own)
+        self._gradients = take_gradients(self._live)
+        if tells and not math.isfinite(loss):
+            return loss, f"the loss ({loss})"
+        name = self._not_finite()
+        return loss if tells else 0.0, f'the gradient of "{name}"' if name else ""
+
+    def _counted(self, count: float, weights: Sequence[float], own: float) -> None:
+        """Set the count of this rank from ``count``, which the pass found for all rows of its group.
+
+        ``own`` is the weight of these rows, of which each rank gets its share.
+        """
+        self._total = sum(weights)
+        self.count = count * (weights[self._rank] / own) if own else 0.0
+
+    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+        """Run forward and backward, with each rank's gradients multiplied by its share and summed."""
+        raise NotImplementedError
+
+    def _not_finite(self) -> str:
+        """Return the name of a parameter whose gradient has an inf or a NaN, or ""."""
+        raise NotImplementedError
+
+    def contributions(
+        self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
+    ) -> dict[int, list[Section]]:
+        """Return the sections from which each of this rank's slices is updated, by slice index.
+
+        The first replica's section has the sum of all gradients. Each section has the buffers of
+        its replica.
+        """
+        layout = self._live.flat.layout
+        flat, absent = self._summed()
+        found, known = sum(weights), self._total
+        if found and found != known:  # see [Note: sums are divided twice]
+            flat.mul_(known / found)
+        if any(weights):
+            buffers = self._buffers(len(weights))
+        else:  # no rows have weight, so the effect of spare rows on the buffers is dropped
+            buffers = [self._live.flat.flat[layout.buffers_start :]] * len(weights)
+            absent = frozenset(range(len(self._live.flat.parameters)))
+        self._gradients = Gradients([], {})
+        taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
+        contributions: dict[int, list[Section]] = {}
+        for plan in self._plans:
+            low = plan.start + plan.buffers_start - layout.buffers_start
+            high = plan.stop - layout.buffers_start
+            whole = flat[plan.start : plan.start + plan.dense_length]
+            contributions[plan.index] = [
+                Section(
+                    r,
+                    weights[r],
+                    whole if r == taking_part[0] else whole[:0],
+                    buffers[r][low : max(low, high)],
+                    absent,
+                    kind=SPARE if r == taking_part[0] else NOTHING,
+                )
+                for r in taking_part
+            ]
+        return contributions
+
+    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+        """Return the gradients in one vector, and the parameters without one.
+
+        The gradients that are kept separately may be freed by this.
+        """
+        return self._vector.filled(self._gradients.dense), self._gradients.absent
+
+    def _buffers(self, size: int) -> list[torch.Tensor]:
+        """Return the buffers of every rank, as they lie at the end of a flat vector."""
+        layout = self._live.flat.layout
+        if layout.buffers_start == layout.size:
+            return [self._vector.vector[:0]] * size
+        own = self._live.flat.buffers()
+        found = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(found, own)
+        return found
+
+
+class CopySync(SummedGradients):
+    """The sum of gradients over the copies of a split model."""
+
+    _alike: dist.ProcessGroup | None = None
+    """The process group of the ranks with the same part of the model."""
+
+    def _not_finite(self) -> str:
+        """Return the name of a parameter whose gradient on this rank cannot be summed, or ""."""
+        if not self._counts:  # ignore the gradients of spare rows
+            self._gradients = Gradients([None] * len(self._live.flat.parameters), {})
+        dense, wire, ranks = self._gradients.dense, None, 1
+        flat = self._vector.filled(dense)
+        if self._alike is not None:
+            self._vector.count(dense)
+            wire, ranks = self._live.recipe.policy.wire_dtype, dist.get_world_size(self._alike)
+        if can_be_summed(flat if wire is None else flat.to(wire), ranks):
+            return ""
+        return first_not_finite(self._live, self._gradients, wire=wire, ranks=ranks)
+
+    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+        if self._alike is None:
+            return self._vector.vector, self._gradients.absent
+        flat = self._vector.sum(self._live.recipe.policy.wire_dtype, self._alike)
+        return flat, self._vector.absent
+
+
+def factors(live: LiveReplica, share: float) -> tuple[float, float]:
+    """Return the factors for the loss before backward and for the gradients after it.
+
+    Together they give the gradients a rank's ``share``. The loss gets it if gradients are exchanged
+    within the pass, as in batch norm over the ranks.
+    """
+    if live.recipe.policy.sync_batchnorm:
+        return share, 1.0 if share else 0.0
+    return 1.0, share
+
+
+def gathered(numbers: Sequence[float]) -> list[list[float]]:
+    """Return some numbers of every rank."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [row.tolist() for row in found]
+
+
+def gathered_counts(count: int) -> list[int]:
+    """Return the count of every rank."""
+    return [int(found) for (found,) in gathered([count])]
+
+
+def first_not_finite(
+    live: LiveReplica,
+    gradients: Gradients,
+    factor: float = 1.0,
+    wire: torch.dtype | None = None,
+    ranks: int = 1,
+) -> str:
+    """Return the first parameter on this rank whose gradient cannot be summed, or "".
+
+    See :func:`can_be_summed`.
+
+    Args:
+        live: The replica of this rank.
+        gradients: Its gradients.
+        factor: The factor that gradients are multiplied by before they are sent.
+        wire: The dtype in which they are sent. None means that of the flat vector.
+        ranks: The number of ranks over which they are summed.
+    """
+    for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
+        if gradient is None:
+            continue
+        sent = gradient.to(live.flat.layout.dtype)
+        sent = sent if factor == 1.0 else sent * factor
+        if not can_be_summed(sent if wire is None else sent.to(wire), ranks):
+            return segment.name
+    return ""
+
+
+def can_be_summed(sent: torch.Tensor, ranks: int) -> bool:
+    """Return whether the values that a rank sends, and their sum over ``ranks``, are finite.
+
+    This assumes that the other ranks send no larger values. Sums in float16 overflow at 65,504.
+    """
+    return sums_up(_most(sent, ranks)) or bool(all_finite(sent, ranks))
+
+
+def all_finite(sent: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Return the same as :func:`can_be_summed`, as a boolean tensor on the device of ``sent``."""
+    return torch.isfinite(_most(sent, ranks)).all()
+
+
+def _most(sent: torch.Tensor, ranks: int) -> torch.Tensor:
+    return sent * ranks if sent.dtype == torch.float16 else sent
