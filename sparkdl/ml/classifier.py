@@ -11,9 +11,10 @@ from pyspark.sql import Column, DataFrame
 from torch import nn
 
 from sparkdl.errors import ParameterError
+from sparkdl.infer.class_scores import ClassScores
 from sparkdl.ml.estimator import TorchEstimator
 from sparkdl.ml.model import TorchModel
-from sparkdl.ml.outputs import ClassScores, class_count, part_of_scores
+from sparkdl.ml.outputs import class_count, part_of_scores
 from sparkdl.ml.params import ClassParams
 from sparkdl.ml.plan import CLASSES
 from sparkdl.ml.rows import class_metadata, column

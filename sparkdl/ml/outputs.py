@@ -2,46 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import torch
 from pyspark.ml.functions import array_to_vector
 from pyspark.sql import Column, functions
 from pyspark.sql.types import ArrayType, DataType
 
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
-
-
-@dataclass(frozen=True)
-class ClassScores:
-    """The ``postprocess`` of a classifier: raw prediction, probability and class, side by side.
-
-    The result is float64 of shape (rows, 2 * classes + 1).
-
-    Attributes:
-        probability: The output is one number, the probability of class 1.
-        thresholds: The class with the largest probability / threshold is predicted; () is none.
-    """
-
-    probability: bool = False
-    thresholds: tuple[float, ...] = ()
-
-    def __call__(self, output: torch.Tensor) -> torch.Tensor:
-        values = output.double()
-        if values.ndim == 1 or values.shape[1] == 1:
-            values = values.reshape(len(values))
-            if self.probability:
-                raw = probabilities = torch.stack([1 - values, values], 1)
-            else:
-                raw = torch.stack([-values, values], 1)
-                probabilities = raw.sigmoid()
-        else:
-            raw, probabilities = values, values.softmax(1)
-        scaled = probabilities
-        if self.thresholds:
-            scaled = probabilities / torch.tensor(self.thresholds, dtype=torch.float64)
-        return torch.cat([raw, probabilities, scaled.argmax(1, keepdim=True)], 1)
 
 
 def class_count(output: Output | None) -> int:
@@ -60,7 +26,7 @@ def class_count(output: Output | None) -> int:
 
 
 def part_of_scores(scores: Column, first: int, count: int) -> Column:
-    """Return some values of the result of :class:`ClassScores` as a vector.
+    """Return some values of the result of :class:`sparkdl.infer.class_scores.ClassScores` as a vector.
 
     Args:
         scores: The column with the result.

@@ -4,22 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-from torch import nn
-
 from sparkdl.ml.estimator import TorchEstimator
 from sparkdl.ml.model import TorchModel
 from sparkdl.ml.plan import NUMBERS
-
-
-class SquaredError(nn.MSELoss):
-    """The mean squared error, also of an output (rows, 1) and a label (rows,)."""
-
-    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Return the error. An output of one number a row is compared with the number itself."""
-        if input.ndim == target.ndim + 1 and input.shape[-1] == 1:
-            input = input.squeeze(-1)
-        return super().forward(input, target)
+from sparkdl.model.squared_error import SquaredError
 
 
 class TorchRegressionModel(TorchModel):
