@@ -48,6 +48,7 @@ from sparkdl.parallel.tensor import Tensor
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
+from sparkdl.train.placed_samples import PlacedSamples
 from sparkdl.train.trainer import Trainer
 
 __all__ = [
@@ -69,6 +70,7 @@ __all__ = [
     "ParameterError",
     "PerReplica",
     "Pipeline",
+    "PlacedSamples",
     "PowerSGD",
     "Sample",
     "Sequence",

@@ -50,13 +50,19 @@ from sparkdl.model.preparation import passing_buffers
 logger = logging.getLogger("sparkdl")
 
 
-def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+def save(
+    trained: TrainedModel,
+    path: str | os.PathLike[str],
+    overwrite: bool = False,
+    shown: str | None = None,
+) -> Path:
     """Write ``trained`` into a folder, and return the folder.
 
     Args:
         trained: The model.
         path: The folder, which is created.
         overwrite: Replace a model that is in the folder.
+        shown: The folder as messages name it, if it will be moved; None is ``path``.
 
     Raises:
         FileExistsError: The folder holds a model, and ``overwrite`` is False.
@@ -84,9 +90,10 @@ def save(trained: TrainedModel, path: str | os.PathLike[str], overwrite: bool = 
     if why is not None:
         files[PICKLE] = _place(folder / PICKLE, lambda draft: draft.write_bytes(pickled))
         logger.warning(
-            "%s: the model is saved as a pickle, which sparkdl.load opens only with trust=True, or "
+            "%s/%s: the model is saved as a pickle, which sparkdl.load opens only with trust=True, or "
             "with model=make_model: %s. %s",
-            folder / PICKLE,
+            shown or folder,
+            PICKLE,
             why,
             REMEDY,
         )

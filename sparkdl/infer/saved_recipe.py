@@ -152,7 +152,7 @@ def _named(saved: Saved, named: str, trust: bool) -> Any:
             f'{saved.folder} names the model "{named}", which cannot be imported ({error}). Put '
             "it on the Python path, or pass model=make_model."
         ) from None
-    if not trust and not _vouched_for(found):
+    if not trust and not is_module_builder(found):
         raise TrustError(
             f'{saved.folder} names "{named}", which is neither a module class nor a function of '
             'yours that is annotated "-> torch.nn.Module". Annotate it, pass model=make_model, or '
@@ -181,7 +181,7 @@ def _is_named(recipe: dict[str, Any]) -> bool:
     return all(isinstance(recipe.get(name), kind) for name, kind in kinds.items())
 
 
-def _vouched_for(found: Any) -> bool:
+def is_module_builder(found: Any) -> bool:
     """Return whether ``found`` is a module class, or a function annotated as returning a module.
 
     Of torch only the classes of ``torch.nn`` count: some others (``torch.fx``) make a module from

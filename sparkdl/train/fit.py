@@ -10,9 +10,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from pyspark import SparkContext
 from pyspark.core.rdd import RDD
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.checkpoint.identity import ModelIdentity
@@ -22,7 +21,6 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import build_engine
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import ParameterError
-from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.infer.checkpoint_model import manifest_of_model
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
@@ -45,12 +43,12 @@ from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.slices.slice_file import PackSlice
 from sparkdl.spark.executors import waiting_for_locality
-from sparkdl.spark.gpus import within_gpus
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.carried import CarriedRun, chosen_state, has_rows
 from sparkdl.train.engine_inputs import engine_inputs, load_start, packed_state
 from sparkdl.train.periodic_tasks import run_identity, stages_of
-from sparkdl.train.place_samples import place, source, validation_set
+from sparkdl.train.place_samples import validation_set
+from sparkdl.train.placed_samples import PlacedSamples, data_of, replicas_of, session_of
 from sparkdl.train.preflight import preflight
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.recipes import build_model
@@ -63,7 +61,7 @@ logger = logging.getLogger("sparkdl")
 
 def fit(
     trainer: Trainer,
-    data: DataFrame | RDD[Any],
+    data: DataFrame | RDD[Any] | PlacedSamples,
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
     optimizer_state: bool | None = None,
@@ -80,7 +78,7 @@ def fit(
             "them."
         )
     kept = chosen_state(start, optimizer_state)
-    with warming_up(context_of(data)):
+    with warming_up(context_of(data_of(data))):
         return run(trainer, data, resume=resume, start=start, kept=kept, any_data=any_data).trained
 
 
@@ -103,7 +101,7 @@ def partial_fit(
 
 def run(
     trainer: Trainer,
-    data: DataFrame | RDD[Any],
+    data: DataFrame | RDD[Any] | PlacedSamples,
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
     kept: StoredState | None = None,
@@ -115,7 +113,7 @@ def run(
 
     Args:
         trainer: The user's trainer.
-        data: The training data.
+        data: The training data, or samples that were placed before.
         resume: The checkpoint to resume from, as in :meth:`sparkdl.Trainer.fit`.
         start: The earlier result with whose weights to begin.
         kept: The optimizer state to begin with.
@@ -124,9 +122,9 @@ def run(
         any_data: The checkpoint may come from other data.
     """
     began = time.monotonic()
-    context = context_of(data)
-    session = data.sparkSession if isinstance(data, DataFrame) else SparkSession.getActiveSession()
-    settings = settings_of(context, session)
+    placed, given = (data, data.data) if isinstance(data, PlacedSamples) else (None, data)
+    context = context_of(given)
+    settings = settings_of(context, session_of(given))
     tell_what_costs_speed(context)
     model = prepare(trainer, start)
     if kept is not None:
@@ -141,21 +139,27 @@ def run(
         store.prepare()
         if resuming is None and carried is None:
             store.tell_of_another_run(trainer.checkpoint.keep)
-    chosen = trainer.replicas or (resuming and resuming.replicas)
-    replicas = chosen or _replicas(trainer, context, settings.timeout)
-    if trainer.resource_profile is None:
-        replicas = within_gpus(context, replicas, bool(chosen), trainer.engine)
+    if placed is not None:
+        placed.check(trainer, model.float_dtype)
+        replicas = placed.replicas
+    else:
+        checkpointed = None if resuming is None else resuming.replicas
+        replicas = replicas_of(trainer, context, settings, trainer.replicas or checkpointed)
     check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
-    slab = SlabConfig.new(settings.slab_dir, context.applicationId)
+    directory, beside = settings.slab_dir, ""
+    if placed is not None:
+        directory, beside = placed.slab.directory, placed.slab.name
+    slab = SlabConfig.new(directory, context.applicationId, beside)
     if trainer.engine == "gang":
         check_gang(trainer, model, context, replicas)
     with (
         waiting_for_locality(context),
         FitResources(context, slab, settings.timeout) as resources,
     ):
-        training = source(trainer, data, replicas, model.float_dtype, slab)
-        samples = place(trainer, training, resources)
-        validation = validation_set(trainer, training, samples, resources)
+        if placed is None:
+            placed = PlacedSamples.within(resources, trainer, given, replicas, model.float_dtype)
+        samples = placed.training
+        validation = validation_set(trainer, placed.validation, model.float_dtype)
         output, sums = preflight(trainer, model, samples, validation, endless=one_pass)
         model = replace(model, sums=sums)
         if validation is not None and output is not None and not validation.scorer.apart:
@@ -226,14 +230,6 @@ def run(
         digest = weights_digest(trained.module)
         trained.optimizer_state = StoredState(packed, identity.model, model.optimizers, digest)
     return CarriedRun(trained, state, packed_best, schedule if one_pass else None)
-
-
-def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) -> int:
-    """Return M from the cluster; ``timeout`` bounds the wait for an executor, in seconds."""
-    seconds = min(SLOT_SECONDS, timeout or SLOT_SECONDS)
-    if trainer.engine == "gang":  # all ranks run at once
-        return task_slots(context, trainer.resource_profile, seconds)
-    return default_replicas(context, seconds)
 
 
 def _facts(trainer: Trainer, model: PreparedModel, samples: SampleSet) -> str:

@@ -18,3 +18,8 @@ class Waves(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         waves = torch.cos(x @ self.angles)
         return torch.sigmoid(self.head(self.norm(self.frozen(waves))))[:, 0]
+
+
+def perceptron(inputs: int = 4, hidden: int = 8, outputs: int = 3) -> nn.Module:
+    """Return a small classifier or regressor."""
+    return nn.Sequential(nn.Linear(inputs, hidden), nn.Tanh(), nn.Linear(hidden, outputs))

@@ -1,0 +1,178 @@
+"""The model that a TorchEstimator fits: a transformer around a trained module."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from pyspark.ml import Model
+from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
+from pyspark.sql import Column, DataFrame, functions
+from torch import nn
+
+from sparkdl.errors import DataError, ParameterError
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.ml.outputs import as_numbers, nothing_like
+from sparkdl.ml.params import ModelParams
+from sparkdl.ml.persistence import ModelReader, ModelWriter
+from sparkdl.ml.rows import are_valid, column, zeros
+from sparkdl.ml.summary import TorchTrainingSummary
+
+
+class TorchModel(Model, ModelParams, MLReadable["TorchModel"], MLWritable):
+    """A trained module as a stage of a ``PipelineModel``.
+
+    The prediction is a double if the module's output is one number for a row, and a vector if it is
+    several; an output of more dimensions stays nested arrays.
+    """
+
+    def __init__(self, trained: TrainedModel | None = None, labels: Sequence[str] = ()) -> None:
+        """Create a model; ``TorchEstimator.fit`` and ``load`` do so.
+
+        Args:
+            trained: The trained model.
+            labels: The names of the classes, if it is a classifier whose label column had some.
+        """
+        super().__init__()
+        self._trained, self._labels = trained, tuple(labels)
+
+    @property
+    def trained(self) -> TrainedModel:
+        """The :class:`sparkdl.TrainedModel`, with ``save``, ``evaluate`` and ``module``."""
+        if self._trained is None:
+            raise ParameterError(
+                f"this {type(self).__name__} was not trained: get one from fit(df) of an estimator, or "
+                f"from {type(self).__name__}.load(path)."
+            )
+        return self._trained
+
+    @property
+    def module(self) -> nn.Module:
+        """The trained module, a plain ``torch.nn.Module``."""
+        return self.trained.module
+
+    @property
+    def summary(self) -> TorchTrainingSummary:
+        """The curves of the training; a loaded model has them too."""
+        return TorchTrainingSummary(self.trained.history)
+
+    @property
+    def hasSummary(self) -> bool:
+        """Whether there is a summary, which is always so."""
+        return True
+
+    @property
+    def numFeatures(self) -> int:
+        """The number of values of the features of a row, over all feature columns."""
+        fields = self.trained.fields[: self.trained.num_features]
+        return sum(int(torch.Size(field.shape).numel()) for field in fields)
+
+    def write(self) -> MLWriter:
+        """Return the writer, which puts metadata and weights into a folder of any file system."""
+        return ModelWriter(self)
+
+    @classmethod
+    def read(cls) -> MLReader[Any]:
+        """Return the reader."""
+        return ModelReader(cls)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        trained, names = self._renamed(), self._outputs()
+        if taken := [name for name in names if name in dataset.columns]:
+            raise DataError(
+                f'{type(self).__name__}: the DataFrame already has a column "{taken[0]}": drop it, or '
+                "choose another name for the output."
+            )
+        scores, valid = f"{self.uid}_output", f"{self.uid}_valid"
+        how = self.getOrDefault(self.handleInvalid)
+        rows = dataset
+        if how == "skip":
+            rows = rows.where(are_valid(dataset.schema, trained.features))
+        if how == "keep":
+            rows = self._with_zeros(rows, trained, valid)
+        rows = trained.transform(rows, prediction_col=scores, postprocess=self._postprocess())
+        columns = self._columns(rows, scores)
+        if how == "keep":
+            kinds = rows.select(columns).schema
+            width = self._width()
+            columns = [
+                functions.when(column(valid), value)
+                .otherwise(nothing_like(kind.dataType, width))
+                .alias(kind.name)
+                for kind, value in zip(kinds, columns, strict=True)
+            ]
+            rows = self._with_own(rows, trained, valid)
+        beside = [scores, valid, *(f"{valid}_{name}" for name in trained.features)]
+        rows = rows.select("*", *columns).drop(*beside)
+        for name, metadata in self._metadata().items():
+            rows = rows.withMetadata(name, metadata)
+        return rows
+
+    # What a subclass has of its own.
+
+    def _outputs(self) -> list[str]:
+        """Return the names of the output columns; an empty name leaves a column out."""
+        return [name for name in [self.getPredictionCol()] if name]
+
+    def _postprocess(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """Return what is applied to each batch of outputs."""
+        return None
+
+    def _columns(self, rows: DataFrame, scores: str) -> list[Column]:
+        """Return the output columns, in the order of :meth:`_outputs`.
+
+        Args:
+            rows: The rows with the module's output.
+            scores: The column that holds it.
+        """
+        output = self.trained.output
+        one = output is not None and output.shape == (1,)
+        kind = rows.schema[scores].dataType
+        return [as_numbers(column(scores), kind, one).alias(name) for name in self._outputs()]
+
+    def _width(self) -> int:
+        """Return the number of values of the output vectors."""
+        output = self.trained.output
+        return output.shape[0] if output is not None and output.shape else 1
+
+    def _metadata(self) -> dict[str, dict[str, Any]]:
+        """Return the metadata of output columns by name."""
+        return {}
+
+    # handleInvalid="keep": rows with invalid values pass the module as zeros.
+
+    def _with_zeros(self, rows: DataFrame, trained: TrainedModel, valid: str) -> DataFrame:
+        """Put zeros in place of invalid values; the original columns are kept beside."""
+        rows = rows.withColumn(valid, are_valid(rows.schema, trained.features))
+        for name, field in zip(trained.features, trained.fields, strict=False):
+            if name in rows.columns:  # else transform says that it is missing
+                value = column(name)
+                filler = zeros(name, rows.schema[name].dataType, field)
+                rows = rows.withColumn(f"{valid}_{name}", value)
+                rows = rows.withColumn(name, functions.when(column(valid), value).otherwise(filler))
+        return rows
+
+    def _with_own(self, rows: DataFrame, trained: TrainedModel, valid: str) -> DataFrame:
+        """Put the original columns back."""
+        for name in trained.features:
+            rows = rows.withColumn(name, column(f"{valid}_{name}"))
+        return rows
+
+    def _renamed(self) -> TrainedModel:
+        """Return the trained model, reading ``featuresCol`` if that was changed."""
+        trained = self.trained
+        name = self.getFeaturesCol()
+        if not self.isSet(self.featuresCol) or trained.features == (name,):
+            return trained
+        if len(trained.features) != 1:
+            return trained  # several columns, which trainerArgs named
+        renamed = copy.copy(trained)
+        renamed.features = (name,)
+        renamed.columns = (
+            dict.fromkeys((name,), *trained.columns.values()) if trained.columns else {}
+        )
+        renamed.fields = (dataclasses.replace(trained.fields[0], name=name), *trained.fields[1:])
+        return renamed

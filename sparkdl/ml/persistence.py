@@ -1,0 +1,237 @@
+"""Writers and readers of estimators and models: a folder of any Hadoop file system.
+
+``metadata`` is that of pyspark.ml: the class, the uid, and the Params that JSON can hold. A model's
+folder ``model`` is what :meth:`sparkdl.TrainedModel.save` writes: weights as safetensors, and the
+recipe of the module by name. An estimator's model, loss and optimizer are stored by name, too.
+Whatever has no name is pickled, and a pickle is opened only if the user trusts it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
+from pyspark.sql import SparkSession
+from torch import nn
+
+from sparkdl.errors import ModelError, ParameterError, TrustError, UserError
+from sparkdl.infer.persistence import load, save
+from sparkdl.infer.saved_recipe import WithoutName
+from sparkdl.ml.objects import OBJECTS, objects_by_name, objects_of, pickled_objects
+
+logger = logging.getLogger("sparkdl")
+FOLDER = "model"
+"""The folder of a model's weights and recipe, beside its metadata."""
+
+
+@dataclass(frozen=True)
+class _Permission:
+    """What the user allows inside :func:`loading`."""
+
+    model: Callable[[], nn.Module] | nn.Module | None = None
+    trust: bool = False
+
+
+_permission: ContextVar[_Permission] = ContextVar("sparkdl-ml-loading")
+_NOTHING = _Permission()
+
+
+@contextlib.contextmanager
+def loading(
+    model: Callable[[], nn.Module] | nn.Module | None = None, trust: bool = False
+) -> Iterator[None]:
+    """Say how saved models are built while the block loads some, in a pipeline too.
+
+    It is needed if the recipe of a module cannot be imported by name, as that of a function of a
+    notebook::
+
+        with sparkdl.ml.loading(model=make_model):
+            pipeline = PipelineModel.load(path)
+
+    Args:
+        model: A module, or a function that builds it, instead of the saved recipe.
+        trust: Allow the folder to run code of its own choice, as in :func:`sparkdl.load`.
+    """
+    token = _permission.set(_Permission(model, trust))
+    try:
+        yield
+    finally:
+        _permission.reset(token)
+
+
+class ModelWriter(MLWriter):
+    """Writes a :class:`sparkdl.ml.TorchModel`."""
+
+    def __init__(self, instance: Any) -> None:
+        super().__init__()
+        self.instance = instance
+
+    def saveImpl(self, path: str) -> None:
+        """Write metadata, weights and recipe."""
+        instance = self.instance
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
+            folder = Path(scratch) / FOLDER
+            save(instance.trained, folder, shown=f"{path}/{FOLDER}")
+            told = {"labels": list(instance._labels)}
+            DefaultParamsWriter.saveMetadata(instance, path, self.sparkSession, told)
+            _upload(self.sparkSession, folder, f"{path}/{FOLDER}")
+
+
+class ModelReader(MLReader[Any]):
+    """Reads a :class:`sparkdl.ml.TorchModel`."""
+
+    def __init__(self, cls: type[Any]) -> None:
+        super().__init__()
+        self.cls = cls
+
+    def load(self, path: str) -> Any:
+        """Read the model.
+
+        Raises:
+            TrustError: The folder would run code; see :func:`loading`.
+            ModelError: The recipe cannot be imported, or a file is damaged.
+        """
+        metadata = _metadata(path, self.sparkSession, self.cls)
+        allowed = _permission.get(_NOTHING)
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
+            folder = Path(scratch) / FOLDER
+            _download(self.sparkSession, f"{path}/{FOLDER}", folder)
+            with _told_of(str(folder), f"{path}/{FOLDER}"):
+                trained = load(folder, allowed.model, trust=allowed.trust)
+        model = self.cls(trained, metadata["labels"])
+        model._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(model, metadata)
+        return model
+
+
+class EstimatorWriter(MLWriter):
+    """Writes a :class:`sparkdl.ml.TorchEstimator`."""
+
+    def __init__(self, instance: Any) -> None:
+        super().__init__()
+        self.instance = instance
+
+    def saveImpl(self, path: str) -> None:
+        """Write the Params: JSON and names, and a pickle of whatever has neither form."""
+        instance = self.instance
+        plain = {param.name: value for param, value in instance._paramMap.items()}
+        objects = {name: plain.pop(name) for name in OBJECTS if name in plain}
+        why, pickled = None, b""
+        try:
+            named = objects_by_name(objects)
+            json.dumps(named)
+        except WithoutName as error:
+            named, why, pickled = None, str(error), pickled_objects(objects)
+        DefaultParamsWriter.saveMetadata(
+            instance, path, self.sparkSession, {"objects": named}, plain
+        )
+        if why is None:
+            return
+        with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
+            file = Path(scratch) / "objects.pkl"
+            file.write_bytes(pickled)
+            _upload(self.sparkSession, file, f"{path}/{file.name}")
+        logger.warning(
+            "%s/objects.pkl: the estimator is saved with a pickle, which is opened inside "
+            "sparkdl.ml.loading(trust=True) only: %s.",
+            path,
+            why,
+        )
+
+
+class EstimatorReader(MLReader[Any]):
+    """Reads a :class:`sparkdl.ml.TorchEstimator`."""
+
+    def __init__(self, cls: type[Any]) -> None:
+        super().__init__()
+        self.cls = cls
+
+    def load(self, path: str) -> Any:
+        """Read the estimator.
+
+        Raises:
+            TrustError: The folder would run code; see :func:`loading`.
+            ModelError: A model, loss or optimizer cannot be imported.
+        """
+        metadata = _metadata(path, self.sparkSession, self.cls)
+        allowed, named = _permission.get(_NOTHING), metadata["objects"]
+        pickled = b""
+        if named is None:
+            if not allowed.trust:
+                raise TrustError(
+                    f"{path} holds an estimator with a pickle, which can run any code when opened. If "
+                    "you trust it, load it inside sparkdl.ml.loading(trust=True)."
+                )
+            with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
+                file = Path(scratch) / "objects.pkl"
+                _download(self.sparkSession, f"{path}/{file.name}", file)
+                pickled = file.read_bytes()
+        with _told_of("", path):
+            objects = objects_of(named, pickled, allowed.trust, path)
+        if allowed.model is not None and "model" in objects:
+            objects["model"] = allowed.model
+        estimator = self.cls()
+        estimator._resetUid(metadata["uid"])
+        DefaultParamsReader.getAndSetParams(estimator, metadata)
+        estimator._set(**objects)
+        return estimator
+
+
+def _metadata(path: str, session: SparkSession, cls: type) -> dict[str, Any]:
+    """Return the metadata of a folder. Raises ParameterError if it is of another class."""
+    metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(path, session)
+    found, wanted = metadata["class"], f"{cls.__module__}.{cls.__name__}"
+    if found != wanted:
+        name = str(found).rpartition(".")[2]
+        raise ParameterError(f"{path} holds a {found}, not a {cls.__name__}: use {name}.load.")
+    return metadata
+
+
+@contextlib.contextmanager
+def _told_of(folder: str, path: str) -> Iterator[None]:
+    """Let errors name the folder that the user knows, and say how to give a recipe in a pipeline."""
+    try:
+        yield
+    except (TrustError, ModelError) as error:
+        text = str(error).replace(folder, path) if folder else str(error)
+        hint = (
+            " Give model= or trust= around the load: with sparkdl.ml.loading(model=make_model): ..."
+            if "model=make_model" in text or "trust=True" in text
+            else ""
+        )
+        kind: type[UserError] = type(error)
+        raise kind(text + hint) from None
+
+
+def _upload(session: SparkSession, source: Path, target: str) -> None:
+    """Copy a local file or folder to a file system that Hadoop knows."""
+    system, path, hadoop = _file_system(session, target)
+    system.copyFromLocalFile(False, True, hadoop.Path(source.as_uri()), path)
+
+
+def _download(session: SparkSession, source: str, target: Path) -> None:
+    """Copy a file or folder of a file system that Hadoop knows to a local place.
+
+    Raises:
+        ModelError: There is none.
+    """
+    system, path, hadoop = _file_system(session, source)
+    if not system.exists(path):
+        raise ModelError(f"{source} is missing: the folder is no whole model of sparkdl.ml.")
+    system.copyToLocalFile(False, path, hadoop.Path(target.as_uri()), True)
+
+
+def _file_system(session: SparkSession, uri: str) -> tuple[Any, Any, Any]:
+    """Return the Hadoop file system of a URI, its path there, and Hadoop's package."""
+    hadoop = session._jvm.org.apache.hadoop.fs  # type: ignore[union-attr]
+    path = hadoop.Path(uri)
+    conf = session._jsparkSession.sessionState().newHadoopConf()
+    return path.getFileSystem(conf), path, hadoop

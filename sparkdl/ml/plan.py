@@ -1,0 +1,225 @@
+"""The plan of a fit: the trainer that an estimator's Params stand for, and the rows that it reads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as sql
+from torch import nn
+
+from sparkdl.errors import ParameterError, kind_of
+from sparkdl.loop.triggers import max_epoch
+from sparkdl.loop.validation import Validation
+from sparkdl.metrics.named import Judging
+from sparkdl.ml.params import FIELD_OF_PARAM, TrainingParams
+from sparkdl.ml.rows import are_valid, as_classes, column, label_names
+from sparkdl.model.loss import unwrapped
+from sparkdl.model.recipe import optimizer_class
+from sparkdl.train.prepare import prepare
+from sparkdl.train.trainer import Trainer
+
+NUMBERS, CLASSES = "numbers", "classes"
+"""The kinds of labels: as they are (numbers are made floating-point), or class numbers."""
+
+
+@dataclass(frozen=True, eq=False)
+class FitPlan:
+    """The trainer of a fit, without its validation data, and how the rows are chosen.
+
+    Attributes:
+        trainer: The trainer.
+        validation: The validation that was given, or its arguments without the data.
+        indicator: The column that says which rows to validate with, or None.
+        filters: Rows with invalid values are left out.
+        labels: The kind of the labels; None leaves them alone.
+    """
+
+    trainer: Trainer
+    validation: Validation | Mapping[str, Any] | None
+    indicator: str | None
+    filters: bool
+    labels: str | None
+
+    @staticmethod
+    def of(
+        estimator: TrainingParams, loss: Any, metrics: tuple[str, ...], labels: str | None
+    ) -> FitPlan:
+        """Make the plan of an estimator.
+
+        Args:
+            estimator: The estimator.
+            loss: The loss if none is set, or None.
+            metrics: The metrics to validate with if none are given.
+            labels: The kind of its labels, or None.
+
+        Raises:
+            ParameterError: The Params cannot work.
+        """
+        kind = type(estimator).__name__
+        fields = estimator.getTrainerArgs()
+        validation = fields.pop("validation", None)
+        for param, name in FIELD_OF_PARAM.items():
+            chosen = estimator.isSet(param) or name not in fields
+            if chosen and estimator.isDefined(param):
+                fields[name] = estimator.getOrDefault(param)
+        fields["weight"] = fields.get("weight") or None  # pyspark.ml says "" for none
+        if loss is not None:
+            fields.setdefault("loss", loss)
+        for needed, example in (("model", "model=make_model"), ("loss", "loss=nn.L1Loss()")):
+            if needed not in fields:
+                raise ParameterError(f"{kind} has no {needed}: give {kind}({example}, ...).")
+        fields["optimizer"] = _optimizer(estimator, fields.get("optimizer", torch.optim.Adam))
+        if estimator.isSet("maxEpochs") or "stop" not in fields:
+            limit = max_epoch(estimator.getMaxEpochs())
+            fields["stop"] = limit | fields["stop"] if "stop" in fields else limit
+        indicated = estimator.isSet("validationIndicatorCol")
+        indicator = estimator.getValidationIndicatorCol() or None if indicated else None
+        if not isinstance(validation, (Validation, Mapping, type(None))):
+            raise ParameterError(
+                f"trainerArgs: validation is {kind_of(validation)}: give a sparkdl.Validation, or, "
+                "with validationIndicatorCol, a dict of its arguments."
+            )
+        if indicator is not None and isinstance(validation, Validation):
+            raise ParameterError(
+                f'validationIndicatorCol="{indicator}" and validation= in trainerArgs both name rows '
+                "to validate with: leave one of them out, or give validation= as a dict without data."
+            )
+        if indicator is None and isinstance(validation, Mapping):
+            raise ParameterError(
+                "trainerArgs: validation= has no data: set validationIndicatorCol, or give a "
+                "sparkdl.Validation(data, ...)."
+            )
+        if indicator is not None:
+            assert not isinstance(validation, Validation)
+            validation = {"metrics": metrics, **(validation or {})}
+        filters = estimator.getOrDefault("handleInvalid") != "error"
+        return FitPlan(Trainer(**fields), validation, indicator, filters, labels)
+
+    def same_reading(self, other: FitPlan) -> bool:
+        """Return whether both fits can use the samples that are placed for one of them."""
+        ours, theirs = self.trainer, other.trainer
+        alike = all(
+            getattr(ours, name) == getattr(theirs, name)
+            for name in ("feature_columns", "keywords", "label_columns", "weight", "replicas")
+        )
+        if not alike or dict(ours.columns) != dict(theirs.columns):
+            return False
+        if (ours.engine == "local") != (theirs.engine == "local"):
+            return False
+        how = (self.indicator, self.filters, self.labels, self._takes_floats, self._own_data)
+        if how != (
+            other.indicator, other.filters, other.labels, other._takes_floats, other._own_data
+        ):  # fmt: skip
+            return False
+        return ours.model is theirs.model or self.float_dtype == other.float_dtype
+
+    @functools.cached_property
+    def float_dtype(self) -> str:
+        """The floating dtype of the model, which is built for it."""
+        return prepare(self.trainer, None).float_dtype
+
+    @property
+    def _own_data(self) -> int | None:
+        """The identity of the validation data that was given."""
+        given = self.validation
+        return id(given.data) if isinstance(given, Validation) else None
+
+    @property
+    def _takes_floats(self) -> bool:
+        """The loss of a classifier takes floating-point labels: it has one output for two classes."""
+        function, _ = unwrapped(self.trainer.loss)
+        logits = isinstance(function, nn.BCEWithLogitsLoss)
+        logits = logits or function is nn.functional.binary_cross_entropy_with_logits
+        return logits or Judging.of(self.trainer.loss).threshold != 0.0
+
+    def rows(self, data: DataFrame) -> tuple[DataFrame, DataFrame | None]:
+        """Return the rows to train on, and those to validate with, with columns as the fit needs them.
+
+        Args:
+            data: The user's DataFrame.
+
+        Raises:
+            ParameterError: The validation indicator is not there, or not boolean.
+        """
+        if not isinstance(data, DataFrame) or not hasattr(data.sparkSession, "_sc"):
+            return data, None  # the fit says what is wrong
+        training, validation = self._chosen(data), None
+        if self.indicator is not None:
+            held_out = self._indicator(data)
+            validation = self._prepared(training.where(held_out))
+            training = training.where(~held_out)
+        elif isinstance(self.validation, Validation) and isinstance(
+            self.validation.data, DataFrame
+        ):
+            validation = self._prepared(self._chosen(self.validation.data))
+        return self._prepared(training), validation
+
+    def trainer_with(self, validation_rows: DataFrame | None) -> Trainer:
+        """Return the trainer with its validation.
+
+        Args:
+            validation_rows: What :meth:`rows` returned.
+        """
+        given = self.validation
+        if isinstance(given, Validation):
+            data = given.data if validation_rows is None else validation_rows
+            return replace(self.trainer, validation=replace(given, data=data))
+        if validation_rows is None:
+            return self.trainer
+        try:
+            validation = Validation(validation_rows, **(given or {}))
+        except TypeError as error:
+            raise ParameterError(
+                f"trainerArgs: validation={dict(given or {})!r}: {error}."
+            ) from None
+        return replace(self.trainer, validation=validation)
+
+    def label_names(self, data: DataFrame) -> tuple[str, ...]:
+        """Return the names of the classes, if the label column has some."""
+        labels = self.trainer.label_columns
+        return label_names(data.schema, labels[0]) if len(labels) == 1 else ()
+
+    def _indicator(self, data: DataFrame) -> Column:
+        name = self.indicator
+        assert name is not None
+        kind = data.schema[name].dataType.simpleString() if name in data.schema.names else None
+        if kind != "boolean":
+            found = "is missing" if kind is None else f"is of type {kind}"
+            raise ParameterError(
+                f'validationIndicatorCol="{name}" {found}: give a boolean column, true for the rows '
+                "to validate with."
+            )
+        return sql.coalesce(column(name), sql.lit(False))
+
+    def _chosen(self, data: DataFrame) -> DataFrame:
+        if not self.filters:
+            return data
+        trainer = self.trainer
+        names = [*trainer.feature_columns, *trainer.label_columns]
+        names += [] if trainer.weight is None else [trainer.weight]
+        return data.where(are_valid(data.schema, names))
+
+    def _prepared(self, data: DataFrame) -> DataFrame:
+        """Convert the label."""
+        labels = self.trainer.label_columns
+        if self.labels is None or len(labels) != 1:
+            return data
+        return as_classes(data, labels[0], self.labels == NUMBERS or self._takes_floats)
+
+
+def _optimizer(estimator: TrainingParams, optimizer: Any) -> Any:
+    """Return the optimizer with the learning rate that is set. Raises ParameterError."""
+    if not estimator.isSet("learningRate"):
+        return optimizer
+    rate = estimator.getLearningRate()
+    if optimizer_class(optimizer) is None:
+        raise ParameterError(
+            f"learningRate={rate} goes with a torch.optim class or a partial of one, and optimizer is "
+            f"{kind_of(optimizer)}: set the learning rate in it."
+        )
+    return functools.partial(optimizer, lr=rate)

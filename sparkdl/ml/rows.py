@@ -1,0 +1,120 @@
+"""Rows and columns of a DataFrame as a model needs them: valid values, class numbers, label names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from pyspark.ml.functions import array_to_vector, vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column, DataFrame, functions
+from pyspark.sql.types import ArrayType, DataType, DoubleType, FloatType, NumericType, StructType
+
+from sparkdl.data.fields import Field
+from sparkdl.data.schema import quoted
+from sparkdl.errors import ParameterError
+
+
+def column(name: str) -> Column:
+    """Return the column of this name, whatever characters it has."""
+    return functions.col(quoted(name))
+
+
+def are_valid(schema: StructType, names: Sequence[str]) -> Column:
+    """Return a condition: none of the columns holds null, NaN or an infinite number.
+
+    Args:
+        schema: The schema of the DataFrame.
+        names: The columns; those that are not there are left out, since a fit names them.
+    """
+    there = [name for name in names if name in schema.names]
+    conditions = [_is_valid(column(name), schema[name].dataType) for name in there]
+    return reduce(lambda one, other: one & other, conditions, functions.lit(True))
+
+
+def _is_valid(value: Column, kind: DataType) -> Column:
+    there = value.isNotNull()
+    if isinstance(kind, (FloatType, DoubleType)):
+        return there & ~functions.isnan(value) & (functions.abs(value) != float("inf"))
+    if isinstance(kind, VectorUDT):
+        value, kind = vector_to_array(value), ArrayType(DoubleType())
+    if isinstance(kind, ArrayType):
+        inner = kind.elementType
+        every = functions.forall(value, lambda one: _is_valid(one, inner))
+        return there & functions.coalesce(every, functions.lit(False))
+    return there
+
+
+def zeros(name: str, kind: DataType, field: Field) -> Column:
+    """Return a valid value for a row whose own is not: zeros of the shape that the model takes.
+
+    Args:
+        name: The name of the column.
+        kind: Its type.
+        field: The field that the model was trained with.
+
+    Raises:
+        ParameterError: The column holds something else than numbers.
+    """
+    shape = [1, *field.shape] if field.ragged else list(field.shape)
+    inner = kind
+    while isinstance(inner, ArrayType):
+        inner = inner.elementType
+    if isinstance(kind, VectorUDT):
+        return array_to_vector(functions.array_repeat(functions.lit(0.0), shape[0]))
+    if not isinstance(inner, NumericType):
+        raise ParameterError(
+            f'handleInvalid="keep" goes with numbers, arrays and vectors, and "{name}" is of type '
+            f'{kind.simpleString()}: use "skip" or "error".'
+        )
+    value = functions.lit(0)
+    for length in reversed(shape):
+        value = functions.array_repeat(value, length)
+    return value.cast(kind)
+
+
+def as_classes(data: DataFrame, name: str, weights: bool) -> DataFrame:
+    """Return ``data`` with a label column of numbers as the loss of a classifier takes it.
+
+    StringIndexer makes class numbers of type double, and torch's losses of classes take integers.
+
+    Args:
+        data: The rows.
+        name: The label column.
+        weights: The loss takes floating-point numbers, as BCEWithLogitsLoss does.
+    """
+    kind = data.schema[name].dataType if name in data.schema.names else None
+    if not isinstance(kind, NumericType) and (kind is None or kind.typeName() != "boolean"):
+        return data  # the fit says what is wrong with it
+    label = column(name)
+    if weights:
+        return data.withColumn(name, label.cast("double"))
+    if kind.typeName() in ("float", "double") or kind.typeName().startswith("decimal"):
+        text = functions.concat(
+            functions.lit(f'label column "{name}" holds '),
+            label.cast("string"),
+            functions.lit(", and class numbers are whole, from 0 on"),
+        )
+        wrong = label.isNotNull() & (label != functions.floor(label))
+        whole = functions.when(wrong, functions.raise_error(text).cast("bigint"))
+        return data.withColumn(name, whole.otherwise(label.cast("bigint")))
+    return data.withColumn(name, label.cast("bigint"))
+
+
+def label_names(schema: StructType, name: str) -> tuple[str, ...]:
+    """Return the names of the classes that StringIndexer left in the column's metadata."""
+    attributes = schema[name].metadata.get("ml_attr", {}) if name in schema.names else {}
+    return tuple(str(value) for value in attributes.get("vals", ()))
+
+
+def class_metadata(name: str, labels: Sequence[str], count: int) -> dict[str, Any]:
+    """Return the metadata of a column of class numbers, from which IndexToString takes the names.
+
+    Args:
+        name: The name of the column.
+        labels: The names of the classes, if they have some.
+        count: The number of classes.
+    """
+    values = {"vals": list(labels)} if labels else {"num_vals": count}
+    return {"ml_attr": {"type": "nominal", "name": name, **values}}
