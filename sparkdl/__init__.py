@@ -6,6 +6,7 @@ from sparkdl.data import Sample
 from sparkdl.data.columns.convert import Convert
 from sparkdl.data.columns.image import Image
 from sparkdl.data.columns.sequence import Sequence
+from sparkdl.data.columns.text import Text
 from sparkdl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -75,6 +76,7 @@ __all__ = [
     "StateLostError",
     "StopTraining",
     "Tensor",
+    "Text",
     "TopK",
     "TrainState",
     "TrainedModel",

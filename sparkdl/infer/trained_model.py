@@ -30,7 +30,7 @@ from sparkdl.loop.history_tables import counted
 from sparkdl.metrics.named import Judging, Metrics, resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.loss import check_averages
-from sparkdl.model.model_loss import is_model_loss
+from sparkdl.model.model_loss import is_own_loss
 from sparkdl.model.signature import BY_POSITION, Part, Signature, problems_of_part
 from sparkdl.plain import plain
 from sparkdl.usercode import accompanied
@@ -264,7 +264,7 @@ class TrainedModel:
             resolved,
             known.dimensions if known else None,
             part=part,
-            loss_part=None if is_model_loss(self.loss) else self.signature.part,
+            loss_part=None if is_own_loss(self.loss) else self.signature.part,
         )
         try:
             return evaluate(

@@ -13,6 +13,7 @@ from sparkdl.metrics.base import Metric
 from sparkdl.model.live_replica import on_device
 from sparkdl.model.loss import Loss, loss_of, masses_of, weighted_mean
 from sparkdl.model.signature import Part, described, for_example, part_of
+from sparkdl.model.step import output_of
 
 States: TypeAlias = list[Any]
 """[samples seen, (sum of the loss, sum of its weights), a state for each metric]; can be pickled."""
@@ -93,7 +94,8 @@ class Scorer:
             ) from error
         updated = [states[0] + count, (total, mass)]
         if self.metrics:
-            plain, target = self._plain(self._part(returned, self.part, count), targets)
+            whole = output_of(returned)
+            plain, target = self._plain(self._part(whole, self.part, count), targets)
             for metric, state in zip(self.metrics, states[2:], strict=True):
                 try:
                     with torch.autocast("cpu", enabled=False):  # validation may run under autocast

@@ -22,9 +22,10 @@ from sparkdl.data.batches import Batch
 from sparkdl.data.ragged import Ragged, Rows, dense
 from sparkdl.errors import ModelError
 from sparkdl.model.loss import Loss, call_loss, is_sum, loss_of, masses_of
-from sparkdl.model.model_loss import PerReplica, called, inner, is_model_loss
+from sparkdl.model.model_loss import ModelLoss, PerReplica, inner, is_own_loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature
+from sparkdl.model.step import Step
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import MiniBatch, evaluating, to_tensors, weigh
@@ -81,7 +82,7 @@ def is_averaged(parallel: ParallelPlan, counts: Sequence[int], accumulate: int) 
 
 def needs_more_rows(loss: Loss) -> bool:
     """Return whether to check the loss on more rows than the model: it is not one of torch's own."""
-    if is_model_loss(loss) or isinstance(loss, PerReplica):
+    if is_own_loss(loss) or isinstance(loss, PerReplica):
         return False
     return type(loss).__module__ != "torch.nn.modules.loss"
 
@@ -108,12 +109,12 @@ def gives_sums(
     known = MiniBatch(inputs, targets, weights, masses_of(loss, targets))
     with torch.no_grad(), seeded(recipe.seed):
         module.train()
-        call, part = recipe.signature.bound(module), recipe.signature.for_loss
-        output = part(loss, called(loss, call, inputs, targets))
+        call, part = recipe.signature.call_for_loss, recipe.signature.for_loss
+        output = part(loss, call(loss, module, inputs, targets))
         sums = is_sum(call_loss(loss, output, targets))
         if not (averaged or sums) or len(known) < 2 or isinstance(loss, PerReplica):
             return sums
-        if is_model_loss(loss):
+        if is_own_loss(loss):
             take: Take | None = _of_model(module, recipe.signature, loss, known)
             rounding = max((_rounding(p) for p in module.parameters()), default=ROUNDING_OF_16_BITS)
             rounding = max(rounding, ROUNDING[torch.float32])
@@ -122,9 +123,14 @@ def gives_sums(
         found = None if take is None else _difference(take, len(known), rounding, sums)
         if found is not None and (averaged or found.kind == "no count"):
             hint = ""
-            if is_model_loss(loss):
+            if isinstance(inner(loss), ModelLoss):
                 hint = _count_of_model(module, recipe.signature, loss, known, rounding)
-            raise ModelError(_message(found, len(known), sums, hint))
+            told = _message(found, len(known), sums, hint)
+            if isinstance(inner(loss), Step):
+                told = told.replace(
+                    "loss=sparkdl.PerReplica(loss)", "step=sparkdl.PerReplica(step)"
+                )
+            raise ModelError(told)
     return sums
 
 
@@ -151,7 +157,7 @@ def _of_model(module: nn.Module, signature: Signature, loss: Loss, known: MiniBa
     def take(numbers: np.ndarray, seed: int) -> Sum:
         some = _rows(known, numbers)
         with evaluating(module), seeded(seed):
-            output = called(loss, signature.bound(module), some.inputs, some.targets)
+            output = signature.call_for_loss(loss, module, some.inputs, some.targets)
         return _sum(loss, output, some)
 
     return take

@@ -10,7 +10,7 @@ from sparkdl.errors import nearest
 from sparkdl.loop.triggers import Trigger
 from sparkdl.loop.validation import Validation
 from sparkdl.metrics.named import resolve
-from sparkdl.model.model_loss import ModelLoss, inner, is_model_loss
+from sparkdl.model.model_loss import ModelLoss, inner, is_own_loss
 from sparkdl.parallel.plan import parts_of
 
 
@@ -35,7 +35,8 @@ def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
             f"compression with local_steps={trainer.local_steps}: replicas then send weights and "
             "optimizer state, not gradients. Leave one of the two out."
         )
-    yield from _of_model_loss(trainer)
+    yield from _of_the_loss(trainer)
+    yield from _of_names(trainer)
     if isinstance(trainer.engine, str) and trainer.engine == "gang":
         yield from _of_a_gang(trainer)
     elif isinstance(trainer.checkpoint, Checkpoint) and trainer.checkpoint.asynchronous:
@@ -55,6 +56,39 @@ def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
         yield from _unknown_metrics(f"{name}.every", getattr(holder, "every", None), trainer, known)
     if isinstance(trainer.engine, str) and trainer.engine == "gang" and strategies:
         yield from _of_strategies(trainer)
+
+
+def _of_the_loss(trainer: Any) -> Iterator[str]:
+    if (trainer.loss is None) == (trainer.step is None):
+        found = "neither loss= nor step= is given" if trainer.loss is None else "loss= and step="
+        yield (
+            f"{found}: give loss=, such as torch.nn.MSELoss(), or step=, a function of module and "
+            "batch that returns the loss."
+        )
+    elif trainer.step is None:
+        yield from _of_model_loss(trainer)
+    else:
+        for name in ("weight", "class_weights"):
+            if getattr(trainer, name) is not None:
+                yield (
+                    f"step= with {name}: a step weighs its rows itself. Leave {name} out; a column of "
+                    "weights can be one of the labels, and the step returns (sum, count)."
+                )
+
+
+def _of_names(trainer: Any) -> Iterator[str]:
+    """Yield the problem of two tensors that have one name for the model or a step."""
+    try:
+        names = [*trainer.input_names, *(trainer.label_columns if trainer.step else ())]
+    except (AttributeError, TypeError, ValueError):  # found by the checks of the fields themselves
+        return
+    if trainer.keywords or trainer.step is not None:
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            yield (
+                f"two tensors have the name {', '.join(twice)}: give other keywords in "
+                "features={...}, or rename a column."
+            )
 
 
 def _of_model_loss(trainer: Any) -> Iterator[str]:
@@ -114,7 +148,12 @@ def _of_strategies(trainer: Any) -> Iterator[str]:
                 f'{name} with strategy="{part.word}": stages take tensors by position and hand tensors '
                 "on. Give a list of columns, and a model that returns its output alone."
             )
-        if dimension == "pipe" and is_model_loss(trainer.loss):
+        if dimension in ("pipe", "tensor") and trainer.step is not None:
+            yield (
+                f'step= with strategy="{part.word}": no rank has the whole model to call as it likes. '
+                'Use strategy="ddp", "zero1" or "fsdp", or a loss of the model\'s output.'
+            )
+        if dimension == "pipe" and is_own_loss(trainer.loss):
             yield (
                 f'loss=ModelLoss() with strategy="{part.word}": the labels are where the last stage '
                 "is. Give a loss of the model's output."

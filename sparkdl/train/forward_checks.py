@@ -13,7 +13,6 @@ from sparkdl.data.batches import Batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.errors import ModelError
 from sparkdl.model.loss import loss_of, masses_of
-from sparkdl.model.model_loss import called
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe, frozen_digests
 from sparkdl.model.signature import Signature
@@ -93,7 +92,7 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
     with seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those about shapes: the results are right
         try:
-            returned = called(recipe.loss, recipe.signature.bound(module), inputs, targets)
+            returned = recipe.signature.call_for_loss(recipe.loss, module, inputs, targets)
             output = recipe.signature.for_loss(recipe.loss, returned)
         except Exception as error:
             return "model", text_of(error), error

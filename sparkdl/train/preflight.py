@@ -66,7 +66,8 @@ def preflight(
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         tried = batch = preview_batch(how, samples.preview, augment=True)
-    recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # the loss may count its calls
+    loss = copy.deepcopy(trainer.objective)  # it may count its calls
+    recipe = replace(model.recipe, loss=loss)
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
     run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)

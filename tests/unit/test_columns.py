@@ -109,7 +109,8 @@ def test_specifications_beside_the_other_parameters() -> None:
         'columns["photo"] is the class Image: give an instance of it.'
     ]
     assert problems({"photo": (32, 32)}) == [
-        'columns["photo"] is a tuple: give a sparkdl.Convert, sparkdl.Image or sparkdl.Sequence.'
+        'columns["photo"] is a tuple: give a sparkdl.Convert, sparkdl.Image, '
+        "sparkdl.Sequence or sparkdl.Text."
     ]
     assert problems({"phto": Image()}) == [
         'columns["phto"] is neither a feature nor a label. Did you mean "photo"? Known: photo, '

@@ -238,7 +238,9 @@ class Rank:
             self._member.afterwards = functools.partial(self._finish_later, finish)
         count, seconds = stop - start, {**self._before, **clock.seconds}
         self._before = {}
-        report = ReplicaReport(rank, count, weight, loss, self._token, seconds, problem)
+        report = ReplicaReport(
+            rank, count, weight, loss, self._token, seconds, problem, losses=self._way.losses
+        )
         writing = self._background is not None and self._background.busy
         return RankReport(report, slices, writing, self._way.loss_rank)
 
@@ -343,7 +345,8 @@ class Rank:
             partition = open_partition(handle)
             return score_partition(self._held.live, partition, scorer, assembly, batch_size)
 
-        return self._way.scored(math.ceil(handle.num_rows / batch_size), score)
+        batches = math.ceil(handle.num_rows / batch_size)
+        return self._way.scored(batches, score, outputs=bool(scorer.metrics))
 
     def keep_best(self) -> None:
         """Keep a copy of the current weights."""

@@ -15,7 +15,14 @@ from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import Gradients, MiniBatch, Passed, Spare, take_gradients
+from sparkdl.replica.compute import (
+    Gradients,
+    Losses,
+    MiniBatch,
+    Passed,
+    Spare,
+    take_gradients,
+)
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
@@ -84,19 +91,24 @@ class GradientSync:
             number. None if there are none.
         count: The weight of the rank's rows in the last pass. For a loss that returns ``(sum,
             count)`` it is known only after the pass.
+        losses: Sum and count of each named loss of a step, in the rank's rows of the last pass.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank, self.needs_all_losses, self.count = rank, True, 0.0
         self.kept: ByParameter | None = None
+        self.losses: Losses = {}
 
     @property
     def loss_rank(self) -> int:
         """Return the rank that knows the loss of this rank's samples."""
         return self._rank
 
-    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
-        """Return the result of ``score`` for this rank's ``batches`` of the validation samples."""
+    def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:
+        """Return the result of ``score`` for this rank's ``batches`` of the validation samples.
+
+        ``outputs`` says that after a step ``score`` also runs the model itself, for metrics.
+        """
         return score()
 
 
@@ -154,8 +166,10 @@ class SummedGradients(GradientSync):
         self._counts = bool(own)
         batch = batch if own and batch is not None else self._spare
         with padding_pass(not own):
-            loss, count = self._pass(work, batch, own / total if total else 0.0, clock)
+            loss, count, losses = self._pass(work, batch, own / total if total else 0.0, clock)
         self._counted(count, weights, own)
+        part = weights[self._rank] / own if own else 0.0
+        self.losses = {name: (s * part, c * part) for name, (s, c) in losses.items() if tells}
         self._gradients = take_gradients(self._live)
         if tells and not math.isfinite(loss):
             return loss, f"the loss ({loss})"

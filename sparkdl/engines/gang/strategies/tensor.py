@@ -31,7 +31,6 @@ from sparkdl.engines.gang.strategies.base import CopySync, gathered_counts
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import FlatModule, Layout, layout_of, local
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.model_loss import called
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import parts_of
 from sparkdl.parallel.base import Tensor
@@ -195,7 +194,7 @@ def _output(
 ) -> Any:
     """Return the model's output in evaluation mode."""
     with evaluating(module), seeded(0):
-        return called(recipe.loss, recipe.signature.bound(module), inputs, targets)
+        return recipe.signature.call_for_loss(recipe.loss, module, inputs, targets)
 
 
 _HINT = (
@@ -245,7 +244,7 @@ class TensorSync(CopySync):
         settle(self._live)
         return passed
 
-    def scored(self, batches: int, score: Any) -> Any:
+    def scored(self, batches: int, score: Any, outputs: bool = False) -> Any:
         """See :class:`sparkdl.engines.gang.strategies.base.SummedGradients`."""
         assert self._model_group is not None
         return self._model_group.scored(gathered_counts(batches), score, 0)
