@@ -158,15 +158,20 @@ class Text(ColumnSpec):
         function, written = others.pop("function", None), others.pop("tokenizer", None)
         if function is not None:
             return NamedFunction(name=function, make=partial(cls, **others))
-        return cls(_library().Tokenizer.from_str(written), **others)
+        library = _library()
+        try:
+            return cls(library.Tokenizer.from_str(written), **others)
+        except Exception as error:  # of no narrower type
+            raise ValueError(f"its tokenizer cannot be read ({error})") from error
 
     def _rows(self, texts: Sequence[str], name: str, first_row: int) -> list[np.ndarray]:
         """Return the numbers of the tokens of each text."""
         try:
             found = _tokenized(self._encoder, texts, self.max_length)
-            rows = [np.asarray(row, DTYPE)[: self.max_length] for row in found]
-            if [row.ndim for row in rows] != [1] * len(texts):
-                raise ValueError(f"it returned no list of numbers for each of {len(texts)} texts")
+            rows = [np.asarray(row, DTYPE).reshape(-1) for row in found]
+            if len(rows) != len(texts):
+                raise ValueError(f"it returned {len(rows)} lists of numbers")
+            rows = [row[: self.max_length] for row in rows]
         except Exception as error:
             raise RowError(
                 name,
@@ -187,9 +192,9 @@ class Text(ColumnSpec):
 
 def _prepared(tokenizer: Any, max_length: int | None) -> tuple[Any, int]:
     """Return a tokenizer that pads nothing and cuts to ``max_length``, and the number for padding."""
-    padding, side = getattr(tokenizer, "pad_token_id", None), "right"
+    padding, side = getattr(tokenizer, "pad_token_id", None), None
     if hasattr(tokenizer, "backend_tokenizer"):  # a fast tokenizer of transformers
-        side = getattr(tokenizer, "truncation_side", side)
+        side = tokenizer.truncation_side
         tokenizer = tokenizer.backend_tokenizer
     if not hasattr(tokenizer, "to_str"):
         return tokenizer, padding or 0
@@ -197,6 +202,8 @@ def _prepared(tokenizer: Any, max_length: int | None) -> tuple[Any, int]:
     if padding is None and own.padding is not None:
         padding = own.padding["pad_id"]
     own.no_padding()
+    if side is None:
+        side = "right" if own.truncation is None else own.truncation["direction"]
     if max_length is not None:
         own.enable_truncation(max_length, direction=side)
     else:
