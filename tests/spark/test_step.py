@@ -83,7 +83,8 @@ TRAINER = sparkdl.Trainer(
 
 def plain_loop(orders: DataFrame, step: Any) -> list[dict[str, float]]:
     rows = orders.toPandas()
-    batch = {name: torch.tensor(rows[name].tolist()) for name in ("x", "amount", "returned")}
+    names = ("x", "amount", "returned")
+    batch = {name: torch.tensor(rows[name].tolist(), dtype=torch.float32) for name in names}
     module = Order()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
     told = []
@@ -186,7 +187,7 @@ def misnamed(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         (in_turns, "need a loop of their own in sparkdl.gang.run: see examples/two_optimizers.py"),
         (goes_back, "step runs backward, which belongs to the engine"),
         (of_all_rows, "step=sparkdl.PerReplica(step)"),
-        (misnamed, 'step fails on the first rows ("x" [30, 2]; float32): KeyError'),
+        (misnamed, 'step fails on the first rows ("x" [2, 2]; float32): KeyError'),
         (
             misnamed,
             'It is called as step(module, batch), and the batch has "x", "amount", "returned".',

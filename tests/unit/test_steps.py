@@ -18,7 +18,7 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature
-from sparkdl.model.step import Step, StepResult
+from sparkdl.model.step import ReturnedLosses, StepLoss
 from sparkdl.replica.compute import MiniBatch, forward_backward
 from sparkdl.replica.iteration import Clock, ReplicaReport
 
@@ -26,8 +26,8 @@ X = torch.arange(12.0).reshape(6, 2) / 6
 Y = torch.tensor([0.0, 1, 0, 1, 1, 0])
 
 
-def run(function: Any) -> StepResult:
-    return Step(function, ("x",), ("y",)).returned(nn.Linear(2, 1), torch.sin, [X], [Y])
+def run(function: Any) -> ReturnedLosses:
+    return StepLoss(function, ("x",), ("y",)).returned(nn.Linear(2, 1), torch.sin, [X], [Y])
 
 
 def two(module: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_what_is_no_loss(returned: Any, text: str) -> None:
 
 @pytest.mark.parametrize("parts", [1, 3])
 def test_gradient_and_named_losses_of_micro_batches(parts: int) -> None:
-    step = Step(two, ("x",), ("y",))
+    step = StepLoss(two, ("x",), ("y",))
     recipe = Recipe(
         partial(nn.Linear, 2, 1), step, torch.optim.SGD, 0, TrainingOptions(accumulate=parts)
     )
@@ -151,9 +151,9 @@ def trainer(**given: Any) -> Trainer:
 
 
 def test_the_step_as_a_loss() -> None:
-    assert trainer(step=two).objective == Step(two, ("x",), ("y",))
+    assert trainer(step=two).objective == StepLoss(two, ("x",), ("y",))
     keyed = trainer(step=PerReplica(two), features={"input": "x"}, label=None)
-    assert keyed.objective == PerReplica(Step(two, ("input",), ()))
+    assert keyed.objective == PerReplica(StepLoss(two, ("input",), ()))
     assert keyed.signature == Signature(("input",))
 
 
