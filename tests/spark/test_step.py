@@ -81,14 +81,14 @@ TRAINER = sparkdl.Trainer(
 )
 
 
-def plain_loop(orders: DataFrame, step: Any) -> list[dict[str, float]]:
+def plain_loop(orders: DataFrame, step: Any, rounds: int = 4) -> list[dict[str, float]]:
     rows = orders.toPandas()
     names = ("x", "amount", "returned")
     batch = {name: torch.tensor(rows[name].tolist(), dtype=torch.float32) for name in names}
     module = Order()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
     told = []
-    for _ in range(4):
+    for _ in range(rounds):
         losses = step(module, batch)
         losses = losses if isinstance(losses, dict) else {"loss": losses}
         means = {n: v[0] / v[1] if isinstance(v, tuple) else v for n, v in losses.items()}
@@ -136,6 +136,26 @@ def test_a_sum_and_its_count(orders: DataFrame, engine: str) -> None:
     trained = replace(TRAINER, step=where_returned, engine=engine).fit(orders)
     losses = [told["loss"] for told in plain_loop(orders, where_returned)]
     assert trained.history.losses == pytest.approx(losses, rel=1e-4)
+
+
+def test_metrics_by_output(orders: DataFrame) -> None:
+    metrics = [
+        sparkdl.MetricOf("mse", label="amount", output="amount"),
+        sparkdl.MetricOf("accuracy", label="returned", output="returned"),
+    ]
+    validation = sparkdl.Validation(orders, metrics=metrics, best="returned/accuracy")
+    trained = replace(TRAINER, validation=validation).fit(orders)
+    told = trained.history.validations[-1]["metrics"]
+    assert list(told) == ["loss", "amount/mse", "returned/accuracy"]
+    assert trained.evaluate(orders, metrics=metrics) == pytest.approx(told, rel=1e-5)
+    named = plain_loop(orders, both, rounds=5)[-1]  # by the weights after the fourth update
+    assert told["amount/mse"] == pytest.approx(named["amount"], rel=1e-4)
+    assert told["loss"] == pytest.approx(named["loss"], rel=1e-4)
+    with pytest.raises(sparkdl.ParameterError, match="metrics need one label; the model has 2"):
+        trained.evaluate(orders, metrics=["mse"])
+    wrong = [sparkdl.MetricOf("mse", label="amuont", output="amount")]
+    with pytest.raises(sparkdl.ParameterError, match='no label. Did you mean "amount"'):
+        replace(TRAINER, validation=sparkdl.Validation(orders, metrics=wrong)).fit(orders)
 
 
 @pytest.mark.gang
