@@ -44,6 +44,7 @@ from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.metrics.named import MeanMetric, Metric
 from sparkdl.model.model_loss import ModelLoss, PerReplica
 from sparkdl.parallel.base import DDP, FSDP, Pipeline, Tensor
+from sparkdl.replica.all_rows import all_rows
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
@@ -89,6 +90,7 @@ __all__ = [
     "UserError",
     "Validated",
     "Validation",
+    "all_rows",
     "every",
     "every_epoch",
     "every_seconds",

@@ -246,8 +246,9 @@ def contrast(module: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     """Tell each text's pair from those of the other rows."""
     query = module(batch["query"], batch["query_mask"])
     found = module(batch["answer"], batch["answer_mask"])
-    scores = query @ found.T / 0.1
-    right = torch.arange(len(scores), device=scores.device)
+    answers, first = sparkdl.all_rows(found)
+    scores = query @ answers.T / 0.1
+    right = first + torch.arange(len(scores), device=scores.device)
     hits = (scores.argmax(1) == right).float().mean()
     return {"loss": nn.functional.cross_entropy(scores, right), "hits": hits}
 
