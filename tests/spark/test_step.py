@@ -154,7 +154,7 @@ def test_metrics_by_output(orders: DataFrame) -> None:
     with pytest.raises(sparkdl.ParameterError, match="metrics need one label; the model has 2"):
         trained.evaluate(orders, metrics=["mse"])
     wrong = [sparkdl.MetricOf("mse", label="amuont", output="amount")]
-    with pytest.raises(sparkdl.ParameterError, match='no label. Did you mean "amount"'):
+    with pytest.raises(sparkdl.ParameterError, match=r'no label\. Did you mean "amount"'):
         replace(TRAINER, validation=sparkdl.Validation(orders, metrics=wrong)).fit(orders)
 
 
@@ -232,7 +232,7 @@ def among_all(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_rows_of_all_ranks(orders: DataFrame, strategy: str) -> None:
     """Ranks have unequal numbers of rows; in the last batch, one of them has none."""
-    some = orders.where("amount > 0.1 OR returned > 0").cache()
+    some = orders.where("amount > 0.1").cache()
     count = some.count()
     assert count % 2
     trainer = replace(TRAINER, step=sparkdl.PerReplica(among_all), engine="gang", strategy=strategy)
