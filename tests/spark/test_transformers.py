@@ -221,7 +221,7 @@ def test_only_the_adapter_travels(reviews: DataFrame, tmp_path: Path) -> None:
         trainer = replace(TRAINER, model=model, checkpoint=place, engine="shuffle")
         trainer.fit(reviews)
         checkpoints[name] = bytes_of(tmp_path / name)
-    fixed = 20_000  # the history, and what each slice's file begins with
+    fixed = 5_000  # the history, and what each slice's file begins with
     assert 3 * 4 * trainable <= checkpoints["adapter"] < 3 * 4 * trainable + fixed
     assert checkpoints["all"] > 3 * 4 * (whole - trainable)
     resumed = replace(TRAINER, stop=sparkdl.max_iteration(4), engine="local")
