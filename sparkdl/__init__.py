@@ -6,6 +6,7 @@ from sparkdl.data import Sample
 from sparkdl.data.columns.convert import Convert
 from sparkdl.data.columns.image import Image
 from sparkdl.data.columns.sequence import Sequence
+from sparkdl.data.columns.text import Text
 from sparkdl.errors import (
     CheckpointError,
     DamagedCheckpoint,
@@ -39,12 +40,14 @@ from sparkdl.loop.triggers import (
     several_iterations,
 )
 from sparkdl.loop.validation import Validation
+from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.metrics.named import MeanMetric, Metric
 from sparkdl.model.model_loss import ModelLoss, PerReplica
 from sparkdl.parallel.ddp import DDP
 from sparkdl.parallel.fsdp import FSDP
 from sparkdl.parallel.pipeline import Pipeline
 from sparkdl.parallel.tensor import Tensor
+from sparkdl.replica.all_rows import all_rows
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
@@ -65,6 +68,7 @@ __all__ = [
     "Image",
     "MeanMetric",
     "Metric",
+    "MetricOf",
     "ModelError",
     "ModelLoss",
     "ParameterError",
@@ -80,6 +84,7 @@ __all__ = [
     "StateLostError",
     "StopTraining",
     "Tensor",
+    "Text",
     "TopK",
     "TrainState",
     "TrainedModel",
@@ -90,6 +95,7 @@ __all__ = [
     "UserError",
     "Validated",
     "Validation",
+    "all_rows",
     "every",
     "every_epoch",
     "every_seconds",

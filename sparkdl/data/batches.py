@@ -62,8 +62,8 @@ class Batch:
     """A mini-batch; the first dimension of each array is the rows.
 
     Attributes:
-        inputs: The arguments of the model: the features, each followed by the lengths of its sequences
-            if its padding asks for them.
+        inputs: The arguments of the model: the features, each followed by the lengths and the mask of
+            its sequences if its padding asks for them.
         targets: The labels, which the loss compares with.
         weights: Floats of shape (rows,), or None.
     """
@@ -159,6 +159,8 @@ def input_fields(assembly: BatchSpec, fields: Sequence[Field]) -> list[Field]:
         found.append(field)
         if field.padding is not None and field.padding.lengths:
             found.append(Field(f"lengths of {field.name}", "int64", ()))
+        if field.padding is not None and field.padding.mask:
+            found.append(Field(f"mask of {field.name}", "int64", ()))
     return found
 
 

@@ -23,6 +23,24 @@ class Padding:
     """Always pad to this length; None: pad to the longest row of the mini-batch."""
     lengths: bool = False
     """Also give the model the lengths, int64 of shape (rows,), directly after the padded input."""
+    mask: bool = False
+    """Also give the model a mask after these, int64 of the shape of the padded input: 1 where there is
+    a value, 0 where there is padding."""
+
+    def names(self, name: str) -> list[str]:
+        """Return the names of the model's inputs that are made of the input ``name``.
+
+        The mask of ``input_ids`` is ``attention_mask``, as in transformers; of another input ``NAME``
+        it is ``NAME_mask``.
+        """
+        mask = f"{name}_mask"
+        if name.endswith("input_ids"):
+            mask = f"{name.removesuffix('input_ids')}attention_mask"
+        return [
+            name,
+            *([f"{name}_lengths"] if self.lengths else []),
+            *([mask] if self.mask else []),
+        ]
 
 
 @dataclass(frozen=True)
@@ -108,11 +126,14 @@ class Ragged:
         return result
 
     def inputs(self) -> list[np.ndarray]:
-        """Return the model's inputs: the padded rows and, if requested, their lengths."""
-        lengths = self.lengths
+        """Return the model's inputs: the padded rows and, if requested, their lengths and mask."""
+        padded, lengths = self.padded(), self.lengths
         if self.padding.length is not None:
             lengths = np.minimum(lengths, self.padding.length)
-        return [self.padded(), *([lengths] if self.padding.lengths else [])]
+        inputs = [padded, *([lengths] if self.padding.lengths else [])]
+        if self.padding.mask:
+            inputs.append((np.arange(padded.shape[1]) < lengths[:, None]).astype(np.int64))
+        return inputs
 
 
 Rows: TypeAlias = np.ndarray | Ragged
@@ -131,7 +152,7 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
 
 
 def model_inputs(fields: Sequence[Rows]) -> list[np.ndarray]:
-    """Return the model's arguments: ragged fields are padded, and their lengths added if requested."""
+    """Return the model's arguments: ragged fields are padded, with lengths and masks if requested."""
     result: list[np.ndarray] = []
     for rows in fields:
         result += rows.inputs() if isinstance(rows, Ragged) else [rows]

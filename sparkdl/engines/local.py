@@ -171,7 +171,14 @@ class LocalEngine:
         problem = not_finite(live, self._plans.slices, sections, outcome)
         clock.lap("publish")
         report = ReplicaReport(
-            replica, outcome.count, outcome.weight, outcome.loss, "", clock.seconds, problem
+            replica,
+            outcome.count,
+            outcome.weight,
+            outcome.loss,
+            "",
+            clock.seconds,
+            problem,
+            losses=outcome.losses,
         )
         written = [replace(section, replica=replica, others=outcome.others) for section in sections]
         return report, written, outcome

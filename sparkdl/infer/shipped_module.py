@@ -21,7 +21,7 @@ from torch import nn
 from sparkdl.data.ragged import Rows, dense, model_inputs
 from sparkdl.errors import ModelError, UserError, cannot_travel
 from sparkdl.metrics.scorer import in_rows
-from sparkdl.model.model_loss import called, is_model_loss
+from sparkdl.model.model_loss import is_own_loss
 from sparkdl.model.pickling import dumps
 from sparkdl.model.rebuilding import Rebuilt
 from sparkdl.model.signature import BY_POSITION, Signature, with_tensors
@@ -224,11 +224,11 @@ def run_batches(
         inputs = to_tensors(model_inputs([array[rows] for array in arrays]), device)
         count, (loss, labels) = len(inputs[0]), own
         targets = []
-        if is_model_loss(loss):
+        if is_own_loss(loss):
             targets = to_tensors(dense([label[rows] for label in labels]), device)
         with evaluating(module):
             try:
-                returned = called(loss, signature.bound(module), inputs, targets)
+                returned = signature.call_for_loss(loss, module, inputs, targets)
                 output = in_rows(signature.output(returned), count, dimensions[0])
             except (torch.OutOfMemoryError, UserError):
                 raise

@@ -117,6 +117,7 @@ def advance(
         next_counters(state),
         samples=state.samples + result.samples,
         loss=result.loss,
+        losses=result.losses,
         learning_rates=learning_rates,
         seconds=seconds,
         gradient_norm=result.gradient_norm,

@@ -12,6 +12,7 @@ import torch
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.model.flat import Layout
+from sparkdl.replica.compute import added_up
 from sparkdl.replica.iteration import Iteration, ReplicaReport, SliceReport
 from sparkdl.slices.histogram import Histogram
 from sparkdl.slices.spec import SliceSpec
@@ -38,6 +39,7 @@ class IterationResult:
         traffic: For each node, by its id, the bytes of gradients and weights that it sent and
             received.
         ended: The time of the end (``time.monotonic``), if that is not the present.
+        losses: The mean of each named loss of a step over the global batch.
     """
 
     loss: float
@@ -48,6 +50,7 @@ class IterationResult:
     histograms: Mapping[str, Histogram] | None = None
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
     ended: float | None = None
+    losses: Mapping[str, float] = field(default_factory=dict)
 
 
 CURRENT, AVERAGE, BEST = "current", "average", "best"
@@ -209,6 +212,7 @@ def summarize(
     ordered = sorted(replicas, key=lambda report: report.replica)
     total = sum(report.weight for report in ordered)
     loss = sum(report.loss * report.weight for report in ordered if report.weight)
+    named = added_up(report.losses for report in ordered)
     return IterationResult(
         loss=loss / total if total else math.nan,
         samples=sum(report.count for report in ordered),
@@ -217,6 +221,7 @@ def summarize(
         gradient_norm=next((s.norm for s in slices if s.norm is not None), None),
         histograms=_joined(slices, layout),
         traffic=traffic or {},
+        losses={name: s / c for name, (s, c) in named.items() if c},
     )
 
 

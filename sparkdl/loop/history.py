@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from sparkdl.loop import history_files, history_tables
 from sparkdl.loop.history_files import KINDS
 from sparkdl.loop.state import TrainState, Validated
 
-_TIMINGS = "timings/"
+_TIMINGS, _LOSSES = "timings/", "losses/"
 _NO_NORM = -1.0  # a norm is never negative; NaN is a measured value
 _CODES: dict[type, Any] = {int: "q", float: "d", bool: "q"}  # "skipped" is kept as a count
 
@@ -35,6 +35,7 @@ class History:
     def __init__(self) -> None:
         self._columns = {name: array(_CODES[kind]) for name, kind in KINDS.items()}
         self._timings: dict[str, array[float]] = {}
+        self._losses: dict[str, array[float]] = {}
         self._length = 0
         self._validations: list[Validated] = []
         self._validated = 0
@@ -61,6 +62,7 @@ class History:
         """
         history = History()
         history._columns, history._timings = dict(self._columns), dict(self._timings)
+        history._losses = dict(self._losses)
         history._length = self._length
         history._validations, history._validated = self._validations, self._validated
         history._start = dict(self._start)
@@ -78,7 +80,7 @@ class History:
         history = self.branch()
         for name in self._start:
             history._start[name] = self._columns[name][first - 1]
-        for columns in (history._columns, history._timings):
+        for columns in history._tables:
             for name, column in columns.items():
                 columns[name] = column[first : self._length]
         history._length = count
@@ -104,14 +106,15 @@ class History:
             state.bytes_sent,
         )
         if len(self._columns["loss"]) > self._length:  # another history has appended rows
-            for columns in (self._columns, self._timings):
+            for columns in self._tables:
                 for name, column in columns.items():
                     columns[name] = column[: self._length]
-        for activity in state.timings:
-            if activity not in self._timings:
-                self._timings[activity] = array("d", [math.nan]) * self._length
-        for activity, column in self._timings.items():
-            column.append(state.timings.get(activity, math.nan))
+        for columns, values in ((self._timings, state.timings), (self._losses, state.losses)):
+            for name in values:
+                if name not in columns:
+                    columns[name] = array("d", [math.nan]) * self._length
+            for name, column in columns.items():
+                column.append(values.get(name, math.nan))
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(value)
         self._length += 1
@@ -122,6 +125,10 @@ class History:
             self._validations = self._known
         self._validations.append(validated)
         self._validated += 1
+
+    @property
+    def _tables(self) -> tuple[dict[str, array[Any]], ...]:
+        return self._columns, self._timings, self._losses
 
     @property
     def _known(self) -> list[Validated]:
@@ -154,8 +161,8 @@ class History:
         Its keys are iteration (from 1), epoch, loss, learning_rate (of the first parameter group),
         samples (seen so far), seconds (since the start), gradient_norm (before clipping; None if it
         was not measured), loss_scale, skipped (whether the update of this iteration was skipped),
-        bytes_sent (between nodes) and timings (seconds by activity), see
-        :class:`sparkdl.TrainState`.
+        bytes_sent (between nodes), timings (seconds by activity) and, if a step returns named
+        losses, losses (by name), see :class:`sparkdl.TrainState`.
         """
         return self._records(0)
 
@@ -172,12 +179,22 @@ class History:
             skips, record["skipped"] = record["skipped"], record["skipped"] > skips
             timings = {name: column[i] for name, column in self._timings.items()}
             record["timings"] = {k: v for k, v in timings.items() if not math.isnan(v)}
+            if self._losses:
+                record["losses"] = {name: column[i] for name, column in self._losses.items()}
             yield record
 
     @property
     def losses(self) -> list[float]:
         """Return the loss of each iteration."""
         return list(self._columns["loss"][: self._length])
+
+    @property
+    def named_losses(self) -> dict[str, list[float]]:
+        """Return the named losses of each iteration, by name, if ``Trainer(step=)`` returned such.
+
+        A loss that an iteration did not have is NaN.
+        """
+        return {name: list(column[: self._length]) for name, column in self._losses.items()}
 
     @property
     def validations(self) -> list[dict[str, Any]]:
@@ -255,9 +272,10 @@ class History:
         """Write the history to a file: everything as ``.json``, or one row for each iteration as
         ``.csv``.
 
-        JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start"
-        and "stopped". The columns of CSV are the keys of a record, ``timings/NAME``, and
-        ``validation/NAME``, which is filled at the iterations that were validated.
+        JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start",
+        "stopped" and, if there are any, "losses". The columns of CSV are the keys of a record,
+        ``timings/NAME``, ``losses/NAME``, and ``validation/NAME``, which is filled at the iterations
+        that were validated.
 
         Raises:
             ParameterError: The file has another suffix.
@@ -278,14 +296,16 @@ class History:
 
     def to_bytes(self) -> bytes:
         """Return the whole history as a safetensors file, for a checkpoint."""
-        timings = {_TIMINGS + name: column for name, column in self._timings.items()}
+        named = {_TIMINGS + name: column for name, column in self._timings.items()}
+        named |= {_LOSSES + name: column for name, column in self._losses.items()}
         rest = {
             "validations": self.validations,
             "timings": list(self._timings),
+            "losses": list(self._losses),
             "start": self._start,
             "stopped": self.stopped,
         }
-        return history_files.to_safetensors({**self._columns, **timings}, self._length, rest)
+        return history_files.to_safetensors({**self._columns, **named}, self._length, rest)
 
     @staticmethod
     def from_bytes(content: bytes) -> History:
@@ -303,6 +323,8 @@ class History:
         history = History()
         history._columns = {name: columns.pop(name) for name in codes}
         history._timings = {name: columns.pop(_TIMINGS + name) for name in rest["timings"]}
+        losses = rest.get("losses", [])
+        history._losses = {name: columns.pop(_LOSSES + name) for name in losses}
         if columns:
             raise ValueError(f"it has no {', '.join(columns)}")
         history._length = len(history._columns["loss"])
@@ -327,14 +349,16 @@ class History:
         rows = list(self)
         for row in rows:
             del row["timings"]
+            row.pop("losses", None)
+        named = {name: _or_none(column) for name, column in self.named_losses.items()}
         return {
             "iterations": rows,
             "epochs": self.epochs(),
             "validations": self.validations,
             "timings": {
-                name: [None if math.isnan(value) else value for value in column[: self._length]]
-                for name, column in self._timings.items()
+                name: _or_none(column[: self._length]) for name, column in self._timings.items()
             },
+            **({"losses": named} if named else {}),
             "start": dict(self._start),
             "stopped": self.stopped,
         }
@@ -351,7 +375,7 @@ class History:
     def _read(content: dict[str, Any]) -> History:
         history = History()
         history._read_rest(content)
-        timings = content.get("timings", {})
+        timings, losses = content.get("timings", {}), content.get("losses", {})
         skipped = history._start["skipped"]
         for i, row in enumerate(content["iterations"]):
             skipped += row.get("skipped", False)
@@ -366,6 +390,7 @@ class History:
                 skipped=skipped,
                 bytes_sent=row.get("bytes_sent") or 0,
                 timings={k: v[i] for k, v in timings.items() if v[i] is not None},
+                losses={k: v[i] for k, v in losses.items() if v[i] is not None},
             )
             history.append(state, row["epoch"])
         return history
@@ -380,6 +405,10 @@ class History:
             metrics = {str(name): float(value) for name, value in record["metrics"].items()}
             iteration, epoch = int(record["iteration"]), int(record["epoch"])
             self.append_validation(Validated(iteration=iteration, epoch=epoch, metrics=metrics))
+
+
+def _or_none(column: Iterable[float]) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in column]
 
 
 def _explained(read: Callable[[Any], History], content: Any, where: str) -> History:

@@ -5,7 +5,7 @@ seconds to write the history of a long run, every time.
 
 The content of JSON and CSV is ``{"iterations": [record, ...], "epochs": [...], "validations":
 [record, ...], "timings": {activity: [seconds or None, ...]}, "start": {...}, "stopped": reason or
-None}``, of plain values.
+None}``, of plain values; and "losses", like "timings", if a step returned named losses.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = {  # the keys of a record in their order -> type of the values
     "skipped": bool,
     "bytes_sent": int,
 }
-_TIMING, _METRIC = "timings/", "validation/"
+_TIMING, _LOSS, _METRIC = "timings/", "losses/", "validation/"
 DTYPES = {"q": torch.int64, "d": torch.float64}
 _REST = "history"
 
@@ -147,16 +147,15 @@ def to_csv(content: dict[str, Any]) -> str:
     for record in content["validations"]:
         validated.setdefault(record["iteration"], {}).update(record["metrics"])
     metrics = list(dict.fromkeys(name for found in validated.values() for name in found))
-    timings = content["timings"]
+    named = {_TIMING + name: column for name, column in content["timings"].items()}
+    named |= {_LOSS + name: column for name, column in content.get("losses", {}).items()}
     file = io.StringIO()
     writer = csv.writer(file)
-    writer.writerow(
-        [*KINDS, *(_TIMING + name for name in timings), *(_METRIC + m for m in metrics)]
-    )
+    writer.writerow([*KINDS, *named, *(_METRIC + m for m in metrics)])
     for i, row in enumerate(content["iterations"]):
         found = validated.get(row["iteration"], {})
-        seconds = [column[i] for column in timings.values()]
-        writer.writerow([*row.values(), *seconds, *(found.get(name) for name in metrics)])
+        others = [column[i] for column in named.values()]
+        writer.writerow([*row.values(), *others, *(found.get(name) for name in metrics)])
     return file.getvalue()
 
 
@@ -166,14 +165,16 @@ def from_csv(text: str) -> dict[str, Any]:
     names = reader.fieldnames or []
     rows: list[dict[str, Any]] = []
     validations = []
-    timings: dict[str, list[float | None]] = {
-        name.removeprefix(_TIMING): [] for name in names if name.startswith(_TIMING)
-    }
+    timings, losses = (
+        {name.removeprefix(kind): list[float | None]() for name in names if name.startswith(kind)}
+        for kind in (_TIMING, _LOSS)
+    )
     for line in reader:
         row = {name: _value(kind, line.get(name) or "") for name, kind in KINDS.items()}
         rows.append(row)
-        for name, column in timings.items():
-            column.append(_value(float, line[_TIMING + name]))
+        for kind, columns in ((_TIMING, timings), (_LOSS, losses)):
+            for name, column in columns.items():
+                column.append(_value(float, line[kind + name]))
         metrics = {
             name.removeprefix(_METRIC): float(line[name])
             for name in names
@@ -182,7 +183,7 @@ def from_csv(text: str) -> dict[str, Any]:
         if metrics:
             where = {"iteration": row["iteration"], "epoch": row["epoch"]}
             validations.append({**where, "metrics": metrics})
-    return {"iterations": rows, "timings": timings, "validations": validations}
+    return {"iterations": rows, "timings": timings, "losses": losses, "validations": validations}
 
 
 def _value(kind: type, text: str) -> Any:

@@ -35,6 +35,8 @@ class TrainState:
     """Samples seen, over all epochs."""
     loss: float = float("nan")
     """Mean loss of the last global batch."""
+    losses: Mapping[str, float] = field(default_factory=dict)
+    """The named losses of the last global batch, where ``Trainer(step=)`` returns such."""
     learning_rates: tuple[float, ...] = ()
     """Learning rates of the last iteration, one for each parameter group."""
     seconds: float = 0.0

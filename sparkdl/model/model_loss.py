@@ -1,7 +1,8 @@
-"""Special losses: the model's own loss, and one over the rows of each replica."""
+"""Losses that are computed from inputs and labels together, and one over the rows of each replica."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,36 @@ IGNORED = -100
 """The label that torch's losses, and those of transformers' models, ignore by default."""
 
 
+class OwnLoss(ABC):
+    """A loss that needs the model's inputs and labels together, not only its output.
+
+    It is called with what :meth:`returned` returned.
+    """
+
+    @abstractmethod
+    def returned(
+        self,
+        model: Callable[..., Any],
+        call: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> Any:
+        """Run the model on a mini-batch, and return the argument of the loss.
+
+        Args:
+            model: The model.
+            call: The model as a function of its inputs by position.
+            inputs: The inputs.
+            targets: The labels.
+        """
+
+    @abstractmethod
+    def __call__(self, output: Any, target: Any = ()) -> Any:
+        """Return the loss: a mean, or ``(sum, count)``."""
+
+
 @dataclass(frozen=True)
-class ModelLoss:
+class ModelLoss(OwnLoss):
     """``loss=sparkdl.ModelLoss()``: the model gets its labels and computes its own loss.
 
     The models of ``transformers`` do this. The loss is the model's return value, if that is one
@@ -43,6 +72,18 @@ class ModelLoss:
         if self.labels is None:
             return None
         return (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
+
+    def returned(
+        self,
+        model: Callable[..., Any],
+        call: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> Any:
+        """Call the model with its inputs and labels."""
+        if self.names is None:
+            return call(*inputs, *targets)
+        return call(*inputs, **dict(zip(self.names, targets, strict=True)))
 
     def __call__(self, output: Any, target: Any = ()) -> Any:
         """Return the loss in the model's return value: a mean, or ``(sum, count)``."""
@@ -75,7 +116,7 @@ class PerReplica:
     """
 
     loss: Callable[..., Any]
-    """A function of (output, target), or a :class:`ModelLoss`."""
+    """A function of (output, target), a :class:`ModelLoss`, or the function of ``Trainer(step=)``."""
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         """Call ``loss``."""
@@ -87,31 +128,9 @@ def inner(loss: Any) -> Any:
     return loss.loss if isinstance(loss, PerReplica) else loss
 
 
-def is_model_loss(loss: Any) -> bool:
-    """Return whether the model computes the loss."""
-    return isinstance(inner(loss), ModelLoss)
-
-
-def called(
-    loss: Any,
-    model: Callable[..., Any],
-    inputs: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-) -> Any:
-    """Return what ``model`` returns for a mini-batch.
-
-    Args:
-        loss: The loss; if the model computes it, the model also gets the targets.
-        model: The model.
-        inputs: Its inputs.
-        targets: The labels.
-    """
-    own = inner(loss)
-    if not isinstance(own, ModelLoss):
-        return model(*inputs)
-    if own.names is None:
-        return model(*inputs, *targets)
-    return model(*inputs, **dict(zip(own.names, targets, strict=True)))
+def is_own_loss(loss: Any) -> bool:
+    """Return whether the loss is computed from inputs and labels together."""
+    return isinstance(inner(loss), OwnLoss)
 
 
 def _found(output: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from sparkdl.errors import ModelError, kind_of, nearest
-from sparkdl.model.model_loss import is_model_loss
+from sparkdl.model.model_loss import OwnLoss, inner, is_own_loss
 
 Part: TypeAlias = str | int | Callable[[Any], Any] | None
 """A part of a model's return value: a key, an attribute, an index, a function of it, or None (all)."""
@@ -44,6 +44,26 @@ class Signature:
         """Call ``model`` on ``inputs``."""
         return self.bound(model)(*inputs)
 
+    def call_for_loss(
+        self,
+        loss: Any,
+        model: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> Any:
+        """Return what ``model`` returns for a mini-batch, or what a step makes of it.
+
+        Args:
+            loss: The loss; if it is an :class:`OwnLoss`, the model also gets the targets.
+            model: The model.
+            inputs: Its inputs.
+            targets: The labels.
+        """
+        own, call = inner(loss), self.bound(model)
+        if isinstance(own, OwnLoss):
+            return own.returned(model, call, inputs, targets)
+        return call(*inputs)
+
     def output(self, returned: Any) -> Any:
         """Return the output in the model's return value.
 
@@ -53,8 +73,8 @@ class Signature:
         return part_of(returned, self.part)
 
     def for_loss(self, loss: Any, returned: Any) -> Any:
-        """Return the argument of ``loss``: the output, or all if the model computes its own loss."""
-        return returned if is_model_loss(loss) else self.output(returned)
+        """Return the argument of ``loss``: the output, or all if the loss is an :class:`OwnLoss`."""
+        return returned if is_own_loss(loss) else self.output(returned)
 
 
 BY_POSITION = Signature()

@@ -76,6 +76,11 @@ class ParallelStrategy:
                 f'compression with strategy="{self.word}": torch sums the gradients itself. Use '
                 'strategy="zero1", or leave compression out.'
             )
+        if self.shares_samples and trainer.step is not None:
+            yield (
+                f'step= with strategy="{self.word}": no rank has the whole model to call as it likes. '
+                'Use strategy="ddp", "zero1" or "fsdp", or a loss of the model\'s output.'
+            )
         for name in ("sync_batchnorm", "compile"):
             if self.shares_samples and getattr(trainer, name):
                 yield f'{name} does not go with strategy="{self.word}": leave it out.'

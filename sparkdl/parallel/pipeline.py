@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.model.flat import Layout
-from sparkdl.model.model_loss import is_model_loss
+from sparkdl.model.model_loss import is_own_loss
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import matches_module
 from sparkdl.parallel.base import ParallelStrategy, check_dense, count_problems
@@ -80,7 +80,7 @@ class Pipeline(ParallelStrategy):
                 f'{name} with strategy="{self.word}": pipeline stages take tensors by position and '
                 "pass tensors on. Give a list of columns, and a model that returns only its output."
             )
-        if is_model_loss(trainer.loss):
+        if is_own_loss(trainer.loss):
             yield (
                 f'loss=ModelLoss() with strategy="{self.word}": only the last stage has the '
                 "labels. Give a loss that is computed from the model's output."

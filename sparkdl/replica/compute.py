@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,8 +16,8 @@ from torch import nn
 from sparkdl.model.flat import local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import loss_of
-from sparkdl.model.model_loss import called
 from sparkdl.model.options import TrainingOptions
+from sparkdl.model.step import named_losses
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.division import Division
 from sparkdl.replica.iteration import Clock
@@ -128,15 +128,30 @@ def weigh(
     return of_class if weights is None else weights.double() * of_class
 
 
+Losses = Mapping[str, tuple[float, float]]
+"""The type of the named losses of a step: sum and count by name."""
+
+
+def added_up(many: Iterable[Losses]) -> Losses:
+    """Return the sums and counts of the losses over several mini-batches, by name."""
+    result: dict[str, tuple[float, float]] = {}
+    for losses in many:
+        for name, (total, count) in losses.items():
+            before = result.get(name, (0.0, 0.0))
+            result[name] = before[0] + total, before[1] + count
+    return result
+
+
 Sink = Callable[[int, torch.Tensor], None]
 """The type of a function that takes the number and the gradient of a parameter."""
 
 
 class Passed(NamedTuple):
-    """The result of a mini-batch: its mean loss, and its weight in the average."""
+    """The result of a mini-batch: its mean loss, its weight in the average, and named losses."""
 
     loss: float
     weight: float
+    losses: Losses
 
 
 def forward_backward(
@@ -169,12 +184,13 @@ def forward_backward(
         by_rows: See :class:`sparkdl.replica.division.Division`.
 
     Returns:
-        The mean loss and its weight.
+        The mean loss, its weight, and the named losses of a step.
     """
     policy = replica.recipe.policy
     replica.train()
     replica.clear_gradients()
     total, values = batch.weight, list[tuple[torch.Tensor, float]]()
+    named: list[dict[str, tuple[torch.Tensor, float]]] = []
     cut = [(p, p.weight / total if total else 0.0) for p in batch.parts(policy.accumulate)]
     if not parts:
         cut = [(part, own) for part, own in cut if own]
@@ -194,7 +210,7 @@ def forward_backward(
             replica.give_gradients(take if sink is not None and last else None)
             try:
                 with replica.apart() if replica.apart and not last else contextlib.nullcontext():
-                    value, count = _loss(replica, part)
+                    value, count, told = _loss(replica, part)
                     clock.lap("forward")
                     factor = division.factor(own, count)
                     goes_back = by_rows or count != 0
@@ -204,6 +220,8 @@ def forward_backward(
                 replica.give_gradients(None)
             if own and goes_back:
                 values.append((value.detach(), own if count is None else 1.0))
+            if own:
+                named.append(told)
             clock.lap("backward")
     if idle:
         _keep_pace(replica, cut[-1][0], idle)
@@ -214,9 +232,10 @@ def forward_backward(
                     local(parameter.grad).div_(division.undo)
     # the first wait for a GPU is here, unless the loss returns a count
     loss = sum((float(value) * own for value, own in values), 0.0)
+    losses = added_up({name: (float(s), c) for name, (s, c) in told.items()} for told in named)
     if division.counted is None:
-        return Passed(loss, total)
-    return Passed(loss / (division.counted or 1.0), division.counted)
+        return Passed(loss, total, losses)
+    return Passed(loss / (division.counted or 1.0), division.counted, losses)
 
 
 def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:
@@ -243,12 +262,14 @@ def buffers_kept(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(content)
 
 
-def _loss(replica: LiveReplica, part: MiniBatch) -> tuple[torch.Tensor, float | None]:
-    """Return the loss of a micro-batch, see :func:`sparkdl.model.loss.loss_of`."""
+def _loss(
+    replica: LiveReplica, part: MiniBatch
+) -> tuple[torch.Tensor, float | None, dict[str, tuple[torch.Tensor, float]]]:
+    """Return the loss of a micro-batch, see :func:`sparkdl.model.loss.loss_of`, and named losses."""
+    signature = replica.recipe.signature
     with autocasting(replica):
-        call = replica.recipe.signature.bound(replica.call)
-        output = called(replica.loss, call, part.inputs, part.targets)
-    return loss_of_output(replica, output, part)
+        output = signature.call_for_loss(replica.loss, replica.call, part.inputs, part.targets)
+    return *loss_of_output(replica, output, part), named_losses(output, part.weight)
 
 
 def loss_of_output(

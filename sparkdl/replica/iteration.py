@@ -72,6 +72,7 @@ class ReplicaReport:
             or empty.
         received: The bytes of weights that came from another node, by slice.
         residual: The handle of the state that the replica now keeps for compression.
+        losses: Sum and count of each named loss of a step.
     """
 
     replica: int
@@ -83,6 +84,7 @@ class ReplicaReport:
     not_finite: str = ""
     received: Mapping[int, int] = field(default_factory=dict)
     residual: ResidualHandle | None = None
+    losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

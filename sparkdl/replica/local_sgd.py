@@ -13,7 +13,7 @@ import torch
 
 from sparkdl.data.batches import Batch
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import Gradients, forward_backward, take_gradients
+from sparkdl.replica.compute import Gradients, added_up, forward_backward, take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import ReplicaIteration, ReplicaResult, to_mini_batch
 from sparkdl.slices.optimizer_step import step_slice
@@ -51,9 +51,10 @@ def several_steps(
     live.version = ""  # from here on the weights are not those of any version
     for number, batch in enumerate(batches):
         mini_batch = to_mini_batch(batch, live)
-        loss, weight = forward_backward(
+        loss, weight, losses = forward_backward(
             live, mini_batch, work.seed(number), work.step.loss_scale, clock
         )
+        moved.losses = added_up([moved.losses, losses])
         gradients = take_gradients(live)
         reduced = ReducedGradient(_flatten(live, gradients, whole), gradients.absent)
         not_finite |= _not_finite(live, gradients)

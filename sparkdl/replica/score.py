@@ -12,7 +12,6 @@ from sparkdl.data.batches import BatchSpec, plain_batch
 from sparkdl.data.partition_reader import MappedPartition
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.model_loss import called
 from sparkdl.replica.compute import evaluating
 from sparkdl.replica.step import to_mini_batch
 
@@ -42,7 +41,7 @@ def score_partition(
         rows = np.arange(start, min(start + batch_size, len(partition.order)))
         batch = to_mini_batch(plain_batch(assembly, partition, rows), live, training=False)
         with evaluating(live.flat.module) as module, cast:
-            call = live.recipe.signature.bound(module)
-            output = called(scorer.loss, call, batch.inputs, batch.targets)
+            signature = live.recipe.signature
+            output = signature.call_for_loss(scorer.loss, module, batch.inputs, batch.targets)
             states = scorer.update(states, output, batch.targets, batch.weights, len(batch))
     return states

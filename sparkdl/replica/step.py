@@ -22,6 +22,7 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import masses_of
 from sparkdl.replica.compute import (
     Gradients,
+    Losses,
     MiniBatch,
     forward_backward,
     take_gradients,
@@ -104,6 +105,7 @@ class ReplicaResult:
         compressed: The tensors that a hook sends in place of the dense gradients, by parameter
             number.
         kept: The tensors that the replica keeps of them, by parameter number.
+        losses: Sum and count of each named loss of a step.
     """
 
     loss: float = 0.0
@@ -114,6 +116,7 @@ class ReplicaResult:
     others: bytes = b""
     compressed: ByParameter | None = None
     kept: ByParameter = field(default_factory=dict)
+    losses: Losses = field(default_factory=dict)
 
 
 def to_mini_batch(
@@ -159,7 +162,9 @@ def one_gradient(
     gradients = take_gradients(live)
     if writer is not None:
         gradients = writer.finish(gradients)
-    return ReplicaResult(passed.loss, passed.weight, len(mini_batch), gradients)
+    return ReplicaResult(
+        passed.loss, passed.weight, len(mini_batch), gradients, losses=passed.losses
+    )
 
 
 def section_maps(

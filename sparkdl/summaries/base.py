@@ -258,6 +258,8 @@ def extra_needed(what: str, extra: str, library: str) -> ParameterError:
 def scalars(before: TrainState, state: TrainState) -> Iterator[tuple[str, float]]:
     """Yield the names and values to show for an iteration; ``before`` is the state shown last."""
     yield "loss", state.loss
+    for name, value in state.losses.items():
+        yield f"losses/{name}", value
     several = len(state.learning_rates) > 1
     for i, rate in enumerate(state.learning_rates):
         yield (f"learning_rate/{i}" if several else "learning_rate"), rate

@@ -21,9 +21,10 @@ from sparkdl.data.batches import Batch
 from sparkdl.data.ragged import Rows
 from sparkdl.errors import ModelError
 from sparkdl.model.loss import Loss, call_loss, is_sum, masses_of
-from sparkdl.model.model_loss import PerReplica, called, inner, is_model_loss
+from sparkdl.model.model_loss import ModelLoss, PerReplica, inner, is_own_loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature
+from sparkdl.model.step import StepLoss
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import MiniBatch, to_tensors, weigh
@@ -36,6 +37,8 @@ from sparkdl.train.row_losses import (
     losses_of_output,
     rounding_of,
 )
+
+ROWS_OF_A_STEP = 6
 
 
 @dataclass(frozen=True)
@@ -66,11 +69,23 @@ def is_averaged(parallel: ParallelPlan, counts: Sequence[int], accumulate: int) 
     return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.micro_batches > 1
 
 
-def needs_more_rows(loss: Loss) -> bool:
-    """Return whether to check the loss on more rows than the model: it is not one of torch's own."""
-    if is_model_loss(loss) or isinstance(loss, PerReplica):
-        return False
-    return type(loss).__module__ != "torch.nn.modules.loss"
+def rows_for_loss(loss: Loss, rows: Sequence[Rows], more: Sequence[Rows]) -> Sequence[Rows]:
+    """Return the rows to check a loss on: more rows, if it is not one of torch's own.
+
+    A step runs the model on each part of them, so it gets a few.
+
+    Args:
+        loss: The loss.
+        rows: The rows that the model is tried on.
+        more: These and some others.
+    """
+    if isinstance(inner(loss), StepLoss):
+        more = [field[:ROWS_OF_A_STEP] for field in more]
+    elif is_own_loss(loss) or type(loss).__module__ == "torch.nn.modules.loss":
+        return rows
+    if isinstance(loss, PerReplica) or len(more[0]) <= len(rows[0]):
+        return rows
+    return more
 
 
 def gives_sums(
@@ -95,12 +110,12 @@ def gives_sums(
     known = MiniBatch(inputs, targets, weights, masses_of(loss, targets))
     with torch.no_grad(), seeded(recipe.seed):
         module.train()
-        call, part = recipe.signature.bound(module), recipe.signature.for_loss
-        output = part(loss, called(loss, call, inputs, targets))
+        call, part = recipe.signature.call_for_loss, recipe.signature.for_loss
+        output = part(loss, call(loss, module, inputs, targets))
         sums = is_sum(call_loss(loss, output, targets))
         if not (averaged or sums) or len(known) < 2 or isinstance(loss, PerReplica):
             return sums
-        if is_model_loss(loss):
+        if is_own_loss(loss):
             take: Take | None = losses_by_model(module, recipe.signature, loss, known)
             rounding = max(
                 (rounding_of(p) for p in module.parameters()), default=ROUNDING_OF_16_BITS
@@ -111,9 +126,14 @@ def gives_sums(
         found = None if take is None else _difference(take, len(known), rounding, sums)
         if found is not None and (averaged or found.kind == "no count"):
             hint = ""
-            if is_model_loss(loss):
+            if isinstance(inner(loss), ModelLoss):
                 hint = _count_of_model(module, recipe.signature, loss, known, rounding)
-            raise ModelError(_message(found, len(known), sums, hint))
+            told = _message(found, len(known), sums, hint)
+            if isinstance(inner(loss), StepLoss):
+                told = told.replace(
+                    "loss=sparkdl.PerReplica(loss)", "step=sparkdl.PerReplica(step)"
+                )
+            raise ModelError(told)
     return sums
 
 

@@ -51,10 +51,11 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("model", Callable, "give a function that builds a torch.nn.Module, or a module"),
     (
         "loss",
-        Callable,
+        (Callable, type(None)),
         "give a function of (output, target), such as torch.nn.MSELoss(), or sparkdl.ModelLoss() for a "
         "model that computes its own",
     ),
+    ("step", (Callable, type(None)), "give a function of (module, batch) that returns the loss"),
     (
         "optimizer",
         (Callable, torch.optim.Optimizer, Mapping),

@@ -35,7 +35,8 @@ def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
             f"compression with local_steps={trainer.local_steps}: with local steps, replicas send "
             "weights and optimizer state, not gradients. Leave one of the two out."
         )
-    yield from _of_model_loss(trainer)
+    yield from _of_the_loss(trainer)
+    yield from _of_names(trainer)
     if isinstance(trainer.engine, str) and trainer.engine == "gang":
         yield from _of_a_gang(trainer)
     elif isinstance(trainer.checkpoint, Checkpoint) and trainer.checkpoint.asynchronous:
@@ -56,6 +57,39 @@ def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
     if isinstance(trainer.engine, str) and trainer.engine == "gang" and strategies:
         for part in parts_of(trainer.strategy, trainer.mesh).values():
             yield from part.problems_with(trainer)
+
+
+def _of_the_loss(trainer: Any) -> Iterator[str]:
+    if (trainer.loss is None) == (trainer.step is None):
+        found = "neither loss= nor step= is given" if trainer.loss is None else "loss= and step="
+        yield (
+            f"{found}: give loss=, such as torch.nn.MSELoss(), or step=, a function of module and "
+            "batch that returns the loss."
+        )
+    elif trainer.step is None:
+        yield from _of_model_loss(trainer)
+    else:
+        for name in ("weight", "class_weights"):
+            if getattr(trainer, name) is not None:
+                yield (
+                    f"step= with {name}: a step weighs its rows itself. Leave {name} out; a column of "
+                    "weights can be one of the labels, and the step returns (sum, count)."
+                )
+
+
+def _of_names(trainer: Any) -> Iterator[str]:
+    """Yield the problem of two tensors that have one name for the model or a step."""
+    try:
+        names = [*trainer.input_names, *(trainer.label_columns if trainer.step else ())]
+    except (AttributeError, TypeError, ValueError):  # found by the checks of the fields themselves
+        return
+    if trainer.keywords or trainer.step is not None:
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            yield (
+                f"two tensors have the name {', '.join(twice)}: give other keywords in "
+                "features={...}, or rename a column."
+            )
 
 
 def _of_model_loss(trainer: Any) -> Iterator[str]:

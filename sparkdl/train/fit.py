@@ -173,7 +173,7 @@ def run(
         result = functools.partial(
             TrainedModel,
             model=trainer.model,
-            loss=trainer.loss,
+            loss=trainer.objective,
             features=trainer.feature_columns,
             label=trainer.label_columns,
             columns=trainer.columns,

@@ -16,6 +16,7 @@ from sparkdl.errors import ModelError
 from sparkdl.model.loss import Loss, call_loss
 from sparkdl.model.model_loss import ModelLoss, inner
 from sparkdl.model.signature import described, for_example
+from sparkdl.model.step import StepLoss
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -141,6 +142,15 @@ def own_loss_hint(error: Exception, loss: Any) -> str:
         f" With ModelLoss, the model is called with the label {how}: name the parameter that takes "
         "it, ModelLoss(labels=name), or give labels=None to pass it after the inputs."
     )
+
+
+def step_hint(loss: Any) -> str:
+    """Return how a step is called, if the loss is one."""
+    step = inner(loss)
+    if not isinstance(step, StepLoss):
+        return ""
+    names = ", ".join(f'"{name}"' for name in (*step.inputs, *step.labels))
+    return f" It is called as step(module, batch), and the batch has {names}."
 
 
 def one_number_hint(

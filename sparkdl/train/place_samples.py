@@ -17,7 +17,7 @@ from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import Scorer
-from sparkdl.model.model_loss import is_model_loss
+from sparkdl.model.model_loss import is_own_loss
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import place_contiguously
 from sparkdl.spark.failures import reading_explained
@@ -133,11 +133,11 @@ def validation_set(
     validation = trainer.validation
     if validation is None or samples is None:
         return None
-    loss = copy.deepcopy(trainer.loss)  # the loss may count its calls
+    loss = copy.deepcopy(trainer.objective)  # the loss may count its calls
     part = trainer.output if validation.output is None else validation.output
     metrics = suited(resolve(validation.metrics), loss)
-    loss_part = None if is_model_loss(loss) else trainer.output
-    scorer = Scorer(loss, metrics, part=part, loss_part=loss_part)
+    loss_part = None if is_own_loss(loss) else trainer.output
+    scorer = Scorer(loss, metrics, part=part, loss_part=loss_part, labels=trainer.label_columns)
     how = assembly(trainer, samples, float_dtype)
     return ValidationSet(samples, scorer, how, validation.batch_size)
 

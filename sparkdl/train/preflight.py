@@ -20,13 +20,12 @@ from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.output import Output
 from sparkdl.model.loss import loss_of, masses_of
-from sparkdl.model.model_loss import called
 from sparkdl.model.recipe import Recipe, frozen_digests
 from sparkdl.model.signature import Signature
 from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import to_tensors
-from sparkdl.train.averaging_checks import gives_sums, is_averaged, needs_more_rows
+from sparkdl.train.averaging_checks import gives_sums, is_averaged, rows_for_loss
 from sparkdl.train.hints import shape_of, text_of
 from sparkdl.train.place_samples import assembly
 from sparkdl.train.plain_state import PlainState
@@ -68,7 +67,8 @@ def preflight(
     how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         tried = batch = preview_batch(how, samples.preview, augment=True)
-    recipe = replace(model.recipe, loss=copy.deepcopy(trainer.loss))  # the loss may count its calls
+    loss = copy.deepcopy(trainer.objective)  # it may count its calls
+    recipe = replace(model.recipe, loss=loss)
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
     run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
@@ -87,9 +87,8 @@ def preflight(
         part.check_rows(model.module, samples.fields)
     check_single_rows(model.module, recipe, batch, plan, limit, parallel)
     averaged = is_averaged(parallel, samples.counts, trainer.accumulate)
-    looked_at = samples.preview
-    if needs_more_rows(recipe.loss) and len(samples.more[0]) > len(samples.preview[0]):
-        looked_at = samples.more
+    looked_at = rows_for_loss(recipe.loss, samples.preview, samples.more)
+    if looked_at is not samples.preview:
         with seeded(trainer.seed):
             batch = preview_batch(how, looked_at, augment=True)
     sums = gives_sums(model.module, recipe, batch, looked_at[labels], averaged)
@@ -179,7 +178,7 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
     with seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those about shapes: the results are right
         try:
-            returned = called(recipe.loss, recipe.signature.bound(module), inputs, targets)
+            returned = recipe.signature.call_for_loss(recipe.loss, module, inputs, targets)
             output = recipe.signature.for_loss(recipe.loss, returned)
         except Exception as error:
             return "model", text_of(error), error

@@ -93,7 +93,7 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> PreparedModel:
     )
     recipe = Recipe(
         trainer.model,
-        trainer.loss,
+        trainer.objective,
         trainer.optimizer,
         trainer.seed,
         policy,

@@ -26,9 +26,10 @@ from sparkdl.model.loss import (
     loss_of,
     masses_of,
 )
-from sparkdl.model.model_loss import called, inner, is_model_loss
+from sparkdl.model.model_loss import inner, is_own_loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature, described
+from sparkdl.model.step import ALONE, StepLoss
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import evaluating, to_tensors, weigh
 from sparkdl.train.hints import (
@@ -43,6 +44,7 @@ from sparkdl.train.hints import (
     precision_hint,
     shape_of,
     short,
+    step_hint,
     text_of,
 )
 
@@ -80,24 +82,32 @@ def try_model(
     with seeded(recipe.seed), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")
         try:
-            output = called(loss, recipe.signature.bound(module), inputs, targets)
+            output = recipe.signature.call_for_loss(loss, module, inputs, targets)
+        except ModelError:
+            raise
         except Exception as error:
             hint = (
-                keyword_hint(error, module, recipe.signature.inputs)
+                step_hint(loss)
+                or keyword_hint(error, module, recipe.signature.inputs)
                 or own_loss_hint(error, loss)
                 or precision_hint(module, inputs)
                 or input_hint(error, inputs, inputs_are)
             )
+            who = "step" if isinstance(inner(loss), StepLoss) else "the model"
             raise ModelError(
-                f"the model fails on the first rows ({shown}; {dtypes_of(inputs)}): "
+                f"{who} fails on the first rows ({shown}; {dtypes_of(inputs)}): "
                 f"{type(error).__name__}: {text_of(error)}.{hint}"
             ) from error
+        if isinstance(inner(loss), StepLoss) and any(
+            p.grad is not None for p in module.parameters()
+        ):
+            raise ModelError(f"step runs backward, which belongs to the engine. {ALONE}")
         if output is None:
             raise ModelError("the model returned None: its forward must return the output.")
-        if not is_model_loss(loss):
+        if not is_own_loss(loss):
             output = _part_of(output, recipe.signature)
         _check_loss(loss)
-        if not is_model_loss(loss):
+        if not is_own_loss(loss):
             check_shapes(loss, output, targets, len(inputs[0]), labels_are)
         masses = masses_of(loss, targets)
         weights = _weights_of(batch, targets, recipe, labels_are)
@@ -152,7 +162,7 @@ def try_model(
             raise ModelError(
                 f"the loss cannot be differentiated: RuntimeError: {text_of(error)}.{hint}"
             ) from error
-        return _output_in_use(module, inputs, recipe.signature, is_model_loss(loss))
+        return _output_in_use(module, inputs, recipe.signature, is_own_loss(loss))
 
 
 def _checked(found: Any, rows: int) -> tuple[Any, float | None]:
@@ -231,13 +241,14 @@ def check_scorer(module: nn.Module, signature: Signature, validation: Validation
     rows = len(batch.inputs[0])
     weights = None if batch.weights is None else torch.from_numpy(batch.weights)
     loss = replace(validation.scorer, metrics=())
-    try:
-        own, whole = (loss.loss, batch.targets), replace(signature, part=None)
-        [(output, _)] = list(run_batches(module, batch.inputs, rows, signature=whole, own=own))
-        loss.update(loss.start(), output, targets, weights, rows)
-    except ModelError as error:
-        raise ModelError(f"validation data: {error}") from error.__cause__
-    validation.scorer.check(output, targets)
+    with evaluating(module):
+        try:
+            own, whole = (loss.loss, batch.targets), replace(signature, part=None)
+            [(output, _)] = list(run_batches(module, batch.inputs, rows, signature=whole, own=own))
+            loss.update(loss.start(), output, targets, weights, rows)
+        except ModelError as error:
+            raise ModelError(f"validation data: {error}") from error.__cause__
+        validation.scorer.check(output, targets)
 
 
 def _check_loss(loss: Any) -> None:

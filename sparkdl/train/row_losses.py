@@ -14,7 +14,6 @@ from torch import nn
 
 from sparkdl.data.ragged import Ragged, Rows, dense
 from sparkdl.model.loss import Loss, loss_of
-from sparkdl.model.model_loss import called
 from sparkdl.model.signature import Signature
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import MiniBatch, evaluating
@@ -61,7 +60,7 @@ def losses_by_model(module: nn.Module, signature: Signature, loss: Loss, known: 
     def take(numbers: np.ndarray, seed: int) -> Sum:
         some = _rows(known, numbers)
         with evaluating(module), seeded(seed):
-            output = called(loss, signature.bound(module), some.inputs, some.targets)
+            output = signature.call_for_loss(loss, module, some.inputs, some.targets)
         return _sum(loss, output, some)
 
     return take

@@ -20,8 +20,10 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.triggers import MaxEpoch, Trigger
 from sparkdl.loop.validation import Validation
+from sparkdl.model.model_loss import PerReplica, inner
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.signature import Signature
+from sparkdl.model.step import StepLoss
 from sparkdl.parallel.base import ParallelStrategy
 from sparkdl.parallel.plan import parts_of
 from sparkdl.plain import make_plain, plain_list
@@ -54,7 +56,7 @@ class Trainer:
 
     A function is called without arguments and with seeded random numbers. A module is copied and not
     changed."""
-    loss: Callable[..., Any]
+    loss: Callable[..., Any] | None = None
     """The loss ``loss(output, target)``, or ``loss(output)`` without a label; several labels arrive
     as a tuple.
 
@@ -62,6 +64,13 @@ class Trainer:
     as tokens. With ``weight`` or ``class_weights``, a loss that is not one of torch's returns these
     for each row. :class:`sparkdl.ModelLoss` stands for the loss that the model itself computes, and
     :class:`sparkdl.PerReplica` for one that each replica computes over its own rows."""
+    step: Callable[..., Any] | None = None
+    """Instead of ``loss``: a function ``step(module, batch)`` that returns the loss, or named losses.
+
+    The batch is a dictionary of tensors: inputs by keyword, or by column where the model takes them by
+    position, and labels by column. Each loss is a mean over the rows or ``(sum, count)``. Of a mapping
+    of losses, the one called "loss" is minimized, else their sum; all others are in ``state.losses``
+    and the history. :class:`sparkdl.PerReplica` around the function lets rows depend on each other."""
     optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     """A ``torch.optim`` class or a ``partial`` of one, which gets the trainable parameters.
 
@@ -95,7 +104,8 @@ class Trainer:
     """The column with the weight of each sample, at least 0. The loss is then the weighted mean."""
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
     """The conversion of columns to tensors, by column name, if the column's type does not determine
-    it: :class:`sparkdl.Image`, :class:`sparkdl.Sequence` or :class:`sparkdl.Convert`."""
+    it: :class:`sparkdl.Image`, :class:`sparkdl.Sequence`, :class:`sparkdl.Text` or
+    :class:`sparkdl.Convert`."""
     augment: Callable[..., Any] | None = None
     """A function that changes one sample (NumPy arrays) each time the sample is trained on:
     ``augment(*features, rng)`` returns the features. With features by keyword it is called as
@@ -246,13 +256,27 @@ class Trainer:
 
     @property
     def signature(self) -> Signature:
-        """The way to call the model, including the lengths of sequences that ask for them."""
-        inputs = []
-        for keyword, column in zip(self.keywords, self.feature_columns, strict=False):
+        """The way to call the model, with lengths and masks of sequences that have them."""
+        return Signature(self.input_names if self.keywords else (), self.output)
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the model's inputs: keywords or columns, with lengths and masks."""
+        names = []
+        for name, column in zip(
+            self.keywords or self.feature_columns, self.feature_columns, strict=True
+        ):
             padding = padding_of(self.columns, column)
-            lengths = padding is not None and padding.lengths
-            inputs += [keyword, f"{keyword}_lengths"] if lengths else [keyword]
-        return Signature(tuple(inputs), self.output)
+            names += [name] if padding is None else padding.names(name)
+        return tuple(names)
+
+    @property
+    def objective(self) -> Any:
+        """The loss, or the step as a loss."""
+        if self.step is None:
+            return self.loss
+        step = StepLoss(inner(self.step), self.input_names, self.label_columns)
+        return PerReplica(step) if isinstance(self.step, PerReplica) else step
 
     @property
     def label_columns(self) -> tuple[str, ...]:

@@ -109,7 +109,8 @@ def test_specifications_beside_the_other_parameters() -> None:
         'columns["photo"] is the class Image: give an instance of it.'
     ]
     assert problems({"photo": (32, 32)}) == [
-        'columns["photo"] is a tuple: give a sparkdl.Convert, sparkdl.Image or sparkdl.Sequence.'
+        'columns["photo"] is a tuple: give a sparkdl.Convert, sparkdl.Image, '
+        "sparkdl.Sequence or sparkdl.Text."
     ]
     assert problems({"phto": Image()}) == [
         'columns["phto"] is neither a feature nor a label. Did you mean "photo"? Known: photo, '
@@ -137,6 +138,7 @@ def test_specifications_beside_the_other_parameters() -> None:
             max_length=st.integers(1, 99),
             padding=st.integers(-5, 5) | st.floats(-1, 1),
             lengths=st.booleans(),
+            mask=st.booleans(),
             pad_to_max=st.booleans(),
         ),
     )
@@ -153,6 +155,7 @@ def test_the_json_of_saved_models() -> None:
             "max_length": 7,
             "padding": -1,
             "lengths": True,
+            "mask": False,
             "pad_to_max": False,
         },
         "text": {"kind": "convert", "function": f"{__name__}:count_letters"},

@@ -18,7 +18,7 @@ from sparkdl.infer.trial import Trial
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.model_loss import ModelLoss, called
+from sparkdl.model.model_loss import ModelLoss
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature, part_of, problems_of_part, with_tensors
 from sparkdl.replica.compute import MiniBatch, loss_of_output
@@ -209,7 +209,7 @@ def test_a_model_that_computes_its_own_loss_of_inputs_by_keyword() -> None:
     live = LiveReplica.of(Recipe(OwnLoss(), loss, torch.optim.SGD, 0, signature=signature))
     batch = MiniBatch([torch.ones(2, 2)], TARGETS)
     with torch.no_grad():
-        returned = called(loss, signature.bound(live.call), batch.inputs, batch.targets)
+        returned = signature.call_for_loss(loss, live.call, batch.inputs, batch.targets)
         value, count = loss_of_output(live, returned, batch)
         assert float(value) / (count or 1) == pytest.approx(float(returned["loss"]))
         scorer = Scorer(loss, tuple(resolve(["top@3"])), part="logits")

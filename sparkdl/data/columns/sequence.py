@@ -51,6 +51,9 @@ class Sequence(ColumnSpec):
     """The value that fills up shorter rows."""
     lengths: bool = False
     """Give the model the lengths as one more input directly after this one: int64, shape (B,)."""
+    mask: bool = False
+    """Give the model a mask as one more input: int64 of the shape of the padded rows, 1 for values and
+    0 for padding. By keyword it is ``attention_mask`` beside ``input_ids``, else ``KEYWORD_mask``."""
     pad_to_max: bool = False
     """Always pad to ``max_length``, so that every mini-batch has the same shape."""
 
@@ -61,7 +64,7 @@ class Sequence(ColumnSpec):
             problems.append(f"max_length={self.max_length!r}: give a whole number of at least 1.")
         if not is_number(self.padding):
             problems.append(f"padding={self.padding!r}: give a number.")
-        for name in ("lengths", "pad_to_max"):
+        for name in ("lengths", "mask", "pad_to_max"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name}={getattr(self, name)!r}: give True or False.")
         if self.pad_to_max is True and self.max_length is None:
@@ -75,12 +78,14 @@ class Sequence(ColumnSpec):
             value=self.padding,
             length=self.max_length if self.pad_to_max else None,
             lengths=self.lengths,
+            mask=self.mask,
         )
 
     def problems(self, role: str) -> Iterator[str]:
-        """Yield a problem if a label is to give its lengths, which only a model takes."""
-        if self.lengths and role == "label":
-            yield "has lengths=True, which is for features only: the loss gets no lengths."
+        """Yield a problem if a label is to give lengths or a mask, which only a model takes."""
+        for name in ("lengths", "mask"):
+            if getattr(self, name) and role == "label":
+                yield f"has {name}=True, which is for features only: the loss gets no {name}."
 
     def resolve(
         self, name: str, data_type: DataType, float_dtype: str, trained: Field | None

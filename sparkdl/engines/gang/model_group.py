@@ -19,7 +19,7 @@ from sparkdl.data.prefetch import AHEAD
 from sparkdl.engines.gang.rank_messages import SampleLocation, broadcast
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import masses_of
-from sparkdl.model.model_loss import called
+from sparkdl.model.step import output_of
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.replica.compute import MiniBatch, autocasting, evaluating
 from sparkdl.replica.run import RunSpec
@@ -170,7 +170,9 @@ class ModelGroup:
             work.wait()
         return found
 
-    def scored(self, counts: Sequence[int], score: Callable[[], Any], most: int) -> Any:
+    def scored(
+        self, counts: Sequence[int], score: Callable[[], Any], most: int, outputs: bool = False
+    ) -> Any:
         """Score on each rank in turn, while the whole group runs the model on that rank's batches.
 
         Args:
@@ -178,6 +180,7 @@ class ModelGroup:
             score: Scores this rank's batches.
             most: The largest number of batches in any group. A group with fewer continues with rows
                 that do not count.
+            outputs: Whether ``score`` runs the model itself after a step.
 
         Returns:
             The result of this rank's ``score``.
@@ -198,8 +201,11 @@ class ModelGroup:
                     module(*inputs, **named)
         for _ in range(most - sum(counts[r] for r in self.ranks)):
             with evaluating(module), autocasting(self._live):
-                call = self._live.recipe.signature.bound(module)
-                called(self._live.loss, call, self._like.inputs, self._like.targets)
+                signature, like = self._live.recipe.signature, self._like
+                loss = self._live.loss
+                returned = signature.call_for_loss(loss, module, like.inputs, like.targets)
+                if outputs:
+                    output_of(returned)
         return result
 
     def _tell(

@@ -185,7 +185,9 @@ class Rank:
             self._member.afterwards = functools.partial(self._finish_later, finish)
         count, seconds = stop - start, {**self._before, **clock.seconds}
         self._before = {}
-        report = ReplicaReport(rank, count, weight, loss, self._token, seconds, problem)
+        report = ReplicaReport(
+            rank, count, weight, loss, self._token, seconds, problem, losses=self._way.losses
+        )
         return RankReport(report, slices, self.state.writing, self._way.loss_rank)
 
     def _finish_later(self, finish: Callable[[Clock], Any]) -> None:
@@ -247,7 +249,8 @@ class Rank:
             partition = open_partition(handle)
             return score_partition(self._held.live, partition, scorer, assembly, batch_size)
 
-        return self._way.scored(math.ceil(handle.num_rows / batch_size), score)
+        batches = math.ceil(handle.num_rows / batch_size)
+        return self._way.scored(batches, score, outputs=bool(scorer.metrics))
 
 
 def frames_of(records: Sequence[Any]) -> list[bytes]:

@@ -168,6 +168,7 @@ def _contributions(
         problem,
         seat.received,
         residual,
+        outcome.losses,
     )
     sent: list[Sent] = []
     place = 0

@@ -30,7 +30,7 @@ from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.base import ParallelStrategy
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.parallel.plan import ParallelPlan
-from sparkdl.replica.compute import MiniBatch
+from sparkdl.replica.compute import Losses, MiniBatch
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slices.section import Section
@@ -47,11 +47,13 @@ class GradientSync(ABC):
             number. None if there are none.
         count: The weight of the rank's rows in the last pass. For a loss that returns ``(sum,
             count)`` it is known only after the pass.
+        losses: Sum and count of each named loss of a step, in the rank's rows of the last pass.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank, self.needs_all_losses, self.count = rank, True, 0.0
         self.kept: ByParameter | None = None
+        self.losses: Losses = {}
 
     @abstractmethod
     def compute(
@@ -93,8 +95,11 @@ class GradientSync(ABC):
         """Return the rank that knows the loss of this rank's samples."""
         return self._rank
 
-    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
-        """Return the result of ``score`` for this rank's ``batches`` of the validation samples."""
+    def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:
+        """Return the result of ``score`` for this rank's ``batches`` of the validation samples.
+
+        ``outputs`` says that after a step ``score`` also runs the model itself, for metrics.
+        """
         return score()
 
 

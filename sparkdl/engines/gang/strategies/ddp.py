@@ -23,6 +23,8 @@ from sparkdl.engines.gang.strategies.summed import (
     first_not_finite,
 )
 from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.model_loss import inner
+from sparkdl.model.step import StepLoss
 from sparkdl.parallel.ddp import DDP
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward, take_gradients
 from sparkdl.replica.gradient_writer import writes_early
@@ -141,8 +143,11 @@ class FlatAllReduce(SummedGradients):
         """Return whether the model is small enough.
 
         Return False if the user has asked for smaller buckets, or for a feature of
-        DistributedDataParallel.
+        DistributedDataParallel. It suits every step, which may call parts of the model, where
+        DistributedDataParallel would sum nothing.
         """
+        if isinstance(inner(live.loss), StepLoss):
+            return True
         layout = live.flat.layout
         nbytes = layout.buffers_start * layout.dtype.itemsize
         return not strategy.static_graph and nbytes <= min(AT_ONCE, strategy.bucket_cap_mb * 2**20)

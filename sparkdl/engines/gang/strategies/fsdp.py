@@ -213,10 +213,10 @@ class ShardedSync(SummedGradients):
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         return self._vector.vector, self._gradients.absent
 
-    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+    def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         counts = gathered_counts(batches)
         assert self._model_group is not None
-        result = self._model_group.scored(counts, score, self._mesh.most(counts))
+        result = self._model_group.scored(counts, score, self._mesh.most(counts), outputs)
         let_go(self._live.flat.module)
         return result

@@ -248,7 +248,7 @@ class PipelineSync(CopySync):
                 found[member] = whole
         return found
 
-    def scored(self, batches: int, score: Callable[[], Any]) -> Any:
+    def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:
         """Score on each rank in turn, while that rank's batches pass through the pipeline stages."""
         counts = gathered_counts(batches)
         most = self._seats.mesh.most(counts) if self._gathers else 0

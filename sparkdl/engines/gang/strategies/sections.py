@@ -63,13 +63,13 @@ class SectionExchange(GradientSync):
     ) -> tuple[float, str]:
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         live, plans = self._live, self._slices
-        self._outcome, self.count = None, 0.0
+        self._outcome, self.count, self.losses = None, 0.0, {}
         self._parcels = [torch.empty(0, dtype=torch.uint8)] * len(plans)
         if batch is None:
             return 0.0, ""
-        loss, weight = forward_backward(live, batch, work.seed(), work.step.loss_scale, clock)
-        self.count = weight
-        outcome = ReplicaResult(loss, weight, len(batch), take_gradients(live))
+        passed = forward_backward(live, batch, work.seed(), work.step.loss_scale, clock)
+        loss, self.count, self.losses = passed
+        outcome = ReplicaResult(loss, passed.weight, len(batch), take_gradients(live))
         if live.recipe.compression is not None:
             outcome = compress_outcome(live, outcome, work, self.kept or {})
             clock.lap("compress")

@@ -34,7 +34,6 @@ from sparkdl.engines.gang.tensor_rows import RowLayout
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import local
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.model_loss import called
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import parts_of
 from sparkdl.parallel.tensor import Tensor, plan_of, without_fused_layers
@@ -218,7 +217,7 @@ def _output(
 ) -> Any:
     """Return the model's output in evaluation mode."""
     with evaluating(module), seeded(0):
-        return called(recipe.loss, recipe.signature.bound(module), inputs, targets)
+        return recipe.signature.call_for_loss(recipe.loss, module, inputs, targets)
 
 
 _HINT = (
@@ -268,7 +267,7 @@ class TensorSync(CopySync):
         settle(self._live)
         return passed
 
-    def scored(self, batches: int, score: Any) -> Any:
+    def scored(self, batches: int, score: Any, outputs: bool = False) -> Any:
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         assert self._model_group is not None
         return self._model_group.scored(gathered_counts(batches), score, 0)
