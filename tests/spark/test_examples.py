@@ -35,6 +35,7 @@ LEARNED = {
     "gang_run": ("agreement", 0.999),
     "fully_sharded": ("accuracy", 0.94),
     "pipeline": ("accuracy", 0.94),
+    "score_any_model": ("agreement", 0.999),
     "tensor_parallel": ("accuracy", 0.9),
 }
 FOUR_SLOTS = {"hybrid": ("accuracy", 0.94)}

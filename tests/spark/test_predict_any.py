@@ -364,7 +364,7 @@ def test_a_failed_job_goes_on_where_it_was(spark: SparkSession, tmp_path: Path) 
 def test_a_stream_is_scored(spark: SparkSession, points: DataFrame, tmp_path: Path) -> None:
     points.write.parquet(str(tmp_path / "in"))
     stream = spark.readStream.schema(points.schema).parquet(str(tmp_path / "in"))
-    with pytest.raises(sparkdl.DataError, match="the data is a stream.*pass example="):
+    with pytest.raises(sparkdl.DataError, match=r"the data is a stream.*pass example="):
         sparkdl.predict(stream, NET, "x")
     scored = sparkdl.predict(stream, NET, "x", example=points)
     query = (

@@ -55,6 +55,9 @@ def tried_columns(
     Raises:
         UserError: The model fails, or the parts are none.
     """
+    fixed = getattr(forward.module, "fixed_rows", None)
+    if fixed is not None:
+        arrays = [array[np.arange(fixed) % len(array)] for array in arrays]
     with largest_tensor(forward.module) as bytes_of:
         returned = _tried(forward, arrays)
     rows = len(arrays[0])
@@ -95,10 +98,6 @@ def largest_tensor(module: nn.Module) -> Iterator[list[int]]:
 
 
 def _tried(forward: Forward, arrays: Sequence[Rows]) -> Any:
-    fixed = getattr(forward.module, "fixed_rows", None)
-    if fixed is not None:
-        rows = np.arange(fixed) % len(arrays[0])
-        arrays = [array[rows] for array in arrays]
     with seeded(0), evaluating(forward.module), buffers_kept(forward.module):
         return forward.returned(arrays)
 
