@@ -43,6 +43,7 @@ from sparkdl.loop.triggers import (
     several_iterations,
 )
 from sparkdl.loop.validation import Validation
+from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.metrics.named import MeanMetric, Metric
 from sparkdl.model.model_loss import ModelLoss, PerReplica
 from sparkdl.parallel.base import DDP, FSDP, Pipeline, Tensor
@@ -65,6 +66,7 @@ __all__ = [
     "Image",
     "MeanMetric",
     "Metric",
+    "MetricOf",
     "ModelError",
     "ModelLoss",
     "ParameterError",

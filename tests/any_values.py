@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 from pyspark.sql import types as sql
 
-from sparkdl import Convert, Image, Sequence
+from sparkdl import Convert, Image, Sequence, Text
 
 EXAMPLES = int(os.environ.get("SPARKDL_EXAMPLES", "0"))
 
@@ -70,6 +70,8 @@ SPECS = st.sampled_from(
         Image(),
         Sequence(),
         Sequence(max_length=2, lengths=True),
+        Sequence(mask=True),
+        Text(lambda texts: [[len(text)] for text in texts]),
         Convert(lambda value: value),
         Convert(float),
         Convert(lambda value: np.zeros(len(value))),

@@ -27,6 +27,7 @@ from sparkdl.infer.shipped_module import ShippedModule, sender_to
 from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
 from sparkdl.loop.history import History
 from sparkdl.loop.history_tables import counted
+from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.metrics.named import Judging, Metrics, resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.loss import check_averages
@@ -250,8 +251,11 @@ class TrainedModel:
             )
         if self.loss is not None:
             check_averages(self.loss, "batches")
-        if resolved and len(self.label) != 1:
-            raise ParameterError(f"metrics need one label; the model has {len(self.label)}.")
+        if len(self.label) != 1 and not all(isinstance(one, MetricOf) for one in resolved):
+            raise ParameterError(
+                f"metrics need one label; the model has {len(self.label)}. "
+                "sparkdl.MetricOf(metric, label=..., output=...) is of one of them."
+            )
         check_metrics(resolved)
         records = isinstance(data, RDD)
         specs = self._specs_of_records(len(self.fields)) if records else self.columns
@@ -265,6 +269,7 @@ class TrainedModel:
             known.dimensions if known else None,
             part=part,
             loss_part=None if is_own_loss(self.loss) else self.signature.part,
+            labels=self.label,
         )
         try:
             return evaluate(

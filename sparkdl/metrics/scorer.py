@@ -10,6 +10,7 @@ import torch
 
 from sparkdl.errors import ModelError, ParameterError, raise_all
 from sparkdl.metrics.base import Metric
+from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.model.live_replica import on_device
 from sparkdl.model.loss import Loss, loss_of, masses_of, weighted_mean
 from sparkdl.model.signature import Part, described, for_example, part_of
@@ -38,6 +39,8 @@ class Scorer:
     """The part of the model's output that the metrics get."""
     loss_part: Part = None
     """The part of the model's output that the loss gets."""
+    labels: tuple[str, ...] = ()
+    """The names of the labels, for a :class:`MetricOf`."""
 
     @property
     def apart(self) -> bool:
@@ -94,9 +97,15 @@ class Scorer:
             ) from error
         updated = [states[0] + count, (total, mass)]
         if self.metrics:
-            whole = output_of(returned)
-            plain, target = self._plain(self._part(whole, self.part, count), targets)
+            whole, common = output_of(returned), None
             for metric, state in zip(self.metrics, states[2:], strict=True):
+                if isinstance(metric, MetricOf):
+                    own = [targets[metric.place(self.labels)]]
+                    plain, target = self._plain(self._part(whole, metric.output, count), own)
+                else:
+                    if common is None:
+                        common = self._plain(self._part(whole, self.part, count), targets)
+                    plain, target = common
                 try:
                     with torch.autocast("cpu", enabled=False):  # validation may run under autocast
                         updated.append(metric.update(state, plain, target))
@@ -172,7 +181,7 @@ class Scorer:
         """
         problems = []
         for metric in self.metrics:
-            alone = Scorer(None, (metric,), part=self.part)
+            alone = Scorer(None, (metric,), part=self.part, labels=self.labels)
             try:
                 states = [alone.update(alone.start(), output, targets) for _ in range(2)]
                 merged = alone.merge(states)
@@ -192,7 +201,10 @@ class Scorer:
         """Return output and target on the CPU, for metrics."""
         names = ", ".join(metric.name for metric in self.metrics)
         if len(targets) != 1:
-            raise ParameterError(f"metrics need one label; the model has {len(targets)} ({names}).")
+            raise ParameterError(
+                f"metrics need one label; the model has {len(targets)} ({names}). "
+                "sparkdl.MetricOf(metric, label=..., output=...) is of one of them."
+            )
         if not isinstance(output, torch.Tensor):
             raise ParameterError(
                 f"metrics need one tensor, and the model returns {described(output)} ({names}). Say "

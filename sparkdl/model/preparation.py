@@ -147,15 +147,9 @@ def prepared_forward(module: nn.Module, policy: TrainingOptions) -> Callable[...
 
     Activation checkpointing follows Chen et al., 2016, as ``torch.utils.checkpoint`` implements it.
     """
-    for pattern in policy.activation_checkpointing:
-        chosen = [
-            child
-            for name, child in module.named_modules()
-            if name and matches_module(pattern, name)
-        ]
-        for child in chosen:
-            counts = any(True for _ in child.buffers())
-            child.forward = _Checkpointed(child, counts)  # type: ignore[method-assign]
+    for child in _outermost(module, policy.activation_checkpointing):
+        counts = any(True for _ in child.buffers())
+        child.forward = _Checkpointed(child, counts)  # type: ignore[method-assign]
     if not policy.compile:
         for child in module.children():
             for inner in child.modules():
@@ -166,6 +160,22 @@ def prepared_forward(module: nn.Module, policy: TrainingOptions) -> Callable[...
         return module if compiler is None else compiler(module)
     options = dict(policy.compile) if isinstance(policy.compile, Mapping) else {}
     return torch.compile(module, **options)  # type: ignore[call-overload]
+
+
+def _outermost(module: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:
+    """Return the submodules that patterns match, without those inside another one.
+
+    A pattern such as ``"layers.*"`` also matches what is inside a layer, which would be computed once
+    more for each level. Lists of modules, which are never called, do not count.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)) or not name:
+            continue
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not inside and any(matches_module(pattern, name) for pattern in patterns):
+            found[name] = child
+    return list(found.values())
 
 
 def matches_module(pattern: str, name: str) -> bool:

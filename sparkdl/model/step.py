@@ -23,7 +23,7 @@ ALONE = (
 
 
 @dataclass(frozen=True)
-class StepResult:
+class ReturnedLosses:
     """The result of a step on a mini-batch.
 
     Attributes:
@@ -38,7 +38,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Step(OwnLoss):
+class StepLoss(OwnLoss):
     """The loss of ``Trainer(step=function)``.
 
     Attributes:
@@ -57,7 +57,7 @@ class Step(OwnLoss):
         call: Callable[..., Any],
         inputs: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
-    ) -> StepResult:
+    ) -> ReturnedLosses:
         """Call the function with the model and the batch, and look at the losses."""
         if len(inputs) != len(self.inputs):
             raise ModelError(
@@ -72,9 +72,9 @@ class Step(OwnLoss):
         total = named.pop(LOSS, None)
         if total is None:
             total = _sum(named)
-        return StepResult(total, named, lambda: call(*inputs))
+        return ReturnedLosses(total, named, lambda: call(*inputs))
 
-    def __call__(self, output: StepResult, target: Any = ()) -> Any:
+    def __call__(self, output: ReturnedLosses, target: Any = ()) -> Any:
         """Return the loss that the step returned: a mean, or ``(sum, count)``."""
         return output.loss
 
@@ -86,7 +86,7 @@ def named_losses(returned: Any, weight: float) -> dict[str, tuple[torch.Tensor, 
         returned: The result of the step.
         weight: The number of rows, by which a mean counts.
     """
-    if not isinstance(returned, StepResult):
+    if not isinstance(returned, ReturnedLosses):
         return {}
     found = {}
     for name, value in returned.losses.items():
@@ -99,7 +99,7 @@ def named_losses(returned: Any, weight: float) -> dict[str, tuple[torch.Tensor, 
 
 def output_of(returned: Any) -> Any:
     """Return what the model returns; after a step it runs now, on the inputs alone."""
-    if not isinstance(returned, StepResult):
+    if not isinstance(returned, ReturnedLosses):
         return returned
     with torch.no_grad():
         return returned.output()

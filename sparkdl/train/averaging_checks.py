@@ -25,7 +25,7 @@ from sparkdl.model.loss import Loss, call_loss, is_sum, loss_of, masses_of
 from sparkdl.model.model_loss import ModelLoss, PerReplica, inner, is_own_loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature
-from sparkdl.model.step import Step
+from sparkdl.model.step import StepLoss
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import MiniBatch, evaluating, to_tensors, weigh
@@ -33,6 +33,7 @@ from sparkdl.replica.compute import MiniBatch, evaluating, to_tensors, weigh
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}
 """The allowed difference of the same sum in each dtype, relative to the largest compared number."""
 ROUNDING_OF_16_BITS = 0.01
+ROWS_OF_A_STEP = 6
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,23 @@ def is_averaged(parallel: ParallelPlan, counts: Sequence[int], accumulate: int) 
     return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.pipeline is not None
 
 
-def needs_more_rows(loss: Loss) -> bool:
-    """Return whether to check the loss on more rows than the model: it is not one of torch's own."""
-    if is_own_loss(loss) or isinstance(loss, PerReplica):
-        return False
-    return type(loss).__module__ != "torch.nn.modules.loss"
+def rows_for_loss(loss: Loss, rows: Sequence[Rows], more: Sequence[Rows]) -> Sequence[Rows]:
+    """Return the rows to check a loss on: more rows, if it is not one of torch's own.
+
+    A step runs the model on each part of them, so it gets a few.
+
+    Args:
+        loss: The loss.
+        rows: The rows that the model is tried on.
+        more: These and some others.
+    """
+    if isinstance(inner(loss), StepLoss):
+        more = [field[:ROWS_OF_A_STEP] for field in more]
+    elif is_own_loss(loss) or type(loss).__module__ == "torch.nn.modules.loss":
+        return rows
+    if isinstance(loss, PerReplica) or len(more[0]) <= len(rows[0]):
+        return rows
+    return more
 
 
 def gives_sums(
@@ -126,7 +139,7 @@ def gives_sums(
             if isinstance(inner(loss), ModelLoss):
                 hint = _count_of_model(module, recipe.signature, loss, known, rounding)
             told = _message(found, len(known), sums, hint)
-            if isinstance(inner(loss), Step):
+            if isinstance(inner(loss), StepLoss):
                 told = told.replace(
                     "loss=sparkdl.PerReplica(loss)", "step=sparkdl.PerReplica(step)"
                 )

@@ -15,7 +15,7 @@ from sparkdl.data.fields import Field
 from sparkdl.model.loss import Loss, call_loss
 from sparkdl.model.model_loss import ModelLoss, inner
 from sparkdl.model.signature import described, for_example
-from sparkdl.model.step import Step
+from sparkdl.model.step import StepLoss
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 
@@ -145,7 +145,7 @@ def own_loss_hint(error: Exception, loss: Any) -> str:
 def step_hint(loss: Any) -> str:
     """Return how a step is called, if the loss is one."""
     step = inner(loss)
-    if not isinstance(step, Step):
+    if not isinstance(step, StepLoss):
         return ""
     names = ", ".join(f'"{name}"' for name in (*step.inputs, *step.labels))
     return f" It is called as step(module, batch), and the batch has {names}."

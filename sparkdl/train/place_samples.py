@@ -118,7 +118,7 @@ def validation_set(
     part = trainer.output if validation.output is None else validation.output
     metrics = suited(resolve(validation.metrics), loss)
     loss_part = None if is_own_loss(loss) else trainer.output
-    scorer = Scorer(loss, metrics, part=part, loss_part=loss_part)
+    scorer = Scorer(loss, metrics, part=part, loss_part=loss_part, labels=trainer.label_columns)
     how = assembly(trainer, samples, training.float_dtype)
     return ValidationSet(found, scorer, how, validation.batch_size)
 

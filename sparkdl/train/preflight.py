@@ -24,7 +24,7 @@ from sparkdl.parallel.pipeline import check_one_length
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import to_tensors
-from sparkdl.train.averaging_checks import gives_sums, is_averaged, needs_more_rows
+from sparkdl.train.averaging_checks import gives_sums, is_averaged, rows_for_loss
 from sparkdl.train.forward_checks import check_single_rows, check_writes
 from sparkdl.train.place_samples import assembly
 from sparkdl.train.plain_state import PlainState
@@ -90,9 +90,8 @@ def preflight(
             check_one_length(part.word, samples.fields)
     check_single_rows(model.module, recipe, batch, plan, limit, parallel)
     averaged = is_averaged(parallel, samples.counts, trainer.accumulate)
-    looked_at = samples.preview
-    if needs_more_rows(recipe.loss) and len(samples.more[0]) > len(samples.preview[0]):
-        looked_at = samples.more
+    looked_at = rows_for_loss(recipe.loss, samples.preview, samples.more)
+    if looked_at is not samples.preview:
         with seeded(trainer.seed):
             batch = preview_batch(how, looked_at, augment=True)
     sums = gives_sums(model.module, recipe, batch, looked_at[labels], averaged)

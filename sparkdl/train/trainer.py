@@ -23,7 +23,7 @@ from sparkdl.loop.validation import Validation
 from sparkdl.model.model_loss import PerReplica, inner
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.signature import Signature
-from sparkdl.model.step import Step
+from sparkdl.model.step import StepLoss
 from sparkdl.parallel.base import Strategy
 from sparkdl.parallel.plan import parts_of
 from sparkdl.plain import make_plain, plain_list
@@ -274,7 +274,7 @@ class Trainer:
         """The loss, or the step as a loss."""
         if self.step is None:
             return self.loss
-        step = Step(inner(self.step), self.input_names, self.label_columns)
+        step = StepLoss(inner(self.step), self.input_names, self.label_columns)
         return PerReplica(step) if isinstance(self.step, PerReplica) else step
 
     @property

@@ -138,6 +138,7 @@ def test_specifications_beside_the_other_parameters() -> None:
             max_length=st.integers(1, 99),
             padding=st.integers(-5, 5) | st.floats(-1, 1),
             lengths=st.booleans(),
+            mask=st.booleans(),
             pad_to_max=st.booleans(),
         ),
     )
@@ -154,6 +155,7 @@ def test_the_json_of_saved_models() -> None:
             "max_length": 7,
             "padding": -1,
             "lengths": True,
+            "mask": False,
             "pad_to_max": False,
         },
         "text": {"kind": "convert", "function": f"{__name__}:count_letters"},

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,8 +58,6 @@ class Text(ColumnSpec):
     """Give the model the lengths directly after the numbers: int64, shape (B,)."""
     pad_to_max: bool = False
     """Always pad to ``max_length``, so that every mini-batch has the same shape."""
-    _encoder: Any = field(init=False, repr=False, compare=False)
-    _filling: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = []
@@ -79,19 +77,22 @@ class Text(ColumnSpec):
                 "tokenizers, or a function of a list of texts."
             )
         raise_all(ParameterError, [f"Text: {problem}" for problem in problems])
-        encoder, padding = _prepared(self.tokenizer, self.max_length)
-        object.__setattr__(self, "_encoder", encoder)
-        object.__setattr__(self, "_filling", padding if self.padding is None else self.padding)
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without the libraries of the tokenizer that the user gave."""
-        return {**vars(self), "tokenizer": self._encoder}
+        return {**vars(self), "tokenizer": self._prepared[0], "_prepared": self._prepared}
+
+    @functools.cached_property
+    def _prepared(self) -> tuple[Any, int]:
+        """The tokenizer that executors run, and the number that fills up shorter rows."""
+        encoder, padding = _prepared(self.tokenizer, self.max_length)
+        return encoder, padding if self.padding is None else self.padding
 
     @property
     def rule(self) -> Padding:
         """Return the padding of its mini-batches."""
         return Padding(
-            value=self._filling,
+            value=self._prepared[1],
             length=self.max_length if self.pad_to_max else None,
             lengths=self.lengths,
             mask=self.mask,
@@ -137,15 +138,16 @@ class Text(ColumnSpec):
         """Return the fields; a ``tokenizers.Tokenizer`` is its own JSON, a function is its name."""
         values = {
             "max_length": self.max_length,
-            "padding": self._filling,
+            "padding": self._prepared[1],
             "mask": self.mask,
             "lengths": self.lengths,
             "pad_to_max": self.pad_to_max,
         }
-        if hasattr(self._encoder, "to_str"):
-            return {**values, "tokenizer": self._encoder.to_str()}
+        encoder = self._prepared[0]
+        if hasattr(encoder, "to_str"):
+            return {**values, "tokenizer": encoder.to_str()}
         try:
-            return {**values, "function": name_of(self._encoder, f'of column "{name}"')}
+            return {**values, "function": name_of(encoder, f'of column "{name}"')}
         except ParameterError as error:
             raise ParameterError(
                 f"{error} A tokenizer of tokenizers, or a fast one of transformers, is saved itself."
@@ -157,16 +159,21 @@ class Text(ColumnSpec):
         others = dict(values)
         function, written = others.pop("function", None), others.pop("tokenizer", None)
         if function is not None:
-            return NamedFunction(name=function, make=partial(cls, **others))
-        return cls(_library().Tokenizer.from_str(written), **others)
+            return NamedFunction(name=function, make=functools.partial(cls, **others))
+        library = _library()
+        try:
+            return cls(library.Tokenizer.from_str(written), **others)
+        except Exception as error:  # of no narrower type
+            raise ValueError(f"its tokenizer cannot be read ({error})") from error
 
     def _rows(self, texts: Sequence[str], name: str, first_row: int) -> list[np.ndarray]:
         """Return the numbers of the tokens of each text."""
         try:
-            found = _tokenized(self._encoder, texts, self.max_length)
-            rows = [np.asarray(row, DTYPE)[: self.max_length] for row in found]
-            if [row.ndim for row in rows] != [1] * len(texts):
-                raise ValueError(f"it returned no list of numbers for each of {len(texts)} texts")
+            found = _tokenized(self._prepared[0], texts, self.max_length)
+            rows = [np.asarray(row, DTYPE).reshape(-1) for row in found]
+            if len(rows) != len(texts):
+                raise ValueError(f"it returned {len(rows)} lists of numbers")
+            rows = [row[: self.max_length] for row in rows]
         except Exception as error:
             raise RowError(
                 name,
@@ -187,9 +194,9 @@ class Text(ColumnSpec):
 
 def _prepared(tokenizer: Any, max_length: int | None) -> tuple[Any, int]:
     """Return a tokenizer that pads nothing and cuts to ``max_length``, and the number for padding."""
-    padding, side = getattr(tokenizer, "pad_token_id", None), "right"
+    padding, side = getattr(tokenizer, "pad_token_id", None), None
     if hasattr(tokenizer, "backend_tokenizer"):  # a fast tokenizer of transformers
-        side = getattr(tokenizer, "truncation_side", side)
+        side = tokenizer.truncation_side
         tokenizer = tokenizer.backend_tokenizer
     if not hasattr(tokenizer, "to_str"):
         return tokenizer, padding or 0
@@ -197,6 +204,8 @@ def _prepared(tokenizer: Any, max_length: int | None) -> tuple[Any, int]:
     if padding is None and own.padding is not None:
         padding = own.padding["pad_id"]
     own.no_padding()
+    if side is None:
+        side = "right" if own.truncation is None else own.truncation["direction"]
     if max_length is not None:
         own.enable_truncation(max_length, direction=side)
     else:

@@ -21,7 +21,7 @@ from sparkdl.engines.gang.strategies.base import (
 )
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.model_loss import inner
-from sparkdl.model.step import Step
+from sparkdl.model.step import StepLoss
 from sparkdl.parallel.base import DDP
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward, take_gradients
 from sparkdl.replica.iteration import Clock
@@ -119,7 +119,7 @@ class FlatAllReduce(SummedGradients):
         DistributedDataParallel. It suits every step, which may call parts of the model, where
         DistributedDataParallel would sum nothing.
         """
-        if isinstance(inner(live.loss), Step):
+        if isinstance(inner(live.loss), StepLoss):
             return True
         layout = live.flat.layout
         nbytes = layout.buffers_start * layout.dtype.itemsize

@@ -1,0 +1,178 @@
+"""Text columns: numbers of tokens as the tokenizer itself gives them, with their padding and mask."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyspark.sql import types as sql
+
+from sparkdl import Sequence, Text
+from sparkdl.data.columns.base import (
+    ColumnSpec,
+    NamedFunction,
+    specs_from_json,
+    specs_to_json,
+)
+from sparkdl.data.ragged import Padding, Ragged
+from sparkdl.data.row_errors import RowError
+from sparkdl.data.schema import check_specs
+from sparkdl.errors import ParameterError
+
+tokenizers = pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+TEXTS = ["good film", "a very good film , a film to see", "bad", "unheard of"]
+
+
+def word_tokenizer() -> Any:
+    """A tokenizer of words between [CLS] and [SEP]."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.WordLevelTrainer(special_tokens=SPECIAL)
+    made.train_from_iterator(TEXTS[:3], trainer)
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    return made
+
+
+def fast_tokenizer(**given: Any) -> Any:
+    """The same as a fast tokenizer of transformers, whose padding is number 1."""
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=word_tokenizer(), pad_token="[UNK]", **given
+    )
+
+
+def letters(texts: list[str]) -> list[list[int]]:
+    return [[ord(letter) for letter in text] for text in texts]
+
+
+def converted(spec: ColumnSpec, texts: list[str | None], first_row: int = 0) -> Ragged:
+    column = spec.resolve("review", sql.StringType(), "float32", None)
+    assert not isinstance(column, str)
+    rows = spec.convert(pa.array(texts, pa.string()), column, first_row)
+    assert isinstance(rows, Ragged)
+    assert rows.dtype == np.int32
+    return rows
+
+
+@pytest.mark.parametrize("length", [None, 5])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_numbers_are_those_of_the_tokenizer(length: int | None, side: str) -> None:
+    own = fast_tokenizer(truncation_side=side)
+    cut = {} if length is None else {"truncation": True, "max_length": length}
+    expected = own(TEXTS, **cut)["input_ids"]
+    spec = Text(own, max_length=length)
+    saved = specs_from_json(specs_to_json({"review": spec}))["review"]
+    for one in (spec, pickle.loads(pickle.dumps(spec)), saved):
+        assert isinstance(one, Text)
+        assert [row.tolist() for row in converted(one, TEXTS)] == expected
+        assert one.rule == Padding(value=1, mask=True)
+
+
+def test_what_travels_is_the_tokenizer_without_its_library() -> None:
+    assert b"transformers" not in pickle.dumps(Text(fast_tokenizer()))
+
+
+def test_a_tokenizer_that_is_given_stays_as_it_is() -> None:
+    own = word_tokenizer()
+    own.enable_padding(pad_id=7)
+    spec = Text(own, max_length=4)
+    assert spec.rule.value == 7
+    assert [len(row) for row in converted(spec, TEXTS)] == [4, 4, 3, 4]
+    assert own.padding["pad_id"] == 7
+    assert own.truncation is None
+
+
+def test_a_function_is_a_tokenizer() -> None:
+    spec = Text(letters, max_length=3, padding=-100)
+    assert [row.tolist() for row in converted(spec, ["ab", "abcd"])] == [[97, 98], [97, 98, 99]]
+    found = specs_from_json(specs_to_json({"x": spec}))["x"]
+    assert isinstance(found, NamedFunction)
+    assert found.load() == spec
+    assert spec.from_record("b", "features", 0, "float32").tolist() == [98]
+
+
+def test_the_inputs_of_a_model() -> None:
+    padded, lengths, mask = converted(Text(letters, lengths=True), ["ab", "c"]).inputs()
+    assert padded.tolist() == [[97, 98], [99, 0]]
+    assert lengths.tolist() == [2, 1]
+    assert mask.tolist() == [[1, 1], [1, 0]]
+    longer = converted(Text(letters, max_length=3, pad_to_max=True), ["ab", "cdef"]).inputs()
+    assert longer[1].tolist() == [[1, 1, 0], [1, 1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "name", "names"),
+    [
+        (Padding(), "input_ids", ["input_ids"]),
+        (Padding(mask=True), "input_ids", ["input_ids", "attention_mask"]),
+        (
+            Padding(mask=True),
+            "decoder_input_ids",
+            ["decoder_input_ids", "decoder_attention_mask"],
+        ),
+        (Padding(mask=True, lengths=True), "text", ["text", "text_lengths", "text_mask"]),
+    ],
+)
+def test_names_of_the_inputs(rule: Padding, name: str, names: list[str]) -> None:
+    assert rule.names(name) == names
+    assert Sequence(mask=True).rule == Padding(mask=True)
+
+
+def broken(texts: list[str]) -> list[list[int]]:
+    raise KeyError("no such word")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "texts", "text"),
+    [
+        (letters, ["a", None], 'column "review", row 4 of partition 2: is null'),
+        (letters, ["a", ""], "which has no token"),
+        (broken, ["a"], "raised KeyError: 'no such word'. It was given 1 texts, the first 'a'"),
+        (lambda texts: [[1]], ["a", "b"], "returned 1 lists of numbers. It was given 2 texts"),
+    ],
+)
+def test_rows_that_are_refused(tokenizer: Any, texts: list[str | None], text: str) -> None:
+    with pytest.raises(RowError) as caught:
+        converted(Text(tokenizer), texts, first_row=3)
+    problem = caught.value.problem
+    assert text in problem.message("partition 2", "column")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Text("bert"), "Text: tokenizer is a str: give a tokenizer of transformers"),
+        (lambda: Text(letters, max_length=0), "Text: max_length=0: give a whole number"),
+        (lambda: Text(letters, padding=0.5), "Text: padding=0.5: give a whole number"),  # type: ignore[arg-type]
+        (lambda: Text(letters, pad_to_max=True), "Text: pad_to_max=True: give max_length"),
+    ],
+)
+def test_a_wrong_value_is_told(make: Callable[[], Text], text: str) -> None:
+    with pytest.raises(ParameterError) as caught:
+        make()
+    assert str(caught.value).startswith(text)
+
+
+def test_a_label_says_what_fills_it() -> None:
+    told = list(check_specs({"text": Text(letters)}, [], ["text"]))
+    assert told == [
+        'columns["text"] is a label of text: say what fills up shorter rows, as padding=-100, which '
+        "the losses of torch and transformers ignore."
+    ]
+    assert not list(check_specs({"text": Text(letters, padding=-100)}, [], ["text"]))
+
+
+def test_another_type_is_told() -> None:
+    told = Text(letters).resolve("ids", sql.ArrayType(sql.IntegerType()), "float32", None)
+    assert told == (
+        "is of type array<int>, which is no text: read numbers of tokens with "
+        "sparkdl.Sequence(mask=True), or cast the column to string."
+    )
