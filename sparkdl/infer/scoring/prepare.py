@@ -178,7 +178,7 @@ def _tried(
     name: str,
     options: Options,
 ) -> tuple[tuple[OutputColumn, ...], int]:
-    """Return what :func:`tried_columns` does, for made-up rows or, if these do not do, for real ones."""
+    """Return what :func:`tried_columns` does, for made-up rows or, if these fail, for real ones."""
     failed: UserError | None = None
     if made is not None and example is None:
         try:
