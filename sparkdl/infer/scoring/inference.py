@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pyspark.sql import DataFrame, functions
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as columns
 from torch import nn
 
 from sparkdl.data.arrow_tasks import columns_named
@@ -21,6 +23,7 @@ from sparkdl.infer.scoring.programs import tensors_of
 from sparkdl.infer.scoring.task import ScoreRows
 from sparkdl.plain import plain
 from sparkdl.usercode import accompanied
+from sparkdl.usercode.code import codes_in
 
 HANDLING = ("error", "skip", "keep")
 HELD = "sparkdl_predictions"
@@ -83,18 +86,18 @@ class Inference:
                     f'the DataFrame already has a column "{taken[0]}": drop it, or choose another '
                     "name, with prediction_col=, outputs= or error_col=."
                 )
-        inputs = [functions.col(quoted(column.name)) for column in self.task.columns]
+        inputs = [columns.col(quoted(column.name)) for column in self.task.columns]
         # not deterministic: Spark would compute it again for each filter on a prediction
         computed = self.udf().asNondeterministic()(*inputs)
         if len(names) == 1 and self.task.error_col is None:
             return data.withColumn(names[0], computed)
         found = data.withColumn(HELD, computed)
         if self.options.handle_invalid == "skip":
-            found = found.where(functions.col(HELD)[self.task.error_col].isNull())
+            found = found.where(columns.col(HELD)[self.task.error_col].isNull())
         fields = [*names, *([self.options.error_col] if keep else [])]
         return found.select(
-            *[functions.col(quoted(name)) for name in data.columns],
-            *[functions.col(HELD)[name].alias(name) for name in fields],
+            *[columns.col(quoted(name)) for name in data.columns],
+            *[columns.col(HELD)[name].alias(name) for name in fields],
         )
 
     def identity(self) -> str:
@@ -119,6 +122,15 @@ class Inference:
 
 
 def _part(column: OutputColumn) -> str:
-    part = column.part
-    shown = getattr(part, "__qualname__", type(part).__name__) if callable(part) else repr(part)
-    return f"{column.name} {shown} {column.labels}"
+    """Return a column as text that changes with the code of its function."""
+    part, given = column.part, ""
+    while isinstance(part, functools.partial):
+        given += f"{part.args} {part.keywords} "
+        part = part.func
+    code = getattr(part, "__code__", None)
+    shown = part if isinstance(part, (str, int)) else getattr(part, "__qualname__", type(part))
+    body = ""
+    for one in () if code is None else codes_in(code):
+        constants = [value for value in one.co_consts if not isinstance(value, type(code))]
+        body += f"{one.co_code.hex()} {one.co_names} {constants}"
+    return f"{column.name} {shown} {given}{body} {column.labels}"

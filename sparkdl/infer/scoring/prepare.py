@@ -69,6 +69,11 @@ def prepare(
         keywords = _add_text(data, source, names, keywords, specs, tokenizer, max_length)
         signature = _signature(names, keywords, specs)
     else:
+        if features != "features" and _names(features)[0] != trained.features:
+            raise ParameterError(
+                f"features={features!r}: the model was trained here, and takes the columns "
+                f"{', '.join(trained.features)}. Leave features= out, or pass trained.module."
+            )
         names, specs = trained.features, {**trained.columns, **(columns or {})}
         signature = replace(trained.signature, part=None)
     module = source.module
@@ -88,7 +93,8 @@ def prepare(
     if (fixed := getattr(module, "fixed_rows", None)) is not None:
         rows = fixed
     row_bytes = sum(column.row_bytes for column in found)
-    shipped = ShippedModule.of(module, sender_to(data), _sent.get(module), source.build)
+    build = module if options.quantize else source.build
+    shipped = ShippedModule.of(module, sender_to(data), _sent.get(module), build)
     _sent[module] = shipped
     task = ScoreRows(
         replace(shipped, on_cpu=True) if options.quantize else shipped,

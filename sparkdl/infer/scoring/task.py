@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -68,6 +69,8 @@ class ScoreRows:
         return len(self.outputs) == 1 and self.error_col is None
 
     def __call__(self, batches: Iterator[tuple[pa.Array, ...] | pa.Array]) -> Iterator[pa.Array]:
+        # tasks share the cores, and tokenizers run in a thread of this one
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         forward = Forward(self.module.load(), self.signature, self.precision)
         arrays = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
         read = ReadWindow(self.columns, self.error_col is not None)

@@ -19,7 +19,7 @@ from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.row_errors import RowError
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, ModelError
 from sparkdl.infer.scoring.forward import Forward
 from sparkdl.infer.scoring.outputs import (
     OutputColumn,
@@ -66,17 +66,18 @@ def tried_columns(
     found = [described_column(n, chosen[n], value, rows) for n, value in values.items()]
     if not any(isinstance(array, Ragged) for array in arrays):
         return tuple(found), bytes_of[0] // rows
-    again = _tried(forward, [_longer(array) for array in arrays])
-    padded = next(array.padded().shape[1] for array in arrays if isinstance(array, Ragged))
-    cut = tuple(
-        replace(
-            column,
-            by_element=column.output.shape[:1] == (padded,)
-            and tuple(value_of(again, column.part).shape[1:2]) == (padded + 1,),
-        )
+    padded, other = (_padded_length(some) for some in (arrays, _of_other_length(arrays)))
+    unit_bytes = bytes_of[0] // (rows * padded)
+    try:
+        again = _tried(forward, _of_other_length(arrays))
+    except ModelError:
+        return tuple(found), unit_bytes
+    follows = {
+        column.name: column.output.shape[:1] == (padded,)
+        and tuple(value_of(again, column.part).shape[1:2]) == (other,)
         for column in found
-    )
-    return cut, bytes_of[0] // (rows * padded)
+    }
+    return tuple(replace(one, by_element=follows[one.name]) for one in found), unit_bytes
 
 
 @contextlib.contextmanager
@@ -102,13 +103,22 @@ def _tried(forward: Forward, arrays: Sequence[Rows]) -> Any:
         return forward.returned(arrays)
 
 
-def _longer(array: Rows) -> Rows:
-    """Return rows of varying length that are padded by one element more."""
-    if not isinstance(array, Ragged) or array.padding.length is not None:
-        return array
-    longest = array.lengths.max()
-    wider = Ragged.of([*array, np.repeat(array.values[:1], longest + 1, axis=0)], array.padding)
-    return wider[np.array([0, len(array)])]
+def _of_other_length(arrays: Sequence[Rows]) -> list[Rows]:
+    """Return rows of varying length as shorter ones, or longer ones if they have one element."""
+    changed: list[Rows] = []
+    for array in arrays:
+        if isinstance(array, Ragged) and (longest := int(array.lengths.max())) > 1:
+            changed.append(array.cut(longest - 1))
+        elif isinstance(array, Ragged):
+            rows = [np.repeat(row, 2, axis=0) for row in array]
+            changed.append(Ragged.of(rows, array.padding))
+        else:
+            changed.append(array)
+    return changed
+
+
+def _padded_length(arrays: Sequence[Rows]) -> int:
+    return next(int(array.padded().shape[1]) for array in arrays if isinstance(array, Ragged))
 
 
 def made_up(columns: Sequence[Column], fields: Sequence[Field], types: Sequence[Any]) -> Any:
