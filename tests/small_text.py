@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 WORDS = "a good bad film it was very nice day today the weather in town is fine and long"
 
 
+@functools.cache
 def tokenizer() -> Any:
-    """A tokenizer of words, trained on :data:`WORDS`."""
+    """A tokenizer of words, trained on :data:`WORDS`, once: training breaks ties as it likes."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -26,6 +28,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=found, **names)
 
 
+@functools.cache
 def classifier() -> Any:
     """A BERT of two layers of width 16 with three classes."""
     from transformers import BertConfig, BertForSequenceClassification
