@@ -18,10 +18,11 @@ own pages; for the plain loop, that of the process.
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from harness import RANKS, hardware, in_fresh_process, markdown, options, session, write_json
-from models import lenet, mlp
-from torch import nn
+from scored import LONGEST, WORDS, embedded, encoder, make_encoder, make_net, net, tokenizer
 from usage import KINDS, Sampler, resident
 
 import sparkdl
@@ -41,8 +41,6 @@ WAYS = ("sparkdl", "predict_batch_udf", "plain loop")
 ROWS = {"mlp": 400_000, "conv": 60_000, "encoder": 3_000}
 BATCH = {"mlp": 1024, "conv": 256, "encoder": 32}
 WIDTH = {"mlp": 100, "conv": 784}
-LONGEST = 256
-WORDS = [f"w{number}" for number in range(2000)]
 
 
 def vectors(name: str, rows: int) -> pa.Table:
@@ -57,67 +55,6 @@ def texts(rows: int) -> pa.Table:
     draw = np.random.default_rng(0)
     lengths = np.clip(draw.lognormal(3.25, 0.95, rows), 4, LONGEST - 2).astype(int)
     return pa.table({"text": [" ".join(draw.choice(WORDS, length)) for length in lengths]})
-
-
-def net(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    return mlp(100, 256, 256, 10) if name == "mlp" else lenet()
-
-
-def encoder() -> Any:
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(WORDS) + 4,
-        hidden_size=256,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        intermediate_size=1024,
-        max_position_embeddings=LONGEST,
-    )
-    return BertModel(config, add_pooling_layer=False).eval()
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    names = {
-        word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
-    }
-    found = Tokenizer(models.WordLevel(names, unk_token="[UNK]"))
-    found.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=found, pad_token="[PAD]", unk_token="[UNK]", model_max_length=LONGEST
-    )
-
-
-def embedded(model: Any, tokens: Any, some: list[str]) -> torch.Tensor:
-    inputs = tokens(some, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
-    hidden = model(inputs.input_ids, inputs.attention_mask).last_hidden_state
-    mask = inputs.attention_mask[..., None]
-    return (hidden * mask).sum(1) / mask.sum(1)
-
-
-def make_net(name: str, state: dict[str, torch.Tensor]) -> Callable[[np.ndarray], np.ndarray]:
-    """The function that ``predict_batch_udf`` asks for, as its documentation has it."""
-    module = net(name).eval()
-    module.load_state_dict(state)
-
-    def predict(features: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return module(torch.from_numpy(features)).numpy()
-
-    return predict
-
-
-def make_encoder(model: Any, tokens: Any) -> Callable[[np.ndarray], np.ndarray]:
-    def predict(some: np.ndarray) -> np.ndarray:
-        with torch.no_grad():
-            return embedded(model, tokens, list(some)).numpy()
-
-    return predict
 
 
 def scored(way: str, name: str, data: Any) -> Any:
@@ -184,8 +121,6 @@ def plain_loop(name: str, path: str) -> tuple[float, float]:
         else:
             model(torch.from_numpy(batch)).numpy()
     seconds = time.perf_counter() - started
-    import os
-
     found = resident(os.getpid())
     assert found is not None
     return seconds, found["RssAnon"] / 1e6
