@@ -240,6 +240,15 @@ def test_texts_are_embedded(texts: DataFrame, folder: Path, pooling: str) -> Non
     same(values(scored, "embedding"), expected, rtol=1e-3, atol=1e-4)
 
 
+def test_a_module_that_changes_is_sent_again(points: DataFrame) -> None:
+    module = nn.Linear(3, 2)
+    before = values(sparkdl.predict(points, module, "x", quantize="int8"))
+    with torch.no_grad():
+        module.bias += 1
+    after = values(sparkdl.predict(points, module, "x", quantize="int8"))
+    same(after, torch.tensor(before) + 1)
+
+
 @pytest.mark.parametrize("option", [{"precision": "bf16"}, {"quantize": "int8"}], ids=str)
 def test_lower_precision_is_close(points: DataFrame, option: dict[str, str]) -> None:
     found = torch.tensor(values(sparkdl.predict(points, NET, "x", **option)))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pyspark.sql import DataFrame
-from pyspark.sql import functions as columns
+from pyspark.sql import DataFrame, functions
 from torch import nn
 
 from sparkdl.data.arrow_tasks import columns_named
@@ -26,6 +26,7 @@ from sparkdl.usercode import accompanied
 from sparkdl.usercode.code import codes_in
 
 HANDLING = ("error", "skip", "keep")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 HELD = "sparkdl_predictions"
 """The column that holds the predictions before each gets a column of its own."""
 
@@ -86,18 +87,18 @@ class Inference:
                     f'the DataFrame already has a column "{taken[0]}": drop it, or choose another '
                     "name, with prediction_col=, outputs= or error_col=."
                 )
-        inputs = [columns.col(quoted(column.name)) for column in self.task.columns]
+        inputs = [functions.col(quoted(column.name)) for column in self.task.columns]
         # not deterministic: Spark would compute it again for each filter on a prediction
         computed = self.udf().asNondeterministic()(*inputs)
         if len(names) == 1 and self.task.error_col is None:
             return data.withColumn(names[0], computed)
         found = data.withColumn(HELD, computed)
         if self.options.handle_invalid == "skip":
-            found = found.where(columns.col(HELD)[self.task.error_col].isNull())
+            found = found.where(functions.col(HELD)[self.task.error_col].isNull())
         fields = [*names, *([self.options.error_col] if keep else [])]
         return found.select(
-            *[columns.col(quoted(name)) for name in data.columns],
-            *[columns.col(HELD)[name].alias(name) for name in fields],
+            *[functions.col(quoted(name)) for name in data.columns],
+            *[functions.col(HELD)[name].alias(name) for name in fields],
         )
 
     def identity(self) -> str:
@@ -108,10 +109,10 @@ class Inference:
             digest.update(f"{name} {whole.dtype} {tuple(whole.shape)} ".encode())
             digest.update(whole.reshape(-1).view(torch.uint8).numpy().data)
         options = replace(self.options, batch_size=1)
-        described = [type(self.module).__qualname__, repr(options), *task.signature.inputs]
-        described += [f"{column.name} {column.dtype}" for column in task.columns]
+        described = [repr(self.module), repr(options), *task.signature.inputs]
+        described += [repr(column) for column in task.columns]
         described += [_part(column) for column in task.outputs]
-        digest.update(repr(described).encode())
+        digest.update(_ADDRESS.sub("", repr(described)).encode())
         return digest.hexdigest()
 
     def compute(self, data: DataFrame, path: Any, partitions: int, overwrite: bool) -> DataFrame:

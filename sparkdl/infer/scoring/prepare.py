@@ -31,8 +31,10 @@ WINDOW_BATCHES = 64
 WINDOW_BYTES = 256 << 20
 """The limits of a window: so many batches, and so many bytes of predictions."""
 TEXT = ("string", "char", "varchar")
-_sent: weakref.WeakKeyDictionary[nn.Module, ShippedModule] = weakref.WeakKeyDictionary()
-"""What was sent of each module, so that a large one is sent once."""
+_sent: weakref.WeakKeyDictionary[nn.Module, dict[str | None, ShippedModule]] = (
+    weakref.WeakKeyDictionary()
+)
+"""What was sent of each module the last time, so that a large one is sent once while it is the same."""
 
 
 def prepare(
@@ -84,7 +86,7 @@ def prepare(
     parts = named_parts(outputs, prediction_col)
     if parts is None and trained is not None:
         parts = {prediction_col: trained.signature.part}
-    module = _changed(quantized if options.quantize else for_convolutions, module)
+    module = (quantized if options.quantize else for_convolutions)(module)
     forward = Forward(module, signature, options.precision)
     made = made_up(inputs, fields, [data.schema[name].dataType for name in names])
     found, unit_bytes = _tried(forward, made, example, data, inputs, parts, prediction_col, options)
@@ -94,8 +96,9 @@ def prepare(
         rows = fixed
     row_bytes = sum(column.row_bytes for column in found)
     build = module if options.quantize else source.build
-    shipped = ShippedModule.of(module, sender_to(data), _sent.get(module), build)
-    _sent[module] = shipped
+    known = _sent.setdefault(source.origin, {})
+    shipped = ShippedModule.of(module, sender_to(data), known.get(options.quantize), build)
+    known[options.quantize] = shipped
     task = ScoreRows(
         replace(shipped, on_cpu=True) if options.quantize else shipped,
         inputs,
@@ -202,17 +205,3 @@ def _tried(
     raise failed or DataError(
         "none of the first rows can be read: pass example=, a DataFrame with good rows."
     )
-
-
-_copies: weakref.WeakKeyDictionary[nn.Module, dict[Any, nn.Module]] = weakref.WeakKeyDictionary()
-
-
-def _changed(change: Callable[[nn.Module], nn.Module], module: nn.Module) -> nn.Module:
-    """Return the changed module, the same one each time, so that it is sent once."""
-    known = _copies.setdefault(module, {})
-    if change not in known:
-        found = change(module)
-        if found is module:
-            return module
-        known[change] = found
-    return known[change]

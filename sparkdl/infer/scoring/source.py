@@ -39,12 +39,19 @@ class ModelSource:
         build: The function that built it, or the module; a module that does not pickle is built by it.
         trained: The model that ``fit`` or ``load`` returned, if it is one.
         folder: The folder of ``save_pretrained`` that it comes from, if it comes from one.
+        inner: The module as it was found, if :attr:`module` has been made of it since.
     """
 
     module: nn.Module
     build: Any
     trained: TrainedModel | None = None
     folder: Path | None = None
+    inner: nn.Module | None = None
+
+    @property
+    def origin(self) -> nn.Module:
+        """The module as it was found."""
+        return self.module if self.inner is None else self.inner
 
 
 def read_model(model: Any, weights: Any = None, head: str | None = None) -> ModelSource:

@@ -41,6 +41,10 @@ class Embedder(nn.Module):
         self.model, self.pooling, self.normalize = model, pooling, normalize
         self.config = getattr(model, "config", None)
 
+    def extra_repr(self) -> str:
+        """Return the options."""
+        return f"pooling={self.pooling!r}, normalize={self.normalize}"
+
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         """Return the vectors, (rows, width), in float32."""
         returned = self.model(input_ids=input_ids, attention_mask=attention_mask)
@@ -144,7 +148,7 @@ def prepare_embedding(
         raise ParameterError(f"pooling={chosen!r}: use one of {', '.join(POOLINGS)}.")
     _check_text(data, text)
     embedder = Embedder(source.module, chosen, bool(normalize)).eval()
-    given = replace(source, module=embedder, build=embedder)
+    given = replace(source, module=embedder, build=embedder, inner=source.module)
     return prepare(data, given, text, None, None, tokenizer, max_length, output_col, options, None)
 
 
