@@ -38,7 +38,7 @@ from usage import KINDS, Sampler, resident
 import sparkdl
 
 WAYS = ("sparkdl", "predict_batch_udf", "plain loop")
-ROWS = {"mlp": 400_000, "conv": 60_000, "encoder": 3_000}
+ROWS = {"mlp": 200_000, "conv": 20_000, "encoder": 1_200}
 BATCH = {"mlp": 1024, "conv": 256, "encoder": 32}
 WIDTH = {"mlp": 100, "conv": 784}
 
@@ -60,6 +60,7 @@ def texts(rows: int) -> pa.Table:
 def scored(way: str, name: str, data: Any) -> Any:
     """The data with predictions, lazily."""
     from pyspark.ml.functions import predict_batch_udf
+    from pyspark.sql.types import ArrayType, FloatType
 
     if way == "sparkdl":
         if name == "encoder":
@@ -69,11 +70,11 @@ def scored(way: str, name: str, data: Any) -> Any:
         return sparkdl.predict(data, net(name), batch_size=BATCH[name])
     if name == "encoder":
         make: Any = partial(make_encoder, encoder(), tokenizer())
-        udf = predict_batch_udf(make, return_type="array<float>", batch_size=BATCH[name])
+        udf = predict_batch_udf(make, return_type=ArrayType(FloatType()), batch_size=BATCH[name])
         return data.withColumn("embedding", udf("text"))
     udf = predict_batch_udf(
         partial(make_net, name, net(name).state_dict()),
-        return_type="array<float>",
+        return_type=ArrayType(FloatType()),
         batch_size=BATCH[name],
         input_tensor_shapes=[[WIDTH[name]]],
     )
@@ -148,6 +149,9 @@ def main() -> None:
                 memory = statistics.median(mb for _, mb in taken[way])
                 ratio = speeds[way] / speeds["predict_batch_udf"]
                 figures.append([name, way, speeds[way], ratio, memory])
+            print(
+                f"{name}: " + ", ".join(f"{way} {speeds[way]:,.0f}/s" for way in WAYS), flush=True
+            )
     print(hardware() + "\n")
     print(markdown(["model", "way", "rows/s", "of predict_batch_udf", "MB"], figures))
     write_json(given.json, figures)
