@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, functions
 from torch import nn
 
 from sparkdl.data.arrow_tasks import columns_named
+from sparkdl.data.columns.base import Column
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, ParameterError
 from sparkdl.infer.predict import arrow_udf
@@ -110,7 +111,7 @@ class Inference:
             digest.update(whole.reshape(-1).view(torch.uint8).numpy().data)
         options = replace(self.options, batch_size=1)
         described = [repr(self.module), repr(options), *task.signature.inputs]
-        described += [repr(column) for column in task.columns]
+        described += [f"{column.name} {column.dtype} {_spec(column)}" for column in task.columns]
         described += [_part(column) for column in task.outputs]
         digest.update(_ADDRESS.sub("", repr(described)).encode())
         return digest.hexdigest()
@@ -120,6 +121,14 @@ class Inference:
         if path is None:
             return self.applied(data)
         return write_parts(data, self.applied, path, partitions, overwrite, self.identity())
+
+
+def _spec(column: Column) -> str:
+    """Return the specification of a column as text, with its tokenizer if it is one of text."""
+    try:
+        return "" if column.spec is None else repr(column.spec.to_json(column.name))
+    except ParameterError:  # its function has no name
+        return repr(column.spec)
 
 
 def _part(column: OutputColumn) -> str:
