@@ -47,6 +47,7 @@ from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.metrics.named import MeanMetric, Metric
 from sparkdl.model.model_loss import ModelLoss, PerReplica
 from sparkdl.parallel.base import DDP, FSDP, Pipeline, Tensor
+from sparkdl.replica.all_rows import all_rows
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
@@ -92,6 +93,7 @@ __all__ = [
     "UserError",
     "Validated",
     "Validation",
+    "all_rows",
     "classify",
     "embed",
     "every",

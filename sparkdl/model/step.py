@@ -91,9 +91,9 @@ def named_losses(returned: Any, weight: float) -> dict[str, tuple[torch.Tensor, 
     found = {}
     for name, value in returned.losses.items():
         if is_sum(value):
-            found[name] = value[0].detach().sum(), _count(value)
+            found[name] = value[0].detach().double().sum(), _count(value)
         else:
-            found[name] = value.detach() * weight, weight
+            found[name] = value.detach().double() * weight, weight
     return found
 
 

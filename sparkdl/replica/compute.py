@@ -220,6 +220,7 @@ def forward_backward(
                 replica.give_gradients(None)
             if own and goes_back:
                 values.append((value.detach(), own if count is None else 1.0))
+            if own:
                 named.append(told)
             clock.lap("backward")
     if idle:

@@ -154,7 +154,7 @@ def test_metrics_by_output(orders: DataFrame) -> None:
     with pytest.raises(sparkdl.ParameterError, match="metrics need one label; the model has 2"):
         trained.evaluate(orders, metrics=["mse"])
     wrong = [sparkdl.MetricOf("mse", label="amuont", output="amount")]
-    with pytest.raises(sparkdl.ParameterError, match='no label. Did you mean "amount"'):
+    with pytest.raises(sparkdl.ParameterError, match=r'no label\. Did you mean "amount"'):
         replace(TRAINER, validation=sparkdl.Validation(orders, metrics=wrong)).fit(orders)
 
 
@@ -218,6 +218,30 @@ def test_a_step_that_cannot_be_exact(orders: DataFrame, step: Any, text: str) ->
     with pytest.raises(sparkdl.ModelError) as caught:
         replace(TRAINER, step=step).fit(orders)
     assert text in str(caught.value)
+
+
+def among_all(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The variance over the global batch, and an error of each row."""
+    found = module(batch["x"])["amount"]
+    everything, first = sparkdl.all_rows(found)
+    assert torch.equal(everything[first : first + len(found)], found)
+    return ((found - everything.mean()) ** 2 - (found - batch["amount"]) ** 3).mean()
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_rows_of_all_ranks(orders: DataFrame, strategy: str) -> None:
+    """Ranks have unequal numbers of rows; in the last batch, one of them has none."""
+    some = orders.where("amount > 0.1").cache()
+    count = some.count()
+    assert count % 2
+    trainer = replace(TRAINER, step=sparkdl.PerReplica(among_all), engine="gang", strategy=strategy)
+    trained = replace(trainer, batch_size=count).fit(some)
+    expected = [told["loss"] for told in plain_loop(some, among_all)]
+    assert trained.history.losses == pytest.approx(expected, rel=1e-4)
+    if strategy == "ddp":
+        losses = replace(trainer, batch_size=count - 1).fit(some).history.losses
+        assert losses == pytest.approx(losses, nan_ok=False)
 
 
 def test_each_replica_alone(orders: DataFrame) -> None:

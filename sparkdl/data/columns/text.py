@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class Text(ColumnSpec):
     kind = "text"
     for_records = True
 
-    tokenizer: Any
+    tokenizer: Any = field(repr=False)
     """A fast tokenizer of transformers, a ``tokenizers.Tokenizer``, or a function of a list of texts
     that returns a list of numbers for each."""
     max_length: int | None = None

@@ -15,6 +15,9 @@ from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.model.flat import Layout
 from sparkdl.model.live_replica import LiveReplica
+from sparkdl.model.model_loss import inner
+from sparkdl.model.step import StepLoss
+from sparkdl.replica.all_rows import passes_together
 from sparkdl.replica.compute import (
     Gradients,
     Losses,
@@ -165,7 +168,11 @@ class SummedGradients(GradientSync):
             clock.lap("data")
         self._counts = bool(own)
         batch = batch if own and batch is not None else self._spare
-        with padding_pass(not own):
+        steps = isinstance(inner(self._live.loss), StepLoss)
+        with (
+            padding_pass(not own),
+            passes_together(steps and self._live.recipe.policy.accumulate == 1),
+        ):
             loss, count, losses = self._pass(work, batch, own / total if total else 0.0, clock)
         self._counted(count, weights, own)
         part = weights[self._rank] / own if own else 0.0
@@ -285,9 +292,9 @@ def factors(live: LiveReplica, share: float) -> tuple[float, float]:
     """Return the factors for the loss before backward and for the gradients after it.
 
     Together they give the gradients a rank's ``share``. The loss gets it if gradients are exchanged
-    within the pass, as in batch norm over the ranks.
+    within the pass, as in batch norm over the ranks, or where a step has the rows of all ranks.
     """
-    if live.recipe.policy.sync_batchnorm:
+    if live.recipe.policy.sync_batchnorm or isinstance(inner(live.loss), StepLoss):
         return share, 1.0 if share else 0.0
     return 1.0, share
 
