@@ -22,6 +22,9 @@ from sparkdl.errors import (
     UserError,
 )
 from sparkdl.infer.persistence import load
+from sparkdl.infer.scoring.function import register_function
+from sparkdl.infer.scoring.predict import predict
+from sparkdl.infer.scoring.text import classify, embed
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.history import History
@@ -96,6 +99,8 @@ __all__ = [
     "Validated",
     "Validation",
     "all_rows",
+    "classify",
+    "embed",
     "every",
     "every_epoch",
     "every_seconds",
@@ -108,6 +113,8 @@ __all__ = [
     "min_loss",
     "optim",
     "plateau",
+    "predict",
+    "register_function",
     "session",
     "several_iterations",
 ]

@@ -37,6 +37,8 @@ from sparkdl.usercode import accompanied
 
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
 """The user's ``postprocess``, or None."""
+Body = Callable[[Iterator[Any]], Iterator[pa.Array]]
+"""The work on a partition: Arrow arrays in (tuples of several columns), predictions out."""
 
 
 @dataclass(frozen=True)
@@ -230,14 +232,19 @@ def predict_dataframe(
     body: PredictColumn = accompanied(
         PredictColumn(module, inputs, batch_size, finish, dimensions, signature)
     )
-    udf = functions.arrow_udf(
-        _over_columns(body) if len(inputs) > 1 else _over_column(body),  # type: ignore[call-overload]
-        returnType=output.sql_type,
-    )
+    udf = arrow_udf(body, len(inputs), output.sql_type)
     return data.withColumn(prediction_col, udf(*[functions.col(quoted(c.name)) for c in inputs]))
 
 
-def _over_column(body: PredictColumn) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:
+def arrow_udf(body: Body, count: int, sql_type: str) -> Any:
+    """Return a function of ``count`` columns that Spark computes with ``body``."""
+    return functions.arrow_udf(
+        _over_columns(body) if count > 1 else _over_column(body),  # type: ignore[call-overload]
+        returnType=sql_type,
+    )
+
+
+def _over_column(body: Body) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:
     def predict(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
         return body(batches)
 
@@ -245,7 +252,7 @@ def _over_column(body: PredictColumn) -> Callable[[Iterator[pa.Array]], Iterator
 
 
 def _over_columns(
-    body: PredictColumn,
+    body: Body,
 ) -> Callable[[Iterator[tuple[pa.Array, ...]]], Iterator[pa.Array]]:
     def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
         return body(batches)

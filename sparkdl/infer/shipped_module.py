@@ -91,6 +91,7 @@ class ShippedModule:
         apart: The broadcast or artifact that has it otherwise.
         sender: The SparkContext or session that sent it; it stays on the driver.
         numerics: The driver's numeric settings of torch.
+        on_cpu: Stay on the CPU where there is a GPU.
     """
 
     digest: str
@@ -98,13 +99,10 @@ class ShippedModule:
     apart: BroadcastBytes | Artifact | None = None
     sender: Any = None
     numerics: Numerics = field(default_factory=Numerics.here)
+    on_cpu: bool = False
 
-    def __getstate__(self) -> tuple[str, bytes | None, Any, Numerics]:
-        return self.digest, self.inline, self.apart, self.numerics
-
-    def __setstate__(self, state: tuple[str, bytes | None, Any, Numerics]) -> None:
-        for name, value in zip(("digest", "inline", "apart", "numerics"), state, strict=True):
-            object.__setattr__(self, name, value)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "sender": None}
 
     @staticmethod
     def of(
@@ -153,7 +151,7 @@ class ShippedModule:
         self.numerics.use()
         known = list(_loaded)  # a copy: another thread may remove some
         before = next((device for digest, device in known if digest == self.digest), None)
-        device = task_device(before)
+        device = torch.device("cpu") if self.on_cpu else task_device(before)
         key = self.digest, device
         module = _loaded.get(key)
         if module is None:

@@ -71,7 +71,7 @@ class Trial:
             if known is not None:
                 dtype = getattr(torch, known.dtype)
                 return self._finished(torch.zeros(ROWS, *known.shape, dtype=dtype), ROWS)
-            return self._of(_zeros(fields))
+            return self._of(zeros_like(fields))
         except _Failed as failed:
             rows = first_rows()
             if rows is None:
@@ -141,7 +141,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).rstrip('. ')}"
 
 
-def _zeros(fields: Sequence[Field]) -> list[Rows]:
+def zeros_like(fields: Sequence[Field]) -> list[Rows]:
     """Return two rows of zeros; a field of varying length has two elements in each."""
     arrays: list[Rows] = []
     for field in fields:

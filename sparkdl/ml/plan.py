@@ -132,6 +132,8 @@ class FitPlan:
     @property
     def _takes_floats(self) -> bool:
         """The loss of a classifier takes floating-point labels: it has one output for two classes."""
+        if self.trainer.loss is None:  # a step computes it
+            return False
         function, _ = unwrapped(self.trainer.loss)
         logits = isinstance(function, nn.BCEWithLogitsLoss)
         logits = logits or function is nn.functional.binary_cross_entropy_with_logits

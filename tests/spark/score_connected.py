@@ -49,6 +49,15 @@ def main() -> None:
                 "again": model.transform(data.where("number < 3")).count(),
                 "evaluated": model.evaluate(data, metrics=["mse"]),
             }
+        module = model.module
+        scored = sparkdl.predict(data, module, "x", handle_invalid="keep").orderBy("number")
+        result["any model"] = [(row.prediction, row.error) for row in scored.collect()]
+        written = sparkdl.predict(data, module, "x", path=given["written"], partitions=2)
+        result["written"] = [row.prediction for row in written.orderBy("number").collect()]
+        sparkdl.register_function("score", module, data, "x")
+        data.createOrReplaceTempView("data")
+        found = spark.sql("SELECT score(x) AS prediction FROM data ORDER BY number").collect()
+        result["function"] = [row.prediction for row in found]
         trainer = sparkdl.Trainer(
             model=model.module,
             loss=torch.nn.MSELoss(),

@@ -54,7 +54,8 @@ def found(rows: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
             history=sparkdl.History(),
         )
         models[name] = str(trained.save(folder / name))
-    return launch(Path(script.__file__), folder, rows=rows, models=models)
+    written = str(folder / "written")
+    return launch(Path(script.__file__), folder, rows=rows, models=models, written=written)
 
 
 def test_it_is_a_session_of_spark_connect(found: Any) -> None:
@@ -72,6 +73,14 @@ def test_a_saved_model_scores_as_in_torch(found: Any, rows: Any, size: str) -> N
     assert answers["apart"] == {"small": "NoneType", "large": "Artifact"}[size]
     error = nn.functional.mse_loss(expected, labels).item()
     assert answers["evaluated"] == {"mse": pytest.approx(error, rel=1e-5)}
+
+
+def test_any_model_scores_as_column_as_files_and_in_sql(found: Any) -> None:
+    expected = pytest.approx(found["large"]["predictions"], rel=1e-5)
+    assert [value for value, _ in found["any model"]] == expected
+    assert {error for _, error in found["any model"]} == {None}
+    assert found["written"] == expected
+    assert found["function"] == expected
 
 
 def test_training_says_that_there_are_no_rdds(found: Any) -> None:

@@ -37,6 +37,7 @@ LEARNED = {
     "fine_tune_text": ("accuracy", 0.95),
     "fully_sharded": ("accuracy", 0.94),
     "pipeline": ("accuracy", 0.94),
+    "score_any_model": ("agreement", 0.999),
     "tensor_parallel": ("accuracy", 0.9),
     "ml_pipeline": ("accuracy", 0.9),
 }

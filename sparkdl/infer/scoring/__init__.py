@@ -1,0 +1,1 @@
+"""Scoring with models that were never trained here: any module, file or folder, on a DataFrame."""

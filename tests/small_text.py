@@ -1,0 +1,59 @@
+"""A tokenizer and tiny models of transformers, made on the spot."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WORDS = "a good bad film it was very nice day today the weather in town is fine and long"
+
+
+@functools.cache
+def tokenizer() -> Any:
+    """A tokenizer of words, trained on :data:`WORDS`, once: training breaks ties as it likes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    found = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    found.train_from_iterator([WORDS] * 3, trainers.WordPieceTrainer(special_tokens=special))
+    found.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return PreTrainedTokenizerFast(tokenizer_object=found, **names)
+
+
+@functools.cache
+def classifier() -> Any:
+    """A BERT of two layers of width 16 with three classes."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    labels = ("bad", "good", "so so")
+    config = BertConfig(
+        vocab_size=200,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=24,
+        id2label=dict(enumerate(labels)),
+        label2id={label: number for number, label in enumerate(labels)},
+    )
+    torch.manual_seed(3)
+    model = BertForSequenceClassification(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # texts that differ get classes that differ
+            parameter.mul_(6)
+    return model
+
+
+def saved(folder: Path) -> Path:
+    """The folder with :func:`classifier` and :func:`tokenizer`."""
+    classifier().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder

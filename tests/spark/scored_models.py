@@ -1,0 +1,60 @@
+"""Models that tests score with; executors import this module by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+
+class Several(nn.Module):
+    """A model with two outputs, as a mapping."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"total": x.sum(1), "doubled": 2 * x, "note": "no tensor", "mean": x.mean()}
+
+
+class Pair(NamedTuple):
+    low: torch.Tensor
+    high: torch.Tensor
+
+
+class Ends(nn.Module):
+    """A model that returns a named tuple."""
+
+    def forward(self, x: torch.Tensor) -> Pair:
+        return Pair(x.amin(1), x.amax(1))
+
+
+class Elements(nn.Module):
+    """A model of sequences: an output for each element, and one for the whole. It notes its batches."""
+
+    def __init__(self, notes: str | None = None) -> None:
+        super().__init__()
+        self.notes = notes
+
+    def forward(
+        self, ids: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.notes:
+            with open(self.notes, "a") as file:
+                file.write(f"{tuple(ids.shape)}\n")
+        return ids * 10, ids.sum(1) / lengths
+
+
+class Fails(nn.Module):
+    """A model that fails on a number, as long as a file is there, and notes how many rows it saw."""
+
+    def __init__(self, number: float, while_there: str, notes: str) -> None:
+        super().__init__()
+        self.number = number
+        self.while_there, self.notes = Path(while_there), notes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.while_there.exists() and bool((x == self.number).any()):
+            raise ValueError(f"{self.number} is no number")
+        with open(self.notes, "a") as file:
+            file.write(f"{len(x)}\n")
+        return x + 0.5

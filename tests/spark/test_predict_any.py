@@ -1,0 +1,465 @@
+"""Predictions with models that were never trained here, in every way that Spark asks for them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import small_text
+import torch
+from scored_models import Elements, Ends, Fails, Several
+from torch import nn
+
+import sparkdl
+from sparkdl.data.arrow_tasks import partition_of
+from sparkdl.data.fields import Field
+from sparkdl.infer.output import Output
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
+ROWS = 60
+POINTS = np.random.default_rng(1).normal(size=(ROWS, 3)).astype(np.float32)
+LENGTHS = [1 + 7 * number % 11 for number in range(ROWS)]
+TEXTS = [
+    " ".join(itertools.islice(itertools.cycle(small_text.WORDS.split()[n % 7 :]), LENGTHS[n]))
+    for n in range(ROWS)
+]
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
+NET = net().eval()
+
+
+@pytest.fixture(scope="module")
+def points(spark: SparkSession) -> DataFrame:
+    rows = [(number, row.tolist()) for number, row in enumerate(POINTS)]
+    return spark.createDataFrame(rows, "number int, x array<float>").repartition(2).cache()
+
+
+@pytest.fixture(scope="module")
+def texts(spark: SparkSession) -> DataFrame:
+    return spark.createDataFrame(list(enumerate(TEXTS)), "number int, text string").repartition(2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_text.saved(tmp_path_factory.mktemp("bert"))
+
+
+def values(scored: DataFrame, name: str = "prediction") -> list[Any]:
+    return [row[name] for row in sorted(scored.collect(), key=lambda row: row.number)]
+
+
+def same(found: list[Any], expected: torch.Tensor, **tolerance: float) -> None:
+    torch.testing.assert_close(torch.tensor(found), expected.detach(), **tolerance)
+
+
+def file_of(write: Callable[[Any], Any], name: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        write(folder / name)
+        return folder / name
+
+    return make
+
+
+def exported(path: Path | None = None, rows: int = 4, **shapes: Any) -> Any:
+    program = torch.export.export(NET, (torch.ones(rows, 3),), **shapes)
+    return program if path is None else torch.export.save(program, path)
+
+
+ANY_ROWS: dict[str, Any] = {"dynamic_shapes": ({0: torch.export.Dim("rows")},)}
+MODELS: dict[str, Callable[[Path], tuple[Any, dict[str, Any]]]] = {
+    "a module": lambda folder: (NET, {}),
+    "a TorchScript module": lambda folder: (torch.jit.script(NET), {}),
+    "a TorchScript file": lambda folder: (
+        file_of(lambda path: torch.jit.trace(NET, torch.ones(2, 3)).save(path), "net.pt")(folder),
+        {},
+    ),
+    "an exported program": lambda folder: (exported(**ANY_ROWS), {}),
+    "a file of one": lambda folder: (
+        file_of(lambda path: exported(path, **ANY_ROWS), "net.pt2")(folder),
+        {},
+    ),
+    "one for 7 rows": lambda folder: (exported(rows=7), {}),
+    "a function and a state_dict": lambda folder: (net, {"weights": NET.state_dict()}),
+    "weights of data parallel": lambda folder: (
+        net,
+        {"weights": {f"module.{name}": value for name, value in NET.state_dict().items()}},
+    ),
+    "a safetensors file": lambda folder: (
+        net,
+        {
+            "weights": file_of(
+                lambda path: safetensors.torch.save_file(NET.state_dict(), path), "n.safetensors"
+            )(folder)
+        },
+    ),
+    "a file of torch.save": lambda folder: (
+        net,
+        {"weights": file_of(lambda path: torch.save(NET.state_dict(), path), "n.pt")(folder)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_any_model_predicts_as_in_torch(points: DataFrame, tmp_path: Path, kind: str) -> None:
+    model, arguments = MODELS[kind](tmp_path)
+    scored = sparkdl.predict(points, model, "x", batch_size=16, **arguments)
+    assert scored.columns == ["number", "x", "prediction"]
+    assert scored.schema["prediction"].dataType.simpleString() == "array<float>"
+    same(values(scored), NET(torch.from_numpy(POINTS)))
+
+
+def test_a_trained_model_brings_its_columns(points: DataFrame) -> None:
+    trained = sparkdl.TrainedModel(
+        module=NET,
+        model=NET,
+        loss=None,
+        features=("x",),
+        label=("number",),
+        fields=(Field("x", "float32", (3,)), Field("number", "int64", ())),
+        num_features=1,
+        float_dtype="float32",
+        output=Output((2,), "float32"),
+        history=sparkdl.History(),
+    )
+    expected = values(trained.transform(points))
+    assert values(sparkdl.predict(points, trained)) == expected
+    twice = sparkdl.predict(points, trained, outputs={"twice": lambda output: 2 * output})
+    same(values(twice, "twice"), 2 * torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("model", "outputs", "columns"),
+    [
+        (Several(), None, {"total": "float", "doubled": "array<float>"}),
+        (Several(), "total", {"prediction": "float"}),
+        (Several(), ["total", "doubled"], {"total": "float", "doubled": "array<float>"}),
+        (
+            Several(),
+            {"t": "total", "first": lambda found: found["doubled"][:, 0].long()},
+            {"t": "float", "first": "bigint"},
+        ),
+        (Ends(), None, {"low": "float", "high": "float"}),
+        (Ends(), 1, {"prediction": "float"}),
+    ],
+    ids=["mapping", "key", "names", "functions", "named tuple", "number"],
+)
+def test_outputs_become_columns(
+    points: DataFrame, model: nn.Module, outputs: Any, columns: dict[str, str]
+) -> None:
+    scored = sparkdl.predict(points, model, "x", outputs=outputs)
+    added = scored.schema.fields[2:]
+    assert {field.name: field.dataType.simpleString() for field in added} == columns
+    rows = torch.from_numpy(POINTS)
+    whole = {"total": rows.sum(1), "t": rows.sum(1), "doubled": 2 * rows}
+    whole |= {"low": rows.amin(1), "high": rows.amax(1), "first": (2 * rows[:, 0]).long()}
+    whole["prediction"] = whole["total" if isinstance(model, Several) else "high"]
+    for name in columns:
+        same(values(scored, name), whole[name])
+
+
+def test_rows_are_sorted_by_length_and_come_back_in_order(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    rows = [(number, list(range(1, 1 + length))) for number, length in enumerate(LENGTHS)]
+    data = spark.createDataFrame(rows, "number int, ids array<int>").coalesce(1)
+    scored = sparkdl.predict(
+        data,
+        Elements(str(tmp_path / "notes")),
+        "ids",
+        columns={"ids": sparkdl.Sequence(lengths=True)},
+        outputs={"each": 0, "mean": 1},
+        batch_size=10,
+    )
+    (tmp_path / "notes").unlink()  # of the trial
+    found = scored.collect()
+    assert [row.number for row in found] == list(range(ROWS))
+    assert [row.each for row in found] == [[10 * i for i in ids] for _, ids in rows]
+    assert [row.mean for row in found] == [sum(ids) / len(ids) for _, ids in rows]
+    longest = sorted(LENGTHS, reverse=True)[::10]
+    shapes = (tmp_path / "notes").read_text().split("\n")[:-1]
+    assert shapes == [f"(10, {length})" for length in longest]
+
+
+def test_a_filter_on_predictions_does_not_compute_them_twice(points: DataFrame) -> None:
+    scored = sparkdl.predict(points, NET, "x").where("prediction[0] > 0")
+    plan = scored._jdf.queryExecution().executedPlan().toString()
+    assert len(re.findall("ArrowEvalPython", plan)) == 1
+    expected = NET(torch.from_numpy(POINTS))[:, 0] > 0
+    assert scored.count() == int(expected.sum())
+
+
+def test_texts_are_classified(texts: DataFrame, folder: Path) -> None:
+    scored = sparkdl.classify(texts, folder, scores_col="scores", batch_size=8)
+    model, tokenizer = small_text.classifier(), small_text.tokenizer()
+    with torch.no_grad():
+        inputs = tokenizer(TEXTS, padding=True, return_tensors="pt")
+        expected = model(inputs.input_ids, inputs.attention_mask).logits.softmax(1)
+    same(values(scored, "scores"), expected, rtol=1e-4, atol=1e-5)
+    same(values(scored, "score"), expected.amax(1), rtol=1e-4, atol=1e-5)
+    names = [model.config.id2label[number] for number in expected.argmax(1).tolist()]
+    assert values(scored) == names
+    assert len(set(names)) > 1
+    logits = sparkdl.predict(texts, model, "text", tokenizer=tokenizer)
+    same(
+        values(logits), model(inputs.input_ids, inputs.attention_mask).logits, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "max", "last"])
+def test_texts_are_embedded(texts: DataFrame, folder: Path, pooling: str) -> None:
+    scored = sparkdl.embed(texts, folder, pooling=pooling, normalize=pooling != "last")
+    model, tokenizer = small_text.classifier().bert, small_text.tokenizer()
+    rows = []
+    for text in TEXTS:
+        with torch.no_grad():
+            (hidden,) = model(**tokenizer(text, return_tensors="pt")).last_hidden_state
+        pooled = {
+            "mean": hidden.mean(0),
+            "cls": hidden[0],
+            "max": hidden.amax(0),
+            "last": hidden[-1],
+        }
+        rows.append(pooled[pooling])
+    expected = torch.stack(rows)
+    if pooling != "last":
+        expected = nn.functional.normalize(expected, dim=1)
+    same(values(scored, "embedding"), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_a_module_that_changes_is_sent_again(points: DataFrame) -> None:
+    module = nn.Linear(3, 2)
+    before = values(sparkdl.predict(points, module, "x", quantize="int8"))
+    with torch.no_grad():
+        module.bias += 1
+    after = values(sparkdl.predict(points, module, "x", quantize="int8"))
+    same(after, torch.tensor(before) + 1)
+
+
+@pytest.mark.parametrize("option", [{"precision": "bf16"}, {"quantize": "int8"}], ids=str)
+def test_lower_precision_is_close(points: DataFrame, option: dict[str, str]) -> None:
+    found = torch.tensor(values(sparkdl.predict(points, NET, "x", **option)))
+    expected = NET(torch.from_numpy(POINTS)).detach()
+    assert not torch.equal(found, expected)
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+    assert NET[0].weight.dtype == torch.float32
+
+
+BAD: dict[int, tuple[Any, str]] = {
+    0: (None, 'column "x" is null.'),
+    7: ([1.0, float("nan"), 1.0], 'column "x" holds NaN.'),
+    20: ([1.0, 2.0], "the model fails on a batch of [1, 2] float32: RuntimeError: mat1 and mat2"),
+    33: ([1.0, None, 2.0], 'column "x" holds a null.'),
+}
+
+
+@pytest.fixture(scope="module")
+def partly_bad(spark: SparkSession) -> DataFrame:
+    rows = [(n, BAD[n][0] if n in BAD else row.tolist()) for n, row in enumerate(POINTS)]
+    return spark.createDataFrame(rows, "number int, x array<float>").coalesce(1)
+
+
+def test_bad_rows_are_kept_with_the_reason(partly_bad: DataFrame) -> None:
+    scored = sparkdl.predict(partly_bad, NET, "x", handle_invalid="keep", error_col="why")
+    expected = NET(torch.from_numpy(POINTS))
+    rows = scored.collect()
+    assert [row.number for row in rows] == list(range(ROWS))
+    good = [row for row in rows if row.number not in BAD]
+    assert {row.why for row in good} == {None}
+    same([row.prediction for row in good], expected[[row.number for row in good]])
+    for number, (_, reason) in BAD.items():
+        assert rows[number].prediction is None
+        assert rows[number].why.startswith(reason)
+
+
+def test_bad_rows_are_skipped(partly_bad: DataFrame) -> None:
+    scored = sparkdl.predict(partly_bad, NET, "x", handle_invalid="skip")
+    assert scored.columns == ["number", "x", "prediction"]
+    assert [row.number for row in scored.collect()] == [n for n in range(ROWS) if n not in BAD]
+
+
+def test_a_bad_row_fails_the_job(partly_bad: DataFrame) -> None:
+    scored = sparkdl.predict(partly_bad, NET, "x", example=partly_bad.where("number = 1"))
+    with pytest.raises(Exception, match=r'DataError: column "x", row 0 of partition 0: is null'):
+        scored.collect()
+
+
+def test_a_failed_job_goes_on_where_it_was(spark: SparkSession, tmp_path: Path) -> None:
+    data = spark.range(100).selectExpr("id AS number", "float(id) AS x", "'text' AS kept")
+    (tmp_path / "bad").touch()
+    last = data.where(partition_of(data, 8) == 7).first().x
+    model = Fails(last, str(tmp_path / "bad"), str(tmp_path / "seen"))
+    write = partial(
+        sparkdl.predict, data, model, "x", path=tmp_path / "out", partitions=8, batch_size=4
+    )
+    with pytest.raises(sparkdl.SparkdlError, match="is no number"):
+        write()
+    finished = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.parquet")}
+    assert 0 < len(finished) < 8
+    already = spark.read.parquet(*map(str, finished)).count()
+    (tmp_path / "bad").unlink()
+    (tmp_path / "seen").unlink()
+    result = write()
+    trial = 2
+    seen = sum(map(int, (tmp_path / "seen").read_text().split()))
+    assert seen == 100 - already + trial
+    assert {file: file.stat().st_mtime_ns for file in finished} == finished
+    assert result.columns == ["number", "x", "kept", "prediction"]
+    assert values(result) == [number + 0.5 for number in range(100)]
+    assert values(write()) == values(result)
+    assert spark.read.parquet(str(tmp_path / "out")).schema == result.schema
+    with pytest.raises(sparkdl.ParameterError, match=r"holds other predictions .* overwrite=True"):
+        write(partitions=4)
+    assert write(partitions=4, overwrite=True).count() == 100
+    assert len(list((tmp_path / "out").glob("*.parquet"))) == 4
+
+
+def test_a_stream_is_scored(spark: SparkSession, points: DataFrame, tmp_path: Path) -> None:
+    points.write.parquet(str(tmp_path / "in"))
+    stream = spark.readStream.schema(points.schema).parquet(str(tmp_path / "in"))
+    with pytest.raises(sparkdl.DataError, match=r"the data is a stream.*pass example="):
+        sparkdl.predict(stream, NET, "x")
+    scored = sparkdl.predict(stream, NET, "x", example=points)
+    query = (
+        scored.writeStream.format("parquet")
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start(str(tmp_path / "out"))
+    )
+    query.awaitTermination()
+    same(values(spark.read.parquet(str(tmp_path / "out"))), NET(torch.from_numpy(POINTS)))
+
+
+def test_a_function_of_sql(
+    spark: SparkSession, points: DataFrame, texts: DataFrame, folder: Path
+) -> None:
+    points.createOrReplaceTempView("points")
+    texts.createOrReplaceTempView("texts")
+    score = sparkdl.register_function("score", NET, points, "x")
+    expected = NET(torch.from_numpy(POINTS))
+    same(values(spark.sql("SELECT number, score(x) AS prediction FROM points")), expected)
+    same(values(points.select("number", score("x").alias("prediction"))), expected)
+    sparkdl.register_function("klass", folder, texts, "text", use=sparkdl.classify)
+    found = spark.sql("SELECT number, klass(text).prediction AS prediction FROM texts")
+    assert values(found) == values(sparkdl.classify(texts, folder))
+    sparkdl.register_function("vector", folder, texts, use=sparkdl.embed, pooling="cls")
+    found = spark.sql("SELECT number, vector(text) AS prediction FROM texts")
+    assert values(found) == values(sparkdl.embed(texts, folder, pooling="cls"), "embedding")
+
+
+MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
+    "no model": (
+        lambda df, path: sparkdl.predict(df, 3, "x"),
+        "model is an int: give a torch.nn.Module, a function that builds one",
+    ),
+    "no file": (
+        lambda df, path: sparkdl.predict(df, "org/model", "x"),
+        'there is no file or folder "org/model" on the driver. A model of a hub must be there first',
+    ),
+    "weights alone": (
+        lambda df, path: sparkdl.predict(df, path / "n.pt", "x"),
+        r"If it holds weights, give the function that builds their module too: predict(df, make_model",
+    ),
+    "an empty folder": (
+        lambda df, path: sparkdl.predict(df, path, "x"),
+        "has no config.json: give one that save_pretrained wrote",
+    ),
+    "weights of another model": (
+        lambda df, path: sparkdl.predict(df, partial(nn.Linear, 3, 2), "x", weights=path / "n.pt"),
+        'weights do not fit the model: the model has no "0.weight"',
+    ),
+    "a whole checkpoint": (
+        lambda df, path: sparkdl.predict(df, net, "x", weights={"model": NET.state_dict()}),
+        "give the state_dict inside it, as weights=torch.load(path)['model']",
+    ),
+    "weights for a module": (
+        lambda df, path: sparkdl.predict(df, NET, "x", weights=NET.state_dict()),
+        "weights= goes with a function that builds the module",
+    ),
+    "no column": (
+        lambda df, path: sparkdl.predict(df, NET),
+        'feature column "features" is missing.',
+    ),
+    "another width": (
+        lambda df, path: sparkdl.predict(df, nn.Linear(5, 1), "x"),
+        "the model fails on a batch of [2, 3] float32: RuntimeError: mat1 and mat2 shapes",
+    ),
+    "no such output": (
+        lambda df, path: sparkdl.predict(df, Several(), "x", outputs=["totals"]),
+        "output='totals': the model returned a dict of 'total' [2], 'doubled' [2, 3]",
+    ),
+    "one output for all rows": (
+        lambda df, path: sparkdl.predict(df, Several(), "x", outputs="mean"),
+        'output "prediction" is a tensor of shape [] for a batch of 2 rows',
+    ),
+    "a column that exists": (
+        lambda df, path: sparkdl.predict(df, NET, "x", prediction_col="Number"),
+        'the DataFrame already has a column "number"',
+    ),
+    "a precision": (
+        lambda df, path: sparkdl.predict(df, NET, "x", precision="int4"),
+        "precision='int4': use one of fp32, bf16, fp16.",
+    ),
+    "nothing to quantize": (
+        lambda df, path: sparkdl.predict(df, Several(), "x", quantize="int8"),
+        'quantize="int8" is for layers of GRU, LSTM, Linear, and the model (Several) has none.',
+    ),
+    "handling": (
+        lambda df, path: sparkdl.predict(df, NET, "x", handle_invalid="ignore"),
+        "handle_invalid='ignore': use one of error, skip, keep.",
+    ),
+    "no tokenizer": (
+        lambda df, path: sparkdl.embed(df, small_text.classifier().bert, "text"),
+        'column "text" is text: give the tokenizer of the model',
+    ),
+    "a tokenizer for numbers": (
+        lambda df, path: sparkdl.predict(df, NET, "x", tokenizer=small_text.tokenizer()),
+        "tokenizer= is given, and no feature column (x) is text",
+    ),
+    "text of numbers": (
+        lambda df, path: sparkdl.embed(df, small_text.classifier().bert, "x"),
+        'column "x" is of type array<float>, not text: for numbers use sparkdl.predict.',
+    ),
+    "a head": (
+        lambda df, path: sparkdl.embed(
+            df, small_text.classifier(), "text", tokenizer=small_text.tokenizer()
+        ),
+        "without last_hidden_state: embed takes a model without a head",
+    ),
+    "no classes": (
+        lambda df, path: sparkdl.classify(df, NET, "text"),
+        "whose configuration names no classes (id2label)",
+    ),
+    "a name of SQL": (
+        lambda df, path: sparkdl.register_function("to score", NET, df, "x"),
+        "name='to score': give a name of letters",
+    ),
+    "an argument of SQL": (
+        lambda df, path: sparkdl.register_function("f", NET, df, "x", output="y"),
+        """no argument 'output'. Did you mean "outputs"?""",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_told_before_any_job_scores(
+    points: DataFrame, tmp_path: Path, mistake: str
+) -> None:
+    torch.save(NET.state_dict(), tmp_path / "n.pt")
+    call, message = MISTAKES[mistake]
+    with pytest.raises(sparkdl.UserError) as raised:
+        call(points.selectExpr("*", "string(number) AS text"), tmp_path)
+    assert message in str(raised.value)
