@@ -1,0 +1,384 @@
+"""The search: trial after trial until the algorithm has no more."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pyspark import SparkContext
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame
+
+from sparkdl.codec.describe import describe, describe_trainer
+from sparkdl.errors import ParameterError, kind_of, nearest, raise_all
+from sparkdl.gang.slots import SLOT_SECONDS, task_slots
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
+from sparkdl.loop.progress import shows_bar
+from sparkdl.metrics.named import resolve
+from sparkdl.metrics.scorer import Scorer
+from sparkdl.plain import plain
+from sparkdl.session import context_of, settings_of
+from sparkdl.spark.properties import own_properties
+from sparkdl.spark.warm_up import warming_up
+from sparkdl.train.local_fit import LocalFit
+from sparkdl.train.placed_samples import session_of
+from sparkdl.train.trainer import Trainer
+from sparkdl.tune.algorithms import Algorithm, Grid, Random
+from sparkdl.tune.arguments import problems_of_names
+from sparkdl.tune.folder import SearchFolder
+from sparkdl.tune.optuna_search import Optuna, OptunaSearch
+from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord
+from sparkdl.tune.result import SearchResult
+from sparkdl.tune.runners import OneByOne, Placements, Runner, RunningTrial, SideBySide
+from sparkdl.tune.space import Domain, domains_of
+from sparkdl.tune.tasks import trainer_of
+
+logger = logging.getLogger("sparkdl")
+ALGORITHMS = ("grid", "random", "optuna")
+WAIT_SECONDS = 0.005
+_TOLD = (
+    "interrupted: the search ends, and returns the trials that are finished. Interrupt again to end at "
+    "once, without them."
+)
+
+
+def search(
+    trainer: Trainer,
+    data: DataFrame | RDD[Any],
+    space: Mapping[str, Any],
+    *,
+    metric: str = "loss",
+    trials: int | None = None,
+    algorithm: str | Optuna = "random",
+    parallel: int | None = None,
+    seed: int = 0,
+    path: str | os.PathLike[str] | None = None,
+) -> SearchResult:
+    """Train with different values of some arguments, and return the results and the best model.
+
+    The data is read once. A trial that fails is a row of the table with the reason, and the others go
+    on. The same arguments give the same table, apart from the times::
+
+        result = sparkdl.tune.search(
+            trainer,
+            df,
+            {
+                "optimizer.lr": sparkdl.tune.loguniform(1e-4, 1e-1),
+                "model.hidden": [16, 32, 64],
+                "batch_size": [64, 256],
+            },
+            metric="accuracy",
+        )
+        result.to_pandas()
+        result.best_model.transform(df)
+
+    Args:
+        trainer: The trainer; its validation scores the trials.
+        data: The training data, as for ``Trainer.fit``.
+        space: The values to try, by the names of arguments: a field of the trainer (``"batch_size"``)
+            or a keyword argument of what it builds with (``"model.hidden"``, ``"optimizer.lr"``,
+            ``"schedule.gamma"``, ``"stop.epochs"``). The values are a list, :func:`uniform`,
+            :func:`loguniform` or :func:`integers`.
+        metric: The metric of the validation to make as good as possible. A trial counts by its last
+            validation; or by its best one with ``Validation(best=metric)``, whose weights are kept.
+        trials: The number of trials. None is all combinations of a grid, and otherwise 16.
+        algorithm: "random", "grid" (all combinations), "optuna", or :class:`Optuna` with settings.
+        parallel: The number of trials that run at once, each in one task of Spark, by the local
+            engine, on CPUs. None is as many as the cluster runs tasks at once. 1 makes one trial
+            after another, each by the engine of the trainer on the whole cluster: for models that
+            need it.
+        seed: The seed of the algorithm. The trials themselves have the trainer's seed.
+        path: A folder or a URI for the finished trials. The same call goes on from what is there,
+            after the driver was killed for example.
+
+    Returns:
+        The table of trials and the best model.
+
+    Raises:
+        UserError: An argument, the space or the data cannot work.
+        TrainingError: Spark has ended.
+        CheckpointError: ``path`` cannot be read or written.
+        KeyboardInterrupt: The user interrupted twice.
+    """
+    context = context_of(data)
+    settings = settings_of(context, session_of(data))
+    trials, parallel, seed = plain(trials), plain(parallel), plain(seed)
+    raise_all(
+        ParameterError, list(_problems(trainer, space, metric, trials, algorithm, parallel, seed))
+    )
+    domains = domains_of(space)
+    objective = _objective(trainer, metric)
+    together = parallel != 1
+    if together:
+        trainer_here = replace(trainer, engine="local", replicas=trainer.replicas or 1)
+        slots = parallel or task_slots(context, seconds=min(SLOT_SECONDS, settings.timeout or 30))
+    else:
+        trainer_here, slots = trainer, 1
+    folder = None
+    if path is not None:
+        told = _described(trainer, domains, objective, algorithm, together, seed)
+        folder = SearchFolder.open(path, told, objective)
+    search_id = folder.search_id if folder else secrets.token_hex(8)
+    chosen = _algorithm(algorithm, domains, trials, seed, objective, search_id)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warming_up(context))
+        stack.enter_context(own_properties(context))
+        placements = stack.enter_context(Placements(data, list(domains), folder))
+        runner: Runner
+        if together:
+            side_by_side = SideBySide(
+                context, trainer_here, domains, objective, placements, slots, f"sparkdl-{search_id}"
+            )
+            runner = stack.enter_context(side_by_side)
+        else:
+            runner = OneByOne(context, trainer, domains, objective, placements, folder is not None)
+        trial_table = TrialTable(objective, folder, settings.progress, chosen.trials)
+        with interruptible(_TOLD) as interrupt, trial_table:
+            stopped = _make_trials(chosen, runner, trial_table, interrupt)
+        best = trial_table.best
+        model = None
+        if best is not None:
+            model = _model(trial_table, trainer_here, domains, placements)
+    records = tuple(trial_table.records[number] for number in sorted(trial_table.records))
+    return SearchResult(records, best, stopped, objective, domains, trainer, model)
+
+
+class TrialTable:
+    """The finished trials while a search runs, in a folder too if there is one.
+
+    It is a context manager that shows the progress.
+
+    Attributes:
+        records: The finished trials by number.
+        best: The best record so far, or None.
+        best_outcome: The outcome with its model; None if only the folder has it.
+    """
+
+    def __init__(
+        self, objective: Objective, folder: SearchFolder | None, progress: str, trials: int
+    ) -> None:
+        """Create a table.
+
+        Args:
+            objective: What the search looks for.
+            folder: The folder of the search, or None.
+            progress: The setting ``spark.sparkdl.progress``.
+            trials: The number of trials to make.
+        """
+        self._objective, self._trials, self._progress = objective, trials, progress
+        self.folder = folder
+        self.earlier = {} if folder is None else dict(folder.records)
+        self.records: dict[int, TrialRecord] = {}
+        self.best: TrialRecord | None = None
+        self.best_outcome: TrialOutcome | None = None
+        self._bar: Any = None
+
+    def add(self, outcome: TrialOutcome) -> None:
+        """Add a trial that has just ended."""
+        if self.folder is not None:
+            self.folder.add(outcome)
+        record = outcome.record
+        if self._note(record):
+            self.best_outcome = outcome
+        value = f"{self._objective.metric} {record.value:.4g}"
+        logger.info("trial %d %s: %s", record.number, record.status, record.reason or value)
+
+    def add_earlier(self, number: int) -> TrialRecord:
+        """Add a trial that the folder has, and return it."""
+        record = self.earlier[number]
+        if self._note(record):
+            self.best_outcome = None
+        return record
+
+    def _note(self, record: TrialRecord) -> bool:
+        """Add a record, and return whether it is the best one now."""
+        self.records[record.number] = record
+        better = self._objective.is_better(record, self.best)
+        if better:
+            self.best = record
+        if self._bar is not None:
+            self._bar.update()
+            if self.best is not None:
+                shown = f"best {self._objective.metric} {self.best.value:.4g}"
+                self._bar.set_postfix_str(f"{shown} in trial {self.best.number}")
+        return better
+
+    def __enter__(self) -> TrialTable:
+        if shows_bar(self._progress):
+            from tqdm.auto import tqdm
+
+            self._bar = tqdm(total=self._trials, unit="trial", dynamic_ncols=True, desc="search")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+def _make_trials(
+    algorithm: Algorithm, runner: Runner, table: TrialTable, interrupt: Interrupt
+) -> str | None:
+    """Make all trials, and return why the search ended early, or None.
+
+    An algorithm that learns is asked for trial k when exactly the trials up to k - slots have been
+    told, whichever others have ended: so what it chooses does not depend on how fast tasks are.
+    """
+    running: dict[int, RunningTrial] = {}
+    asked = told = 0
+    while len(table.records) < algorithm.trials:
+        if interrupt.asked:
+            return INTERRUPTED
+        while algorithm.learns and told <= asked - runner.slots and told in table.records:
+            algorithm.tell(table.records[told])
+            told += 1
+        ready = not algorithm.learns or told > asked - runner.slots
+        if asked < algorithm.trials and len(running) < runner.slots and ready:
+            earlier = table.earlier.get(asked)
+            arguments = algorithm.ask(asked, earlier.arguments if earlier else None)
+            if earlier is not None:
+                table.add_earlier(asked)
+            else:
+                try:
+                    running[asked] = runner.start(
+                        asked, arguments, algorithm.pruning(), table.best
+                    )
+                except KeyboardInterrupt:
+                    return INTERRUPTED
+            asked += 1
+            continue
+        ended = [number for number, trial in running.items() if trial.done]
+        for number in ended:
+            table.add(running.pop(number).outcome())
+        if not ended:
+            time.sleep(WAIT_SECONDS)
+    for number in range(told, algorithm.trials):
+        algorithm.tell(table.records[number])
+    return None
+
+
+def _model(
+    table: TrialTable, trainer: Trainer, space: Mapping[str, Domain], placements: Placements
+) -> TrainedModel:
+    """Return the trained model of the best trial."""
+    best, outcome = table.best, table.best_outcome
+    assert best is not None
+    trained = None if outcome is None else outcome.trained
+    if trained is None:
+        if outcome is not None and outcome.history is not None:
+            weights, history = outcome.weights, outcome.history
+        else:
+            assert table.folder is not None
+            weights, history = table.folder.model(best.number)
+        own = trainer_of(trainer, space, best.arguments)
+        placed = placements.of(own, best.arguments)
+        fit = LocalFit(placed.training, placed.validation, placed.float_dtype)
+        trained = fit.trained(own, weights, history)
+    return trained.best if table.counts_best and trained.best is not None else trained
+
+
+def _algorithm(
+    algorithm: str | Optuna,
+    space: Mapping[str, Domain],
+    trials: int | None,
+    seed: int,
+    objective: Objective,
+    search_id: str,
+) -> Algorithm:
+    """Return the algorithm that the user asked for."""
+    if algorithm == "grid":
+        return Grid(space, trials)
+    if algorithm == "random":
+        return Random(space, trials, seed)
+    options = algorithm if isinstance(algorithm, Optuna) else Optuna()
+    return OptunaSearch(options, space, trials, seed, objective, search_id)
+
+
+def _objective(trainer: Trainer, metric: str) -> Objective:
+    validation = trainer.validation
+    assert validation is not None
+    directions = Scorer(trainer.loss, resolve(validation.metrics)).higher_is_better
+    return Objective(metric, directions[metric], validation.best == metric)
+
+
+def _problems(
+    trainer: Any, space: Any, metric: Any, trials: Any, algorithm: Any, parallel: Any, seed: Any
+) -> Iterator[str]:
+    """Yield what is wrong with the arguments of a search."""
+    if not isinstance(trainer, Trainer):
+        yield f"trainer is {kind_of(trainer)}: give a sparkdl.Trainer."
+        return
+    if not isinstance(space, Mapping):
+        yield f'space is {kind_of(space)}: give a mapping, such as {{"optimizer.lr": [0.01, 0.1]}}.'
+    else:
+        yield from problems_of_names(trainer, space)
+    if trainer.validation is None:
+        yield (
+            "the trainer has no validation, and a search compares trials by one: give "
+            "Trainer(validation=sparkdl.Validation(df, metrics=[...]))."
+        )
+    else:
+        names = ["loss", *(one.name for one in resolve(trainer.validation.metrics))]
+        if metric not in names:
+            yield (
+                f'metric="{metric}" is not in the validation, which has {", ".join(names)}.'
+                f"{nearest(str(metric), names)}"
+            )
+    for name, value in (("trials", trials), ("parallel", parallel)):
+        if value is not None and not (_is_whole(value) and value >= 1):
+            yield f"{name}={value!r}: give a whole number of at least 1, or None."
+    if not _is_whole(seed):
+        yield f"seed={seed!r}: give a whole number."
+    if not isinstance(algorithm, Optuna) and algorithm not in ALGORITHMS:
+        yield (
+            f"algorithm={algorithm!r}: use one of {', '.join(ALGORITHMS)}, or tune.Optuna(...)."
+            f"{nearest(str(algorithm), ALGORITHMS)}"
+        )
+    if parallel != 1:
+        for wrong, what in (
+            (trainer.engine == "gang", 'engine="gang"'),
+            (trainer.checkpoint is not None, "checkpoint"),
+            (trainer.keep_optimizer_state, "keep_optimizer_state"),
+        ):
+            if wrong:
+                yield (
+                    f"the trainer has {what}, and trials side by side are short fits by the local "
+                    "engine: leave it out, or give parallel=1, which makes one distributed trial "
+                    "after another."
+                )
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _described(
+    trainer: Trainer,
+    space: Mapping[str, Domain],
+    objective: Objective,
+    algorithm: str | Optuna,
+    together: bool,
+    seed: int,
+) -> dict[str, str]:
+    """Return what is searched, in words: what must be the same for a search to go on."""
+    told = describe_trainer(trainer)
+    for name in ("callbacks", "validation", "checkpoint"):
+        told.pop(name, None)
+    options = algorithm
+    if isinstance(algorithm, Optuna):
+        options = f"optuna, {describe(algorithm.sampler)}, {describe(algorithm.pruner)}"
+    return {
+        "space": describe({name: repr(domain) for name, domain in space.items()}),
+        "metric": objective.metric,
+        "algorithm": str(options),
+        "trials run": "side by side" if together else "one after another",
+        "seed": str(seed),
+        **{f"trainer.{name}": text for name, text in told.items()},
+    }
