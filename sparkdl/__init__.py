@@ -45,6 +45,7 @@ from sparkdl.parallel.base import DDP, FSDP, Pipeline, Tensor
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
+from sparkdl.train.placed_samples import PlacedSamples
 from sparkdl.train.trainer import Trainer
 
 __all__ = [
@@ -66,6 +67,7 @@ __all__ = [
     "ParameterError",
     "PerReplica",
     "Pipeline",
+    "PlacedSamples",
     "PowerSGD",
     "Sample",
     "Sequence",

@@ -39,7 +39,8 @@ class FitResources:
 
     Use it as a context manager. Leaving it cancels running jobs, deletes the slabs on every node
     that may have some, unpersists RDDs and destroys broadcasts. What a killed node leaves behind is
-    removed there when the next fit begins; see :mod:`sparkdl.slab.root`.
+    removed there when the next fit begins; see :mod:`sparkdl.slab.root`. Resources that outlive the
+    block are left by :meth:`keep`, and given back by entering and leaving them again.
     """
 
     def __init__(
@@ -67,6 +68,12 @@ class FitResources:
         self.context.setJobGroup(self.slab.name, "sparkdl: reading the samples")
         self._watch = Watchdog(self.context, self.slab.name, self._timeout)
         return self
+
+    def keep(self) -> None:
+        """Leave the job group and give the thread its properties back; everything held stays."""
+        if self._watch is not None:
+            self._watch.stop()
+        self._properties.close()
 
     def persist(self, rdd: RDD) -> RDD:
         """Persist ``rdd`` until the end of the fit.
@@ -188,7 +195,7 @@ class FitResources:
         """
         self.context.setJobDescription("sparkdl: removing the slabs")
         places: list[Executor | None] = [one for one in executors(self.context) if one.used]
-        if is_local(self.context) and self._any_job():
+        if is_local(self.context) and (self._rdds or self._any_job()):
             places = [None]
         if places:
             name = stage_name(self.context, "remove the slabs")

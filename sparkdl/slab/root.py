@@ -34,14 +34,17 @@ class SlabConfig:
     Attributes:
         directory: The value of ``spark.sparkdl.slab.dir``.
         name: The unpredictable name of the run's root.
+        samples: The name of another root with the run's samples, if they were placed before the run.
+            On each node both roots have one token, that of the samples.
     """
 
     directory: str
     name: str
+    samples: str = ""
 
     @staticmethod
-    def new(directory: str, application_id: str) -> SlabConfig:
-        return SlabConfig(directory, f"{MARK}{application_id}-{secrets.token_hex(8)}")
+    def new(directory: str, application_id: str, samples: str = "") -> SlabConfig:
+        return SlabConfig(directory, f"{MARK}{application_id}-{secrets.token_hex(8)}", samples)
 
 
 @dataclass(frozen=True)
@@ -75,8 +78,15 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
         SlabFullError: The root cannot be made.
         PermissionError: The root is not a directory of this user with mode 0700.
     """
-    root = _open_roots.get(config.name)
-    if root is not None and _made(root.directories[0]) == root.made:
+    root, shared = _open_roots.get(config.name), None
+    if config.samples:
+        other = open_root(SlabConfig(config.directory, config.samples), create)
+        shared = None if other is None else other.token
+    if (
+        root is not None
+        and _made(root.directories[0]) == root.made
+        and shared in (None, root.token)
+    ):
         return root
     _open_roots.pop(config.name, None)
     places = [base / config.name for base in _bases(config.directory)]
@@ -87,7 +97,7 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
         _sweep([place.parent for place in places])
     while True:
         try:
-            root = _opened(places[known[0] if known else 0 :])
+            root = _opened(places[known[0] if known else 0 :], shared)
         except OSError as error:
             if known or error.errno is None:
                 raise
@@ -108,13 +118,14 @@ def _no_place(directory: Path, error: OSError) -> OSError:
     )
 
 
-def _opened(places: Sequence[Path]) -> Root:
-    """Open the root in these directories; the first has the token."""
+def _opened(places: Sequence[Path], shared: str | None) -> Root:
+    """Open the root in these directories. The first has the token, unless it is ``shared``."""
     directories = tuple(map(_private_directory, places))
     for path in directories:
         _check_not_shared(path)
         _mark_alive(path, _holder())
-    return Root(directories, _token(directories[0]), _made(directories[0]))
+    token = _token(directories[0])
+    return Root(directories, shared or token, _made(directories[0]))
 
 
 def open_private(path: str | Path, flags: int) -> int:

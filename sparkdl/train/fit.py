@@ -10,9 +10,8 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from pyspark import SparkContext
 from pyspark.core.rdd import RDD
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.checkpoint.identity import ModelIdentity
@@ -24,7 +23,6 @@ from sparkdl.engines.registry import build_engine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.errors import ParameterError, TrainingError
-from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.infer.checkpoint_model import told_in_manifest
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
@@ -50,13 +48,13 @@ from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.slices.slice_file import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.spark.executors import waiting_for_locality
-from sparkdl.spark.gpus import within_gpus
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.carried import CarriedRun, begin_batch, chosen_state, has_rows
 from sparkdl.train.engine_inputs import engine_inputs
 from sparkdl.train.gang_checks import check_gang
 from sparkdl.train.periodic_tasks import run_identity, stages_of
-from sparkdl.train.place_samples import place, source, validation_set
+from sparkdl.train.place_samples import validation_set
+from sparkdl.train.placed_samples import PlacedSamples, data_of, replicas_of, session_of
 from sparkdl.train.preflight import preflight
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.recipes import build_model
@@ -69,7 +67,7 @@ logger = logging.getLogger("sparkdl")
 
 def fit(
     trainer: Trainer,
-    data: DataFrame | RDD[Any],
+    data: DataFrame | RDD[Any] | PlacedSamples,
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
     optimizer_state: bool | None = None,
@@ -83,7 +81,7 @@ def fit(
             "resume= and start= exclude each other: a resumed run has its weights."
         )
     kept = chosen_state(start, optimizer_state)
-    with warming_up(context_of(data)):
+    with warming_up(context_of(data_of(data))):
         return run(trainer, data, resume=resume, start=start, kept=kept, any_data=any_data).trained
 
 
@@ -106,7 +104,7 @@ def partial_fit(
 
 def run(
     trainer: Trainer,
-    data: DataFrame | RDD[Any],
+    data: DataFrame | RDD[Any] | PlacedSamples,
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
     kept: StoredState | None = None,
@@ -118,7 +116,7 @@ def run(
 
     Args:
         trainer: The user's trainer.
-        data: The training data.
+        data: The training data, or samples that were placed before.
         resume: The checkpoint to resume from, as in :meth:`sparkdl.Trainer.fit`.
         start: The earlier result with whose weights to begin.
         kept: The optimizer state to begin with.
@@ -127,9 +125,9 @@ def run(
         any_data: The checkpoint may come from other data.
     """
     began = time.monotonic()
-    context = context_of(data)
-    session = data.sparkSession if isinstance(data, DataFrame) else SparkSession.getActiveSession()
-    settings = settings_of(context, session)
+    placed, given = (data, data.data) if isinstance(data, PlacedSamples) else (None, data)
+    context = context_of(given)
+    settings = settings_of(context, session_of(given))
     tell_what_costs_speed(context)
     model = prepare(trainer, start)
     if kept is not None:
@@ -144,21 +142,25 @@ def run(
         store.prepare()
         if resuming is None and carried is None:
             store.tell_of_another_run(trainer.checkpoint.keep)
-    chosen = trainer.replicas or (resuming and resuming.replicas)
-    replicas = chosen or _replicas(trainer, context, settings.timeout)
-    if trainer.resource_profile is None:
-        replicas = within_gpus(context, replicas, bool(chosen), trainer.engine)
+    if placed is not None:
+        placed.check(trainer, model.float_dtype)
+        replicas = placed.replicas
+    else:
+        checkpointed = None if resuming is None else resuming.replicas
+        replicas = replicas_of(trainer, context, settings, trainer.replicas or checkpointed)
     check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
-    slab = SlabConfig.new(settings.slab_dir, context.applicationId)
+    beside = "" if placed is None else placed.slab.name
+    slab = SlabConfig.new(settings.slab_dir, context.applicationId, beside)
     if trainer.engine == "gang":
         check_gang(trainer, model, context, replicas)
     with (
         waiting_for_locality(context),
         FitResources(context, slab, settings.timeout) as resources,
     ):
-        training = source(trainer, data, replicas, model.float_dtype, slab)
-        samples = place(trainer, training, resources)
-        validation = validation_set(trainer, training, samples, resources)
+        if placed is None:
+            placed = PlacedSamples.within(resources, trainer, given, replicas, model.float_dtype)
+        samples = placed.training
+        validation = validation_set(trainer, placed.validation, model.float_dtype)
         output, sums = preflight(trainer, model, samples, validation, endless=one_pass)
         model = replace(model, sums=sums)
         if validation is not None and output is not None and not validation.scorer.apart:
@@ -227,14 +229,6 @@ def run(
         digest = weights_digest(trained.module)
         trained.optimizer_state = StoredState(packed, identity.model, model.optimizers, digest)
     return CarriedRun(trained, state, packed_best, schedule if one_pass else None)
-
-
-def _replicas(trainer: Trainer, context: SparkContext, timeout: float | None) -> int:
-    """Return M from the cluster; ``timeout`` bounds the wait for an executor, in seconds."""
-    seconds = min(SLOT_SECONDS, timeout or SLOT_SECONDS)
-    if trainer.engine == "gang":  # all ranks run at once
-        return task_slots(context, trainer.resource_profile, seconds)
-    return default_replicas(context, seconds)
 
 
 def _packed(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:

@@ -74,10 +74,10 @@ def place(trainer: Trainer, source: Source, resources: FitResources) -> SampleSe
         return materialize(source, lambda rdd: resources.persist(place_contiguously(rdd)))
 
 
-def validation_set(
+def place_validation(
     trainer: Trainer, training: Source, samples: SampleSet, resources: FitResources
-) -> ValidationSet | None:
-    """Place the validation samples in slabs beside the training samples.
+) -> SampleSet | None:
+    """Write the validation samples into slabs beside the training samples.
 
     Args:
         trainer: The user's trainer.
@@ -86,7 +86,7 @@ def validation_set(
         resources: What the fit owns in Spark.
 
     Returns:
-        The samples with their scorer; None if there is no validation.
+        The samples; None if there is no validation.
 
     Raises:
         DataError: A row cannot become a sample, or the samples are unlike those of the training.
@@ -114,13 +114,32 @@ def validation_set(
                 f'validation data: "{one.name}" is {one}, in the training data {other}.'
                 f"{_remedy(one, other)}"
             )
+    return found
+
+
+def validation_set(
+    trainer: Trainer, samples: SampleSet | None, float_dtype: str
+) -> ValidationSet | None:
+    """Return the placed validation samples with the trainer's scorer.
+
+    Args:
+        trainer: The user's trainer.
+        samples: The validation samples, or None.
+        float_dtype: The dtype of floating-point values.
+
+    Returns:
+        The samples with their scorer; None if there is no validation.
+    """
+    validation = trainer.validation
+    if validation is None or samples is None:
+        return None
     loss = copy.deepcopy(trainer.loss)  # the loss may count its calls
     part = trainer.output if validation.output is None else validation.output
     metrics = suited(resolve(validation.metrics), loss)
     loss_part = None if is_model_loss(loss) else trainer.output
     scorer = Scorer(loss, metrics, part=part, loss_part=loss_part)
-    how = assembly(trainer, samples, training.float_dtype)
-    return ValidationSet(found, scorer, how, validation.batch_size)
+    how = assembly(trainer, samples, float_dtype)
+    return ValidationSet(samples, scorer, how, validation.batch_size)
 
 
 def _remedy(one: Field, other: Field) -> str:

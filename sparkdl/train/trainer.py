@@ -30,6 +30,7 @@ from sparkdl.train.checks import NAMES, VALUES, problems_of, problems_of_start
 
 if TYPE_CHECKING:
     from sparkdl.train.carried import CarriedRun
+    from sparkdl.train.placed_samples import PlacedSamples
 
 TEN_EPOCHS = MaxEpoch(10)
 
@@ -287,7 +288,7 @@ class Trainer:
 
     def fit(
         self,
-        data: DataFrame | RDD[Any],
+        data: DataFrame | RDD[Any] | PlacedSamples,
         *,
         resume: str | os.PathLike[str] | None = None,
         start: TrainedModel | None = None,
@@ -302,7 +303,8 @@ class Trainer:
 
         Args:
             data: A DataFrame; or an RDD of ``(features, label)`` pairs, of :class:`sparkdl.Sample`,
-                or of records with the names of the columns (``Row``, named tuples, mappings).
+                or of records with the names of the columns (``Row``, named tuples, mappings). Or
+                :class:`sparkdl.PlacedSamples`, which serve several fits.
             resume: Continue from a checkpoint: a path, or "latest" in the path of ``checkpoint``
                 (from the beginning if there is none). The bits are those of a run without a break.
             start: Begin with the weights of an earlier result.

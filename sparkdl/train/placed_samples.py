@@ -1,0 +1,213 @@
+"""Training and validation samples that are placed once, for one fit or for several."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pyspark import SparkContext
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame, SparkSession
+
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.resources import FitResources
+from sparkdl.errors import ParameterError
+from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
+from sparkdl.session import context_of, settings_of
+from sparkdl.settings import Settings
+from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.executors import waiting_for_locality
+from sparkdl.spark.gpus import within_gpus
+from sparkdl.spark.warm_up import warming_up
+from sparkdl.train.place_samples import place, place_validation, source
+from sparkdl.train.prepare import prepare
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedSamples:
+    """The training and validation samples of a trainer, written into slabs once for several fits.
+
+    :meth:`of` makes them, and ``Trainer.fit`` takes them in place of the data. The trainers may
+    differ in everything but the way in which they read the data: the columns, the number of
+    replicas, the floating dtype of the model, and the validation data. Each result has the bits of a
+    fit that reads the data by itself. Fits may run in several threads. Use the object as a context
+    manager, or close it::
+
+        with sparkdl.PlacedSamples.of(trainer, df) as samples:
+            small = trainer.fit(samples)
+            large = dataclasses.replace(trainer, model=make_large_model).fit(samples)
+
+    Attributes:
+        data: The training data.
+        training: The training samples.
+        validation: The validation samples, or None.
+        slab: The slabs that hold them.
+    """
+
+    data: DataFrame | RDD[Any]
+    training: SampleSet
+    validation: SampleSet | None
+    slab: SlabConfig
+    _trainer: Trainer
+    _float_dtype: str
+    _resources: FitResources
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: threading.Event = field(default_factory=threading.Event)
+
+    @classmethod
+    def of(cls, trainer: Trainer, data: DataFrame | RDD[Any]) -> PlacedSamples:
+        """Place the samples of ``data``, and those of the validation of ``trainer``.
+
+        Args:
+            trainer: Says how the data is read, and has the validation data.
+            data: The training data, as for ``Trainer.fit``.
+
+        Returns:
+            The samples, which stay in place until they are closed.
+
+        Raises:
+            UserError: The data, the model or a parameter cannot work.
+            TrainingError: Spark fails.
+        """
+        context = context_of(data)
+        settings = settings_of(context, session_of(data))
+        with warming_up(context), waiting_for_locality(context), contextlib.ExitStack() as stack:
+            model = prepare(trainer, None)
+            replicas = replicas_of(trainer, context, settings, trainer.replicas)
+            slab = SlabConfig.new(settings.slab_dir, context.applicationId)
+            resources = stack.enter_context(FitResources(context, slab, settings.timeout))
+            placed = cls.within(resources, trainer, data, replicas, model.float_dtype)
+            stack.pop_all()
+            resources.keep()
+        return placed
+
+    @classmethod
+    def within(
+        cls,
+        resources: FitResources,
+        trainer: Trainer,
+        data: DataFrame | RDD[Any],
+        replicas: int,
+        float_dtype: str,
+    ) -> PlacedSamples:
+        """Place samples that last as long as ``resources``.
+
+        Args:
+            resources: The owner of the slabs and the persisted RDDs.
+            trainer: The user's trainer.
+            data: The training data.
+            replicas: M, the number of replicas.
+            float_dtype: The dtype of floating-point values.
+        """
+        training = source(trainer, data, replicas, float_dtype, resources.slab)
+        samples = place(trainer, training, resources)
+        validation = place_validation(trainer, training, samples, resources)
+        return cls(data, samples, validation, resources.slab, trainer, float_dtype, resources)
+
+    @property
+    def replicas(self) -> int:
+        """M, the number of replicas that the samples are divided among."""
+        return len(self.training.handles)
+
+    def check(self, trainer: Trainer, float_dtype: str) -> None:
+        """Raise an error if a fit of ``trainer`` cannot use the samples.
+
+        Args:
+            trainer: The trainer of the fit.
+            float_dtype: The floating dtype of its model.
+
+        Raises:
+            ParameterError: The trainer reads the data otherwise, or the samples were given back.
+        """
+        if self._closed.is_set():
+            raise ParameterError(
+                "these samples were given back with close(): place them again with "
+                "sparkdl.PlacedSamples.of(trainer, data)."
+            )
+        found = list(self._differences(trainer, float_dtype))
+        if found:
+            raise ParameterError(
+                f"the samples were placed for a trainer that reads the data otherwise: "
+                f"{'; '.join(found)}. Make the trainers alike in this, or place the samples for this "
+                "one: sparkdl.PlacedSamples.of(trainer, data)."
+            )
+
+    def _differences(self, trainer: Trainer, float_dtype: str) -> Iterator[str]:
+        mine = self._trainer
+        for name, one, other in (
+            (
+                "features",
+                (trainer.feature_columns, trainer.keywords),
+                (mine.feature_columns, mine.keywords),
+            ),
+            ("label", trainer.label_columns, mine.label_columns),
+            ("weight", trainer.weight, mine.weight),
+            ("columns", dict(trainer.columns), dict(mine.columns)),
+        ):
+            if one != other:
+                yield f"{name}={getattr(trainer, name)!r}, placed with {getattr(mine, name)!r}"
+        if trainer.replicas not in (None, self.replicas):
+            yield f"replicas={trainer.replicas}, placed with {self.replicas}"
+        if (trainer.engine == "local") != (mine.engine == "local"):
+            yield f'engine="{trainer.engine}", placed with "{mine.engine}"'
+        if float_dtype != self._float_dtype:
+            yield f"a model of {float_dtype}, placed with {self._float_dtype}"
+        theirs, ours = trainer.validation, mine.validation
+        if theirs is not None and (ours is None or theirs.data is not ours.data):
+            yield "validation has other data" if ours else "validation was not placed"
+
+    def close(self) -> None:
+        """Give the slabs and the persisted RDDs back. A second call does nothing.
+
+        No fit on the samples may be running.
+        """
+        with self._lock:
+            if not self._closed.is_set():
+                self._closed.set()
+                with self._resources:
+                    pass
+
+    def __enter__(self) -> PlacedSamples:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def data_of(data: Any) -> Any:
+    """Return the data that samples were made of, if ``data`` are samples in place; else ``data``."""
+    return data.data if isinstance(data, PlacedSamples) else data
+
+
+def session_of(data: DataFrame | RDD[Any]) -> SparkSession | None:
+    """Return the session whose settings hold for ``data``."""
+    return data.sparkSession if isinstance(data, DataFrame) else SparkSession.getActiveSession()
+
+
+def replicas_of(
+    trainer: Trainer, context: SparkContext, settings: Settings, chosen: int | None
+) -> int:
+    """Return M: as chosen, or as many as the cluster can run at once.
+
+    Args:
+        trainer: The user's trainer.
+        context: The Spark context.
+        settings: The session's settings; their time limit bounds the wait for an executor.
+        chosen: The number that was chosen, or None.
+    """
+    replicas = chosen
+    if replicas is None:
+        seconds = min(SLOT_SECONDS, settings.timeout or SLOT_SECONDS)
+        if trainer.engine == "gang":  # all ranks run at once
+            replicas = task_slots(context, trainer.resource_profile, seconds)
+        else:
+            replicas = default_replicas(context, seconds)
+    if trainer.resource_profile is None:
+        replicas = within_gpus(context, replicas, chosen is not None, trainer.engine)
+    return replicas
