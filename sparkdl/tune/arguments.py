@@ -138,9 +138,7 @@ def _check_takes(factory: Any, name: str, where: str, path: str) -> None:
         raise _no_argument(f"{where}.{path}", where, called, name, known)
 
 
-def _no_argument(
-    full: str, where: str, what: str, name: str, known: list[str]
-) -> ParameterError:
+def _no_argument(full: str, where: str, what: str, name: str, known: list[str]) -> ParameterError:
     taken = f"It takes {', '.join(known)}." if known else "It takes none."
     return ParameterError(
         f'space has "{full}", and {where}, {what}, has no argument "{name}".'

@@ -156,7 +156,9 @@ class SearchFolder:
                 self._best = record
         if self._best is not None and _model(self._best.number) not in there:
             number = self._best.number
-            logger.warning("%s has no %s: trial %d is made again", self._folder, _model(number), number)
+            logger.warning(
+                "%s has no %s: trial %d is made again", self._folder, _model(number), number
+            )
             del self.records[number]
             self._best = None
 

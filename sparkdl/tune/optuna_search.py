@@ -1,4 +1,4 @@
-"""Search with Optuna: its samplers choose the values, its pruners stop trials, its storages keep them."""
+"""Search with Optuna: samplers choose the values, pruners stop trials, storages keep them."""
 
 from __future__ import annotations
 

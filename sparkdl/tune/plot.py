@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from sparkdl.codec.files import path_here
@@ -21,7 +21,7 @@ def plot_trials(
     records: Sequence[TrialRecord],
     space: Mapping[str, Domain],
     objective: Objective,
-    path: str | Path,
+    path: str | os.PathLike[str],
 ) -> None:
     """Draw parallel coordinates: an axis for each argument, and the metric at the right.
 

@@ -98,9 +98,7 @@ class Objective:
             return record.number < best.number
         return record.value > best.value if self.higher else record.value < best.value
 
-    def record(
-        self, number: int, arguments: Mapping[str, Any], history: History
-    ) -> TrialRecord:
+    def record(self, number: int, arguments: Mapping[str, Any], history: History) -> TrialRecord:
         """Return the record of a training that ended without an error.
 
         Args:

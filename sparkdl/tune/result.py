@@ -62,6 +62,11 @@ class SearchResult:
             raise self._nothing()
         return trainer_of(self._trainer, self._space, self.best.arguments)
 
+    @property
+    def higher_is_better(self) -> bool:
+        """Whether more of the search's metric is better."""
+        return self._objective.higher
+
     def rows(self) -> list[dict[str, Any]]:
         """Return the table as one mapping for each trial.
 
@@ -109,7 +114,9 @@ class SearchResult:
     def __repr__(self) -> str:
         found = "none completed"
         if self.best is not None:
-            found = f"best {self._objective.metric} {self.best.value:.4g} in trial {self.best.number}"
+            found = (
+                f"best {self._objective.metric} {self.best.value:.4g} in trial {self.best.number}"
+            )
         return f"<sparkdl.tune.SearchResult: {counted(len(self.trials), 'trial')}, {found}>"
 
     def _repr_html_(self) -> str:

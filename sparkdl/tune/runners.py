@@ -16,10 +16,11 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
 from sparkdl.checkpoint.files import Folder
-from sparkdl.errors import CheckpointError, ModelError, ParameterError, TrainingError
+from sparkdl.errors import ModelError, ParameterError, TrainingError
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.engine import AVERAGE, BEST, CURRENT
 from sparkdl.loop.interrupt import INTERRUPTED
 from sparkdl.model.flat import FlatModule
 from sparkdl.model.pickling import dumps
@@ -28,7 +29,6 @@ from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.executors import task_per_executor
 from sparkdl.spark.failures import explain
 from sparkdl.spark.frames import RunningJob, map_frames, stage_name
-from sparkdl.train.local_fit import AVERAGE, BEST, CURRENT, LocalFit
 from sparkdl.train.placed_samples import PlacedSamples
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.arguments import READING
@@ -184,8 +184,9 @@ class SideBySide:
         files = SampleFiles.of(self._context, placed.slab, [placed.training, placed.validation])
         if files.copies is not None:
             self._broadcasts.append(files.copies)
+        nothing: Any = None  # a DataFrame does not travel, and the samples are in place
         setup = TrialSetup(
-            trainer=replace(self._trainer, validation=replace(validation, data=None)),
+            trainer=replace(self._trainer, validation=replace(validation, data=nothing)),
             space=self._space,
             objective=self._objective,
             training=placed.training,

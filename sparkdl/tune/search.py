@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import secrets
 import time
@@ -11,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
@@ -20,7 +18,6 @@ from sparkdl.errors import ParameterError, kind_of, nearest, raise_all
 from sparkdl.gang.slots import SLOT_SECONDS, task_slots
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
-from sparkdl.loop.progress import shows_bar
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import plain
@@ -34,13 +31,13 @@ from sparkdl.tune.algorithms import Algorithm, Grid, Random
 from sparkdl.tune.arguments import problems_of_names
 from sparkdl.tune.folder import SearchFolder
 from sparkdl.tune.optuna_search import Optuna, OptunaSearch
-from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord
+from sparkdl.tune.record import Objective
 from sparkdl.tune.result import SearchResult
 from sparkdl.tune.runners import OneByOne, Placements, Runner, RunningTrial, SideBySide
 from sparkdl.tune.space import Domain, domains_of
+from sparkdl.tune.table import TrialTable
 from sparkdl.tune.tasks import trainer_of
 
-logger = logging.getLogger("sparkdl")
 ALGORITHMS = ("grid", "random", "optuna")
 WAIT_SECONDS = 0.005
 _TOLD = (
@@ -145,82 +142,9 @@ def search(
         best = trial_table.best
         model = None
         if best is not None:
-            model = _model(trial_table, trainer_here, domains, placements)
+            model = _model(trial_table, trainer_here, domains, placements, objective)
     records = tuple(trial_table.records[number] for number in sorted(trial_table.records))
     return SearchResult(records, best, stopped, objective, domains, trainer, model)
-
-
-class TrialTable:
-    """The finished trials while a search runs, in a folder too if there is one.
-
-    It is a context manager that shows the progress.
-
-    Attributes:
-        records: The finished trials by number.
-        best: The best record so far, or None.
-        best_outcome: The outcome with its model; None if only the folder has it.
-    """
-
-    def __init__(
-        self, objective: Objective, folder: SearchFolder | None, progress: str, trials: int
-    ) -> None:
-        """Create a table.
-
-        Args:
-            objective: What the search looks for.
-            folder: The folder of the search, or None.
-            progress: The setting ``spark.sparkdl.progress``.
-            trials: The number of trials to make.
-        """
-        self._objective, self._trials, self._progress = objective, trials, progress
-        self.folder = folder
-        self.earlier = {} if folder is None else dict(folder.records)
-        self.records: dict[int, TrialRecord] = {}
-        self.best: TrialRecord | None = None
-        self.best_outcome: TrialOutcome | None = None
-        self._bar: Any = None
-
-    def add(self, outcome: TrialOutcome) -> None:
-        """Add a trial that has just ended."""
-        if self.folder is not None:
-            self.folder.add(outcome)
-        record = outcome.record
-        if self._note(record):
-            self.best_outcome = outcome
-        value = f"{self._objective.metric} {record.value:.4g}"
-        logger.info("trial %d %s: %s", record.number, record.status, record.reason or value)
-
-    def add_earlier(self, number: int) -> TrialRecord:
-        """Add a trial that the folder has, and return it."""
-        record = self.earlier[number]
-        if self._note(record):
-            self.best_outcome = None
-        return record
-
-    def _note(self, record: TrialRecord) -> bool:
-        """Add a record, and return whether it is the best one now."""
-        self.records[record.number] = record
-        better = self._objective.is_better(record, self.best)
-        if better:
-            self.best = record
-        if self._bar is not None:
-            self._bar.update()
-            if self.best is not None:
-                shown = f"best {self._objective.metric} {self.best.value:.4g}"
-                self._bar.set_postfix_str(f"{shown} in trial {self.best.number}")
-        return better
-
-    def __enter__(self) -> TrialTable:
-        if shows_bar(self._progress):
-            from tqdm.auto import tqdm
-
-            self._bar = tqdm(total=self._trials, unit="trial", dynamic_ncols=True, desc="search")
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
 
 def _make_trials(
@@ -247,9 +171,7 @@ def _make_trials(
                 table.add_earlier(asked)
             else:
                 try:
-                    running[asked] = runner.start(
-                        asked, arguments, algorithm.pruning(), table.best
-                    )
+                    running[asked] = runner.start(asked, arguments, algorithm.pruning(), table.best)
                 except KeyboardInterrupt:
                     return INTERRUPTED
             asked += 1
@@ -265,7 +187,11 @@ def _make_trials(
 
 
 def _model(
-    table: TrialTable, trainer: Trainer, space: Mapping[str, Domain], placements: Placements
+    table: TrialTable,
+    trainer: Trainer,
+    space: Mapping[str, Domain],
+    placements: Placements,
+    objective: Objective,
 ) -> TrainedModel:
     """Return the trained model of the best trial."""
     best, outcome = table.best, table.best_outcome
@@ -280,8 +206,8 @@ def _model(
         own = trainer_of(trainer, space, best.arguments)
         placed = placements.of(own, best.arguments)
         fit = LocalFit(placed.training, placed.validation, placed.float_dtype)
-        trained = fit.trained(own, weights, history)
-    return trained.best if table.counts_best and trained.best is not None else trained
+        trained = fit.trained(own, list(weights), weights.__getitem__, history)
+    return trained if trained.best is None or not objective.best else trained.best
 
 
 def _algorithm(
@@ -304,7 +230,7 @@ def _algorithm(
 def _objective(trainer: Trainer, metric: str) -> Objective:
     validation = trainer.validation
     assert validation is not None
-    directions = Scorer(trainer.loss, resolve(validation.metrics)).higher_is_better
+    directions = Scorer(trainer.loss, tuple(resolve(validation.metrics))).higher_is_better
     return Objective(metric, directions[metric], validation.best == metric)
 
 
@@ -375,7 +301,7 @@ def _described(
     if isinstance(algorithm, Optuna):
         options = f"optuna, {describe(algorithm.sampler)}, {describe(algorithm.pruner)}"
     return {
-        "space": describe({name: repr(domain) for name, domain in space.items()}),
+        "space": describe(space),
         "metric": objective.metric,
         "algorithm": str(options),
         "trials run": "side by side" if together else "one after another",

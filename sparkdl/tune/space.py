@@ -12,7 +12,7 @@ from sparkdl.codec.describe import describe
 from sparkdl.errors import ParameterError, kind_of
 from sparkdl.plain import plain, plain_list
 
-Shown: TypeAlias = None | bool | int | float | str
+Shown: TypeAlias = bool | int | float | str | None
 """A value of an argument as the table has it: the value itself, or its description."""
 
 

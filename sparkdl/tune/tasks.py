@@ -91,10 +91,8 @@ class RunTrial:
             setup.files.here(setup.training),
             setup.files.here(setup.validation),
             setup.float_dtype,
-            setup.files.slab,
-            setup.threads,
         )
-        done = fit.run(trainer, callbacks)
+        done = fit.run(trainer, callbacks, setup.files.slab, setup.threads)
         record = setup.objective.record(self.number, self.arguments, done.history)
         if not setup.objective.is_better(record, self.best):
             return TrialOutcome(record)

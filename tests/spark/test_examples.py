@@ -36,6 +36,7 @@ LEARNED = {
     "fully_sharded": ("accuracy", 0.94),
     "pipeline": ("accuracy", 0.94),
     "tensor_parallel": ("accuracy", 0.9),
+    "tune_digits": ("accuracy", 0.94),
 }
 FOUR_SLOTS = {"hybrid": ("accuracy", 0.94)}
 """These need more than the session of the tests has, and run as scripts."""
