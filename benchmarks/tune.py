@@ -2,10 +2,10 @@
 
     python benchmarks/tune.py [--quick] [--json FILE]
 
-(a) ``sparkdl.tune.search``: trials side by side, a Spark task each. (b) The same 16 fits in turn: a loop
-over ``trainer.fit(df)`` by the local engine, which reads the data each time. (c) Optuna with
-``n_jobs=2``: a loop of plain PyTorch in each thread, over tensors that are in memory already. All draw the
-same kinds of values, train as long, and validate after each epoch; each is warm, by a trial or two
+(a) ``sparkdl.tune.search``: trials side by side, a Spark task each. (b) The same 16 fits in turn: a
+loop over ``trainer.fit(df)`` by the local engine, which reads the data each time. (c) Optuna with
+``n_jobs=2``: a loop of plain PyTorch in each thread, over tensors that are in memory already. All draw
+the same kinds of values, train as long, and validate after each epoch; each is warm, by two trials
 before. The three take turns, and each ratio is that of one round.
 """
 

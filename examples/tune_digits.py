@@ -26,9 +26,7 @@ def digits_frame(spark: SparkSession) -> DataFrame:
 
 
 def make_model(width: int = 16, dropout: float = 0.0) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 10)
-    )
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 10))
 
 
 def main(spark: SparkSession, trials: int = 12) -> dict[str, float]:

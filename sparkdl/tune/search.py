@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.codec.describe import describe, describe_trainer
-from sparkdl.errors import ParameterError, kind_of, nearest, raise_all
+from sparkdl.errors import ParameterError, raise_all
 from sparkdl.gang.slots import SLOT_SECONDS, task_slots
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
@@ -28,7 +28,7 @@ from sparkdl.train.local_fit import LocalFit
 from sparkdl.train.placed_samples import session_of
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Random
-from sparkdl.tune.arguments import problems_of_names
+from sparkdl.tune.checks import problems_of_search
 from sparkdl.tune.folder import SearchFolder
 from sparkdl.tune.optuna_search import Optuna, OptunaSearch
 from sparkdl.tune.record import Objective
@@ -38,7 +38,6 @@ from sparkdl.tune.space import Domain, domains_of
 from sparkdl.tune.table import TrialTable
 from sparkdl.tune.tasks import trainer_of
 
-ALGORITHMS = ("grid", "random", "optuna")
 WAIT_SECONDS = 0.005
 _TOLD = (
     "interrupted: the search ends, and returns the trials that are finished. Interrupt again to end at "
@@ -108,7 +107,8 @@ def search(
     settings = settings_of(context, session_of(data))
     trials, parallel, seed = plain(trials), plain(parallel), plain(seed)
     raise_all(
-        ParameterError, list(_problems(trainer, space, metric, trials, algorithm, parallel, seed))
+        ParameterError,
+        list(problems_of_search(trainer, space, metric, trials, algorithm, parallel, seed)),
     )
     domains = domains_of(space)
     objective = _objective(trainer, metric)
@@ -232,57 +232,6 @@ def _objective(trainer: Trainer, metric: str) -> Objective:
     assert validation is not None
     directions = Scorer(trainer.loss, tuple(resolve(validation.metrics))).higher_is_better
     return Objective(metric, directions[metric], validation.best == metric)
-
-
-def _problems(
-    trainer: Any, space: Any, metric: Any, trials: Any, algorithm: Any, parallel: Any, seed: Any
-) -> Iterator[str]:
-    """Yield what is wrong with the arguments of a search."""
-    if not isinstance(trainer, Trainer):
-        yield f"trainer is {kind_of(trainer)}: give a sparkdl.Trainer."
-        return
-    if not isinstance(space, Mapping):
-        yield f'space is {kind_of(space)}: give a mapping, such as {{"optimizer.lr": [0.01, 0.1]}}.'
-    else:
-        yield from problems_of_names(trainer, space)
-    if trainer.validation is None:
-        yield (
-            "the trainer has no validation, and a search compares trials by one: give "
-            "Trainer(validation=sparkdl.Validation(df, metrics=[...]))."
-        )
-    else:
-        names = ["loss", *(one.name for one in resolve(trainer.validation.metrics))]
-        if metric not in names:
-            yield (
-                f'metric="{metric}" is not in the validation, which has {", ".join(names)}.'
-                f"{nearest(str(metric), names)}"
-            )
-    for name, value in (("trials", trials), ("parallel", parallel)):
-        if value is not None and not (_is_whole(value) and value >= 1):
-            yield f"{name}={value!r}: give a whole number of at least 1, or None."
-    if not _is_whole(seed):
-        yield f"seed={seed!r}: give a whole number."
-    if not isinstance(algorithm, Optuna) and algorithm not in ALGORITHMS:
-        yield (
-            f"algorithm={algorithm!r}: use one of {', '.join(ALGORITHMS)}, or tune.Optuna(...)."
-            f"{nearest(str(algorithm), ALGORITHMS)}"
-        )
-    if parallel != 1:
-        for wrong, what in (
-            (trainer.engine == "gang", 'engine="gang"'),
-            (trainer.checkpoint is not None, "checkpoint"),
-            (trainer.keep_optimizer_state, "keep_optimizer_state"),
-        ):
-            if wrong:
-                yield (
-                    f"the trainer has {what}, and trials side by side are short fits by the local "
-                    "engine: leave it out, or give parallel=1, which makes one distributed trial "
-                    "after another."
-                )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _described(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,8 @@ import numpy as np
 import optuna
 import pytest
 import torch
+import tune_between_nodes as script
+from launch import digest, launch
 from pyspark import cloudpickle
 from torch import nn
 
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(sys.modules["tune_between_nodes"])
 
 
 class Net(nn.Module):
@@ -139,8 +143,8 @@ class Killed(Exception):
 class Log(sparkdl.Callback):
     """Notes each trial that is trained in a file."""
 
-    def __init__(self, path: Path, fail_at: int = -1) -> None:
-        self.path, self.fail_at = path, fail_at
+    def __init__(self, path: Path) -> None:
+        self.path = path
 
     def on_fit_start(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
         with self.path.open("a") as file:
@@ -344,3 +348,32 @@ def test_ranges_have_two_ends(bounds: tuple[Any, Any]) -> None:
         tune.integers(*bounds)
     with pytest.raises(sparkdl.ParameterError, match="above 0"):
         tune.loguniform(0, 1)
+
+
+@pytest.mark.slow
+def test_nodes_have_copies_of_the_samples(spark: SparkSession, tmp_path: Path) -> None:
+    """On a cluster: one copy a node, gone in the end, and the table of one machine."""
+    found = launch(Path(script.__file__), tmp_path, master="local-cluster[2,2,1024]")
+    here = script.search(spark)
+    assert found["table"] == json.loads(json.dumps(script.table(here)))
+    assert found["digest"] == digest(here.best_model.module)
+    assert found["nodes"] == 2
+    assert found["files"] == 2 * found["names"]
+    assert found["left"] == []
+
+
+class Dies(sparkdl.Callback):
+    """Ends the process of a trial with a large batch."""
+
+    def on_iteration_end(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
+        if trainer.batch_size == 100:
+            os._exit(1)
+
+
+def test_a_task_that_dies_is_a_failed_trial(
+    trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame]
+) -> None:
+    own = replace(trainer, callbacks=[Dies()])
+    result = tune.search(own, frames[0], {"batch_size": [50, 100, 200]}, algorithm="grid")
+    assert [one.status for one in result.trials] == ["completed", "failed", "completed"]
+    assert "The Python worker died" in result.trials[1].reason
