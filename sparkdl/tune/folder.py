@@ -65,13 +65,16 @@ class SearchFolder:
         """
         folder = Folder.of(path)
         entries = folder.entries()
-        if SEARCH not in entries:
-            if entries:
+        trials = [name for name in entries if _TRIAL.fullmatch(name)]
+        if SEARCH not in entries or not trials:
+            if not entries.keys() <= {SEARCH, DATA}:
                 raise ParameterError(
                     f"path={str(folder)!r} has files in it and holds no search: give a new folder."
                 )
             found = SearchFolder(folder, secrets.token_hex(8), objective)
             folder.make()
+            if DATA in entries:
+                folder.delete(DATA)
             content = {"format": FORMAT, "version": VERSION, "id": found.search_id, **told}
             folder.write(SEARCH, _json(content))
             return found
@@ -92,7 +95,7 @@ class SearchFolder:
                 "search as before."
             )
         found = SearchFolder(folder, str(content.get("id")), objective)
-        found._read_trials([name for name in entries if _TRIAL.fullmatch(name)], set(entries))
+        found._read_trials(trials, set(entries))
         return found
 
     def check_data(self, handles: Sequence[SampleHandle]) -> None:
@@ -128,8 +131,13 @@ class SearchFolder:
         """Return the weights by kind and the history of the best trial.
 
         Raises:
-            ParameterError: The file is damaged.
+            ParameterError: The file is damaged, or was deleted because a later trial is better.
         """
+        if _model(number) not in self._folder.entries():
+            raise ParameterError(
+                f"{self._folder} has the model of the best of its {len(self.records)} trials only, and "
+                f"of those asked for trial {number} is the best: search with as many trials as before."
+            )
         try:
             tensors, _ = parse_tensors(self._folder.read(_model(number)))
             history = History.from_bytes(tensors.pop(_HISTORY).numpy().tobytes())

@@ -29,6 +29,7 @@ class Placements:
     ) -> None:
         self._data, self._folder = data, folder
         self._names = [name for name in names if name.partition(".")[0] in READING]
+        self._checked = False
         self._placed: dict[str, PlacedSamples] = {}
         self._stack = contextlib.ExitStack()
 
@@ -38,9 +39,14 @@ class Placements:
         if key not in self._placed:
             placed = PlacedSamples.of(trainer, self._data)
             self._placed[key] = self._stack.enter_context(placed)
-            if self._folder is not None and not self._names:
-                self._folder.check_data(placed.training.handles)
         return self._placed[key]
+
+    def check_data(self) -> None:
+        """Raise ParameterError if the folder holds trials on other data; looked at once."""
+        if self._folder is not None and not self._names and not self._checked:
+            (placed,) = self._placed.values()
+            self._folder.check_data(placed.training.handles)
+            self._checked = True
 
     def __enter__(self) -> Placements:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import time
@@ -30,14 +31,18 @@ from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Random
 from sparkdl.tune.checks import problems_of_search
 from sparkdl.tune.folder import SearchFolder
+from sparkdl.tune.one_by_one import OneByOne
 from sparkdl.tune.optuna_search import Optuna, OptunaSearch
+from sparkdl.tune.placements import Placements
 from sparkdl.tune.record import Objective
 from sparkdl.tune.result import SearchResult
-from sparkdl.tune.runners import OneByOne, Placements, Runner, RunningTrial, SideBySide
+from sparkdl.tune.runners import Runner, RunningTrial, SearchInterrupted
+from sparkdl.tune.side_by_side import SideBySide
 from sparkdl.tune.space import Domain, domains_of
 from sparkdl.tune.table import TrialTable
 from sparkdl.tune.tasks import trainer_of
 
+logger = logging.getLogger("sparkdl")
 WAIT_SECONDS = 0.005
 _TOLD = (
     "interrupted: the search ends, and returns the trials that are finished. Interrupt again to end at "
@@ -137,12 +142,16 @@ def search(
         else:
             runner = OneByOne(context, trainer, domains, objective, placements, folder is not None)
         trial_table = TrialTable(objective, folder, settings.progress, chosen.trials)
-        with interruptible(_TOLD) as interrupt, trial_table:
+        asked = interruptible(_TOLD) if together else contextlib.nullcontext(Interrupt())
+        with asked as interrupt, trial_table:
             stopped = _make_trials(chosen, runner, trial_table, interrupt)
         best = trial_table.best
         model = None
         if best is not None:
             model = _model(trial_table, trainer_here, domains, placements, objective)
+        elif trial_table.records:
+            first = trial_table.records[min(trial_table.records)]
+            logger.warning("no trial was completed; the first one says: %s", first.reason)
     records = tuple(trial_table.records[number] for number in sorted(trial_table.records))
     return SearchResult(records, best, stopped, objective, domains, trainer, model)
 
@@ -172,7 +181,7 @@ def _make_trials(
             else:
                 try:
                     running[asked] = runner.start(asked, arguments, algorithm.pruning(), table.best)
-                except KeyboardInterrupt:
+                except SearchInterrupted:
                     return INTERRUPTED
             asked += 1
             continue
