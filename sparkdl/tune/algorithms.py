@@ -27,7 +27,7 @@ class Algorithm(Protocol):
     trials: int
     """The number of trials."""
     learns: bool
-    """Whether it must be told the earlier records, in their order, before it is asked."""
+    """True if it must be told the earlier records, in their order, before it is asked."""
 
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
         """Return the values of a trial, as they are shown.

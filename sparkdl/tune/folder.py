@@ -57,7 +57,7 @@ class SearchFolder:
         Args:
             path: A path or a URI.
             told: What is searched, in words; a search goes on only if all of it is the same.
-            objective: What the search looks for.
+            objective: The aim of the search.
 
         Raises:
             ParameterError: The folder holds another search, or something else.

@@ -45,7 +45,7 @@ class OneByOne:
             context: The Spark context.
             trainer: The user's trainer.
             space: The domains by the names of arguments.
-            objective: What the search looks for.
+            objective: The aim of the search.
             placements: The samples.
             keep: Whether outcomes have the weights, to be written to a folder.
         """

@@ -68,7 +68,7 @@ class OptunaSearch:
             space: The domains by the names of arguments.
             trials: The number of trials, or None.
             seed: The seed of the search.
-            objective: What the search looks for.
+            objective: The aim of the search.
             search_id: The name under which a storage knows the trials of this search.
 
         Raises:
@@ -213,7 +213,7 @@ class Pruning(Callback):
     Args:
         pruner: The pruner.
         earlier: The trials before this one, finished or not.
-        objective: What the search looks for.
+        objective: The aim of the search.
         name: The name of the study.
     """
 

@@ -31,7 +31,7 @@ def plot_trials(
     Args:
         records: The trials.
         space: The domains by the names of arguments.
-        objective: What the search looks for.
+        objective: The aim of the search.
         path: The file; its suffix (.png, .svg, .pdf, ...) is the format.
 
     Raises:

@@ -72,7 +72,7 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class Objective:
-    """What a search looks for.
+    """The aim of a search.
 
     Attributes:
         metric: The name of the metric of the validations.
@@ -154,7 +154,7 @@ def failed(number: int, arguments: Mapping[str, Any], error: BaseException) -> T
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What a trial hands back.
+    """The result of a trial.
 
     Attributes:
         record: The row of the table.

@@ -64,7 +64,7 @@ class SearchResult:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether more of the search's metric is better."""
+        """True if more of the search's metric is better."""
         return self._objective.higher
 
     def rows(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the two ways to make trials have in common: side by side, or one after another."""
+"""The interface of the two ways to make trials: side by side, and one after another."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class SideBySide:
             context: The Spark context.
             trainer: The user's trainer, with the local engine.
             space: The domains by the names of arguments.
-            objective: What the search looks for.
+            objective: The aim of the search.
             placements: The samples.
             slots: The number of trials that run at once.
             name: The name of the job group.

@@ -27,7 +27,7 @@ class TrialTable:
         """Create a table.
 
         Args:
-            objective: What the search looks for.
+            objective: The aim of the search.
             folder: The folder of the search, or None.
             progress: The setting ``spark.sparkdl.progress``.
             trials: The number of trials to make.

@@ -23,12 +23,12 @@ from sparkdl.tune.space import Domain
 
 @dataclass(frozen=True)
 class TrialSetup:
-    """What all trials on the same samples have in common.
+    """The common part of all trials on the same samples.
 
     Attributes:
         trainer: The user's trainer; its validation has no data.
         space: The domains by the names of arguments.
-        objective: What the search looks for.
+        objective: The aim of the search.
         training: The training samples, as the driver mapped them.
         validation: The validation samples, likewise.
         float_dtype: The floating dtype of the samples.
