@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import sys
 from dataclasses import replace
 from functools import partial
@@ -360,6 +361,28 @@ def test_nodes_have_copies_of_the_samples(spark: SparkSession, tmp_path: Path) -
     assert found["nodes"] == 2
     assert found["files"] == 2 * found["names"]
     assert found["left"] == []
+
+
+def test_an_interrupt_ends_a_search(
+    trainer: sparkdl.Trainer,
+    frames: tuple[DataFrame, DataFrame],
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_left: Callable[[], None],
+) -> None:
+    """The finished trials and the best model of them are there, and nothing goes on running."""
+    add = tune.table.TrialTable.add
+
+    def interrupted(self: Any, outcome: Any) -> None:
+        add(self, outcome)
+        if len(self.records) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(tune.table.TrialTable, "add", interrupted)
+    result = tune.search(trainer, frames[0], SPACE, trials=30, parallel=2)
+    assert result.stopped == "interrupted"
+    assert 2 <= len(result.trials) <= 3
+    assert result.best_model is not None
+    nothing_left()
 
 
 class Dies(sparkdl.Callback):

@@ -6,6 +6,7 @@ search runs and after it.
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,10 +54,13 @@ def table(result: tune.SearchResult) -> list[dict[str, Any]]:
 
 
 class Look(sparkdl.Callback):
-    """Notes, in a file, the slab folders of the node at which it trains."""
+    """Notes, in a file, the sample files of its node, and lets others begin meanwhile."""
 
     def __init__(self, notes: str) -> None:
         self.notes = notes
+
+    def on_fit_start(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
+        time.sleep(2)
 
     def on_fit_end(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
         found = list(Path("slabs").resolve().glob("*/*.values"))
