@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -132,9 +133,12 @@ def _draw_axis(axes: Any, number: int, scale: _Scale) -> None:
             ha="right",
             va="center",
             fontsize=8,
+            bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.7},
             zorder=4,
         )
 
 
 def _short(text: str) -> str:
+    """Return a label without the modules of classes and functions, and not too long."""
+    text = re.sub(r"[\w.]+:(?=\w)", "", text)
     return text if len(text) <= 24 else f"{text[:23]}…"
