@@ -209,6 +209,43 @@ def weights_file(path: str) -> str:
     return str(find_model(path)[0] / "model.safetensors")
 
 
+SECTIONS = ("training.", "gradients.", "care.", "data.")
+"""Sections whose keys are arguments of the trainer by the same names."""
+
+
+def search_of(config: Config) -> dict[str, Any]:
+    """The arguments of ``sparkdl.tune.search`` but for trainer, data and path. Raises
+    ParameterError."""
+    section = config.tune
+    if section is None or not section.space:
+        raise sparkdl.ParameterError(
+            "tune.space: name what varies, such as {model.width: [16, 32]}."
+        )
+    problems, space = [], {}
+    for name, domain in section.space.items():
+        key = name
+        for prefix in SECTIONS:
+            key = key.removeprefix(prefix)
+        try:
+            space[key] = domain.make() if isinstance(domain, Component) else domain
+        except sparkdl.ParameterError as error:
+            problems.append(f"tune.space.{name}: {error}")
+    algorithm = section.algorithm
+    try:
+        algorithm = algorithm.make() if isinstance(algorithm, Component) else algorithm
+    except sparkdl.ParameterError as error:
+        problems.append(f"tune.algorithm: {error}")
+    raise_all(sparkdl.ParameterError, problems)
+    return {
+        "space": space,
+        "metric": section.metric,
+        "trials": section.trials,
+        "algorithm": algorithm,
+        "parallel": section.parallel,
+        "seed": section.seed,
+    }
+
+
 def schedule_of(schedule: Component, iterations: int) -> Any:
     """The scheduler's class, with its arguments; the value "iterations" becomes their number."""
     arguments = {k: iterations if v == "iterations" else v for k, v in schedule.arguments.items()}

@@ -86,7 +86,13 @@ def parse(content: dict[str, Any]) -> Config:
 
 
 # Mappings whose keys hold dots of their own.
-_FLAT = {("spark", "settings"), ("data", "options"), ("gradients", "l1"), ("gradients", "l2")}
+_FLAT = {
+    ("spark", "settings"),
+    ("data", "options"),
+    ("gradients", "l1"),
+    ("gradients", "l2"),
+    ("tune", "space"),
+}
 
 _WANTED = {
     str: "text",

@@ -202,6 +202,25 @@ class SummariesSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuneSection:
+    """What ``jobs/tune.py`` varies."""
+
+    space: dict[str, list[Any] | Component] = field(default_factory=dict)
+    """By the name of an argument of the trainer or of a component: a list of values, or
+    sparkdl.tune:uniform, :loguniform or :integers with low and high."""
+    metric: str = "loss"
+    """The metric of the validation that is to be good."""
+    trials: int | None = None
+    """How many; null: all of a grid, else 16."""
+    algorithm: str | Component = "random"
+    """random, grid, optuna, or sparkdl.tune:Optuna with its arguments."""
+    parallel: int | None = None
+    """How many at once, a task each; null: all task slots; 1: one after another, distributed."""
+    seed: int = 0
+    """Of the values."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Everything that a training job is told."""
 
@@ -225,6 +244,8 @@ class Config:
     metrics: list[str | Component] = field(default_factory=list)
     """Computed on the test data, beside the loss."""
     summaries: SummariesSection = SummariesSection()
+    tune: TuneSection | None = None
+    """For ``jobs/tune.py``; other jobs ignore it."""
     callbacks: list[Component] = field(default_factory=list)
     """Of your own: classes that extend sparkdl.Callback."""
     spark: SparkSection = SparkSection()

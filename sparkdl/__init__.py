@@ -1,6 +1,6 @@
 """Deep learning that is native to Spark: a DataFrame in, a trained PyTorch model out."""
 
-from sparkdl import gang, optim
+from sparkdl import gang, optim, tune
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.data import Sample
 from sparkdl.data.columns.convert import Convert
@@ -117,4 +117,5 @@ __all__ = [
     "register_function",
     "session",
     "several_iterations",
+    "tune",
 ]

@@ -49,7 +49,7 @@ from sparkdl.replica.step import (
     write_sections,
 )
 from sparkdl.slices.reduce import ReducedGradient
-from sparkdl.slices.section import Section
+from sparkdl.slices.section import Section, SectionLayout
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState, join_states
 
@@ -89,6 +89,7 @@ class LocalEngine:
         self._states: list[SliceState] = []
         self._best: list[SliceState] = []
         self._residuals: dict[int, ByParameter] = {}
+        self._memory: dict[int, np.ndarray] = {}
 
     def load(
         self,
@@ -148,11 +149,11 @@ class LocalEngine:
         local_steps = live.recipe.policy.local_steps
         batches = work.mini_batches(live, partition, local_steps)
         clock.lap("data")
-        self._load(self.weights())
+        self._load_weights()
         memory, writer = None, None
         if writes_early(live):
             maps = section_maps(live, self._plans.slices, ReplicaResult())
-            memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
+            memory = self._section_memory(replica, maps)
             writer = GradientWriter(live, self._plans.slices, maps, memory)
         if local_steps == 1:
             clock.lap("fetch")
@@ -166,7 +167,7 @@ class LocalEngine:
             clock.lap("compress")
         maps = section_maps(live, self._plans.slices, outcome)
         if memory is None:
-            memory = np.zeros(sum(sections_nbytes(live, self._plans.slices, maps)), np.uint8)
+            memory = self._section_memory(replica, maps)
         sections = write_sections(live, self._plans.slices, maps, outcome, memory)
         problem = not_finite(live, self._plans.slices, sections, outcome)
         clock.lap("publish")
@@ -232,7 +233,7 @@ class LocalEngine:
         validation = self._validation
         assert validation is not None
         with torch_threads(self._run.threads):
-            self._load(self.weights())
+            self._load_weights()
             states = [
                 score_partition(
                     self._replica,
@@ -273,9 +274,22 @@ class LocalEngine:
         """Apply ``use`` to the residuals of one replica after another."""
         return [use(replica, kept) for replica, kept in sorted(self._residuals.items())]
 
-    def _load(self, weights: torch.Tensor) -> None:
-        self._replica.flat.flat.copy_(weights)
-        self._replica.flat.refresh()
+    def _load_weights(self) -> None:
+        """Copy the current weights into the live module."""
+        flat = self._replica.flat
+        for plan, state in zip(self._plans.slices, self._states, strict=True):
+            flat.flat[plan.start : plan.stop].copy_(state.weights)
+        flat.refresh()
+
+    def _section_memory(self, replica: int, maps: Sequence[SectionLayout]) -> np.ndarray:
+        """Return zeroed memory for the sections of a replica, which the next iteration uses again."""
+        nbytes = sum(sections_nbytes(self._replica, self._plans.slices, maps))
+        known = self._memory.get(replica)
+        if known is not None and known.nbytes == nbytes:
+            known.fill(0)
+            return known
+        made = self._memory[replica] = np.zeros(nbytes, np.uint8)
+        return made
 
 
 def _built(recipe: bytes) -> LiveReplica:

@@ -87,12 +87,15 @@ def _without_stack_of_py4j() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Interrupt]:
+def interruptible(told: str = _TOLD) -> Iterator[Interrupt]:
     """Turn the first SIGINT inside the block into a request, which sets ``asked``.
 
     The next SIGINT has the effect that it had before the block, which is usually to raise
     KeyboardInterrupt. This applies only in the main thread, and only if SIGINT has a handler of
     Python and is not ignored. Otherwise nothing is changed.
+
+    Args:
+        told: What the user is told after the first one.
     """
     interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
     ours = threading.current_thread() is threading.main_thread()
@@ -106,7 +109,7 @@ def interruptible() -> Iterator[Interrupt]:
         if not interrupt.asked:
             interrupt.asked = True
             # in a thread: this one may hold a lock of logging, or be writing
-            _thread.start_new_thread(logger.warning, (_TOLD,))
+            _thread.start_new_thread(logger.warning, (told,))
             return
         interrupt.again = True
         quiet.enter_context(_without_stack_of_py4j())

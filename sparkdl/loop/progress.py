@@ -35,9 +35,15 @@ def progress_of(mode: str, facts: str, began: float, one_pass: bool = False) -> 
         began: The time when ``fit`` was called, by ``time.monotonic()``.
         one_pass: Whether only the current epoch is shown, for a run over data that arrive in parts.
     """
-    if mode == "true" or (mode == "auto" and (sys.stderr.isatty() or _in_notebook())):
+    if shows_bar(mode):
         return ProgressBar(one_pass)
     return ProgressLog(facts, began, one_pass) if mode == "auto" else Progress()
+
+
+def shows_bar(mode: str) -> bool:
+    """Return whether ``spark.sparkdl.progress`` asks for a bar: on terminals and in notebooks, if it
+    is "auto"."""
+    return mode == "true" or (mode == "auto" and (sys.stderr.isatty() or _in_notebook()))
 
 
 class ProgressBar(Progress):
@@ -147,7 +153,7 @@ class ProgressLog(Progress):
 
     def _begin(self) -> None:
         if not self._begun:
-            _log(f"training {self._facts}")
+            log_line(f"training {self._facts}")
             self._begun, self._told_at = True, time.monotonic()
 
     def _tell(self, trainer: Any, state: TrainState, what: str = "") -> None:
@@ -162,7 +168,7 @@ class ProgressLog(Progress):
         if state.samples > before.samples:
             rate = (state.samples - before.samples) / max(state.seconds - before.seconds, 1e-9)
             shown.append(f"{rate:,.0f} samples/s")
-        _log(what + ", ".join([*shown, *_metric(trainer, state)]))
+        log_line(what + ", ".join([*shown, *_metric(trainer, state)]))
         self._told_at, self._told_of = time.monotonic(), state
 
 
@@ -176,7 +182,7 @@ def _metric(trainer: Any, state: TrainState) -> Iterator[str]:
             yield f"validation {name} {state.metrics[name]:.4g}"
 
 
-def _log(text: str) -> None:
+def log_line(text: str) -> None:
     """Log ``text``; write it to the standard error if logging is not configured."""
     if logger.level or logger.hasHandlers():
         logger.info("%s", text)

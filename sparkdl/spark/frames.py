@@ -214,6 +214,11 @@ class RunningJob:
         self._context, self._count = rdd.ctx, count
         self._future = rdd._jrdd.collectAsync()
 
+    @property
+    def done(self) -> bool:
+        """Return whether the job has ended, with or without an error."""
+        return bool(self._future.isDone())
+
     def frames(self) -> list[bytes]:
         """Wait for the end, and return all ``count`` frames in order of the partitions."""
         found = self._future.get()

@@ -23,6 +23,7 @@ from sparkdl.loop.state import TrainState
 from sparkdl.process.numerics import Numerics
 from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings
+from sparkdl.slab.root import SlabConfig
 from sparkdl.slices.slice_file import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.train.carried import CarriedRun, begin_batch
 from sparkdl.train.prepare import PreparedModel
@@ -37,7 +38,6 @@ def engine_inputs(
     model: PreparedModel,
     samples: SampleSet,
     validation: ValidationSet | None,
-    replicas: int,
     resources: FitResources,
 ) -> EngineInputs:
     """Return the argument of :func:`sparkdl.engines.registry.build_engine`.
@@ -48,23 +48,10 @@ def engine_inputs(
         model: The recipe and what follows from it.
         samples: The training samples, in place.
         validation: The validation samples, or None.
-        replicas: M, the number of replicas or ranks.
         resources: What the fit owns in Spark.
     """
-    total = sum(samples.counts)
-    compressed = trainer.compression is not None
-    run = RunSpec(
-        resources.slab,
-        trainer.seed,
-        replicas,
-        _slices(trainer, model, replicas),
-        assembly(trainer, samples, model.float_dtype),
-        tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
-        cpus_of(resources.context, trainer.resource_profile if trainer.engine == "gang" else None),
-        whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate) or compressed,
-        compressed=compressed,
-        numerics=Numerics.here(),
-    )
+    profile = trainer.resource_profile if trainer.engine == "gang" else None
+    run = run_spec(trainer, model, samples, resources.slab, cpus_of(resources.context, profile))
     return EngineInputs(
         run=run,
         samples=samples,
@@ -82,6 +69,34 @@ def engine_inputs(
         mesh=trainer.mesh,
         resource_profile=trainer.resource_profile,
         min_ranks=trainer.min_ranks,
+    )
+
+
+def run_spec(
+    trainer: Trainer, model: PreparedModel, samples: SampleSet, slab: SlabConfig, threads: int
+) -> RunSpec:
+    """Return the constants of a run.
+
+    Args:
+        trainer: The user's trainer.
+        model: The recipe and what follows from it.
+        samples: The training samples, in place.
+        slab: The slabs of the run.
+        threads: torch's threads in a task.
+    """
+    total, replicas = sum(samples.counts), len(samples.counts)
+    compressed = trainer.compression is not None
+    return RunSpec(
+        slab,
+        trainer.seed,
+        replicas,
+        _slices(trainer, model, replicas),
+        assembly(trainer, samples, model.float_dtype),
+        tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
+        threads,
+        whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate) or compressed,
+        compressed=compressed,
+        numerics=Numerics.here(),
     )
 
 

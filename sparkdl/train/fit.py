@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -27,17 +26,14 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.advance import catch_up
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import (
-    AVERAGE,
     BEST,
-    CURRENT,
 )
 from sparkdl.loop.history_tables import counted
 from sparkdl.loop.interrupt import interruptible
 from sparkdl.loop.loop import train
 from sparkdl.loop.progress import progress_of
-from sparkdl.loop.state import TrainState, recent_validations
+from sparkdl.loop.state import recent_validations
 from sparkdl.loop.triggers import MaxEpoch
-from sparkdl.model.flat import filled
 from sparkdl.model.recipe import weights_digest
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
@@ -46,12 +42,12 @@ from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.carried import CarriedRun, chosen_state, has_rows
 from sparkdl.train.engine_inputs import engine_inputs, load_start, packed_state
+from sparkdl.train.fit_result import result_maker, trained_model, wanted_weights
 from sparkdl.train.periodic_tasks import run_identity, stages_of
 from sparkdl.train.place_samples import validation_set
 from sparkdl.train.placed_samples import PlacedSamples, data_of, replicas_of, session_of
-from sparkdl.train.preflight import preflight
+from sparkdl.train.preflight import preflight, with_dimensions
 from sparkdl.train.prepare import PreparedModel, prepare
-from sparkdl.train.recipes import build_model
 from sparkdl.train.rescue import Rescue
 from sparkdl.train.sizes import check_gang, check_sizes
 from sparkdl.train.trainer import Trainer
@@ -162,28 +158,13 @@ def run(
         validation = validation_set(trainer, placed.validation, model.float_dtype)
         output, sums = preflight(trainer, model, samples, validation, endless=one_pass)
         model = replace(model, sums=sums)
-        if validation is not None and output is not None and not validation.scorer.apart:
-            scorer = replace(validation.scorer, dimensions=output.dimensions)
-            validation = replace(validation, scorer=scorer)
+        validation = with_dimensions(validation, output)
         engine = build_engine(
             trainer.engine,
-            engine_inputs(trainer, settings, model, samples, validation, replicas, resources),
+            engine_inputs(trainer, settings, model, samples, validation, resources),
         )
         identity = run_identity(trainer, model, samples.handles)
-        result = functools.partial(
-            TrainedModel,
-            model=trainer.model,
-            loss=trainer.objective,
-            features=trainer.feature_columns,
-            label=trainer.label_columns,
-            columns=trainer.columns,
-            fields=samples.fields[: samples.num_features + samples.num_labels],
-            num_features=samples.num_features,
-            float_dtype=model.float_dtype,
-            output=output,
-            seed=trainer.seed,
-            signature=model.recipe.signature,
-        )
+        result = result_maker(trainer, model, samples, output)
         state, history = load_start(
             trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
         )
@@ -213,18 +194,11 @@ def run(
             state = train(
                 trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
             )
-            results = {
-                which: result(
-                    module=filled(build_model(model.payload), engine.weights(which)),
-                    history=history,
-                )
-                for which in _wanted(trainer, state)
-            }
-            trained = results[CURRENT]
-            trained.ema, trained.best = results.get(AVERAGE), results.get(BEST)
+            kinds = wanted_weights(trainer, state)
+            trained = trained_model(result, model.payload, kinds, engine.weights, history)
             wanted = trainer.keep_optimizer_state or one_pass
             packed = packed_state(engine, lose_it=not one_pass) if wanted else None
-            best = BEST in results and one_pass
+            best = BEST in kinds and one_pass
             packed_best = tuple(engine.map_slices(PackSlice(), BEST)) if best else None
     if packed is not None:
         digest = weights_digest(trained.module)
@@ -238,13 +212,3 @@ def _facts(trainer: Trainer, model: PreparedModel, samples: SampleSet) -> str:
     size = counted(sum(parameter.numel() for parameter in model.module.parameters()), "parameter")
     rows, replicas = counted(sum(samples.counts), "row"), counted(len(samples.counts), "replica")
     return f'{kind} of {size} on {rows}: {replicas}, engine="{trainer.engine}"'
-
-
-def _wanted(trainer: Trainer, state: TrainState) -> list[str]:
-    """Return the kinds of weights that the result holds."""
-    wanted = [CURRENT]
-    if trainer.ema is not None:
-        wanted.append(AVERAGE)
-    if state.best is not None:
-        wanted.append(BEST)
-    return wanted

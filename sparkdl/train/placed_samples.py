@@ -115,6 +115,11 @@ class PlacedSamples:
         """M, the number of replicas that the samples are divided among."""
         return len(self.training.handles)
 
+    @property
+    def float_dtype(self) -> str:
+        """The dtype of floating-point values."""
+        return self._float_dtype
+
     def check(self, trainer: Trainer, float_dtype: str) -> None:
         """Raise an error if a fit of ``trainer`` cannot use the samples.
 

@@ -101,6 +101,15 @@ def preflight(
     return output, sums
 
 
+def with_dimensions(
+    validation: ValidationSet | None, output: Output | None
+) -> ValidationSet | None:
+    """Return the validation samples with a scorer that knows the dimensions of the model's output."""
+    if validation is None or output is None or validation.scorer.apart:
+        return validation
+    return replace(validation, scorer=replace(validation.scorer, dimensions=output.dimensions))
+
+
 def _first_row_only(recipe: Recipe, inputs: Sequence[np.ndarray], module: nn.Module) -> None:
     """Run forward on a batch of the same size in which every row is the first one."""
     rows = np.zeros(len(inputs[0]), np.int64)

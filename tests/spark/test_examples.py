@@ -40,6 +40,7 @@ LEARNED = {
     "score_any_model": ("agreement", 0.999),
     "tensor_parallel": ("accuracy", 0.9),
     "ml_pipeline": ("accuracy", 0.9),
+    "tune_digits": ("accuracy", 0.94),
 }
 FOUR_SLOTS = {"hybrid": ("accuracy", 0.94)}
 """These need more than the session of the tests has, and run as scripts."""

@@ -188,6 +188,33 @@ def test_a_broken_run_goes_on(trained: Path, work: Path) -> None:
     assert losses[0] == losses[1]
 
 
+def test_a_search(work: Path) -> None:
+    """Its run folder has the table, a picture and the best model, which other jobs read."""
+    done = job(
+        "tune", "--config", CONFIG, "--set", "training.epochs=2", "--set", "model.width=4",
+        "--set", "tune.trials=3", "--set", "name=few", "--set", "tune.space.model.width=[2, 4]",
+        cwd=work,
+    )  # fmt: skip
+    assert (done.status, done.err) == (0, "")
+    folder = work / done.out.splitlines()[-1]
+    assert folder.name.startswith("few-tune-")
+    kinds = {str(p.relative_to(folder)) for p in folder.iterdir()}
+    assert kinds == {
+        "config.yaml", "curves.png", "history.csv", "history.json", "model", "summary.json",
+        "trials", "trials.csv", "trials.png",
+    }  # fmt: skip
+    lines = (folder / "trials.csv").read_text().splitlines()
+    assert lines[0].startswith("trial,schedule.max_lr,optimizer.weight_decay,model.dropout,")
+    assert len(lines) == 4
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["trials"] == 3
+    assert 0 < summary["test accuracy"] <= 1
+    assert summary["model.width"] in (2, 4)
+    assert len(sparkdl.load(folder / "model").history) == len(
+        sparkdl.History.load(folder / "history.json")
+    )
+
+
 def test_what_is_held_out_does_not_depend_on_partitions(spark: SparkSession) -> None:
     data = spark.range(2000).selectExpr("id", "map('a', id) AS extra")
     held = []

@@ -17,13 +17,13 @@ from torch import nn
 
 import sparkdl
 from jobs import console
-from jobs.building import EveryEpochs, checkpoint_of, schedule_of, trainer_of
+from jobs.building import EveryEpochs, checkpoint_of, schedule_of, search_of, trainer_of
 from jobs.components import Component
 from jobs.config import parse, read_config
 from jobs.resuming import config_file, resume_point
 from jobs.saved import _metrics
 from jobs.train import summaries_of
-from sparkdl import CheckpointError, ParameterError, TrainState, summaries
+from sparkdl import CheckpointError, ParameterError, TrainState, summaries, tune
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALLEST: dict[str, Any] = {
@@ -272,6 +272,24 @@ def test_the_example_makes_a_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer.validation.best == "accuracy"
     assert trainer.checkpoint is not None
     assert trainer.checkpoint.every == EveryEpochs(5)
+
+
+def test_a_search() -> None:
+    """Keys of the file are names of the trainer; components and lists are domains."""
+    found = search_of(read_config(ROOT / "conf/digits.yaml"))
+    assert found["space"]["schedule.max_lr"] == tune.loguniform(1e-3, 3e-2)
+    assert found["space"]["model.dropout"] == [0.2, 0.5]
+    assert (found["metric"], found["trials"], found["parallel"]) == ("accuracy", 8, None)
+    algorithm = {"use": "sparkdl.tune:Optuna", "study_name": "a"}
+    space = {"training.batch_size": [8], "gradients.clip_norm": [None, 1.0], "model.width": [1]}
+    found = search_of(parse(smallest(tune={"space": space, "algorithm": algorithm})))
+    assert list(found["space"]) == ["batch_size", "clip_norm", "model.width"]
+    assert found["algorithm"] == tune.Optuna(study_name="a")
+    wrong = {"lr": {"use": "sparkdl.tune:loguniform", "low": 0, "high": 1}}
+    with pytest.raises(ParameterError, match=r"tune.space.lr: tune.loguniform\(0, 1\): give two"):
+        search_of(parse(smallest(tune={"space": wrong})))
+    with pytest.raises(ParameterError, match="name what varies"):
+        search_of(parse(smallest()))
 
 
 def test_summaries(tmp_path: Path) -> None:

@@ -1,0 +1,136 @@
+"""A fit by the local engine on samples in place, in a process that need not have a Spark session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.local import LocalEngine
+from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.errors import ModelError
+from sparkdl.infer.output import Output
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.advance import catch_up, first_state
+from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.config import LoopConfig
+from sparkdl.loop.history import History
+from sparkdl.loop.interrupt import Interrupt
+from sparkdl.loop.loop import PeriodicTask, train
+from sparkdl.loop.validation import Validator
+from sparkdl.slab.root import SlabConfig
+from sparkdl.train.carried import begin_batch
+from sparkdl.train.engine_inputs import run_spec
+from sparkdl.train.fit_result import result_maker, trained_model, wanted_weights
+from sparkdl.train.place_samples import validation_set
+from sparkdl.train.preflight import preflight, with_dimensions
+from sparkdl.train.prepare import PreparedModel, prepare
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """The end of a local fit.
+
+    Attributes:
+        weights: The flat vector of each kind of weights that the result holds.
+        history: The history of the run.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    history: History
+
+
+@dataclass(frozen=True)
+class LocalFit:
+    """Fits by the local engine on samples that this process can map, for any trainer that reads the
+    data alike.
+
+    A fit has the bits of ``trainer.fit`` with ``engine="local"`` on the same samples.
+
+    Attributes:
+        training: The training samples.
+        validation: The validation samples, or None.
+        float_dtype: The dtype of floating-point values.
+    """
+
+    training: SampleSet
+    validation: SampleSet | None
+    float_dtype: str
+
+    def run(
+        self, trainer: Trainer, callbacks: Sequence[Callback], slab: SlabConfig, threads: int
+    ) -> LocalResult:
+        """Train.
+
+        Args:
+            trainer: The trainer; the data of its validation is not looked at.
+            callbacks: The callbacks of the loop, in place of those of the trainer.
+            slab: The name of the run; nothing is written there.
+            threads: torch's threads.
+
+        Raises:
+            UserError: The trainer cannot work on these samples.
+            TrainingError: An iteration fails.
+        """
+        model, validation, _ = self._tried(trainer)
+        run = run_spec(trainer, model, self.training, slab, threads)
+        batch = trainer.batch_size * trainer.local_steps
+        engine = LocalEngine(self.training, run, model.payload, batch, validation)
+        engine.load()
+        history = History()
+        state = begin_batch(first_state(trainer.policy), engine.plan.num_iterations)
+        state = catch_up(model.schedule, state, history)
+        tasks: list[PeriodicTask] = []
+        if validation is not None and trainer.validation is not None:
+            tasks.append(Validator(engine, trainer.validation, validation.scorer, history))
+        state = train(
+            trainer,
+            LoopConfig.of(trainer),
+            engine,
+            model.schedule,
+            tasks,
+            callbacks,
+            state,
+            history,
+            Interrupt(),
+        )
+        weights = {which: engine.weights(which) for which in wanted_weights(trainer, state)}
+        return LocalResult(weights, history)
+
+    def trained(
+        self,
+        trainer: Trainer,
+        kinds: Sequence[str],
+        weights: Callable[[str], torch.Tensor],
+        history: History,
+    ) -> TrainedModel:
+        """Return the trained model of a fit that :meth:`run` made in another process.
+
+        Args:
+            trainer: Its trainer.
+            kinds: The kinds of weights.
+            weights: Returns the flat vector of a kind.
+            history: Its history.
+        """
+        model, _, output = self._tried(trainer)
+        result = result_maker(trainer, model, self.training, output)
+        return trained_model(result, model.payload, kinds, weights, history)
+
+    def _tried(self, trainer: Trainer) -> tuple[PreparedModel, ValidationSet | None, Output | None]:
+        """Return the prepared model, the validation samples and the model's output, after trials on
+        a few rows."""
+        model = prepare(replace(trainer, validation=None), None)
+        if model.float_dtype != self.float_dtype:
+            raise ModelError(
+                f"the model is of {model.float_dtype}, and the samples were placed for one of "
+                f"{self.float_dtype}: let all models have one floating dtype."
+            )
+        validation = validation_set(trainer, self.validation, model.float_dtype)
+        output, sums = preflight(trainer, model, self.training, validation, endless=False)
+        return replace(model, sums=sums), with_dimensions(validation, output), output

@@ -1,0 +1,25 @@
+"""Search for good values of a trainer's arguments: trials side by side, or one after another.
+
+``sparkdl.tune.search`` chooses the values by a grid, at random or with Optuna, on data that is read
+once. Its result has the table of the trials and the best model.
+
+May import: ``train``, ``infer`` and every room below them. Must not know: how an engine works.
+"""
+
+from sparkdl.tune.optuna_search import Optuna
+from sparkdl.tune.record import Score, TrialRecord
+from sparkdl.tune.result import SearchResult
+from sparkdl.tune.search import search
+from sparkdl.tune.space import choice, integers, loguniform, uniform
+
+__all__ = [
+    "Optuna",
+    "Score",
+    "SearchResult",
+    "TrialRecord",
+    "choice",
+    "integers",
+    "loguniform",
+    "search",
+    "uniform",
+]

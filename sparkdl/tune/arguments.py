@@ -1,0 +1,146 @@
+"""The arguments that a search varies: fields of the trainer, and arguments of its factories."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from sparkdl.errors import ParameterError, kind_of, nearest
+from sparkdl.train.trainer import Trainer
+
+READING = ("features", "label", "weight", "columns", "replicas", "validation")
+"""The fields of a trainer that say how the data is read; each of their values needs samples of its
+own."""
+FIXED = {
+    "engine": "parallel= says whether trials run side by side or each by the engine of the trainer",
+    "checkpoint": "each trial has a folder of its own in the checkpoint path of the trainer",
+}
+"""The fields that a search does not vary, and why."""
+
+
+def problems_of_names(trainer: Trainer, names: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with the names of a search space.
+
+    Args:
+        trainer: The user's trainer.
+        names: The space.
+    """
+    known = [field.name for field in fields(trainer) if field.init]
+    if not names:
+        yield 'the space is empty: name what varies, such as {"optimizer.lr": [0.01, 0.1]}.'
+    for name in names:
+        first, _, rest = str(name).partition(".")
+        if not isinstance(name, str) or first not in known:
+            yield (
+                f'space has "{name}", and the trainer has no such argument.{nearest(first, known)} '
+                'Name one of its fields ("batch_size"), or an argument of one that builds something '
+                '("model.width", "optimizer.lr").'
+            )
+        elif first in FIXED:
+            yield f'space has "{name}", which a search does not vary: {FIXED[first]}.'
+        elif rest:
+            try:
+                changed(getattr(trainer, first), rest, None, first, try_only=True)
+            except ParameterError as error:
+                yield str(error)
+
+
+def with_values(trainer: Trainer, values: Mapping[str, Any]) -> Trainer:
+    """Return the trainer with some of its arguments replaced.
+
+    Args:
+        trainer: The user's trainer.
+        values: The values by name, such as ``{"optimizer.lr": 0.1, "batch_size": 64}``.
+
+    Raises:
+        ParameterError: The trainer cannot have such a value.
+    """
+    found: dict[str, Any] = {}
+    for name in sorted(values, key=lambda name: name.count(".")):  # a factory before its arguments
+        first, _, rest = name.partition(".")
+        before = found.get(first, getattr(trainer, first))
+        found[first] = changed(before, rest, values[name], first)
+    return replace(trainer, **found)
+
+
+def changed(before: Any, path: str, value: Any, where: str, try_only: bool = False) -> Any:
+    """Return ``before`` with one of its arguments replaced.
+
+    Args:
+        before: A factory (a class, a function or a partial), a dataclass, or a mapping of these.
+        path: The name of the argument; dots lead into arguments, or into the keys of a mapping.
+            Empty: the value itself.
+        value: The new value.
+        where: The name of ``before``, for messages.
+        try_only: Look up the names only, and do not make a dataclass with the value.
+
+    Raises:
+        ParameterError: There is no such argument.
+    """
+    if not path:
+        return value
+    if isinstance(before, Mapping):
+        key = _key(before, path)
+        if key is None:
+            raise ParameterError(
+                f'space has "{where}.{path}", and {where} has the keys '
+                f"{', '.join(repr(key) for key in before)}."
+            )
+        rest = path[len(key) :].removeprefix(".")
+        inner = changed(before[key], rest, value, f"{where}.{key}", try_only)
+        return {**before, key: inner}
+    name, _, rest = path.partition(".")
+    if is_dataclass(before) and not isinstance(before, type):
+        known = [field.name for field in fields(before) if field.init]
+        if name not in known:
+            raise _no_argument(f"{where}.{path}", where, type(before).__name__, name, known)
+        inner = changed(getattr(before, name), rest, value, f"{where}.{name}", try_only)
+        return before if try_only else replace(before, **{name: inner})
+    if not callable(before) or isinstance(before, nn.Module):
+        built = f'give a list of whole values, {{"{where}": [...]}}'
+        if where == "model":
+            built = "give the trainer a function or class that builds it"
+        raise ParameterError(
+            f'space has "{where}.{path}", and {where} is {kind_of(before)}, which takes no '
+            f"arguments any more: {built}."
+        )
+    _check_takes(before, name, where, path)
+    if rest:
+        value = changed(
+            getattr(before, "keywords", {}).get(name), rest, value, f"{where}.{name}", try_only
+        )
+    return functools.partial(before, **{name: value})
+
+
+def _key(mapping: Mapping[str, Any], path: str) -> str | None:
+    """Return the longest key of ``mapping`` with which ``path`` begins; "" fits any path."""
+    keys = [key for key in mapping if key in ("", path) or path.startswith(f"{key}.")]
+    return max(keys, key=len, default=None)
+
+
+def _check_takes(factory: Any, name: str, where: str, path: str) -> None:
+    """Raise ParameterError if a factory takes no keyword argument of this name."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # of a builtin
+        return
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if name not in known:
+        what = getattr(factory, "func", factory)
+        called = getattr(what, "__name__", type(what).__name__)
+        raise _no_argument(f"{where}.{path}", where, called, name, known)
+
+
+def _no_argument(full: str, where: str, what: str, name: str, known: list[str]) -> ParameterError:
+    taken = f"It takes {', '.join(known)}." if known else "It takes none."
+    return ParameterError(
+        f'space has "{full}", and {where}, {what}, has no argument "{name}".'
+        f"{nearest(name, known)} {taken}"
+    )

@@ -1,0 +1,191 @@
+"""The folder of a search, from which a search goes on whose driver has ended.
+
+``search.json`` says what is searched, and ``data.json`` on which data. Each finished trial has a file
+``trial-000007.json``, and the best one so far ``model-000007.safetensors``, which is written before.
+A file appears only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from sparkdl.checkpoint.files import Folder
+from sparkdl.checkpoint.identity import DataIdentity
+from sparkdl.codec.files import MAX_JSON_BYTES, parse_json, parse_tensors
+from sparkdl.codec.records import from_plain, to_plain
+from sparkdl.data.fields import SampleHandle
+from sparkdl.errors import CheckpointError, ParameterError
+from sparkdl.loop.history import History
+from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord
+
+logger = logging.getLogger("sparkdl")
+FORMAT, VERSION = "sparkdl-search", 1
+SEARCH, DATA = "search.json", "data.json"
+_TRIAL = re.compile(r"trial-(\d{6,})\.json")
+_HISTORY = "history"
+
+
+class SearchFolder:
+    """The files of one search.
+
+    Attributes:
+        search_id: A random name of the search.
+        records: The trials that are finished, by number.
+    """
+
+    def __init__(self, folder: Folder, search_id: str, objective: Objective) -> None:
+        self._folder, self._objective = folder, objective
+        self.search_id = search_id
+        self.records: dict[int, TrialRecord] = {}
+        self._best: TrialRecord | None = None
+
+    @staticmethod
+    def open(
+        path: str | os.PathLike[str], told: Mapping[str, str], objective: Objective
+    ) -> SearchFolder:
+        """Open the folder of a search, which is created if there is none.
+
+        Args:
+            path: A path or a URI.
+            told: What is searched, in words; a search goes on only if all of it is the same.
+            objective: The aim of the search.
+
+        Raises:
+            ParameterError: The folder holds another search, or something else.
+            CheckpointError: It cannot be read or written.
+        """
+        folder = Folder.of(path)
+        entries = folder.entries()
+        trials = [name for name in entries if _TRIAL.fullmatch(name)]
+        if SEARCH not in entries or not trials:
+            if not entries.keys() <= {SEARCH, DATA}:
+                raise ParameterError(
+                    f"path={str(folder)!r} has files in it and holds no search: give a new folder."
+                )
+            found = SearchFolder(folder, secrets.token_hex(8), objective)
+            folder.make()
+            if DATA in entries:
+                folder.delete(DATA)
+            content = {"format": FORMAT, "version": VERSION, "id": found.search_id, **told}
+            folder.write(SEARCH, _json(content))
+            return found
+        content = _read(folder, SEARCH)
+        if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (
+            FORMAT,
+            VERSION,
+        ):
+            raise ParameterError(f"{folder}/{SEARCH} is no {FORMAT} of version {VERSION}.")
+        differing = [
+            f"{name} is {value} here and {content.get(name)} there"
+            for name, value in told.items()
+            if content.get(name) != value
+        ]
+        if differing:
+            raise ParameterError(
+                f"{folder} holds another search: {'; '.join(differing)}. Give a folder of its own, or "
+                "search as before."
+            )
+        found = SearchFolder(folder, str(content.get("id")), objective)
+        found._read_trials(trials, set(entries))
+        return found
+
+    def check_data(self, handles: Sequence[SampleHandle]) -> None:
+        """Raise ParameterError if earlier trials of this search had other data."""
+        data = DataIdentity.of(handles)
+        if DATA not in self._folder.entries():
+            self._folder.write(DATA, _json(to_plain(data, DataIdentity)))
+            return
+        stored = from_plain(_read(self._folder, DATA), DataIdentity)
+        if stored != data:
+            raise ParameterError(
+                f"{self._folder} holds a search on other data, of {sum(stored.rows):,} rows; this data "
+                f"has {sum(data.rows):,}. Give a folder of its own, or the same data."
+            )
+
+    def add(self, outcome: TrialOutcome) -> None:
+        """Write a finished trial, with its model if it is the best one."""
+        record, before = outcome.record, self._best
+        best = bool(outcome.weights) and self._objective.is_better(record, before)
+        if best and outcome.history is not None:
+            history = torch.frombuffer(bytearray(outcome.history.to_bytes()), dtype=torch.uint8)
+            tensors = {kind: flat.contiguous() for kind, flat in outcome.weights.items()}
+            data = safetensors.torch.save({**tensors, _HISTORY: history})
+            self._folder.write(_model(record.number), data)
+        self._folder.write(_trial(record.number), _json(record.to_json()))
+        self.records[record.number] = record
+        if best:
+            self._best = record
+            if before is not None:
+                self._folder.delete(_model(before.number))
+
+    def model(self, number: int) -> tuple[Mapping[str, torch.Tensor], History]:
+        """Return the weights by kind and the history of the best trial.
+
+        Raises:
+            ParameterError: The file is damaged, or was deleted because a later trial is better.
+        """
+        if _model(number) not in self._folder.entries():
+            raise ParameterError(
+                f"{self._folder} has the model of the best of its {len(self.records)} trials only, and "
+                f"of those asked for trial {number} is the best: search with as many trials as before."
+            )
+        try:
+            tensors, _ = parse_tensors(self._folder.read(_model(number)))
+            history = History.from_bytes(tensors.pop(_HISTORY).numpy().tobytes())
+        except (KeyError, ValueError) as error:
+            raise ParameterError(
+                f"{self._folder}/{_model(number)} is damaged ({error}): delete "
+                f"{_trial(number)} beside it, and the trial is made again."
+            ) from error
+        return tensors, history
+
+    def _read_trials(self, names: Sequence[str], there: set[str]) -> None:
+        """Read the finished trials. A trial that cannot be read is made again."""
+        for name in names:
+            try:
+                record = TrialRecord.from_json(_read(self._folder, name))
+                if _trial(record.number) != name:
+                    raise ValueError(f"it holds trial {record.number}")
+            except (CheckpointError, ParameterError, ValueError, KeyError, TypeError) as error:
+                logger.warning("%s/%s: its trial is made again: %s", self._folder, name, error)
+                continue
+            self.records[record.number] = record
+        for record in self.records.values():
+            if self._objective.is_better(record, self._best):
+                self._best = record
+        if self._best is not None and _model(self._best.number) not in there:
+            number = self._best.number
+            logger.warning(
+                "%s has no %s: trial %d is made again", self._folder, _model(number), number
+            )
+            del self.records[number]
+            self._best = None
+
+
+def _trial(number: int) -> str:
+    return f"trial-{number:06d}.json"
+
+
+def _model(number: int) -> str:
+    return f"model-{number:06d}.safetensors"
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def _read(folder: Folder, name: str) -> Any:
+    """Return the content of a JSON file. Raises ParameterError if it is none."""
+    try:
+        return parse_json(folder.read(name, MAX_JSON_BYTES))
+    except ValueError as error:
+        raise ParameterError(f"{folder}/{name} is damaged: {error}.") from error

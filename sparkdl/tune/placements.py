@@ -1,0 +1,55 @@
+"""The samples of a search, placed once for each way in which its trials read the data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame
+
+from sparkdl.train.placed_samples import PlacedSamples
+from sparkdl.train.trainer import Trainer
+from sparkdl.tune.arguments import READING
+from sparkdl.tune.folder import SearchFolder
+
+
+class Placements:
+    """The samples of a search, placed once for each way to read the data. Use it as a context manager.
+
+    Args:
+        data: The training data.
+        names: The names of the space.
+        folder: The folder of the search, or None.
+    """
+
+    def __init__(
+        self, data: DataFrame | RDD[Any], names: Sequence[str], folder: SearchFolder | None
+    ) -> None:
+        self._data, self._folder = data, folder
+        self._names = [name for name in names if name.partition(".")[0] in READING]
+        self._checked = False
+        self._placed: dict[str, PlacedSamples] = {}
+        self._stack = contextlib.ExitStack()
+
+    def of(self, trainer: Trainer, arguments: Mapping[str, Any]) -> PlacedSamples:
+        """Return the samples as the trainer of a trial reads them."""
+        key = repr([arguments[name] for name in self._names])
+        if key not in self._placed:
+            placed = PlacedSamples.of(trainer, self._data)
+            self._placed[key] = self._stack.enter_context(placed)
+        return self._placed[key]
+
+    def check_data(self) -> None:
+        """Raise ParameterError if the folder holds trials on other data; looked at once."""
+        if self._folder is not None and not self._names and not self._checked:
+            (placed,) = self._placed.values()
+            self._folder.check_data(placed.training.handles)
+            self._checked = True
+
+    def __enter__(self) -> Placements:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()

@@ -1,0 +1,268 @@
+"""The search: trial after trial until the algorithm has no more."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pyspark.core.rdd import RDD
+from pyspark.sql import DataFrame
+
+from sparkdl.codec.describe import describe, describe_trainer
+from sparkdl.errors import ParameterError, raise_all
+from sparkdl.gang.slots import SLOT_SECONDS, task_slots
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
+from sparkdl.metrics.named import resolve
+from sparkdl.metrics.scorer import Scorer
+from sparkdl.plain import plain
+from sparkdl.session import context_of, settings_of
+from sparkdl.spark.properties import own_properties
+from sparkdl.spark.warm_up import warming_up
+from sparkdl.train.local_fit import LocalFit
+from sparkdl.train.placed_samples import session_of
+from sparkdl.train.trainer import Trainer
+from sparkdl.tune.algorithms import Algorithm, Grid, Random
+from sparkdl.tune.checks import problems_of_search
+from sparkdl.tune.folder import SearchFolder
+from sparkdl.tune.one_by_one import OneByOne
+from sparkdl.tune.optuna_search import Optuna, OptunaSearch
+from sparkdl.tune.placements import Placements
+from sparkdl.tune.record import Objective
+from sparkdl.tune.result import SearchResult
+from sparkdl.tune.runners import Runner, RunningTrial, SearchInterrupted
+from sparkdl.tune.side_by_side import SideBySide
+from sparkdl.tune.space import Domain, domains_of
+from sparkdl.tune.table import TrialTable
+from sparkdl.tune.tasks import trainer_of
+
+logger = logging.getLogger("sparkdl")
+WAIT_SECONDS = 0.005
+_TOLD = (
+    "interrupted: the search ends, and returns the trials that are finished. Interrupt again to end at "
+    "once, without them."
+)
+
+
+def search(
+    trainer: Trainer,
+    data: DataFrame | RDD[Any],
+    space: Mapping[str, Any],
+    *,
+    metric: str = "loss",
+    trials: int | None = None,
+    algorithm: str | Optuna = "random",
+    parallel: int | None = None,
+    seed: int = 0,
+    path: str | os.PathLike[str] | None = None,
+) -> SearchResult:
+    """Train with different values of some arguments, and return the results and the best model.
+
+    The data is read once. A trial that fails is a row of the table with the reason, and the others go
+    on. The same arguments give the same table, apart from the times::
+
+        result = sparkdl.tune.search(
+            trainer,
+            df,
+            {
+                "optimizer.lr": sparkdl.tune.loguniform(1e-4, 1e-1),
+                "model.hidden": [16, 32, 64],
+                "batch_size": [64, 256],
+            },
+            metric="accuracy",
+        )
+        result.to_pandas()
+        result.best_model.transform(df)
+
+    Args:
+        trainer: The trainer; its validation scores the trials.
+        data: The training data, as for ``Trainer.fit``.
+        space: The values to try, by the names of arguments: a field of the trainer (``"batch_size"``)
+            or a keyword argument of what it builds with (``"model.hidden"``, ``"optimizer.lr"``,
+            ``"schedule.gamma"``, ``"stop.epochs"``). The values are a list, :func:`uniform`,
+            :func:`loguniform` or :func:`integers`.
+        metric: The metric of the validation to make as good as possible. A trial counts by its last
+            validation; or by its best one with ``Validation(best=metric)``, whose weights are kept.
+        trials: The number of trials. None is all combinations of a grid, and otherwise 16.
+        algorithm: "random", "grid" (all combinations), "optuna", or :class:`Optuna` with settings.
+        parallel: The number of trials that run at once, each in one task of Spark, by the local
+            engine, on CPUs. None is as many as the cluster runs tasks at once. 1 makes one trial
+            after another, each by the engine of the trainer on the whole cluster: for models that
+            need it.
+        seed: The seed of the algorithm. The trials themselves have the trainer's seed.
+        path: A folder or a URI for the finished trials. The same call goes on from what is there,
+            after the driver was killed for example.
+
+    Returns:
+        The table of trials and the best model.
+
+    Raises:
+        UserError: An argument, the space or the data cannot work.
+        TrainingError: Spark has ended.
+        CheckpointError: ``path`` cannot be read or written.
+        KeyboardInterrupt: The user interrupted twice.
+    """
+    context = context_of(data)
+    settings = settings_of(context, session_of(data))
+    trials, parallel, seed = plain(trials), plain(parallel), plain(seed)
+    raise_all(
+        ParameterError,
+        list(problems_of_search(trainer, space, metric, trials, algorithm, parallel, seed)),
+    )
+    domains = domains_of(space)
+    objective = _objective(trainer, metric)
+    together = parallel != 1
+    if together:
+        trainer_here = replace(trainer, engine="local", replicas=trainer.replicas or 1)
+        slots = parallel or task_slots(context, seconds=min(SLOT_SECONDS, settings.timeout or 30))
+    else:
+        trainer_here, slots = trainer, 1
+    folder = None
+    if path is not None:
+        told = _described(trainer, domains, objective, algorithm, together, seed)
+        folder = SearchFolder.open(path, told, objective)
+    search_id = folder.search_id if folder else secrets.token_hex(8)
+    chosen = _algorithm(algorithm, domains, trials, seed, objective, search_id)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(warming_up(context))
+        stack.enter_context(own_properties(context))
+        placements = stack.enter_context(Placements(data, list(domains), folder))
+        runner: Runner
+        if together:
+            side_by_side = SideBySide(
+                context, trainer_here, domains, objective, placements, slots, f"sparkdl-{search_id}"
+            )
+            runner = stack.enter_context(side_by_side)
+        else:
+            runner = OneByOne(context, trainer, domains, objective, placements, folder is not None)
+        trial_table = TrialTable(objective, folder, settings.progress, chosen.trials)
+        asked = interruptible(_TOLD) if together else contextlib.nullcontext(Interrupt())
+        with asked as interrupt, trial_table:
+            stopped = _make_trials(chosen, runner, trial_table, interrupt)
+        best = trial_table.best
+        model = None
+        if best is not None:
+            model = _model(trial_table, trainer_here, domains, placements, objective)
+        elif trial_table.records:
+            first = trial_table.records[min(trial_table.records)]
+            logger.warning("no trial was completed; the first one says: %s", first.reason)
+    records = tuple(trial_table.records[number] for number in sorted(trial_table.records))
+    return SearchResult(records, best, stopped, objective, domains, trainer, model)
+
+
+def _make_trials(
+    algorithm: Algorithm, runner: Runner, table: TrialTable, interrupt: Interrupt
+) -> str | None:
+    """Make all trials, and return why the search ended early, or None.
+
+    An algorithm that learns is asked for trial k when exactly the trials up to k - slots have been
+    told, whichever others have ended: so what it chooses does not depend on how fast tasks are.
+    """
+    running: dict[int, RunningTrial] = {}
+    asked = told = 0
+    while len(table.records) < algorithm.trials:
+        if interrupt.asked:
+            return INTERRUPTED
+        while algorithm.learns and told <= asked - runner.slots and told in table.records:
+            algorithm.tell(table.records[told])
+            told += 1
+        ready = not algorithm.learns or told > asked - runner.slots
+        if asked < algorithm.trials and len(running) < runner.slots and ready:
+            earlier = table.earlier.get(asked)
+            arguments = algorithm.ask(asked, earlier.arguments if earlier else None)
+            if earlier is not None:
+                table.add_earlier(asked)
+            else:
+                try:
+                    running[asked] = runner.start(asked, arguments, algorithm.pruning(), table.best)
+                except SearchInterrupted:
+                    return INTERRUPTED
+            asked += 1
+            continue
+        ended = [number for number, trial in running.items() if trial.done]
+        for number in ended:
+            table.add(running.pop(number).outcome())
+        if not ended:
+            time.sleep(WAIT_SECONDS)
+    for number in range(told, algorithm.trials):
+        algorithm.tell(table.records[number])
+    return None
+
+
+def _model(
+    table: TrialTable,
+    trainer: Trainer,
+    space: Mapping[str, Domain],
+    placements: Placements,
+    objective: Objective,
+) -> TrainedModel:
+    """Return the trained model of the best trial."""
+    best, outcome = table.best, table.best_outcome
+    assert best is not None
+    trained = None if outcome is None else outcome.trained
+    if trained is None:
+        if outcome is not None and outcome.history is not None:
+            weights, history = outcome.weights, outcome.history
+        else:
+            assert table.folder is not None
+            weights, history = table.folder.model(best.number)
+        own = trainer_of(trainer, space, best.arguments)
+        placed = placements.of(own, best.arguments)
+        fit = LocalFit(placed.training, placed.validation, placed.float_dtype)
+        trained = fit.trained(own, list(weights), weights.__getitem__, history)
+    return trained if trained.best is None or not objective.best else trained.best
+
+
+def _algorithm(
+    algorithm: str | Optuna,
+    space: Mapping[str, Domain],
+    trials: int | None,
+    seed: int,
+    objective: Objective,
+    search_id: str,
+) -> Algorithm:
+    """Return the algorithm that the user asked for."""
+    if algorithm == "grid":
+        return Grid(space, trials)
+    if algorithm == "random":
+        return Random(space, trials, seed)
+    options = algorithm if isinstance(algorithm, Optuna) else Optuna()
+    return OptunaSearch(options, space, trials, seed, objective, search_id)
+
+
+def _objective(trainer: Trainer, metric: str) -> Objective:
+    validation = trainer.validation
+    assert validation is not None
+    directions = Scorer(trainer.objective, tuple(resolve(validation.metrics))).higher_is_better
+    return Objective(metric, directions[metric], validation.best == metric)
+
+
+def _described(
+    trainer: Trainer,
+    space: Mapping[str, Domain],
+    objective: Objective,
+    algorithm: str | Optuna,
+    together: bool,
+    seed: int,
+) -> dict[str, str]:
+    """Return what is searched, in words: what must be the same for a search to go on."""
+    told = describe_trainer(trainer)
+    for name in ("callbacks", "validation", "checkpoint"):
+        told.pop(name, None)
+    options = algorithm
+    if isinstance(algorithm, Optuna):
+        options = f"optuna, {describe(algorithm.sampler)}, {describe(algorithm.pruner)}"
+    return {
+        "space": describe(space),
+        "metric": objective.metric,
+        "algorithm": str(options),
+        "trials run": "side by side" if together else "one after another",
+        "seed": str(seed),
+        **{f"trainer.{name}": text for name, text in told.items()},
+    }

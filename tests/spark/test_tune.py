@@ -1,0 +1,402 @@
+"""Searches: trials side by side and one after another, resumed, with Optuna, and their results."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import optuna
+import pytest
+import torch
+import tune_between_nodes as script
+from launch import digest, launch
+from pyspark import cloudpickle
+from torch import nn
+
+import sparkdl
+from sparkdl import tune
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pyspark.sql import DataFrame, SparkSession
+
+pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(sys.modules["tune_between_nodes"])
+
+
+class Net(nn.Module):
+    def __init__(self, hidden: int = 4, fail: bool = False) -> None:
+        super().__init__()
+        if fail:
+            raise RuntimeError("this one cannot be built")
+        self.body = nn.Sequential(nn.Linear(2, hidden), nn.Tanh(), nn.BatchNorm1d(hidden))
+        self.head = nn.Linear(hidden, 2)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(features))
+
+
+@pytest.fixture(scope="module")
+def frames(spark: SparkSession) -> tuple[DataFrame, DataFrame]:
+    """Points in or outside a circle, to train and to validate on."""
+    generator = np.random.default_rng(0)
+    points = generator.uniform(-1, 1, (260, 2)).astype("float32")
+    rows = [(p.tolist(), int((p**2).sum() < 0.6)) for p in points]
+    schema = "features array<float>, label bigint"
+    train, held = (spark.createDataFrame(some, schema) for some in (rows[:200], rows[200:]))
+    return train, held
+
+
+@pytest.fixture
+def trainer(frames: tuple[DataFrame, DataFrame]) -> sparkdl.Trainer:
+    return sparkdl.Trainer(
+        model=Net,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.Adam, lr=0.01),
+        batch_size=50,
+        stop=sparkdl.max_epoch(2),
+        validation=sparkdl.Validation(frames[1], metrics=["accuracy"]),
+    )
+
+
+SPACE = {
+    "optimizer.lr": tune.loguniform(1e-3, 1e-1),
+    "model.hidden": [2, 4],
+    "batch_size": [20, 50],
+}
+
+
+def without_times(result: tune.SearchResult) -> list[dict[str, Any]]:
+    """The rows of the table, without the seconds; NaN equals NaN."""
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in result.rows()]
+    return json.loads(json.dumps(rows))
+
+
+def test_trials_side_by_side_are_fits_of_the_local_engine(
+    trainer: sparkdl.Trainer,
+    frames: tuple[DataFrame, DataFrame],
+    nothing_left: Callable[[], None],
+) -> None:
+    """Every row, and the best model bit for bit, are those of a fit with the same values."""
+    result = tune.search(trainer, frames[0], SPACE, metric="accuracy", trials=5, seed=1)
+    assert [one.status for one in result.trials] == ["completed"] * 5
+    assert len({one.arguments["optimizer.lr"] for one in result.trials}) == 5
+    best = max(result.trials, key=lambda one: one.value)
+    assert result.best.value == best.value
+    own = replace(result.best_trainer, engine="local", replicas=1)
+    assert own.model.keywords == {"hidden": result.best.arguments["model.hidden"]}
+    assert own.batch_size == result.best.arguments["batch_size"]
+    fitted = own.fit(frames[0])
+    assert fitted.history.validations[-1]["metrics"] == result.best.metrics
+    for name, value in fitted.module.state_dict().items():
+        assert torch.equal(value, result.best_model.module.state_dict()[name]), name
+    assert fitted.history.losses == result.best_model.history.losses
+    assert result.best_model.evaluate(frames[1], ["accuracy"])["accuracy"] == pytest.approx(
+        result.best.value
+    )
+    assert "prediction" in result.best_model.transform(frames[1]).columns
+    again = tune.search(trainer, frames[0], SPACE, metric="accuracy", trials=5, seed=1, parallel=3)
+    assert without_times(again) == without_times(result)
+    nothing_left()
+
+
+def test_a_failed_trial_is_a_row(
+    trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame]
+) -> None:
+    """With its reason, whether the trainer, the model or the training fails; the others go on."""
+    space = {
+        "model.fail": [False, True],
+        "batch_size": [50, 0],
+        "on_nan": ["raise"],
+        "optimizer.lr": [0.01, 1e30],
+    }
+    result = tune.search(trainer, frames[0], space, algorithm="grid")
+    assert len(result.trials) == 8
+    table = result.to_pandas()
+    assert list(table.columns[:5]) == [*space, "loss"]
+    assert table["status"].tolist() == ["completed", *["failed"] * 7]
+    reasons = table["reason"].tolist()
+    assert "iteration" in reasons[1], reasons[1]
+    assert all("batch_size=0" in reason for reason in (*reasons[2:4], *reasons[6:8]))
+    assert all("this one cannot be built" in reason for reason in reasons[4:6])
+    assert result.best.number == 0
+    assert math.isnan(table["loss"][4])
+    hopeless = tune.search(trainer, frames[0], {"model.fail": [True]}, algorithm="grid")
+    assert hopeless.best is None
+    with pytest.raises(sparkdl.ParameterError, match="this one cannot be built"):
+        _ = hopeless.best_model
+
+
+class Killed(Exception):
+    pass
+
+
+class Log(sparkdl.Callback):
+    """Notes each trial that is trained in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_fit_start(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
+        with self.path.open("a") as file:
+            file.write(".")
+
+    @property
+    def count(self) -> int:
+        return len(self.path.read_text())
+
+
+@pytest.mark.parametrize("algorithm", ["random", "optuna"])
+def test_a_search_goes_on_from_its_folder(
+    trainer: sparkdl.Trainer,
+    frames: tuple[DataFrame, DataFrame],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    algorithm: str,
+) -> None:
+    """After its driver has ended: finished trials are not made again, and the table is the same."""
+    log = Log(tmp_path / "log")
+    own = replace(trainer, callbacks=[log])
+    search = partial(
+        tune.search, own, frames[0], SPACE, metric="accuracy", trials=6, algorithm=algorithm,
+        parallel=2,
+    )  # fmt: skip
+    whole = search()
+    assert log.count == 6
+    add = tune.folder.SearchFolder.add
+
+    def dies(self: Any, outcome: Any) -> None:
+        add(self, outcome)
+        if len(self.records) == 4:
+            raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tune.folder.SearchFolder, "add", dies)
+        with pytest.raises(Killed):
+            search(path=tmp_path / "search")
+    assert len(list((tmp_path / "search").glob("trial-*.json"))) == 4
+    assert len(list((tmp_path / "search").glob("model-*.safetensors"))) == 1
+    (tmp_path / "log").write_text("")
+    resumed = search(path=tmp_path / "search")
+    assert log.count == 2
+    assert without_times(resumed) == without_times(whole)
+    finished = search(path=tmp_path / "search")
+    assert log.count == 2
+    for result in (resumed, finished):
+        for name, value in whole.best_model.module.state_dict().items():
+            assert torch.equal(value, result.best_model.module.state_dict()[name]), name
+        assert result.best_model.history.losses == whole.best_model.history.losses
+    with pytest.raises(sparkdl.ParameterError, match="another search: seed is 3 here and 0 there"):
+        search(path=tmp_path / "search", seed=3)
+    with pytest.raises(sparkdl.ParameterError, match="on other data, of 200 rows"):
+        tune.search(
+            own, frames[1], SPACE, metric="accuracy", trials=7, algorithm=algorithm,
+            path=tmp_path / "search", parallel=2,
+        )  # fmt: skip
+
+
+def test_distributed_trials_share_the_samples(
+    trainer: sparkdl.Trainer,
+    frames: tuple[DataFrame, DataFrame],
+    num_jobs: Callable[[], int],
+    nothing_left: Callable[[], None],
+    tmp_path: Path,
+) -> None:
+    """``parallel=1``: each trial is a fit of the trainer's engine, resumed from its checkpoints."""
+    own = replace(
+        trainer,
+        replicas=2,
+        validation=replace(trainer.validation, best="accuracy"),
+        checkpoint=sparkdl.Checkpoint(tmp_path / "checkpoints"),
+        ema=0.9,
+    )
+    space = {"optimizer.lr": [0.01, 0.1]}
+    result = tune.search(
+        own, frames[0], space, metric="accuracy", algorithm="grid", parallel=1, path=tmp_path / "a"
+    )
+    best = result.best_trainer
+    fitted = replace(best, checkpoint=None).fit(frames[0])
+    assert fitted.best is not None
+    for name, value in fitted.best.module.state_dict().items():
+        assert torch.equal(value, result.best_model.module.state_dict()[name]), name
+    assert result.best.value == max(
+        one["metrics"]["accuracy"] for one in fitted.history.validations
+    )
+    assert {one.name for one in (tmp_path / "checkpoints").iterdir()} == {
+        "trial-000000",
+        "trial-000001",
+    }
+    before = num_jobs()
+    again = tune.search(
+        own, frames[0], space, metric="accuracy", algorithm="grid", parallel=1, path=tmp_path / "a"
+    )
+    assert num_jobs() - before < 12  # the samples for the best model, and no iteration
+    for name, value in result.best_model.module.state_dict().items():
+        assert torch.equal(value, again.best_model.module.state_dict()[name]), name
+    nothing_left()
+
+
+def test_optuna_prunes_and_keeps_its_storage(
+    trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], tmp_path: Path
+) -> None:
+    """Its pruner sees the validations, its storage has the trials, and knows them the next time."""
+    url = f"sqlite:///{tmp_path}/study.db"
+    options = tune.Optuna(
+        sampler=partial(optuna.samplers.TPESampler, n_startup_trials=2),
+        pruner=optuna.pruners.PercentilePruner(10.0, n_startup_trials=1),
+        storage=url,
+        study_name="circle",
+    )
+    search = partial(
+        tune.search, replace(trainer, stop=sparkdl.max_epoch(4)), frames[0],
+        {"optimizer.lr": tune.loguniform(1e-6, 1e-1), "model.hidden": tune.integers(2, 6)},
+        algorithm=options, parallel=2, trials=8,
+    )  # fmt: skip
+    result = search()
+    status = [one.status for one in result.trials]
+    assert {"completed", "pruned"} <= set(status)
+    assert "failed" not in status
+    for one in result.trials:
+        assert len(one.scores) == (4 if one.status == "completed" else one.epochs)
+    assert result.best.status == "completed"
+    study = optuna.load_study(storage=url, study_name="circle")
+    assert len(study.trials) == 8
+    assert study.best_value == min(one.value for one in result.trials)
+    stored = {t.user_attrs["sparkdl:trial"]: t.params for t in study.trials}
+    assert stored == {one.number: one.arguments for one in result.trials}
+    more = search(trials=2)
+    assert len(optuna.load_study(storage=url, study_name="circle").trials) == 10
+    assert [one.arguments for one in more.trials] != [one.arguments for one in result.trials[:2]]
+    with pytest.raises(sparkdl.ParameterError, match="give another study_name"):
+        tune.search(trainer, frames[0], SPACE, metric="accuracy", algorithm=options)
+
+
+def test_a_picture_of_the_trials(
+    trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], tmp_path: Path
+) -> None:
+    space = {
+        "optimizer.lr": tune.loguniform(1e-3, 1e-1),
+        "model.hidden": tune.integers(2, 6, log=True),
+        "loss": [nn.CrossEntropyLoss(), nn.CrossEntropyLoss(label_smoothing=0.1)],
+        "batch_size": [50, 0],
+    }
+    result = tune.search(trainer, frames[0], space, trials=6, metric="accuracy", seed=3)
+    assert {one.status for one in result.trials} == {"completed", "failed"}
+    assert len({one.arguments["loss"] for one in result.trials}) == 2
+    result.plot(tmp_path / "trials.png")
+    assert (tmp_path / "trials.png").read_bytes().startswith(b"\x89PNG")
+    assert "trial" in result._repr_html_()
+    assert repr(result).startswith("<sparkdl.tune.SearchResult: 6 trials, best accuracy 0.")
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"space": {}}, "the space is empty"),
+    ({"space": {"batchsize": [1]}}, 'no such argument. Did you mean "batch_size"'),
+    ({"space": {"model.hiden": [1]}}, 'Net, has no argument "hiden". Did you mean "hidden"'),
+    ({"space": {"optimizer.rate": [1]}}, 'Adam, has no argument "rate"'),
+    ({"space": {"loss.weight": [1]}}, "give a list of whole values"),
+    ({"space": {"engine": ["gang"]}}, "which a search does not vary"),
+    ({"space": {"batch_size": 5}}, r'space\["batch_size"\] is an int'),
+    ({"space": {"seed": tune.integers(1, 3)}, "algorithm": "grid"}, r'space\["seed"\] is a range'),
+    ({"metric": "acuracy"}, 'Did you mean "accuracy"'),
+    ({"trials": 0}, "trials=0"),
+    ({"parallel": 0.5}, "parallel=0.5"),
+    ({"algorithm": "optun"}, 'Did you mean "optuna"'),
+    ({"algorithm": tune.Optuna(sampler=optuna.samplers.RandomSampler())}, "is already built"),
+    ({"algorithm": tune.Optuna(study_name="a")}, "give storage= too"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_a_mistake_is_told_before_any_trial(
+    trainer: sparkdl.Trainer,
+    frames: tuple[DataFrame, DataFrame],
+    num_jobs: Callable[[], int],
+    given: dict[str, Any],
+    message: str,
+) -> None:
+    before = num_jobs()
+    with pytest.raises(sparkdl.ParameterError, match=message):
+        tune.search(trainer, frames[0], **{"space": SPACE, **given})
+    assert num_jobs() == before
+
+
+def test_trainers_for_which_a_search_has_no_use(
+    trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], tmp_path: Path
+) -> None:
+    with pytest.raises(sparkdl.ParameterError, match="the trainer has no validation"):
+        tune.search(replace(trainer, validation=None), frames[0], SPACE)
+    checkpoint = sparkdl.Checkpoint(tmp_path)
+    with pytest.raises(sparkdl.ParameterError, match=r"has checkpoint, .* give parallel=1"):
+        tune.search(replace(trainer, checkpoint=checkpoint), frames[0], SPACE)
+
+
+@pytest.mark.parametrize("bounds", [(1, 1), (2, 1), ("a", 1), (0, math.inf)])
+def test_ranges_have_two_ends(bounds: tuple[Any, Any]) -> None:
+    with pytest.raises(sparkdl.ParameterError, match="give two numbers"):
+        tune.uniform(*bounds)
+    with pytest.raises(sparkdl.ParameterError):
+        tune.integers(*bounds)
+    with pytest.raises(sparkdl.ParameterError, match="above 0"):
+        tune.loguniform(0, 1)
+
+
+@pytest.mark.slow
+def test_nodes_have_copies_of_the_samples(spark: SparkSession, tmp_path: Path) -> None:
+    """On a cluster: one copy a node, gone in the end, and the table of one machine."""
+    found = launch(Path(script.__file__), tmp_path, master="local-cluster[2,2,1024]")
+    here = script.search(spark)
+    assert found["table"] == json.loads(json.dumps(script.table(here)))
+    assert found["digest"] == digest(here.best_model.module)
+    assert found["nodes"] == 2
+    assert found["files"] == 2 * found["names"]
+    assert found["left"] == []
+
+
+def test_an_interrupt_ends_a_search(
+    trainer: sparkdl.Trainer,
+    frames: tuple[DataFrame, DataFrame],
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_left: Callable[[], None],
+) -> None:
+    """The finished trials and the best model of them are there, and nothing goes on running."""
+    add = tune.table.TrialTable.add
+
+    def interrupted(self: Any, outcome: Any) -> None:
+        add(self, outcome)
+        if len(self.records) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(tune.table.TrialTable, "add", interrupted)
+    result = tune.search(trainer, frames[0], SPACE, trials=30, parallel=2)
+    assert result.stopped == "interrupted"
+    assert 2 <= len(result.trials) <= 3
+    assert result.best_model is not None
+    nothing_left()
+
+
+class Dies(sparkdl.Callback):
+    """Ends the process of a trial with a large batch."""
+
+    def on_iteration_end(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
+        if trainer.batch_size == 100:
+            os._exit(1)
+
+
+def test_a_task_that_dies_is_a_failed_trial(
+    trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame]
+) -> None:
+    own = replace(trainer, callbacks=[Dies()])
+    result = tune.search(own, frames[0], {"batch_size": [50, 100, 200]}, algorithm="grid")
+    assert [one.status for one in result.trials] == ["completed", "failed", "completed"]
+    assert "The Python worker died" in result.trials[1].reason
