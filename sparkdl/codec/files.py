@@ -44,8 +44,8 @@ def path_here(path: str | os.PathLike[str]) -> Path:
     """
     if is_uri(path):
         raise ParameterError(
-            f'"{without_credentials(os.fspath(path))}" is a URI, and only checkpoints go there: give a '
-            "path of the driver's file system, and copy what is there."
+            f'"{without_credentials(os.fspath(path))}" is a URI, and only checkpoints and models go '
+            "there: give a path of the driver's file system, and copy what is there."
         )
     return Path(path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,11 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.checkpoint import Checkpoint
-from sparkdl.data.columns.base import ColumnSpec, padding_of
+from sparkdl.codec.describe import describe, describe_trainer
+from sparkdl.codec.html import titled, two_columns
+from sparkdl.data.columns.base import ColumnSpec
 from sparkdl.errors import ParameterError, raise_all
+from sparkdl.infer.new_forward import signature_of
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.triggers import MaxEpoch, Trigger
@@ -231,6 +234,25 @@ class Trainer:
             object.__setattr__(self, name, plain_list(getattr(self, name)))
         raise_all(ParameterError, list(problems_of(self)))
 
+    def __repr__(self) -> str:
+        """Return the fields that differ from their defaults."""
+        told = ", ".join(f"{name}={text}" for name, text in self._changed().items())
+        return f"Trainer({told})"
+
+    def _repr_html_(self) -> str:
+        """Return the view in a notebook: the fields that differ from their defaults."""
+        return titled("sparkdl.Trainer", two_columns(self._changed()))
+
+    def _changed(self) -> dict[str, str]:
+        """Return the fields that differ from their defaults as text, secrets hidden."""
+        told = describe_trainer(self)
+        defaults = {f.name: _default(f) for f in fields(self) if f.init}
+        return {
+            name: text
+            for name, text in told.items()
+            if defaults[name] is MISSING or text != describe(defaults[name])
+        }
+
     @property
     def feature_columns(self) -> tuple[str, ...]:
         """The names of the feature columns, as a tuple."""
@@ -246,12 +268,7 @@ class Trainer:
     @property
     def signature(self) -> Signature:
         """The way to call the model, including the lengths of sequences that ask for them."""
-        inputs = []
-        for keyword, column in zip(self.keywords, self.feature_columns, strict=False):
-            padding = padding_of(self.columns, column)
-            lengths = padding is not None and padding.lengths
-            inputs += [keyword, f"{keyword}_lengths"] if lengths else [keyword]
-        return Signature(tuple(inputs), self.output)
+        return signature_of(self.features, self.columns, self.output)[1]
 
     @property
     def label_columns(self) -> tuple[str, ...]:
@@ -352,6 +369,11 @@ class Trainer:
 
         raise_all(ParameterError, list(problems_of_start(resume)))
         return partial_fit(self, data, resume)
+
+
+def _default(one: Field[Any]) -> Any:
+    """Return the default of a dataclass field; ``MISSING`` if it has none."""
+    return one.default if one.default_factory is MISSING else one.default_factory()
 
 
 def _table(weights: Sequence[float] | Mapping[int, float] | None) -> tuple[float, ...] | None:

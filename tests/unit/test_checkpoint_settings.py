@@ -85,7 +85,11 @@ def test_all_mistakes_are_told_at_once() -> None:
         ("pad_token", "[PAD]", "[PAD]"),
         ("hf_token", "hunter2", "(redacted)"),
         ("keywords", "red", "red"),
-        ("model", "make(max_tokens=512, token='hunter2')", "make(max_tokens=512, token='(redacted)')"),
+        (
+            "model",
+            "make(max_tokens=512, token='hunter2')",
+            "make(max_tokens=512, token='(redacted)')",
+        ),
     ],
 )
 def test_secrets_are_hidden(key: str, value: Any, text: str) -> None:
