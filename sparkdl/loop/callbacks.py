@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from sparkdl.loop.state import TrainState
@@ -57,3 +58,17 @@ class Callback:
 
         It is not called if the fit fails or is interrupted a second time.
         """
+
+    def on_result(self, trainer: Any, trained: Any) -> None:
+        """Handle the result: the :class:`sparkdl.TrainedModel` that ``fit`` is about to return."""
+
+
+of_every_fit: dict[type[Callback], Callable[[], Callback]] = {}
+"""What makes the callbacks that each fit of this process has beside those of its trainer, by type."""
+
+
+def added_callbacks(own: Any) -> Iterator[Callback]:
+    """Yield new callbacks of :data:`of_every_fit`, but of no type that is in ``own``."""
+    for kind, make in of_every_fit.items():
+        if not any(isinstance(callback, kind) for callback in own):
+            yield make()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 import re
 import tempfile
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.codec.describe import plain_parameters
@@ -15,11 +19,20 @@ from sparkdl.errors import ParameterError
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import Every, Trigger
 from sparkdl.summaries.base import Recorder, extra_needed, scalars
+from sparkdl.summaries.files import plot_history
+from sparkdl.summaries.mlflow_model import log_model
 
 if TYPE_CHECKING:
     from sparkdl.infer.trained_model import TrainedModel
     from sparkdl.train.trainer import Trainer
 
+logger = logging.getLogger("sparkdl")
+MOST_METRICS = 1000
+"""The most metrics that MLflow takes at once."""
+MOST_UNSENT = 100_000
+"""The most metrics that are kept while the store fails; earlier ones are dropped."""
+PAUSE_SECONDS = 10.0
+"""The least time between two attempts to log to a store that fails."""
 _OPEN: set[str] = set()
 """The runs that a summary started and has not ended."""
 
@@ -31,20 +44,26 @@ class MLflow(Recorder):
       :func:`sparkdl.codec.describe.plain_parameters`).
     - When ``every`` fires: the scalars that :class:`TensorBoard` shows.
     - After each validation: ``validation/METRIC``.
-    - At the end: the artifact ``history.json``.
+    - At the end: the artifacts ``history.json``, and ``curves.png`` if matplotlib is installed.
+    - With ``log_models``: the trained model, by :func:`sparkdl.mlflow.log_model`.
 
     The step in MLflow is the number of iterations. If a fit fails, its own run becomes ``FAILED`` as
-    soon as the next fit starts or the program ends. The callback needs the extra ``mlflow``.
+    soon as the next fit starts or the program ends. If the store fails during a fit, a warning says
+    so, and the fit goes on. What could not be logged is kept and logged when the store works again;
+    the attempts take at most a twentieth of the time. The callback needs the extra ``mlflow``.
 
     Args:
         run_name: The name of a run that the callback starts.
         every: The trigger that logs scalars; None is every 10 iterations.
+        log_models: Log the trained model after the fit.
 
     Raises:
         ParameterError: The extra is not installed; or, when the fit starts, MLflow cannot log.
     """
 
-    def __init__(self, run_name: str | None = None, every: Trigger | None = None) -> None:
+    def __init__(
+        self, run_name: str | None = None, every: Trigger | None = None, log_models: bool = False
+    ) -> None:
         super().__init__(Every(10) if every is None else every)
         try:
             import mlflow
@@ -52,7 +71,10 @@ class MLflow(Recorder):
             raise extra_needed("MLflow", "mlflow", "mlflow-skinny") from None
         self._mlflow: Any = mlflow
         self._run_name = run_name
+        self._log_models = log_models
         self._shown = TrainState()
+        self._unsent: list[Any] = []
+        self._next_try = 0.0
         self._client: Any = None
         self._fail: Any = None
         self.run_id: str = ""
@@ -60,7 +82,7 @@ class MLflow(Recorder):
 
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
         super().on_fit_start(trainer, state)
-        self._shown = state
+        self._shown, self._unsent, self._next_try = state, [], 0.0
         try:
             self._begin()
             self._log_parameters(trainer)
@@ -89,12 +111,31 @@ class MLflow(Recorder):
 
     def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
         super().on_fit_end(trainer, state)
-        content = self.history.to_json_bytes().decode()
-        self._client.log_text(self.run_id, content, "history.json")
+        self._send()
+        self._attempt("its history", self._log_history)
+        if not self._log_models:
+            self._finish()
+
+    def on_result(self, trainer: Trainer, trained: TrainedModel) -> None:
+        if self._log_models:
+            self._attempt("the model", lambda: log_model(trained, run_id=self.run_id))
+            self._finish()
+
+    def _finish(self) -> None:
+        """End the run that the callback started."""
         if self._fail is not None:
             self._fail.detach()
             self._fail = None
-            _end(self._mlflow, self._client, self.run_id, "FINISHED")
+            end = functools.partial(_end, self._mlflow, self._client, self.run_id, "FINISHED")
+            self._attempt("the end of the run", end)
+
+    def _log_history(self) -> None:
+        content = self.history.to_json_bytes().decode()
+        self._client.log_text(self.run_id, content, "history.json")
+        if len(self.history) and importlib.util.find_spec("matplotlib") is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                plot_history(self.history, Path(folder, "curves.png"))
+                self._client.log_artifact(self.run_id, str(Path(folder, "curves.png")))
 
     def write(self, trainer: Trainer, state: TrainState) -> None:
         if state.iteration > self._shown.iteration:
@@ -133,11 +174,38 @@ class MLflow(Recorder):
 
     def _log(self, values: dict[str, float], step: int) -> None:
         now = int(time.time() * 1000)
-        metrics = [
+        self._unsent += [
             self._mlflow.entities.Metric(name, float(value), now, step)
             for name, value in _named(values).items()
         ]
-        self._client.log_batch(self.run_id, metrics=metrics)
+        if time.monotonic() >= self._next_try:
+            self._send()
+
+    def _send(self) -> None:
+        """Log the metrics that have not been logged."""
+        while self._unsent:
+            metrics = self._unsent[:MOST_METRICS]
+            log = functools.partial(self._client.log_batch, self.run_id, metrics=metrics)
+            if not self._attempt("metrics", log):
+                del self._unsent[:-MOST_UNSENT]
+                break
+            del self._unsent[: len(metrics)]
+
+    def _attempt(self, what: str, log: Callable[[], Any]) -> bool:
+        """Log something and return whether that succeeded; a warning says why it did not."""
+        began = time.monotonic()
+        try:
+            log()
+        except Exception as error:  # a store may raise anything
+            seconds = time.monotonic() - began
+            self._next_try = time.monotonic() + max(PAUSE_SECONDS, 20 * seconds)
+            logger.warning(
+                "the training goes on, but MLflow could not log %s: %s",
+                what,
+                without_credentials(str(error)).strip().partition("\n")[0],
+            )
+            return False
+        return True
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from sparkdl.infer.checkpoint_model import told_in_manifest
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.advance import catch_up, first_state
+from sparkdl.loop.callbacks import added_callbacks
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import (
     AVERAGE,
@@ -205,7 +206,8 @@ def run(
         model = replace(model, module=nn.Module())  # the preflight's module takes memory
         rescue = Rescue(trainer, engine, identity, told, history, one_pass)
         with interruptible() as interrupt, rescue, contextlib.closing(progress):
-            callbacks = [rescue, *trainer.callbacks, progress]
+            given = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
+            callbacks = [rescue, *given, progress]
             config = LoopConfig.of(trainer)
             state = train(
                 trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
@@ -226,6 +228,8 @@ def run(
     if packed is not None:
         digest = weights_digest(trained.module)
         trained.optimizer_state = StoredState(packed, identity.model, model.optimizers, digest)
+    for callback in given:
+        callback.on_result(trainer, trained)
     return CarriedRun(trained, state, packed_best, schedule if one_pass else None)
 
 

@@ -125,7 +125,7 @@ def test_evaluators_of_spark_take_the_predictions(spark: Any) -> None:
     assert [list(row.raw) for row in scored.collect()] == [row.raw for row in plain]
     auc = BinaryClassificationEvaluator(rawPredictionCol="raw").evaluate(scored)
     assert auc == pytest.approx(
-        trained.evaluate(data, metrics=["auc"], output=lambda out: out[:, 1] - out[:, 0])["auc"],
+        trained.evaluate(data, metrics=["auc"], output=lambda out: out[:, 1])["auc"],
         abs=1e-6,
     )
     to_class = partial(torch.argmax, dim=1)
@@ -171,9 +171,9 @@ def test_a_model_at_a_uri(spark: Any, matched: Any, tmp_path: Path, scheme: str)
     with torch.no_grad():
         loaded.module.users.weight.zero_()
     loaded.save(uri, overwrite=True)
-    assert float(sparkdl.load(uri).module.users.weight.abs().sum()) == 0
+    assert not sparkdl.load(uri).module.users.weight.any()
     if scheme == "viewfs":
-        assert not any(path.name.endswith(".crc") for path in tmp_path.rglob("*.part"))
+        (tmp_path / "models/one/.model.safetensors.crc").unlink()  # of Hadoop's local file system
         (tmp_path / "models/one/model.safetensors").write_bytes(b"no weights")
         with pytest.raises(
             sparkdl.ModelError, match=r"viewfs://here/models/one/model\.safetensors"
