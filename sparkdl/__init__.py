@@ -45,6 +45,7 @@ from sparkdl.parallel.base import DDP, FSDP, Pipeline, Tensor
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
+from sparkdl.train.groups import GroupModels, fit_groups
 from sparkdl.train.trainer import Trainer
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "DamagedCheckpoint",
     "DataError",
     "GradBucket",
+    "GroupModels",
     "History",
     "Image",
     "MeanMetric",
@@ -88,6 +90,7 @@ __all__ = [
     "every",
     "every_epoch",
     "every_seconds",
+    "fit_groups",
     "gang",
     "load",
     "max_epoch",

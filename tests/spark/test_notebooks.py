@@ -1,4 +1,4 @@
-"""A notebook's kernel: what it shows, its errors, its stop button, and the notebooks of the examples."""
+"""A notebook's kernel: what it shows, its errors, its stop button, and the examples' notebooks."""
 
 from __future__ import annotations
 
