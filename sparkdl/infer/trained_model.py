@@ -14,7 +14,6 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, functions
 from torch import nn
 
-from sparkdl.codec.html import table, titled
 from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
@@ -23,13 +22,14 @@ from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, ParameterError, kind_of, raise_all, wrong_data
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
 from sparkdl.infer.kept_state import StoredState
+from sparkdl.infer.model_view import as_html
 from sparkdl.infer.new_forward import Around, fields_of, recipe_and_module, signature_of
 from sparkdl.infer.output import Output, ml_column
 from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
 from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
 from sparkdl.loop.history import History
-from sparkdl.loop.history_tables import counted, timings_as_html
+from sparkdl.loop.history_tables import counted
 from sparkdl.metrics.named import Judging, Metrics, resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.loss import check_averages
@@ -127,22 +127,9 @@ class TrainedModel:
 
     def _repr_html_(self) -> str:
         """Return the view in a notebook: the fields, the training, and where its time went."""
-        inputs = slice(None, self.num_features), "feature"
-        labels = slice(self.num_features, None), "label"
-        rows = [
-            (field.name, role, str(field))
-            for part, role in (inputs, labels)
-            for field in self.fields[part]
-        ]
-        if self.output is not None:
-            rows.append(("", "output", str(Field("", self.output.dtype, self.output.shape))))
         size = counted(sum(p.numel() for p in self.module.parameters()), "parameter")
-        return titled(
-            f"sparkdl.TrainedModel: {type(self.module).__name__} of {size}",
-            table(("column", "role", "values"), rows),
-            self.history._repr_html_(),
-            timings_as_html(self.history.timings()),
-        )
+        title = f"sparkdl.TrainedModel: {type(self.module).__name__} of {size}"
+        return as_html(title, self.fields, self.num_features, self.output, self.history)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy or a pickle, which must ship the module for itself."""
