@@ -14,7 +14,7 @@ import torch
 
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
-from sparkdl.data.fields import SampleHandle, check_handles, check_total_weight
+from sparkdl.data.fields import check_total_weight
 from sparkdl.data.partition_reader import close_partitions
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.ragged import Rows
@@ -142,13 +142,12 @@ class FitGroup:
         """Write the rows into a slab. Raises DataError."""
         weighted = self.columns[-1].weight
         writer = PartitionWriter(slab, weighted=weighted)
-        handle: SampleHandle
         try:
             writer.add([column.name for column in self.columns], arrays_of(rows, self.columns))
-            handle = writer.finish()
         except RowError as error:
-            handle = writer.fail(error.problem)
-        check_handles([handle], "column")
+            writer.fail(error.problem)
+            raise DataError(error.problem.message("the group")) from None
+        handle = writer.finish()
         if weighted:
             check_total_weight([handle], len(handle.fields) - 1, "the weight of the group")
         labels = len(self.columns) - self.num_features - weighted

@@ -82,7 +82,8 @@ class GroupModels:
         row = found.select("error", "weights").first()
         if row is None or row.weights is None:
             reason = "there is no such group" if row is None else f"its fit failed: {row.error}"
-            raise ParameterError(f"no model of {', '.join(map(repr, key))}: {reason}.")
+            text = f"no model of {', '.join(map(repr, key))}: {reason}"
+            raise ParameterError(f"{text.rstrip('.')}.")
         flat = torch.from_numpy(np.frombuffer(row.weights, self._model.float_dtype).copy())
         return self._trained(filled(build_model(self._model.payload), flat))
 

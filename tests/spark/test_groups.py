@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from pyspark.sql import functions
 from torch import nn
 
 import sparkdl
@@ -55,7 +56,7 @@ def test_a_row_for_each_group(models: sparkdl.GroupModels) -> None:
     assert {name: row.rows for name, row in rows.items()} == {"a": 50, "b": 30, "c": 10}
     assert {name: row.iterations for name, row in rows.items()} == {"a": 8, "b": 4, "c": 0}
     assert rows["a"].error is rows["b"].error is rows["c"].weights is None
-    assert rows["c"].error.startswith("TrainingError: iteration 1")
+    assert rows["c"].error.startswith('DataError: column "y", row 5 of the group: is NaN')
     assert all(row.seconds > 0 for row in rows.values())
     assert [tuple(row) for row in models.errors.collect()] == [("c", 10, rows["c"].error)]
 
@@ -85,9 +86,21 @@ def test_groups_without_a_model_have_no_predictions(
         .union(spark.sql("SELECT 'z', bigint(1), array(double(1), double(2))"))
     )
     assert [row.prediction for row in models.transform(new).collect()] == [None] * 11
-    for key, reason in (("z", "there is no such group"), ("c", "its fit failed: TrainingError")):
+    for key, reason in (("z", "there is no such group"), ("c", "its fit failed: DataError")):
         with pytest.raises(sparkdl.ParameterError, match=f"no model of '{key}': {reason}"):
             models.model(key)
+
+
+def test_a_loss_that_is_not_finite_is_the_reason(series: Any, trainer: sparkdl.Trainer) -> None:
+    """The other groups go on."""
+    wild = series.where("series != 'c'").withColumn(
+        "y", functions.expr("IF(series = 'a', 1e30, y)")
+    )
+    found = sparkdl.fit_groups(wild, by="series", trainer=trainer)
+    rows = {row.series: row for row in found.table.collect()}
+    assert rows["a"].error.startswith("TrainingError: iteration 1")
+    assert (rows["b"].error, rows["b"].iterations) == (None, 4)
+    found.unpersist()
 
 
 def test_several_columns_make_a_group(series: Any, trainer: sparkdl.Trainer) -> None:
@@ -109,7 +122,7 @@ def test_mistakes_are_told_before_any_group_is_trained(
     fit = partial(sparkdl.fit_groups, series)
     with pytest.raises(sparkdl.DataError, match=r'no such column\. Did you mean "series"'):
         fit(by="serie", trainer=trainer)
-    with pytest.raises(sparkdl.ParameterError, match=r"2 problems:\n.*callbacks= has no meaning"):
+    with pytest.raises(sparkdl.ParameterError, match=r"(?s)2 problems:.*callbacks= has no meaning"):
         fit(by="series", trainer=replace(trainer, ema=0.9, callbacks=[sparkdl.Callback()]))
     with pytest.raises(sparkdl.DataError, match='feature column "words" is missing'):
         fit(by="series", trainer=replace(trainer, features="words"))

@@ -93,8 +93,7 @@ def test_what_a_notebook_shows(kernel: Any, tmp_path: Path) -> None:
         "trained.transform(data.drop('features'))",
         "sparkdl.Trainer(model=make_model, loss=nn.MSELoss(), optimizer=torch.optim.SGD, batch_size=0)",
     ]
-    first, trainer, fitted, used, plotted, *wrong = run(kernel, cells, tmp_path, allow_errors=True)
-    assert [cell.outputs[0].output_type for cell in (first, fitted)][1:] == ["stream"], fitted
+    _, trainer, fitted, used, plotted, *wrong = run(kernel, cells, tmp_path, allow_errors=True)
     assert "replicas" in shown(trainer, "text/html")
     assert "batch_size" not in shown(trainer, "text/html")
     assert re.search(r"epoch \d+: .*loss", shown(fitted, "stderr")), fitted.outputs  # the bar
