@@ -82,7 +82,7 @@ def _panel(title: str, lines: Sequence[Line]) -> str:
         inner = HEIGHT - _TOP - _BOTTOM
         return _LEFT + across * (WIDTH - _LEFT - 8), _TOP + (1 - up) * inner
 
-    drawn, legend, at = [], [], float(_LEFT)
+    drawn, legend, at = [], [], max(_LEFT, 6.2 * len(title) + 12)
     for line, points in zip(lines, kept, strict=True):
         placed = [place(point) for point in points]
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)

@@ -178,6 +178,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     context = context_of(data)
     settings = settings_of(context, data.sparkSession)
     model = prepare(trainer, None)
+    trainer = replace(trainer, weights=model.recipe.weights)  # not a path, which tasks may lack
     inputs, labels, weights = read_schema(
         data.schema,
         trainer.feature_columns,
