@@ -5,7 +5,9 @@
 functions need the extra ``mlflow``.
 """
 
-from sparkdl.loop.callbacks import of_every_fit
+import functools
+
+from sparkdl.loop.callbacks import add_to_every_fit, remove_from_every_fit
 from sparkdl.summaries.mlflow import MLflow
 from sparkdl.summaries.mlflow_model import (
     PyFunc,
@@ -30,7 +32,8 @@ def autolog(disable: bool = False, log_models: bool = True) -> None:
     Raises:
         ParameterError: The extra is not installed.
     """
-    of_every_fit.pop(MLflow, None)
+    remove_from_every_fit(MLflow)
     if not disable:
-        MLflow(log_models=log_models)  # an error now, where the library is not installed
-        of_every_fit[MLflow] = lambda: MLflow(log_models=log_models)
+        make = functools.partial(MLflow, log_models=log_models)
+        make()  # an error now, where the library is not installed
+        add_to_every_fit(MLflow, make)

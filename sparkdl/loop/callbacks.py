@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparkdl.loop.state import TrainState
@@ -63,12 +63,26 @@ class Callback:
         """Handle the result: the :class:`sparkdl.TrainedModel` that ``fit`` is about to return."""
 
 
-of_every_fit: dict[type[Callback], Callable[[], Callback]] = {}
-"""What makes the callbacks that each fit of this process has beside those of its trainer, by type."""
+_OF_EVERY_FIT: dict[type[Callback], Callable[[], Callback]] = {}
 
 
-def added_callbacks(own: Any) -> Iterator[Callback]:
-    """Yield new callbacks of :data:`of_every_fit`, but of no type that is in ``own``."""
-    for kind, make in of_every_fit.items():
+def add_to_every_fit(kind: type[Callback], make: Callable[[], Callback]) -> None:
+    """Give each fit of this process a new callback beside those of its trainer.
+
+    Args:
+        kind: The type of the callback. A fit whose trainer has one of this type gets none.
+        make: Makes the callback.
+    """
+    _OF_EVERY_FIT[kind] = make
+
+
+def remove_from_every_fit(kind: type[Callback]) -> None:
+    """End what :func:`add_to_every_fit` began for this type of callback, if it did."""
+    _OF_EVERY_FIT.pop(kind, None)
+
+
+def added_callbacks(own: Sequence[Callback]) -> Iterator[Callback]:
+    """Yield a new callback of each type that every fit has and that is not in ``own``."""
+    for kind, make in _OF_EVERY_FIT.items():
         if not any(isinstance(callback, kind) for callback in own):
             yield make()

@@ -112,7 +112,8 @@ def _did_not_start(said: str) -> str:
     *before, last = said.splitlines() or ["it said nothing"]
     hint = (
         " The Python of the executors (spark.pyspark.python) needs sparkdl, torch and what they need: "
-        "install them there, or ship an environment with --archives."
+        "install them there, or ship an environment with --archives. The driver's Python is "
+        f'"{sys.executable}".'
         if "No module named" in last
         else ""
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,7 +124,9 @@ def save_model(
     example = None if input_example is None else _example(trained, input_example)
     shown = _example_of_zeros(trained) if example is None else example
     if signature is None and shown is not None:
-        signature = infer_signature(shown, PyFunc(trained).predict(shown))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of whole numbers that may be missing
+            signature = infer_signature(shown, PyFunc(trained).predict(shown))
     folder.mkdir(parents=True, exist_ok=True)
     trained.save(folder / _FOLDER)
     _save_torch(trained.module, folder / _TORCH)
