@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
-from sparkdl.data.fields import check_total_weight
+from sparkdl.data.fields import SampleHandle, check_total_weight
 from sparkdl.data.partition_reader import close_partitions
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.ragged import Rows
@@ -33,8 +34,8 @@ from sparkdl.loop.schedule import Schedule
 from sparkdl.model.flat import filled
 from sparkdl.model.signature import Signature
 from sparkdl.process.numerics import Numerics
-from sparkdl.replica.run import RunSpec, forget
-from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.replica.run import RunSpec
+from sparkdl.slab.root import SlabConfig
 from sparkdl.train.carried import begin_batch
 from sparkdl.train.engine_inputs import assembly
 from sparkdl.train.prepare import PreparedModel, prepare
@@ -55,37 +56,33 @@ class FitGroup:
     """The function of ``applyInArrow``: a group's rows in, one row with its model or the reason out.
 
     Attributes:
-        run: The name of the run.
         trainer: The trainer, of the engine "local".
         columns: The columns of a sample.
         num_features: How many of them are features.
-        slab_dir: The directory of slabs.
-        application: The id of Spark's application.
+        slab: The slab root, which the driver removes after all groups.
         threads: torch's threads.
         numerics: torch's settings on the driver.
     """
 
-    run: str
     trainer: Trainer
     columns: tuple[Column, ...]
     num_features: int
-    slab_dir: str
-    application: str
+    slab: SlabConfig
     threads: int
     numerics: Numerics
 
     def __call__(self, key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
         began, found = time.perf_counter(), History()
         weights, reason = None, None
-        slab = SlabConfig.new(self.slab_dir, self.application)
         try:
-            weights = self._fit(rows, slab, found).numpy().tobytes()
+            handle = self._written(rows)
+            try:
+                weights = self._fit(handle, found).numpy().tobytes()
+            finally:
+                close_partitions()
+                _remove(handle)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
-        finally:
-            forget(slab.name)
-            close_partitions()
-            remove_root(slab)
         epochs = found.epochs()
         result = {
             "rows": rows.num_rows,
@@ -100,15 +97,17 @@ class FitGroup:
         values = zip(result.items(), types, strict=True)
         return pa.table(keys | {name: pa.array([value], kind) for (name, value), kind in values})
 
-    def _fit(self, rows: pa.Table, slab: SlabConfig, history: History) -> torch.Tensor:
+    def _fit(self, handle: SampleHandle, history: History) -> torch.Tensor:
         """Train on the rows, and return the flat vector of the weights; ``history`` grows."""
         self.numerics.use()
         trainer, model = self.trainer, self._model()
-        samples = self._samples(rows, slab)
+        weighted = self.columns[-1].weight
+        labels = len(self.columns) - self.num_features - weighted
+        samples = SampleSet(None, (handle,), handle.fields, self.num_features, [], labels, weighted)
         separate = model.optimizer.elementwise and model.optimizer.separate
         compressed = trainer.compression is not None
         run = RunSpec(
-            slab,
+            self.slab,
             trainer.seed,
             1,
             1,
@@ -132,16 +131,17 @@ class FitGroup:
 
     def _model(self) -> PreparedModel:
         """Return the prepared model, made once in a process."""
-        if self.run not in _prepared:
-            _prepared[self.run] = prepare(self.trainer, None)
+        run = self.slab.name
+        if run not in _prepared:
+            _prepared[run] = prepare(self.trainer, None)
             while len(_prepared) > MOST_PREPARED:
                 _prepared.popitem(last=False)
-        return _prepared[self.run]
+        return _prepared[run]
 
-    def _samples(self, rows: pa.Table, slab: SlabConfig) -> SampleSet:
-        """Write the rows into a slab. Raises DataError."""
+    def _written(self, rows: pa.Table) -> SampleHandle:
+        """Write the rows into the slab root. Raises DataError."""
         weighted = self.columns[-1].weight
-        writer = PartitionWriter(slab, weighted=weighted)
+        writer = PartitionWriter(self.slab, weighted=weighted)
         try:
             writer.add([column.name for column in self.columns], arrays_of(rows, self.columns))
         except RowError as error:
@@ -150,8 +150,14 @@ class FitGroup:
         handle = writer.finish()
         if weighted:
             check_total_weight([handle], len(handle.fields) - 1, "the weight of the group")
-        labels = len(self.columns) - self.num_features - weighted
-        return SampleSet(None, (handle,), handle.fields, self.num_features, [], labels, weighted)
+        return handle
+
+
+def _remove(handle: SampleHandle) -> None:
+    """Remove the files of a group's samples."""
+    for path in (*(segment.path for segment in handle.segments), handle.order_path):
+        for file in Path(path).parent.glob(f"{Path(path).name}*"):
+            file.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

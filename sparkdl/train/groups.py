@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, fields, replace
 from typing import Any
@@ -18,7 +17,7 @@ from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
 from sparkdl.data.samples import Source, materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema
 from sparkdl.engines.resources import FitResources
-from sparkdl.errors import DataError, ParameterError, nearest, raise_all, wrong_data
+from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
@@ -38,6 +37,8 @@ TASKS_PER_SLOT = 4
 """The tasks for each slot, so that groups of unlike size keep all slots at work."""
 FIRST_ROWS = 64
 """The rows on which the trainer is tried before any group is trained."""
+LOOKS = 3
+"""The most groups on which it is tried."""
 _NOT_BY_GROUP = (
     "validation", "checkpoint", "callbacks", "histograms", "ema", "keep_optimizer_state",
 )  # fmt: skip
@@ -188,20 +189,10 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         trainer.columns,
     )
     columns = (*inputs, *labels, *weights)
-    template = _tried(trainer, data, model, settings.slab_dir, settings.timeout)
-    run = f"groups-{secrets.token_hex(8)}"
-    application, threads = context.applicationId, cpus_of(context, None)
+    slab = SlabConfig.new(settings.slab_dir, context.applicationId)
+    threads = cpus_of(context, None)
     task: Callable[..., pa.Table] = accompanied(
-        FitGroup(
-            run,
-            trainer,
-            columns,
-            len(inputs),
-            settings.slab_dir,
-            application,
-            threads,
-            Numerics.here(),
-        )
+        FitGroup(trainer, columns, len(inputs), slab, threads, Numerics.here())
     )
 
     def fit(key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
@@ -219,9 +210,12 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     table = grouped.applyInArrow(fit, schema)
     for name, key in zip(names, keys, strict=True):
         table = table.withColumnRenamed(key, name)
-    table = table.persist()
-    with reading_explained("training the groups"):
-        table.count()
+    with FitResources(context, slab, settings.timeout):
+        template = _tried(trainer, data, names, model, slab)
+        table = table.persist()
+        context.setJobDescription("sparkdl: training the groups")
+        with reading_explained("training the groups"):
+            table.count()
     return GroupModels(table, names, model, template)
 
 
@@ -247,29 +241,47 @@ def _check_groups(data: DataFrame, by: Sequence[str]) -> None:
 
 
 def _tried(
-    trainer: Trainer, data: DataFrame, model: PreparedModel, slab_dir: str, timeout: float | None
+    trainer: Trainer, data: DataFrame, by: Sequence[str], model: PreparedModel, slab: SlabConfig
 ) -> TrainedModel:
-    """Try the trainer on the first rows of the data, here; return a model with untrained weights.
+    """Try the trainer on the first rows of a group, here; return a model with untrained weights.
 
-    Raises UserError.
+    If it fails, the next group is tried, up to :data:`LOOKS` of them: a single group may have bad
+    rows. Raises the first :class:`sparkdl.UserError`.
     """
-    context = context_of(data)
-    slab = SlabConfig.new(slab_dir, context.applicationId)
-    with FitResources(context, slab, timeout):
-        source = Source(
-            data.limit(FIRST_ROWS),
-            trainer.feature_columns,
-            trainer.label_columns,
-            1,
-            model.float_dtype,
-            slab,
-            columns=trainer.columns,
-            weight=trainer.weight,
-            inputs=trainer.keywords,
-        )
+    keys, problem, rest = [functions.col(quoted(name)) for name in by], None, data
+    for _ in range(LOOKS):
         with reading_explained():
-            samples = materialize_here(source)
-        output, _ = preflight(trainer, model, samples, None, endless=False)
+            first = rest.select(*keys).first()
+        if first is None:
+            break
+        of_group = functions.lit(True)
+        for key, value in zip(keys, first, strict=True):
+            of_group = of_group & key.eqNullSafe(functions.lit(value))
+        try:
+            return _tried_on(trainer, rest.where(of_group).limit(FIRST_ROWS), model, slab)
+        except UserError as error:
+            problem, rest = problem or error, rest.where(~of_group)
+    raise problem or DataError("the data is empty: it has no row.")
+
+
+def _tried_on(
+    trainer: Trainer, data: DataFrame, model: PreparedModel, slab: SlabConfig
+) -> TrainedModel:
+    """Try the trainer on these rows; return a model with untrained weights. Raises UserError."""
+    source = Source(
+        data,
+        trainer.feature_columns,
+        trainer.label_columns,
+        1,
+        model.float_dtype,
+        slab,
+        columns=trainer.columns,
+        weight=trainer.weight,
+        inputs=trainer.keywords,
+    )
+    with reading_explained():
+        samples = materialize_here(source)
+    output, _ = preflight(trainer, model, samples, None, endless=False)
     return TrainedModel(
         module=model.module,
         model=trainer.model,
