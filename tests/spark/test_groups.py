@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -103,9 +104,12 @@ def test_a_loss_that_is_not_finite_is_the_reason(series: Any, trainer: sparkdl.T
     found.unpersist()
 
 
-def test_several_columns_make_a_group(series: Any, trainer: sparkdl.Trainer) -> None:
+def test_several_columns_make_a_group(
+    series: Any, trainer: sparkdl.Trainer, slabs: Callable[..., list[str]]
+) -> None:
     some = series.where("series != 'c'")
     found = sparkdl.fit_groups(some, by=["series", "part 2"], trainer=trainer)
+    assert slabs() == []
     rows = found.table.collect()
     assert sorted((row.series, row["part 2"], row.rows) for row in rows) == [
         ("a", 0, 25), ("a", 1, 25), ("b", 0, 15), ("b", 1, 15),
