@@ -136,6 +136,7 @@ def test_mistakes_are_told_before_any_group_is_trained(
 
 @pytest.mark.soak
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_thousand_groups(spark: Any, trainer: sparkdl.Trainer) -> None:
     data = spark.range(2000 * 40).selectExpr(
         "id % 2000 AS series", "array(rand(1), rand(2)) AS x", "rand(3) AS y"
