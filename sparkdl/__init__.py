@@ -54,6 +54,7 @@ from sparkdl.replica.all_rows import all_rows
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
+from sparkdl.train.groups import GroupModels, fit_groups
 from sparkdl.train.placed_samples import PlacedSamples
 from sparkdl.train.trainer import Trainer
 
@@ -67,6 +68,7 @@ __all__ = [
     "DamagedCheckpoint",
     "DataError",
     "GradBucket",
+    "GroupModels",
     "History",
     "Image",
     "MeanMetric",
@@ -104,6 +106,7 @@ __all__ = [
     "every",
     "every_epoch",
     "every_seconds",
+    "fit_groups",
     "gang",
     "load",
     "max_epoch",

@@ -8,7 +8,10 @@ retried. Every other error is a *fault* of the run, which Spark retries first.
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Iterable, Sequence
 
 _VOWEL_SOUND = re.compile("[aeioAEIO]|[FHLMNRSX][A-Z]|ndarray")
@@ -17,8 +20,35 @@ _OF_PANDAS = {"pandas": "spark.createDataFrame(df)", "pyspark.pandas": "df.to_sp
 """The expression that converts a DataFrame ``df`` of each of these libraries to a Spark DataFrame."""
 
 
+_NOT_THE_USERS = re.compile(
+    "|".join(map(re.escape, (os.path.dirname(__file__), sysconfig.get_path("stdlib"))))
+    + r"|<string>|<frozen |.*[/\\](site-packages|dist-packages|pyspark)[/\\]"
+)
+"""Matches files whose code is not the user's: of this package, of Python, and of libraries."""
+
+
 class SparkdlError(Exception):
     """The root: ``except sparkdl.SparkdlError`` catches all that sparkdl raises on purpose."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that a notebook shows: the message below the frames of the user's code.
+
+        IPython calls it. ``traceback.print_exception(sys.last_value)`` shows all frames.
+        """
+        told = traceback.TracebackException.from_exception(self)
+        _keep_frames_of_user(told)
+        return "".join(told.format()).splitlines()
+
+
+def _keep_frames_of_user(told: traceback.TracebackException) -> bool:
+    """Remove all other frames, and causes that have none left; return whether any frame is left."""
+    own = [frame for frame in told.stack if not _NOT_THE_USERS.match(frame.filename)]
+    told.stack = traceback.StackSummary.from_list(own)
+    if told.__cause__ is not None and not _keep_frames_of_user(told.__cause__):
+        told.__cause__ = None
+    if told.__context__ is not None and not _keep_frames_of_user(told.__context__):
+        told.__context__ = None
+    return bool(own) or told.__cause__ is not None
 
 
 class UserError(SparkdlError, ValueError):

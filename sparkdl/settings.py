@@ -15,6 +15,8 @@ from sparkdl.errors import ParameterError, nearest, raise_all
 
 __version__ = "0.1.0"
 """The package's version."""
+DISTRIBUTION = "sparkdl-torch"
+"""The name by which pip knows the package; another project's distribution is named sparkdl."""
 PREFIX = "spark.sparkdl."
 
 

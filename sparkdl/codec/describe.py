@@ -19,10 +19,7 @@ LONGEST_PARAMETER = 250
 
 
 def redact(mapping: Mapping[str, Any]) -> dict[str, str]:
-    """Return ``mapping`` as text with secrets hidden, see :mod:`sparkdl.codec.redaction`.
-
-    All values of a key whose name suggests a secret are hidden, numbers too.
-    """
+    """Return ``mapping`` as text with secrets hidden, see :mod:`sparkdl.codec.redaction`."""
     return {
         str(key): REDACTED if is_secret(str(key), str(value)) else without_credentials(str(value))
         for key, value in mapping.items()

@@ -44,8 +44,8 @@ def path_here(path: str | os.PathLike[str]) -> Path:
     """
     if is_uri(path):
         raise ParameterError(
-            f'"{without_credentials(os.fspath(path))}" is a URI, which only checkpoints support: '
-            "give a path on the driver's file system, and copy the files there yourself."
+            f'"{without_credentials(os.fspath(path))}" is a URI, which only checkpoints and models '
+            "support: give a path on the driver's file system, and copy the files there yourself."
         )
     return Path(path)
 

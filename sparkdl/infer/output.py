@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
+from pyspark.sql import Column
 
 from sparkdl.errors import ParameterError, kind_of
 
@@ -61,6 +62,24 @@ class Output:
         for _ in self.shape:
             kind = f"array<{kind}>"
         return kind
+
+
+def ml_column(column: Column, output: Output) -> Column:
+    """Return a column of predictions as a double or as a vector of ``pyspark.ml``.
+
+    Raises:
+        ParameterError: A prediction has more dimensions than a vector.
+    """
+    from pyspark.ml.functions import array_to_vector  # takes a while
+
+    if len(output.shape) > 1:
+        raise ParameterError(
+            f"ml_types=True: a prediction has the shape {list(output.shape)}, and pyspark.ml has "
+            "numbers and vectors only: make one of it with postprocess=."
+        )
+    if not output.shape:
+        return column.cast("double")
+    return column[0].cast("double") if output.shape == (1,) else array_to_vector(column)
 
 
 def to_arrow(batch: np.ndarray) -> pa.Array:

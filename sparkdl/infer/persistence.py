@@ -26,8 +26,9 @@ from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.checkpoint.store import holds_checkpoints
-from sparkdl.codec.files import is_uri, mappable, path_here
+from sparkdl.codec.files import is_uri, mappable
 from sparkdl.errors import ModelError, ParameterError, kind_of
+from sparkdl.infer.remote_model import downloaded, holds_model, local_path, uploaded
 from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
 from sparkdl.infer.saved_model import (
     BUFFERS,
@@ -55,20 +56,31 @@ def save(
     path: str | os.PathLike[str],
     overwrite: bool = False,
     shown: str | None = None,
-) -> Path:
+) -> Path | str:
     """Write ``trained`` into a folder, and return the folder.
 
     Args:
         trained: The model.
-        path: The folder, which is created.
+        path: The folder, which is created: a path of this machine, or a URI.
         overwrite: Replace a model that is in the folder.
         shown: The folder as messages name it, if it will be moved; None is ``path``.
 
     Raises:
         FileExistsError: The folder holds a model, and ``overwrite`` is False.
         UserError: The model cannot be saved.
+        CheckpointError: The URI cannot be written to.
     """
-    folder = path_here(path)
+    here = local_path(os.fspath(path)) if is_uri(path) else Path(path)
+    if here is None:
+        uri = os.fspath(path)
+        with uploaded(uri, overwrite) as folder:
+            _save_here(trained, folder, overwrite, shown or uri)
+        return uri
+    return _save_here(trained, here, overwrite, shown or str(here))
+
+
+def _save_here(trained: TrainedModel, folder: Path, overwrite: bool, shown: str) -> Path:
+    """Write ``trained`` into a folder of this machine; messages call it ``shown``."""
     if (folder / "model.json").exists() and not overwrite:
         raise FileExistsError(f"{folder} already holds a model: pass overwrite=True to replace it.")
     why = None
@@ -92,7 +104,7 @@ def save(
         logger.warning(
             "%s/%s: the model is saved as a pickle, which sparkdl.load opens only with trust=True, or "
             "with model=make_model: %s. %s",
-            shown or folder,
+            shown,
             PICKLE,
             why,
             REMEDY,
@@ -143,7 +155,7 @@ def load(
 
     Args:
         path: The folder of the model; or a checkpoint, or a folder of checkpoints, of which the
-            newest whole one is loaded. Checkpoints may have a URI.
+            newest whole one is loaded. It may be a URI.
         model: A module, or a function that builds it, instead of the saved recipe. The function is
             called with seeded random numbers, as in ``fit``.
         loss: The loss for ``evaluate``, which a saved model does not contain.
@@ -160,11 +172,24 @@ def load(
         CheckpointError: There is no checkpoint that can be read.
         FileNotFoundError: There is no model in the folder.
     """
-    if is_uri(path) or holds_checkpoints(Path(path)):
+    here = local_path(os.fspath(path)) if is_uri(path) else Path(path)
+    if here is None and holds_model(os.fspath(path)):
+        with downloaded(os.fspath(path)) as folder:
+            return _load_here(folder, model, loss, trust)
+    if here is None or holds_checkpoints(here):
         from sparkdl.infer.checkpoint_model import load_checkpoint
 
         return load_checkpoint(path, model, loss, trust)
-    folder = path_here(path)
+    return _load_here(here, model, loss, trust)
+
+
+def _load_here(
+    folder: Path,
+    model: Callable[[], nn.Module] | nn.Module | None,
+    loss: Callable[..., Any] | None,
+    trust: bool,
+) -> TrainedModel:
+    """Load a saved model from a folder of this machine; see :func:`load`."""
     saved = Saved.read(folder)
     columns, signature = columns_of(saved, trust), signature_of(saved, trust)
     history = _history(saved)

@@ -31,8 +31,8 @@ class WithoutName(ValueError):
 def recipe_by_name(model: Any) -> dict[str, Any]:
     """Return the recipe as an import path and arguments, in JSON. Raises :class:`WithoutName`.
 
-    Arguments can be numbers, text, None, dtypes, classes and functions with a name, and lists,
-    tuples and dicts of these.
+    Arguments can be numbers, text, None, dtypes, classes and functions with a name, partials of
+    these, and lists, tuples and dicts of them.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
@@ -83,8 +83,13 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _leaf(value: Any, where: str) -> dict[str, str]:
+def _leaf(value: Any, where: str) -> dict[str, Any]:
     """Return an argument that is not a plain value as JSON. Raises TypeError."""
+    if isinstance(value, functools.partial):
+        try:
+            return {"recipe": recipe_by_name(value)}
+        except WithoutName as error:
+            raise TypeError(f"{where} cannot be named: {error}") from None
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
     if isinstance(value, (type, types.FunctionType)):
@@ -125,6 +130,11 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
         )
     if recipe.get("kind") != "name" or not _is_named(recipe):
         raise ModelError(f"{folder}/{MODEL} is damaged: it holds no recipe.")
+    return _by_name(saved, recipe, trust)
+
+
+def _by_name(saved: Saved, recipe: dict[str, Any], trust: bool) -> Any:
+    """Return the function that a recipe names. Raises the errors of :func:`read_recipe`."""
     build = _named(saved, recipe["name"], trust)
     args, kwargs = recipe["args"], recipe["kwargs"]
     if recipe.get("encoded"):
@@ -137,7 +147,7 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
             raise
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(
-                f"{folder}/{MODEL} is damaged: the arguments of its recipe: {error}."
+                f"{saved.folder}/{MODEL} is damaged: the arguments of its recipe: {error}."
             ) from error
     return functools.partial(build, *args, **kwargs)
 
@@ -164,8 +174,10 @@ def _named(saved: Saved, named: str, trust: bool) -> Any:
 def _reader(saved: Saved, trust: bool) -> Callable[[Any], Any]:
     """Return a function that decodes what :func:`_leaf` encoded."""
 
-    def read(content: Mapping[str, str]) -> Any:
+    def read(content: Mapping[str, Any]) -> Any:
         ((kind, text),) = content.items()
+        if kind == "recipe" and isinstance(text, dict) and _is_named(text):
+            return _by_name(saved, text, trust)
         if kind == "name":
             return _named(saved, text, trust)
         dtype = getattr(torch, text) if kind == "dtype" else None

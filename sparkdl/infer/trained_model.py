@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from pyspark.core.rdd import RDD
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, functions
 from torch import nn
 
 from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import Names, feature_names, named
+from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, ParameterError, kind_of, raise_all, wrong_data
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
 from sparkdl.infer.kept_state import StoredState
-from sparkdl.infer.output import Output
+from sparkdl.infer.model_view import as_html
+from sparkdl.infer.new_forward import Around, fields_of, recipe_and_module, signature_of
+from sparkdl.infer.output import Output, ml_column
 from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
 from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
@@ -123,6 +126,12 @@ class TrainedModel:
         kind = type(self.module).__name__
         return f"<sparkdl.TrainedModel: {kind} of {size}, {self.history.summary()}>"
 
+    def _repr_html_(self) -> str:
+        """Return the view in a notebook: the fields, the training, and where its time went."""
+        size = counted(sum(p.numel() for p in self.module.parameters()), "parameter")
+        title = f"sparkdl.TrainedModel: {type(self.module).__name__} of {size}"
+        return as_html(title, self.fields, self.num_features, self.output, self.history)
+
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy or a pickle, which must ship the module for itself."""
         return {**vars(self), "_shipped": None}
@@ -134,6 +143,7 @@ class TrainedModel:
         batch_size: int = 1024,
         postprocess: Callable[[Any], torch.Tensor] | None = None,
         output: Part = None,
+        ml_types: bool = False,
     ) -> DataFrame:
         """Return ``data`` with the model's output as a column: numbers, or (nested) arrays of numbers.
 
@@ -149,6 +159,8 @@ class TrainedModel:
                 the training, a Spark job gets the first two rows of ``data`` to try it on.
             output: The part of the model's result that is the output, as ``Trainer.output``; None is
                 the part from the training.
+            ml_types: Make the column what evaluators of ``pyspark.ml`` accept: a number, or an array
+                of one number, becomes a double, and a longer array a vector.
 
         Raises:
             UserError: The data, an argument or the model does not fit.
@@ -164,7 +176,7 @@ class TrainedModel:
 
         signature = self._signature(output)
         found, dimensions = self._found(signature, postprocess, first_rows)
-        return predict_dataframe(
+        predicted = predict_dataframe(
             data,
             self._ship(data),
             self.features,
@@ -178,6 +190,10 @@ class TrainedModel:
             dimensions,
             signature,
         )
+        if not ml_types:
+            return predicted
+        column = functions.col(quoted(prediction_col))
+        return predicted.withColumn(prediction_col, ml_column(column, found))
 
     def predict(
         self,
@@ -292,15 +308,65 @@ class TrainedModel:
             if module is not before:
                 module.destroy()
 
-    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path:
+    def with_module(
+        self,
+        module: Around,
+        features: str | Sequence[str] | Mapping[str, str] | None = None,
+        output: Part = None,
+    ) -> TrainedModel:
+        """Return a model with another forward, which shares the trained weights.
+
+        It predicts, evaluates metrics and is saved as this one. It has no loss.
+
+        Args:
+            module: A class or function that makes the new module of the trained one, such as a
+                ``class TopItems(nn.Module)`` with ``__init__(self, trained)``; or the module itself.
+            features: The columns that the new module takes, as ``Trainer.features``, of those that
+                were features or labels of the training. None is the features of this model.
+            output: The part of the new module's result that is the output, as ``Trainer.output``.
+
+        Raises:
+            UserError: There is no module, or a column is not known.
+        """
+        recipe, made = recipe_and_module(module, self.module, self.model)
+        raise_all(ParameterError, problems_of_part(output))
+        names, signature = self.features, Signature(self.signature.inputs, output)
+        if features is not None:
+            names, signature = signature_of(features, self.columns, output)
+        columns = (*self.features, *self.label)
+        known = dict(zip(columns, self.fields, strict=False))
+        return TrainedModel(
+            module=made,
+            model=recipe,
+            loss=None,
+            features=names,
+            label=self.label,
+            columns=self.columns,
+            fields=fields_of((*names, *self.label), known),
+            num_features=len(names),
+            float_dtype=self.float_dtype,
+            output=None,
+            history=self.history,
+            seed=self.seed,
+            judging=self.judging,
+            signature=signature,
+        )
+
+    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path | str:
         """Write the model into the folder ``path``, and return that; :func:`sparkdl.load` reads it.
 
         The folder has safetensors, JSON, and the recipe of the module. A recipe without an
         importable name is written as a pickle, and a warning says why.
 
+        Args:
+            path: A path of this machine, or a URI: of any file system that Spark reaches by its
+                Hadoop, or that checkpoints reach.
+            overwrite: Replace a model that is there.
+
         Raises:
             FileExistsError: The folder holds a model, and ``overwrite`` is False.
             UserError: The model cannot be saved.
+            CheckpointError: The URI cannot be written to.
         """
         from sparkdl.infer.persistence import save
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from sparkdl.loop.state import TrainState
@@ -57,3 +58,31 @@ class Callback:
 
         It is not called if the fit fails or is interrupted a second time.
         """
+
+    def on_result(self, trainer: Any, trained: Any) -> None:
+        """Handle the result: the :class:`sparkdl.TrainedModel` that ``fit`` is about to return."""
+
+
+_OF_EVERY_FIT: dict[type[Callback], Callable[[], Callback]] = {}
+
+
+def add_to_every_fit(kind: type[Callback], make: Callable[[], Callback]) -> None:
+    """Give each fit of this process a new callback beside those of its trainer.
+
+    Args:
+        kind: The type of the callback. A fit whose trainer has one of this type gets none.
+        make: Makes the callback.
+    """
+    _OF_EVERY_FIT[kind] = make
+
+
+def remove_from_every_fit(kind: type[Callback]) -> None:
+    """End what :func:`add_to_every_fit` began for this type of callback, if it did."""
+    _OF_EVERY_FIT.pop(kind, None)
+
+
+def added_callbacks(own: Sequence[Callback]) -> Iterator[Callback]:
+    """Yield a new callback of each type that every fit has and that is not in ``own``."""
+    for kind, make in _OF_EVERY_FIT.items():
+        if not any(isinstance(callback, kind) for callback in own):
+            yield make()

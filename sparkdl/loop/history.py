@@ -7,12 +7,15 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError
 from sparkdl.loop import history_files, history_tables
 from sparkdl.loop.history_files import KINDS
 from sparkdl.loop.state import TrainState, Validated
+
+if TYPE_CHECKING:
+    import pandas
 
 _TIMINGS, _LOSSES = "timings/", "losses/"
 _NO_NORM = -1.0  # a norm is never negative; NaN is a measured value
@@ -263,10 +266,13 @@ class History:
         return history_tables.as_line(len(self), int(last["epoch"]), last["loss"], self.stopped)
 
     def _repr_html_(self) -> str:
-        """Return the view in a notebook: progress, loss, last metrics."""
-        return history_tables.as_html(
-            len(self), self.losses[-1] if len(self) else math.nan, self.epochs(), self.validations
-        )
+        """Return the view in a notebook: progress, loss, last metrics, and the curves."""
+        iterations = self._columns["iteration"][: self._length]
+        return history_tables.as_html(iterations, self.losses, self.epochs(), self.validations)
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return one row for each iteration, with the columns of a CSV of :meth:`save`."""
+        return history_tables.to_pandas(self._content())
 
     def save(self, path: str | Path) -> None:
         """Write the history to a file: everything as ``.json``, or one row for each iteration as

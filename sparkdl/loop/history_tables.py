@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import pandas
+
+from sparkdl.codec.html import table, two_columns
+from sparkdl.loop.history_formats import KINDS
+from sparkdl.loop.history_svg import curves
 
 WHOLE = "iteration"
 _ORDER = (
@@ -59,6 +65,29 @@ def timing_table(found: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(lines)
 
 
+def to_pandas(content: Mapping[str, Any]) -> pandas.DataFrame:
+    """Return one row for each iteration: its record, ``timings/NAME``, and ``validation/NAME``.
+
+    What was not measured is NaN.
+
+    Args:
+        content: The content of a history, see :mod:`sparkdl.loop.history_formats`.
+    """
+    import pandas
+
+    found = pandas.DataFrame(content["iterations"], columns=list(KINDS))
+    found["gradient_norm"] = found["gradient_norm"].astype("float64")
+    for name, seconds in content["timings"].items():
+        found[f"timings/{name}"] = pandas.Series(seconds, found.index, "float64")
+    validated: dict[str, dict[int, float]] = {}
+    for record in content["validations"]:
+        for name, value in record["metrics"].items():
+            validated.setdefault(name, {})[record["iteration"]] = value
+    for name, values in validated.items():
+        found[f"validation/{name}"] = found["iteration"].map(values).astype("float64")
+    return found
+
+
 def as_line(iterations: int, epoch: int, loss: float, stopped: str | None) -> str:
     """Return in one line how far a run went, its last loss, and why it ended early.
 
@@ -80,25 +109,26 @@ def counted(count: int, noun: str) -> str:
 
 
 def as_html(
-    iterations: int,
-    loss: float,
+    iterations: Sequence[int],
+    losses: Sequence[float],
     epochs: Sequence[Mapping[str, Any]],
     validations: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Return a small table: progress, losses, speed, and the metrics of the last validation.
+    """Return a small table and the curves: progress, losses, speed, and the last validation's metrics.
 
     Args:
-        iterations: The number of iterations.
-        loss: The loss of the last one.
-        epochs: A mapping for each epoch, with "epoch", "seconds", "samples" and "loss".
+        iterations: The number of each iteration.
+        losses: The loss of each iteration.
+        epochs: A mapping for each epoch, with "epoch", "iterations", "seconds", "samples" and
+            "loss".
         validations: A mapping for each validation, with "iteration" and "metrics".
     """
-    rows: dict[str, str] = {"iterations": f"{iterations:,}"}
+    rows: dict[str, str] = {"iterations": f"{len(iterations):,}"}
     if epochs:
         seconds = sum(epoch["seconds"] for epoch in epochs)
         samples = sum(epoch["samples"] for epoch in epochs)
         rows["epochs"] = f"{epochs[-1]['epoch']:,}"
-        rows["loss of the last iteration"] = f"{loss:.4g}"
+        rows["loss of the last iteration"] = f"{losses[-1]:.4g}"
         rows["mean loss of the last epoch"] = f"{epochs[-1]['loss']:.4g}"
         rows["seconds"] = f"{seconds:,.1f}"
         rows["samples/s"] = f"{samples / seconds:,.0f}" if seconds > 0 else "–"
@@ -106,9 +136,19 @@ def as_html(
         last = validations[-1]
         for name, value in last["metrics"].items():
             rows[f"validation {name} (iteration {last['iteration']:,})"] = f"{value:.4g}"
-    cells = "".join(
-        f"<tr><th style='text-align:left'>{html.escape(name)}</th>"
-        f"<td style='text-align:right'>{html.escape(text)}</td></tr>"
-        for name, text in rows.items()
-    )
-    return f"<table>{cells}</table>"
+    drawn = curves(iterations, losses, epochs, validations)
+    return two_columns(rows, numbers=True) + (f"<div>{drawn}</div>" if drawn else "")
+
+
+def timings_as_html(found: Mapping[str, Mapping[str, float]]) -> str:
+    """Return :func:`timing_table` as a table in HTML; empty if no timings were recorded."""
+    rows = [
+        (
+            name,
+            f"{1e3 * row['mean']:,.1f}",
+            f"{1e3 * row['median']:,.1f}",
+            "" if math.isnan(row["share"]) else f"{row['share']:.0%}",
+        )
+        for name, row in found.items()
+    ]
+    return table(("activity", "mean ms", "median ms", "share"), rows) if rows else ""

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +59,9 @@ class ProgressBar(Progress):
         self._own_line = contextlib.ExitStack()
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
-        from tqdm.auto import tqdm
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # without ipywidgets the bar is text
+            from tqdm.auto import tqdm
 
         done, total = state.iteration, trainer.stop.limit(state.iterations_per_epoch)
         if self._one_pass:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import textwrap
 from collections.abc import Iterator
 
 from py4j.protocol import Py4JError
+from pyspark import SparkContext
 from pyspark.errors import PySparkException
 
 from sparkdl.errors import (
     DataError,
     ModelError,
+    SessionError,
     StaleReferenceError,
     StalledError,
     StateLostError,
@@ -30,6 +33,10 @@ _TASK = re.compile(
 )
 _TRACE = re.compile(r"Traceback \(most recent call last\):\n.*?(?=\n\s*at |\n ?SQLSTATE|\Z)", re.S)
 _NOT_STARTED = re.compile(r"Error from python worker:\n(?P<said>.*?)\n *PYTHONPATH was:", re.S)
+_VERSIONS = re.compile(
+    r"Python in worker has different version: (?P<executors>[\d.]+\d) than that in driver: "
+    r"(?P<driver>[\d.]+\d)"
+)
 _WAITED = re.compile(rf"{WAITED} .*?timeout\.seconds\.", re.S)
 _JAVA_CLASS = re.compile(r"^(:? ?(Caused by: )?(java|org)\.[\w.]+: )+")
 _FUTURE = re.compile(r"^:? ?java\.util\.concurrent\.ExecutionException: ")
@@ -51,6 +58,8 @@ def explain(text: str) -> str:
     waited = _WAITED.search(text)
     if waited:
         return waited[0]
+    if _VERSIONS.search(text):
+        return _interpreters(text)
     place = PLACE.search(text) or _TASK.search(text)
     where = ""
     if place:
@@ -83,12 +92,28 @@ def explain(text: str) -> str:
     return where + reason
 
 
+def _interpreters(text: str) -> str:
+    """Name the interpreters of the driver and of the executors; empty if PySpark does not mind them."""
+    found = _VERSIONS.search(text)
+    if found is None:
+        return ""
+    context = SparkContext._active_spark_context
+    executors = "" if context is None else f' ("{context.pythonExec}")'
+    return (
+        f"the executors run Python {found['executors']}{executors} and the driver Python "
+        f'{found["driver"]} ("{sys.executable}"), and PySpark needs one minor version on both. Set '
+        f"spark.pyspark.python or PYSPARK_PYTHON to a Python {found['driver']} that every node has, "
+        "and start a new session."
+    )
+
+
 def _did_not_start(said: str) -> str:
     """Explain why an executor's Python ended before it took tasks; ``said`` is its output."""
     *before, last = said.splitlines() or ["it said nothing"]
     hint = (
         " The Python of the executors (spark.pyspark.python) needs sparkdl, torch and what they need: "
-        "install them there, or ship an environment with --archives."
+        "install them there, or ship an environment with --archives. The driver's Python is "
+        f'"{sys.executable}".'
         if "No module named" in last
         else ""
     )
@@ -102,6 +127,7 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
     Raises:
         DataError: The query of the data itself fails (a cast, a UDF, a function of ``rdd.map``).
         ModelError: The executors lack a module of the user, or have another version of it.
+        SessionError: The executors run another version of Python.
         StalledError: Nothing happened in the job.
         TrainingError: The job failed for another reason.
     """
@@ -109,6 +135,8 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
         yield
     except (Py4JError, PySparkException) as error:
         text = str(error)
+        if differ := _interpreters(text):
+            raise SessionError(differ) from None
         if mistake := _OF_MODULES.search(text):
             raise ModelError(f"{doing}: {mistake[1]}") from None
         if isinstance(error, Py4JError) or "sparkdl.errors." in text:
@@ -148,6 +176,7 @@ def faults_explained(doing: str) -> Iterator[None]:
         doing: What the job does, for the message.
 
     Raises:
+        SessionError: The executors run another version of Python.
         StateLostError: The tasks found slabs deleted.
         StalledError: Nothing happened in the job.
         TrainingError: The job failed for another reason.
@@ -155,6 +184,8 @@ def faults_explained(doing: str) -> Iterator[None]:
     try:
         yield
     except (Py4JError, PySparkException) as error:
+        if differ := _interpreters(str(error)):
+            raise SessionError(differ) from None
         reason = explain(str(error))
         raise _kind(reason)(f"{doing}: {reason}") from None
 

@@ -1,8 +1,8 @@
-"""Callbacks that show a training run: in TensorBoard, in MLflow, as files and as curves.
+"""Callbacks that show a training run (in TensorBoard, MLflow, files, curves), and models in MLflow.
 
 ``import sparkdl`` does not import them; the library that each needs is an extra.
 
-May import: ``loop`` and ``codec``. Must not know: how an engine works.
+May import: ``loop``, ``codec`` and ``infer``. Must not know: how an engine works.
 """
 
 from sparkdl.summaries.base import Summaries, SummaryWriter

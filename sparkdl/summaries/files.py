@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
 import math
 import operator
@@ -17,6 +18,8 @@ from sparkdl.loop.triggers import Trigger, every_epoch
 from sparkdl.summaries.base import Recorder, check_replaceable, extra_needed, replacing
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from sparkdl.train.trainer import Trainer
 
 _THIN, _THICK, _RATE = "#a9c4de", "#1f4e79", "#7a7a7a"
@@ -57,8 +60,8 @@ class Curves(Recorder):
             plot_history(self.history, part)
 
 
-def plot_history(history: History, path: str | Path) -> None:
-    """Draw ``history`` into the file ``path``.
+def plot_history(history: History, path: str | Path | None = None) -> Figure:
+    """Draw ``history``, and return the figure, which a notebook shows.
 
     The horizontal axis is the iterations. The first panel has the loss of each iteration as a thin
     line, the mean of each epoch as a thick one, and the loss of the validations. Other metrics of
@@ -67,7 +70,10 @@ def plot_history(history: History, path: str | Path) -> None:
 
     Args:
         history: The history of a run.
-        path: The file; its suffix (.png, .svg, .pdf, ...) is the format.
+        path: The file to write as well; its suffix (.png, .svg, .pdf, ...) is the format.
+
+    Returns:
+        The figure of matplotlib, to be changed or saved again.
 
     Raises:
         ParameterError: The extra is not installed.
@@ -112,7 +118,9 @@ def plot_history(history: History, path: str | Path) -> None:
     if epochs:
         _add_epochs(top, max(epoch["iterations"] for epoch in epochs), whole_numbers())
     figure.align_ylabels()
-    figure.savefig(path)
+    if path is not None:
+        figure.savefig(path)
+    return figure
 
 
 def _metrics(history: History) -> dict[str, tuple[list[int], list[float]]]:
@@ -157,7 +165,16 @@ def _matplotlib(what: str) -> tuple[Any, Any]:
         from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise extra_needed(what, "plots", "matplotlib") from None
-    return Figure, functools.partial(MaxNLocator, integer=True)
+
+    class ShownFigure(Figure):
+        """A figure that a notebook shows without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            with io.BytesIO() as file:
+                self.savefig(file, format="png")
+                return file.getvalue()
+
+    return ShownFigure, functools.partial(MaxNLocator, integer=True)
 
 
 class HistoryFile(Recorder):

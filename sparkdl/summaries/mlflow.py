@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import logging
 import re
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.codec.redaction import without_credentials
@@ -14,11 +18,20 @@ from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import Every, Trigger
 from sparkdl.slices.histogram import Histogram
 from sparkdl.summaries.base import Recorder, Summaries, extra_needed
+from sparkdl.summaries.files import plot_history
+from sparkdl.summaries.mlflow_model import log_model
 
 if TYPE_CHECKING:
     from sparkdl.infer.trained_model import TrainedModel
     from sparkdl.train.trainer import Trainer
 
+logger = logging.getLogger("sparkdl")
+MOST_METRICS = 1000
+"""The most metrics that MLflow takes at once."""
+MOST_UNSENT = 100_000
+"""The most metrics that are kept while the store fails; earlier ones are dropped."""
+PAUSE_SECONDS = 10.0
+"""The least time between two attempts to log to a store that fails."""
 _OPEN: set[str] = set()
 """The runs that a summary started and has not ended."""
 
@@ -29,21 +42,27 @@ class MLflow(Summaries, Recorder):
     - When the fit starts: the trainer's plain values as parameters (see
       :func:`sparkdl.codec.describe.plain_parameters`).
     - Then the scalars of :class:`Summaries`.
-    - At the end: the artifact ``history.json``.
+    - At the end: the artifacts ``history.json``, and ``curves.png`` if matplotlib is installed.
+    - With ``log_models``: the trained model, by :func:`sparkdl.mlflow.log_model`.
 
     The step in MLflow is the number of iterations. If a fit fails, its own run becomes ``FAILED`` as
-    soon as the next fit starts or the program ends. The callback needs the extra ``mlflow``.
+    soon as the next fit starts or the program ends. If the store fails during a fit, a warning says
+    so, and the fit goes on. What could not be logged is kept and logged when the store works again;
+    the attempts take at most a twentieth of the time. The callback needs the extra ``mlflow``.
 
     Args:
         run_name: The name of a run that the callback starts.
         every: The trigger that logs scalars; None is every 10 iterations.
+        log_models: Log the trained model after the fit.
 
     Raises:
         ParameterError: The extra is not installed; or, when the fit starts, MLflow cannot log.
     """
 
-    def __init__(self, run_name: str | None = None, every: Trigger | None = None) -> None:
-        self._run = TrackedRun(run_name)
+    def __init__(
+        self, run_name: str | None = None, every: Trigger | None = None, log_models: bool = False
+    ) -> None:
+        self._run, self._log_models = TrackedRun(run_name), log_models
         super().__init__(self._run, Every(10) if every is None else every)
 
     @property
@@ -52,8 +71,19 @@ class MLflow(Summaries, Recorder):
         return self._run.run_id
 
     def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
-        self._run.text(self.history.to_json_bytes().decode(), "history.json")
+        self._run.attempt("its history", self._log_history)
         super().on_fit_end(trainer, state)
+
+    def on_result(self, trainer: Trainer, trained: TrainedModel) -> None:
+        if self._log_models:
+            self._run.attempt("the model", lambda: log_model(trained, run_id=self.run_id))
+
+    def _log_history(self) -> None:
+        self._run.text(self.history.to_json_bytes().decode(), "history.json")
+        if len(self.history) and importlib.util.find_spec("matplotlib") is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                plot_history(self.history, Path(folder, "curves.png"))
+                self._run.folder(folder, "")
 
     def log_model(self, trained: TrainedModel, name: str = "model") -> None:
         """Add the saved model to the run, as the artifact folder ``name``; call it after the fit.
@@ -87,9 +117,12 @@ class TrackedRun:
             raise extra_needed("MLflow", "mlflow", "mlflow-skinny") from None
         self._name = name
         self._client: Any = None
+        self._unsent: list[Any] = []
+        self._next_try = 0.0
         self.run_id = ""
 
     def open(self, params: Mapping[str, str], iteration: int) -> None:
+        self._unsent, self._next_try = [], 0.0
         try:
             self._begin()
             self._log_parameters(params)
@@ -125,29 +158,58 @@ class TrackedRun:
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
         now = int(time.time() * 1000)
-        metrics = [
+        self._unsent += [
             _library().entities.Metric(name, float(value), now, iteration)
             for name, value in _named(values).items()
         ]
-        self._client.log_batch(self.run_id, metrics=metrics)
+        if time.monotonic() >= self._next_try:
+            self._send()
+
+    def _send(self) -> None:
+        """Log the metrics that have not been logged."""
+        while self._unsent:
+            metrics = self._unsent[:MOST_METRICS]
+            log = functools.partial(self._client.log_batch, self.run_id, metrics=metrics)
+            if not self.attempt("metrics", log):
+                del self._unsent[:-MOST_UNSENT]
+                break
+            del self._unsent[: len(metrics)]
+
+    def attempt(self, what: str, log: Callable[[], Any]) -> bool:
+        """Log something and return whether that succeeded; a warning says why it did not."""
+        began = time.monotonic()
+        try:
+            log()
+        except Exception as error:  # a store may raise anything
+            seconds = time.monotonic() - began
+            self._next_try = time.monotonic() + max(PAUSE_SECONDS, 20 * seconds)
+            logger.warning(
+                "the training goes on, but MLflow could not log %s: %s",
+                what,
+                without_credentials(str(error)).strip().partition("\n")[0],
+            )
+            return False
+        return True
 
     def histograms(self, values: Mapping[str, Histogram], iteration: int) -> None:
         """Do nothing: MLflow knows no histograms."""
 
     def flush(self) -> None:
-        """Do nothing: every call is written at once."""
+        """Do nothing: what can be written is written at once."""
 
     def text(self, content: str, name: str) -> None:
         """Add a file to the run."""
         self._client.log_text(self.run_id, content, name)
 
     def folder(self, path: str, name: str) -> None:
-        """Add the content of a folder to the run, as the folder ``name``."""
-        self._client.log_artifacts(self.run_id, path, name)
+        """Add the content of a folder to the run, in the folder ``name`` unless that is empty."""
+        self._client.log_artifacts(self.run_id, path, name or None)
 
     def close(self, status: str) -> None:
+        self._send()
         if self.run_id in _OPEN:
-            self._end(self.run_id, status.upper())
+            end = functools.partial(self._end, self.run_id, status.upper())
+            self.attempt("the end of the run", end)
 
     def _end(self, run_id: str, status: str) -> None:
         """End a run that a summary started."""

@@ -24,6 +24,7 @@ from sparkdl.infer.checkpoint_model import manifest_of_model
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.advance import catch_up
+from sparkdl.loop.callbacks import added_callbacks
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import (
     BEST,
@@ -189,7 +190,8 @@ def run(
         model = replace(model, module=nn.Module())  # the preflight's module takes memory
         rescue = Rescue(trainer, engine, identity, manifest_model, history, one_pass)
         with interruptible() as interrupt, rescue, contextlib.closing(progress):
-            callbacks = [rescue, *trainer.callbacks, progress]
+            own = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
+            callbacks = [rescue, *own, progress]
             config = LoopConfig.of(trainer)
             state = train(
                 trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
@@ -203,6 +205,8 @@ def run(
     if packed is not None:
         digest = weights_digest(trained.module)
         trained.optimizer_state = StoredState(packed, identity.model, model.optimizers, digest)
+    for callback in own:
+        callback.on_result(trainer, trained)
     return CarriedRun(trained, state, packed_best, schedule if one_pass else None)
 
 

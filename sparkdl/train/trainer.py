@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,11 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.checkpoint import Checkpoint
-from sparkdl.data.columns.base import ColumnSpec, padding_of
+from sparkdl.codec.describe import describe, describe_trainer
+from sparkdl.codec.html import titled, two_columns
+from sparkdl.data.columns.base import ColumnSpec
 from sparkdl.errors import ParameterError, raise_all
+from sparkdl.infer.new_forward import input_names
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.triggers import MaxEpoch, Trigger
@@ -242,6 +245,25 @@ class Trainer:
             object.__setattr__(self, name, plain_list(getattr(self, name)))
         raise_all(ParameterError, list(problems_of(self)))
 
+    def __repr__(self) -> str:
+        """Return the fields that differ from their defaults."""
+        told = ", ".join(f"{name}={text}" for name, text in self._changed().items())
+        return f"Trainer({told})"
+
+    def _repr_html_(self) -> str:
+        """Return the view in a notebook: the fields that differ from their defaults."""
+        return titled("sparkdl.Trainer", two_columns(self._changed()))
+
+    def _changed(self) -> dict[str, str]:
+        """Return the fields that differ from their defaults as text, secrets hidden."""
+        told = describe_trainer(self)
+        defaults = {f.name: _default(f) for f in fields(self) if f.init}
+        return {
+            name: text
+            for name, text in told.items()
+            if defaults[name] is MISSING or text != describe(defaults[name])
+        }
+
     @property
     def feature_columns(self) -> tuple[str, ...]:
         """The names of the feature columns, as a tuple."""
@@ -262,13 +284,9 @@ class Trainer:
     @property
     def input_names(self) -> tuple[str, ...]:
         """The names of the model's inputs: keywords or columns, with lengths and masks."""
-        names = []
-        for name, column in zip(
-            self.keywords or self.feature_columns, self.feature_columns, strict=True
-        ):
-            padding = padding_of(self.columns, column)
-            names += [name] if padding is None else padding.names(name)
-        return tuple(names)
+        return input_names(
+            self.keywords or self.feature_columns, self.feature_columns, self.columns
+        )
 
     @property
     def objective(self) -> Any:
@@ -378,6 +396,11 @@ class Trainer:
 
         raise_all(ParameterError, list(problems_of_start(resume)))
         return partial_fit(self, data, resume)
+
+
+def _default(one: Field[Any]) -> Any:
+    """Return the default of a dataclass field; ``MISSING`` if it has none."""
+    return one.default if one.default_factory is MISSING else one.default_factory()
 
 
 def _table(weights: Sequence[float] | Mapping[int, float] | None) -> tuple[float, ...] | None:

@@ -14,6 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 import sparkdl
+import sparkdl.mlflow
 from sparkdl.codec.describe import plain_parameters
 from sparkdl.summaries import Curves, HistoryFile, MLflow, TensorBoard
 
@@ -139,6 +140,42 @@ def test_mlflow(table: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     loaded = sparkdl.load(folder)
     assert torch.equal(loaded.module.weight, trained.module.weight)
     assert list(loaded.history) == list(trained.history)
+
+
+def test_every_fit_is_logged_and_spark_scores_with_the_model(
+    spark: SparkSession, table: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run has parameters, metrics, curves and the model; its Spark UDF gives the predictions."""
+    mlflow = pytest.importorskip("mlflow")
+    pyfunc = pytest.importorskip("mlflow.pyfunc")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    sparkdl.mlflow.autolog()
+    try:
+        trained = fit(table, sparkdl.Callback())
+    finally:
+        sparkdl.mlflow.autolog(disable=True)
+    (run,) = mlflow.MlflowClient().search_runs(["0"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["batch_size"] == "16"
+    assert "loss" in run.data.metrics
+    names = {file.path for file in mlflow.MlflowClient().list_artifacts(run.info.run_id)}
+    assert names == {"curves.png", "history.json"}
+    uri = f"models:/{run.outputs.model_outputs[0].model_id}"
+    assert list(sparkdl.mlflow.load_model(uri).history) == list(trained.history)
+    udf = pyfunc.spark_udf(spark, uri, result_type="array<float>", env_manager="local")
+    scored = trained.transform(table).withColumn("by_mlflow", udf("features"))
+    for row in scored.select("prediction", "by_mlflow").collect():
+        assert row.by_mlflow == pytest.approx(row.prediction, rel=1e-6)
+
+
+def test_callbacks_get_the_result(table: DataFrame) -> None:
+    class Result(sparkdl.Callback):
+        def on_result(self, trainer: sparkdl.Trainer, trained: sparkdl.TrainedModel) -> None:
+            self.trained = trained
+
+    result = Result()
+    assert fit(table, result) is result.trained
 
 
 def test_what_a_trainer_carries_is_no_parameter(table: DataFrame) -> None:

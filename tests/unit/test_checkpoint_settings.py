@@ -76,6 +76,20 @@ def test_all_mistakes_are_told_at_once() -> None:
         ("path", "//h/a?pass=hunter2&db.pass=hunter2", "//h/a?pass=(redacted)&db.pass=(redacted)"),
         ("command", "--bypass=left", "--bypass=left"),
         ("mail", "me@example.org", "me@example.org"),
+        ("max_tokens", 512, "512"),
+        ("num_tokens", "512", "512"),
+        ("auth_token", 512, "(redacted)"),
+        ("password", "1234", "(redacted)"),
+        ("use_auth_token", None, "None"),
+        ("tokenizer", "words", "words"),
+        ("pad_token", "[PAD]", "[PAD]"),
+        ("hf_token", "hunter2", "(redacted)"),
+        ("keywords", "red", "red"),
+        (
+            "model",
+            "make(max_tokens=512, token='hunter2')",
+            "make(max_tokens=512, token='(redacted)')",
+        ),
     ],
 )
 def test_secrets_are_hidden(key: str, value: Any, text: str) -> None:

@@ -112,3 +112,26 @@ def test_several_problems_come_together() -> None:
 )
 def test_a_type_has_its_article(value: object, said: str) -> None:
     assert kind_of(value) == said
+
+
+def fails_in_the_users_code() -> None:
+    try:
+        torch.nn.Linear(2, 3)(torch.zeros(5))
+    except RuntimeError as error:
+        raise errors.ModelError("the model fails.") from error
+
+
+def test_a_notebook_shows_the_users_frames_alone() -> None:
+    """A trainer's own frames, and those of torch, are left out."""
+    with pytest.raises(ParameterError) as caught:
+        sparkdl.Trainer(model=print, loss=print, optimizer=print, batch_size=0)
+    lines = caught.value._render_traceback_()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert sum(line.startswith("  File") for line in lines) == 1
+    assert lines[-1].startswith("sparkdl.errors.ParameterError: batch_size=0")
+    with pytest.raises(errors.ModelError) as caught:
+        fails_in_the_users_code()
+    text = "\n".join(caught.value._render_traceback_())
+    assert "torch.nn.Linear(2, 3)" in text
+    assert "modules/module.py" not in text
+    assert "direct cause" in text

@@ -6,10 +6,12 @@ import copy
 import csv
 import json
 import math
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import safetensors.torch
@@ -191,6 +193,30 @@ def test_a_notebook_shows_the_loss_and_the_last_metrics() -> None:
     for text in ("iterations", ">5<", "0.25", "0.35", "a&lt;b (iteration 5)", "0.125"):
         assert text in shown
     assert ">0<" in History()._repr_html_()
+
+
+def test_the_curves_are_in_the_page() -> None:
+    """As SVG that any reader of XML takes, with a line for each kind of loss, and no address."""
+    history = some_history()
+    for iteration, loss in ((3, 0.5), (5, math.nan)):
+        metrics = {"loss": loss, "accuracy<": 0.5}
+        history.append_validation(Validated(iteration=iteration, epoch=1, metrics=metrics))
+    shown = history._repr_html_()
+    pictures = [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", shown)]
+    assert [len(picture.findall("{*}polyline")) for picture in pictures] == [3, 1]
+    assert [text.text for text in pictures[1].findall("{*}text")].count("accuracy<") == 1
+    assert set(re.findall(r"https?://[^'\"]+", shown)) == {"http://www.w3.org/2000/svg"}
+    points = pictures[0].findall("{*}polyline")[0].get("points")
+    assert len(points.split()) == 5
+    assert "nan" not in "".join(re.findall(r"<svg.*?</svg>", shown))
+
+
+def test_a_long_history_is_drawn_with_few_points() -> None:
+    history = History()
+    for i in range(1, 5001):
+        history.append(TrainState(iteration=i, loss=1 / i, samples=i, seconds=float(i)), 1)
+    (text, _) = re.findall(r"points='([^']+)'", history._repr_html_())
+    assert 300 <= len(text.split()) <= 401
 
 
 def test_it_prints_itself_in_one_line() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 
 import pytest
+from pyspark.errors import PySparkRuntimeError
+from pyspark.worker_util import check_python_version
 
-from sparkdl.spark.failures import explain
+import sparkdl
+from sparkdl.spark.failures import explain, faults_explained, reading_explained
 
 FAILED = (
     "An error occurred while calling o93.collectToPython.\n: org.apache.spark.SparkException: Job "
@@ -101,3 +105,16 @@ def test_a_module_that_is_missing_on_the_executors_is_told_with_the_remedy() -> 
     first = explain(f"{FAILED}org.apache.spark.SparkException: {TRACE}\n\tat org.a.B.c(B.scala:1)")
     assert 'The executors have no module "torch". Install it there, or ship it' in first
     assert "addPyFile" in first.partition("\n")[0]
+
+
+def test_interpreters_of_two_versions_are_named() -> None:
+    """PySpark's words are those of its own check, which a worker of another version would raise."""
+    with pytest.raises(PySparkRuntimeError) as differs:
+        check_python_version("2.7")
+    here = ".".join(map(str, sys.version_info[:2]))
+    for explained in (reading_explained(), faults_explained("reading")):
+        with pytest.raises(sparkdl.SessionError) as caught, explained:
+            raise differs.value
+        assert str(caught.value).startswith(f"the executors run Python {here} ")
+        assert f'the driver Python 2.7 ("{sys.executable}")' in str(caught.value)
+        assert "spark.pyspark.python" in str(caught.value)

@@ -203,5 +203,7 @@ def test_any_history_can_be_drawn(tmp_path: Path, losses: list[float]) -> None:
         history.append(TrainState(iteration=i, samples=i, loss=loss), i)
     plot_history(history, tmp_path / "a.png")
     assert pixels(tmp_path / "a.png").shape == (540, 960, 4)
-    plot_history(history, tmp_path / "a.svg")
+    figure = plot_history(history, tmp_path / "a.svg")
+    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
+    assert len(plot_history(history).axes) == len(figure.axes)
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")

@@ -1,0 +1,130 @@
+"""``python -m sparkdl``: versions, devices, Java and what is set, to be pasted into a report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from sparkdl.codec.redaction import REDACTED, is_secret, without_credentials
+from sparkdl.settings import DISTRIBUTION, NEEDED_FOR_SPEED, PREFIX, __version__
+
+LIBRARIES = (
+    "pyspark", "torch", "numpy", "pyarrow", "pandas", "safetensors", "tqdm",
+    "transformers", "peft", "mlflow", "mlflow-skinny", "optuna", "torchmetrics", "tensorboard",
+    "matplotlib", "pillow", "fsspec", "ipykernel", "ipywidgets",
+)  # fmt: skip
+VARIABLES = (
+    "JAVA_HOME", "SPARK_HOME", "SPARK_CONF_DIR", "SPARK_LOCAL_IP", "SPARK_REMOTE", "SPARK_LOCAL_DIRS",
+    "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "PYSPARK_SUBMIT_ARGS", "PYTHONPATH", "VIRTUAL_ENV",
+    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MLFLOW_TRACKING_URI",
+)  # fmt: skip
+
+
+def main() -> None:
+    """Print the report."""
+    for title, lines in report().items():
+        print(title)
+        for name, text in lines:
+            print(f"  {name:<22} {text}")
+
+
+def report() -> dict[str, list[tuple[str, str]]]:
+    """Return the sections of the report; each has lines of a name and a text."""
+    warning = stranger()
+    sections = {
+        f"sparkdl {__version__}": [
+            ("installed at", str(Path(__file__).parent)),
+            *([] if warning is None else [("WARNING", warning)]),
+        ],
+        "System": list(_system()),
+        "Libraries": [(name, version) for name in LIBRARIES if (version := _version(name))],
+        "Devices": list(_devices()),
+        "Environment": [(name, _shown(name)) for name in VARIABLES if os.environ.get(name)],
+        "Spark settings": list(_spark_settings()),
+    }
+    return {title: lines for title, lines in sections.items() if lines}
+
+
+def stranger() -> str | None:
+    """Return a sentence if another project's distribution of this import name is installed too."""
+    version = _version("sparkdl")
+    if version is None:
+        return None
+    return (
+        f"the distribution sparkdl {version} is another project's and has the same import name: "
+        f"uninstall it (pip uninstall sparkdl) and install {DISTRIBUTION} anew."
+    )
+
+
+def _system() -> Iterator[tuple[str, str]]:
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", platform.platform()
+    yield "CPUs", str(os.cpu_count())
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        yield "memory", f"{pages / 2**30:.1f} GiB"
+    yield "Java", _java()
+
+
+def _java() -> str:
+    """Return the version and path of the Java that Spark would start."""
+    home = os.environ.get("JAVA_HOME")
+    path = os.path.join(home, "bin", "java") if home else shutil.which("java")
+    if path is None:
+        return "not found: install Java 17 or newer, on PATH or in JAVA_HOME"
+    try:
+        done = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"{path} cannot be started: {error}"
+    lines = (done.stderr or done.stdout).splitlines() or ["it says no version"]
+    told = next((line for line in lines if "version" in line), lines[-1])
+    return f"{told} ({path})"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
+    import torch
+
+    yield "torch", f"CUDA {torch.version.cuda or 'none'}, {torch.get_num_threads()} threads"
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        yield f"cuda:{number}", f"{about.name}, {about.total_memory / 2**30:.0f} GiB"
+
+
+def _spark_settings() -> Iterator[tuple[str, str]]:
+    """Yield the settings of this package and those for speed in Spark's properties file."""
+    folder = os.environ.get("SPARK_CONF_DIR")
+    if folder is None:
+        from pyspark.find_spark_home import _find_spark_home
+
+        folder = os.path.join(_find_spark_home(), "conf")
+    path = Path(folder, "spark-defaults.conf")
+    if not path.is_file():
+        yield "spark-defaults.conf", f"none in {folder}"
+        return
+    yield "spark-defaults.conf", str(path)
+    for line in path.read_text(errors="replace").splitlines():
+        key, _, value = line.strip().replace("=", " ", 1).partition(" ")
+        if key.startswith((PREFIX, "spark.pyspark", "spark.master")) or key in NEEDED_FOR_SPEED:
+            yield key, REDACTED if is_secret(key, value) else without_credentials(value.strip())
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _shown(name: str) -> str:
+    value = os.environ[name]
+    return REDACTED if is_secret(name, value) else without_credentials(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Files in the file systems that Spark itself reaches, by way of Hadoop in the driver's JVM."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from py4j.protocol import Py4JError
+from pyspark import SparkContext
+
+from sparkdl.codec.redaction import without_credentials
+from sparkdl.errors import CheckpointError
+
+
+class HadoopFolder:
+    """A folder at a URI of a Hadoop file system; see :meth:`of`."""
+
+    def __init__(self, uri: str, system: Any, jvm: Any) -> None:
+        self._uri, self._system, self._jvm = uri.rstrip("/"), system, jvm
+
+    @staticmethod
+    def of(uri: str) -> HadoopFolder | None:
+        """Return the folder; None if no session runs here, or its Hadoop does not know the scheme."""
+        context = SparkContext._active_spark_context
+        if context is None or context._jvm is None or context._jsc is None:
+            return None
+        try:
+            path = context._jvm.org.apache.hadoop.fs.Path(uri)
+            system = path.getFileSystem(context._jsc.hadoopConfiguration())
+        except Py4JError:  # no such scheme, or its classes are not there
+            return None
+        return HadoopFolder(uri, system, context._jvm)
+
+    def names(self) -> set[str]:
+        """Return the names in the folder; none if there is no folder."""
+        with self._explained("list"):
+            folder = self._path("")
+            if not self._system.exists(folder):
+                return set()
+            return {status.getPath().getName() for status in self._system.listStatus(folder)}
+
+    def upload(self, file: Path, name: str) -> None:
+        """Write a local file into the folder, and make the folder."""
+        with self._explained("write"):
+            self._system.copyFromLocalFile(False, True, self._local(file), self._path(name))
+
+    def download(self, name: str, file: Path) -> None:
+        """Copy a file of the folder to a local one."""
+        with self._explained("read"):
+            self._system.copyToLocalFile(False, self._path(name), self._local(file), True)
+
+    def delete(self, name: str) -> None:
+        """Delete a file of the folder."""
+        with self._explained("delete"):
+            self._system.delete(self._path(name), False)
+
+    def _path(self, name: str) -> Any:
+        return self._jvm.org.apache.hadoop.fs.Path(f"{self._uri}/{name}" if name else self._uri)
+
+    def _local(self, file: Path) -> Any:
+        return self._jvm.org.apache.hadoop.fs.Path(file.absolute().as_uri())
+
+    @contextlib.contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Convert Java's errors. Raises CheckpointError, which names the place."""
+        try:
+            yield
+        except Py4JError as error:
+            java = getattr(error, "java_exception", None)
+            said = str(error if java is None else java.toString()).strip().partition("\n")[0]
+            place, reason = without_credentials(self._uri), without_credentials(said)
+            raise CheckpointError(f"cannot {what} {place}: {reason}.") from error

@@ -1,0 +1,107 @@
+"""Another forward for a trained model: a module around the trained one, which shares its weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from sparkdl.data.columns.base import Specs, padding_of
+from sparkdl.data.fields import Field
+from sparkdl.errors import ModelError, ParameterError, kind_of, nearest
+from sparkdl.model.signature import Part, Signature
+
+Around = nn.Module | Callable[[nn.Module], nn.Module]
+"""A module, or a class or function that makes one of the trained module."""
+
+
+def build_around(make: Callable[[nn.Module], nn.Module], model: Any) -> nn.Module:
+    """Return the module that ``make`` makes of the model; saved models name this function.
+
+    Args:
+        make: The class or function that is given the model.
+        model: A module, or the function that builds it.
+    """
+    return make(model if isinstance(model, nn.Module) else model())
+
+
+def recipe_and_module(around: Around, module: nn.Module, model: Any) -> tuple[Any, nn.Module]:
+    """Return how the new module is built, and the module itself in evaluation mode.
+
+    Args:
+        around: The new module, or what makes it.
+        module: The trained module.
+        model: The function that built it, or a module.
+
+    Raises:
+        ModelError: ``around`` is no module, and makes none.
+    """
+    if isinstance(around, nn.Module):
+        return around, around.eval()
+    if not callable(around):
+        raise ModelError(
+            "with_module takes a torch.nn.Module, or a function of the trained module that returns "
+            f"one, not {kind_of(around)}."
+        )
+    made = around(module)
+    if not isinstance(made, nn.Module):
+        raise ModelError(
+            f"with_module: the function returned {kind_of(made)}: it must return a torch.nn.Module."
+        )
+    return functools.partial(build_around, around, model), made.eval()
+
+
+def fields_of(names: Sequence[str], known: Mapping[str, Field]) -> tuple[Field, ...]:
+    """Return the fields of the new module's columns.
+
+    Raises:
+        ParameterError: There are none, or a column is not one of the training.
+    """
+    problems = [
+        f'"{name}" is no column of the training, which has {", ".join(known)}.{nearest(name, known)}'
+        for name in names
+        if name not in known
+    ]
+    if not names:
+        problems.append("name at least one column.")
+    if problems:
+        raise ParameterError(f"with_module(features=...): {' '.join(problems)}")
+    return tuple(known[name] for name in names)
+
+
+def signature_of(
+    features: str | Sequence[str] | Mapping[str, str], columns: Specs, output: Part
+) -> tuple[tuple[str, ...], Signature]:
+    """Return the feature columns and the way to call a model with them.
+
+    Args:
+        features: A column, a list of columns by position, or a mapping of keywords to columns.
+        columns: The conversions of columns. A sequence may pass lengths and a mask as inputs of their
+            own.
+        output: The part of the model's result that is the output.
+    """
+    if isinstance(features, str):
+        return (features,), Signature((), output)
+    if not isinstance(features, Mapping):
+        return tuple(features), Signature((), output)
+    names = tuple(features.values())
+    return names, Signature(input_names(tuple(features), names, columns), output)
+
+
+def input_names(
+    keywords: Sequence[str], features: Sequence[str], columns: Specs
+) -> tuple[str, ...]:
+    """Return the names of a model's inputs, with those of lengths and masks.
+
+    Args:
+        keywords: The names of the inputs that are columns.
+        features: Their columns.
+        columns: The conversions of columns.
+    """
+    names: list[str] = []
+    for name, column in zip(keywords, features, strict=True):
+        padding = padding_of(columns, column)
+        names += [name] if padding is None else padding.names(name)
+    return tuple(names)

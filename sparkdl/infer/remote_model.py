@@ -1,0 +1,123 @@
+"""Saved models at URIs: written and read through a local folder.
+
+A URI belongs to a Hadoop file system of the running session, as the paths that Spark reads and
+writes, or else to one that checkpoints reach (:mod:`sparkdl.checkpoint.file_systems`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from sparkdl.checkpoint.files import Folder
+from sparkdl.codec.redaction import without_credentials
+from sparkdl.errors import CheckpointError, UserError
+from sparkdl.infer.hadoop_folder import HadoopFolder
+from sparkdl.infer.saved_model import BUFFERS, HISTORY, MODEL, PICKLE, WEIGHTS
+
+FILES = (WEIGHTS, HISTORY, BUFFERS, PICKLE, MODEL)
+"""The files of a model in the order in which they are written."""
+
+
+class RemoteFolder(Protocol):
+    """A folder of another file system."""
+
+    def names(self) -> set[str]:
+        """Return the names in the folder; none if there is no folder."""
+
+    def upload(self, file: Path, name: str) -> None:
+        """Write a local file into the folder."""
+
+    def download(self, name: str, file: Path) -> None:
+        """Copy a file of the folder to a local one."""
+
+    def delete(self, name: str) -> None:
+        """Delete a file of the folder."""
+
+
+class CheckpointFolder:
+    """A folder that checkpoints reach."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+
+    def names(self) -> set[str]:
+        """Return the names in the folder."""
+        return set(self._folder.entries())
+
+    def upload(self, file: Path, name: str) -> None:
+        """Write a local file into the folder, and make the folder."""
+        self._folder.make()
+        self._folder.write(name, file.read_bytes())
+
+    def download(self, name: str, file: Path) -> None:
+        """Copy a file of the folder to a local one."""
+        file.write_bytes(self._folder.read(name))
+
+    def delete(self, name: str) -> None:
+        """Delete a file of the folder."""
+        self._folder.delete(name)
+
+
+def local_path(uri: str) -> Path | None:
+    """Return the path of this machine that a ``file:`` URI names; None for any other URI."""
+    folder = Folder.of(uri)
+    return None if "://" in folder.uri else Path(folder.uri)
+
+
+def folder_at(uri: str) -> RemoteFolder:
+    """Return the folder at a URI."""
+    return HadoopFolder.of(uri) or CheckpointFolder(Folder.of(uri))
+
+
+def holds_model(uri: str) -> bool:
+    """Return whether a saved model is at ``uri``; a folder that cannot be listed holds none."""
+    try:
+        return MODEL in folder_at(uri).names()
+    except CheckpointError:
+        return False
+
+
+@contextlib.contextmanager
+def uploaded(uri: str, overwrite: bool) -> Iterator[Path]:
+    """Yield a local folder, whose files are uploaded to ``uri`` after the block, the manifest last.
+
+    Raises:
+        FileExistsError: There is a model, and ``overwrite`` is False.
+        CheckpointError: The place cannot be written.
+    """
+    folder = folder_at(uri)
+    before = folder.names()
+    if MODEL in before and not overwrite:
+        place = without_credentials(uri)
+        raise FileExistsError(f"{place} holds a model already: pass overwrite=True to replace it.")
+    with tempfile.TemporaryDirectory(prefix="sparkdl-") as made:
+        yield Path(made)
+        present = [name for name in FILES if Path(made, name).exists()]
+        for name in present:
+            folder.upload(Path(made, name), name)
+    for name in before & {*FILES} - {*present}:
+        folder.delete(name)
+
+
+@contextlib.contextmanager
+def downloaded(uri: str) -> Iterator[Path]:
+    """Yield a local copy of the model at ``uri``; errors inside the block name the URI instead.
+
+    Raises:
+        CheckpointError: The place cannot be read.
+    """
+    folder = folder_at(uri)
+    names = folder.names()
+    with tempfile.TemporaryDirectory(prefix="sparkdl-") as made:
+        for name in FILES:
+            if name in names:
+                folder.download(name, Path(made, name))
+        try:
+            yield Path(made)
+        except UserError as error:
+            text = str(error).replace(made, without_credentials(uri))
+            raise type(error)(text) from error.__cause__

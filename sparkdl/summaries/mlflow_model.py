@@ -1,0 +1,310 @@
+"""Trained models in MLflow's format, in the flavors ``sparkdl``, ``pyfunc`` and ``pytorch``."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyspark
+import torch
+from pyspark.sql import DataFrame
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from sparkdl.data.columns.numeric import to_numpy
+from sparkdl.data.row_errors import RowError
+from sparkdl.data.schema import columns_of
+from sparkdl.errors import DataError, ParameterError, kind_of
+from sparkdl.infer.output import as_numpy
+from sparkdl.infer.persistence import load
+from sparkdl.infer.shipped_module import run_batches
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.settings import DISTRIBUTION, __version__
+from sparkdl.summaries.base import extra_needed
+
+FLAVOR = "sparkdl"
+LOADER = "sparkdl.mlflow"
+"""The module whose ``_load_pyfunc`` MLflow calls; stored models name it."""
+_FOLDER, _TORCH, _CODE = "sparkdl", "data", "code"
+BATCH_SIZE = 1024
+EXAMPLE_ROWS = 5
+
+
+def log_model(
+    trained: TrainedModel,
+    name: str = "model",
+    *,
+    input_example: DataFrame | pd.DataFrame | None = None,
+    signature: Any = None,
+    registered_model_name: str | None = None,
+    run_id: str | None = None,
+    code_paths: Sequence[str | Path] = (),
+    pip_requirements: Sequence[str] | None = None,
+) -> Any:
+    """Log a trained model to the active run of MLflow, or to a new one.
+
+    Args:
+        trained: The model.
+        name: The name of the model in the run.
+        input_example: Rows with the feature columns; the first five are stored. The signature
+            follows from them.
+        signature: A signature of MLflow, instead of that of the example. With neither, the signature
+            follows from the types and shapes of the training, if no column has a conversion.
+        registered_model_name: Register the model under this name as well.
+        run_id: The run to log to, instead of the active one.
+        code_paths: Files and folders of modules that the model needs, which are logged with it.
+        pip_requirements: The packages that loading needs; None is this package and its own, in the
+            present versions.
+
+    Returns:
+        The ``ModelInfo`` of MLflow; its ``model_uri`` is what the functions that load take.
+
+    Raises:
+        ParameterError: The extra is not installed, or the example is no table of the features.
+        UserError: The model cannot be saved.
+    """
+    _mlflow("sparkdl.mlflow.log_model")
+    from mlflow.models import Model
+
+    return Model.log(
+        artifact_path=None,
+        name=name,
+        flavor=SimpleNamespace(__name__=LOADER, save_model=save_model),
+        registered_model_name=registered_model_name,
+        run_id=run_id,
+        trained=trained,
+        input_example=input_example,
+        signature=signature,
+        code_paths=code_paths,
+        pip_requirements=pip_requirements,
+    )
+
+
+def save_model(
+    trained: TrainedModel,
+    path: str | Path,
+    *,
+    mlflow_model: Any = None,
+    input_example: DataFrame | pd.DataFrame | None = None,
+    signature: Any = None,
+    code_paths: Sequence[str | Path] = (),
+    pip_requirements: Sequence[str] | None = None,
+) -> None:
+    """Write a trained model into a new folder in MLflow's format; see :func:`log_model`.
+
+    Args:
+        trained: The model.
+        path: The folder, which must be empty or not exist.
+        mlflow_model: The description to complete; MLflow passes it.
+        input_example: See :func:`log_model`.
+        signature: See :func:`log_model`.
+        code_paths: See :func:`log_model`.
+        pip_requirements: See :func:`log_model`.
+
+    Raises:
+        UserError: The example does not fit, or the model cannot be saved.
+        FileExistsError: The folder is not empty.
+    """
+    _mlflow("sparkdl.mlflow.save_model")
+    from mlflow import pyfunc
+    from mlflow.models import Model, infer_signature
+    from mlflow.models.utils import _save_example
+
+    folder = Path(path)
+    if folder.exists() and any(folder.iterdir()):
+        raise FileExistsError(f"{folder} is not empty: give a new folder.")
+    described = Model() if mlflow_model is None else mlflow_model
+    example = None if input_example is None else _example(trained, input_example)
+    shown = _example_of_zeros(trained) if example is None else example
+    if signature is None and shown is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of whole numbers that may be missing
+            signature = infer_signature(shown, PyFunc(trained).predict(shown))
+    folder.mkdir(parents=True, exist_ok=True)
+    trained.save(folder / _FOLDER)
+    _save_torch(trained.module, folder / _TORCH)
+    code = _copy_code(code_paths, folder)
+    described.signature = signature
+    if example is not None:
+        _save_example(described, example, str(folder))
+    needed = _requirements() if pip_requirements is None else [*pip_requirements]
+    (folder / "requirements.txt").write_text("\n".join(needed) + "\n")
+    environment = f"python: {platform.python_version()}\ndependencies:\n- -r requirements.txt\n"
+    (folder / "python_env.yaml").write_text(environment)
+    described.add_flavor(FLAVOR, sparkdl_version=__version__, model_data=_FOLDER, code=code)
+    described.add_flavor(
+        "pytorch", model_data=_TORCH, pytorch_version=str(torch.__version__), code=code
+    )
+    pyfunc.add_to_model(
+        described,
+        loader_module=LOADER,
+        data=_FOLDER,
+        code=code,
+        python_env="python_env.yaml",
+    )
+    described.save(str(folder / "MLmodel"))
+
+
+def load_model(model_uri: str, *, loss: Any = None, trust: bool = False) -> TrainedModel:
+    """Load a trained model that :func:`log_model` logged.
+
+    Args:
+        model_uri: Its URI, such as ``runs:/RUN/model`` or ``models:/NAME/1``.
+        loss: The loss for ``evaluate``, as in :func:`sparkdl.load`.
+        trust: Allow the model to run code of its own choice, as in :func:`sparkdl.load`.
+
+    Raises:
+        ParameterError: The extra is not installed, or the model is not of this flavor.
+        UserError: The model cannot be loaded.
+    """
+    mlflow = _mlflow("sparkdl.mlflow.load_model")
+    folder = Path(mlflow.artifacts.download_artifacts(artifact_uri=model_uri))
+    if not (folder / _FOLDER).is_dir():
+        raise ParameterError(
+            f"the model {model_uri} has no flavor {FLAVOR}: log it with sparkdl.mlflow.log_model."
+        )
+    return load(folder / _FOLDER, loss=loss, trust=trust)
+
+
+class PyFunc:
+    """A trained model as ``mlflow.pyfunc`` calls it: tables of pandas in, arrays of NumPy out."""
+
+    def __init__(self, trained: TrainedModel) -> None:
+        self.trained = trained
+
+    def predict(self, model_input: Any, params: Any = None) -> np.ndarray:
+        """Return the predictions for a table with the feature columns, one for each row.
+
+        Args:
+            model_input: A DataFrame of pandas, a mapping of columns, or, if the model has one
+                feature, an array of it.
+            params: Nothing; MLflow passes it.
+
+        Raises:
+            DataError: The table does not fit the model.
+        """
+        trained = self.trained
+        batch = _batch(_table(trained, model_input))
+        schema, fields = from_arrow_schema(batch.schema), trained.fields
+        columns, _ = columns_of(
+            schema, trained.features, (), trained.float_dtype, trained.columns, fields
+        )
+        outputs = []
+        for start in range(0, batch.num_rows, BATCH_SIZE):
+            part = batch.slice(start, BATCH_SIZE)
+            try:
+                arrays = [to_numpy(part.column(c.name), c, start) for c in columns]
+            except RowError as error:
+                raise DataError(error.problem.message("the table")) from None
+            known = None if trained.output is None else trained.output.dimensions
+            found = run_batches(
+                trained.module,
+                arrays,
+                BATCH_SIZE,
+                dimensions=(known, known),
+                signature=trained.signature,
+            )
+            outputs += [as_numpy(output) for output, _ in found]
+        return np.concatenate(outputs) if outputs else np.zeros(0, np.float32)
+
+
+def _load_pyfunc(path: str) -> PyFunc:
+    """Return the model in a folder; ``mlflow.pyfunc`` calls it, which runs the code of models."""
+    return PyFunc(load(path, trust=True))
+
+
+def _mlflow(what: str) -> Any:
+    """Return the library. Raises ParameterError if it is not installed."""
+    try:
+        import mlflow
+    except ImportError:
+        raise extra_needed(what, "mlflow", "mlflow-skinny") from None
+    return mlflow
+
+
+def _example(trained: TrainedModel, rows: DataFrame | pd.DataFrame) -> pd.DataFrame:
+    """Return the first rows of the features as a table of pandas. Raises ParameterError."""
+    names = list(trained.features)
+    if isinstance(rows, DataFrame):
+        return rows.select(*names).limit(EXAMPLE_ROWS).toPandas()
+    if not isinstance(rows, pd.DataFrame) or not {*names} <= {*rows.columns}:
+        raise ParameterError(
+            f"input_example is {kind_of(rows)}: give a DataFrame with the columns {', '.join(names)}."
+        )
+    return rows[names].head(EXAMPLE_ROWS)
+
+
+def _example_of_zeros(trained: TrainedModel) -> pd.DataFrame | None:
+    """Return two rows of zeros like those of the training; None if a column has a conversion."""
+    if {*trained.columns} & {*trained.features}:
+        return None
+    table = {}
+    for name, field in zip(trained.features, trained.fields, strict=False):
+        whole = np.dtype(field.dtype).kind in "iub"
+        zeros = np.zeros((2, *field.shape), field.dtype if whole else "float64")
+        table[name] = list(zeros) if field.shape else zeros
+    return pd.DataFrame(table)
+
+
+def _table(trained: TrainedModel, model_input: Any) -> pd.DataFrame:
+    """Return the feature columns of the input. Raises DataError."""
+    names = list(trained.features)
+    if isinstance(model_input, np.ndarray) and len(names) == 1:
+        return pd.DataFrame({names[0]: list(model_input)})
+    table = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
+    missing = [name for name in names if name not in table.columns]
+    if missing:
+        raise DataError(f"the table has no column {', '.join(missing)}.")
+    return table[names]
+
+
+def _batch(table: pd.DataFrame) -> pa.RecordBatch:
+    """Return a table of pandas as Arrow; arrays with dimensions become nested lists."""
+    columns = {name: pa.array(list(_cells(table[name]))) for name in table.columns}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _cells(column: pd.Series) -> Iterator[Any]:
+    for value in column:
+        value = value.toArray() if hasattr(value, "toArray") else value  # a vector of Spark
+        nested = isinstance(value, np.ndarray) and (value.ndim > 1 or value.dtype == object)
+        yield np.stack(list(value)).tolist() if nested and len(value) else value
+
+
+def _save_torch(module: torch.nn.Module, folder: Path) -> None:
+    """Write the module as MLflow's flavor of PyTorch does."""
+    from mlflow.pytorch import pickle_module
+
+    folder.mkdir()
+    (folder / "pickle_module_info.txt").write_text(pickle_module.__name__)
+    torch.save(module, folder / "model.pth", pickle_module=pickle_module)
+
+
+def _copy_code(paths: Sequence[str | Path], folder: Path) -> str | None:
+    """Copy files and folders of modules into the model's folder; return the name of their place."""
+    for path in map(Path, paths):
+        (folder / _CODE).mkdir(exist_ok=True)
+        if path.is_dir():
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(path, folder / _CODE / path.name, ignore=ignored)
+        else:
+            shutil.copy(path, folder / _CODE)
+    return _CODE if paths else None
+
+
+def _requirements() -> list[str]:
+    import mlflow
+
+    return [
+        f"{DISTRIBUTION}=={__version__}",
+        f"mlflow=={mlflow.__version__}",
+        f"torch=={torch.__version__}",
+        f"pyspark=={pyspark.__version__}",
+    ]

@@ -1,0 +1,214 @@
+"""The tasks of fits by group: train one group in this process, and predict with its model."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from sparkdl.data.columns.base import Column
+from sparkdl.data.columns.numeric import to_numpy
+from sparkdl.data.fields import SampleHandle, check_total_weight
+from sparkdl.data.partition_reader import close_partitions
+from sparkdl.data.partition_writer import PartitionWriter
+from sparkdl.data.ragged import Rows
+from sparkdl.data.row_errors import RowError
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.local import LocalEngine
+from sparkdl.errors import DataError
+from sparkdl.infer.output import as_numpy, to_arrow
+from sparkdl.infer.shipped_module import run_batches
+from sparkdl.loop.advance import catch_up, first_state
+from sparkdl.loop.config import LoopConfig
+from sparkdl.loop.history import History
+from sparkdl.loop.interrupt import Interrupt
+from sparkdl.loop.loop import train
+from sparkdl.loop.schedule import Schedule
+from sparkdl.model.flat import filled
+from sparkdl.model.signature import Signature
+from sparkdl.process.numerics import Numerics
+from sparkdl.replica.run import RunSpec
+from sparkdl.slab.root import SlabConfig
+from sparkdl.train.carried import begin_batch
+from sparkdl.train.engine_inputs import assembly
+from sparkdl.train.prepare import PreparedModel, prepare
+from sparkdl.train.recipes import build_model
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+RESULT = "rows bigint, iterations bigint, loss double, seconds double, error string, weights binary"
+"""The columns of a group's result, after its keys."""
+_prepared: OrderedDict[str, PreparedModel] = OrderedDict()
+"""The model of each run of this process, of the last few."""
+MOST_PREPARED = 4
+
+
+@dataclass(frozen=True)
+class FitGroup:
+    """The function of ``applyInArrow``: a group's rows in, one row with its model or the reason out.
+
+    Attributes:
+        trainer: The trainer, of the engine "local".
+        columns: The columns of a sample.
+        num_features: How many of them are features.
+        slab: The slab root, which the driver removes after all groups.
+        threads: torch's threads.
+        numerics: torch's settings on the driver.
+    """
+
+    trainer: Trainer
+    columns: tuple[Column, ...]
+    num_features: int
+    slab: SlabConfig
+    threads: int
+    numerics: Numerics
+
+    def __call__(self, key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
+        began, found = time.perf_counter(), History()
+        weights, reason = None, None
+        try:
+            handle = self._written(rows)
+            try:
+                weights = self._fit(handle, found).numpy().tobytes()
+            finally:
+                close_partitions()
+                _remove(handle)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        epochs = found.epochs()
+        result = {
+            "rows": rows.num_rows,
+            "iterations": len(found),
+            "loss": epochs[-1]["loss"] if epochs else None,
+            "seconds": time.perf_counter() - began,
+            "error": reason,
+            "weights": weights,
+        }
+        types = (pa.int64(), pa.int64(), pa.float64(), pa.float64(), pa.string(), pa.binary())
+        keys = {f"k{i}": pa.array([one.as_py()], one.type) for i, one in enumerate(key)}
+        values = zip(result.items(), types, strict=True)
+        return pa.table(keys | {name: pa.array([value], kind) for (name, value), kind in values})
+
+    def _fit(self, handle: SampleHandle, history: History) -> torch.Tensor:
+        """Train on the rows, and return the flat vector of the weights; ``history`` grows."""
+        self.numerics.use()
+        trainer, model = self.trainer, self._model()
+        weighted = self.columns[-1].weight
+        labels = len(self.columns) - self.num_features - weighted
+        samples = SampleSet(None, (handle,), handle.fields, self.num_features, [], labels, weighted)
+        separate = model.optimizer.elementwise and model.optimizer.separate
+        compressed = trainer.compression is not None
+        run = RunSpec(
+            self.slab,
+            trainer.seed,
+            1,
+            1,
+            assembly(trainer, samples, model.float_dtype),
+            (trainer.batch_size,),
+            self.threads,
+            whole_tensors=not separate or compressed,
+            compressed=compressed,
+            numerics=self.numerics,
+        )
+        engine = LocalEngine(samples, run, model.payload, trainer.batch_size * trainer.local_steps)
+        engine.load()
+        schedule = Schedule(
+            model.optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric
+        )
+        state = begin_batch(first_state(trainer.policy), engine.plan.num_iterations)
+        state = catch_up(schedule, state, history)
+        config = LoopConfig.of(trainer)
+        train(trainer, config, engine, schedule, [], [], state, history, Interrupt())
+        return engine.weights()
+
+    def _model(self) -> PreparedModel:
+        """Return the prepared model, made once in a process."""
+        run = self.slab.name
+        if run not in _prepared:
+            _prepared[run] = prepare(self.trainer, None)
+            while len(_prepared) > MOST_PREPARED:
+                _prepared.popitem(last=False)
+        return _prepared[run]
+
+    def _written(self, rows: pa.Table) -> SampleHandle:
+        """Write the rows into the slab root. Raises DataError."""
+        weighted = self.columns[-1].weight
+        writer = PartitionWriter(self.slab, weighted=weighted)
+        try:
+            writer.add([column.name for column in self.columns], arrays_of(rows, self.columns))
+        except RowError as error:
+            writer.fail(error.problem)
+            raise DataError(error.problem.message("the group")) from None
+        handle = writer.finish()
+        if weighted:
+            check_total_weight([handle], len(handle.fields) - 1, "the weight of the group")
+        return handle
+
+
+def _remove(handle: SampleHandle) -> None:
+    """Remove the files of a group's samples."""
+    for path in (*(segment.path for segment in handle.segments), handle.order_path):
+        for file in Path(path).parent.glob(f"{Path(path).name}*"):
+            file.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class PredictGroup:
+    """The function of a cogroup's ``applyInArrow``: a group's rows and its model in, predictions out.
+
+    Attributes:
+        payload: The pickled recipe.
+        dtype: The NumPy name of the weights' dtype.
+        features: The feature columns.
+        signature: The way to call the model.
+        dimensions: The number of dimensions of a batch's output.
+        prediction_col: The name of the new column.
+        type: Its Arrow type.
+        batch_size: The number of rows of a forward pass.
+    """
+
+    payload: bytes
+    dtype: str
+    features: tuple[Column, ...]
+    signature: Signature
+    dimensions: int
+    prediction_col: str
+    type: pa.DataType
+    batch_size: int
+
+    def __call__(self, rows: pa.Table, models: pa.Table) -> pa.Table:
+        weights = models.column("weights")[0].as_py() if models.num_rows else None
+        if weights is None or not rows.num_rows:
+            return rows.append_column(self.prediction_col, pa.nulls(rows.num_rows, self.type))
+        flat = torch.from_numpy(np.frombuffer(weights, self.dtype).copy())
+        module = filled(build_model(self.payload), flat).eval()
+        try:
+            arrays = arrays_of(rows, self.features, names=True)
+        except RowError as error:
+            raise DataError(error.problem.message("the group")) from None
+        known = (self.dimensions, self.dimensions)
+        found = run_batches(
+            module, arrays, self.batch_size, dimensions=known, signature=self.signature
+        )
+        parts = [to_arrow(as_numpy(output)).cast(self.type) for output, _ in found]
+        return rows.append_column(self.prediction_col, pa.chunked_array(parts, self.type))
+
+
+def arrays_of(rows: pa.Table, columns: Sequence[Column], names: bool = False) -> list[Rows]:
+    """Return the tensors of a table's columns, which have their names or are called c0, c1, ...
+
+    Raises RowError.
+    """
+    found = []
+    for i, column in enumerate(columns):
+        chunks: Any = rows.column(column.name if names else f"c{i}").combine_chunks()
+        found.append(to_numpy(chunks, column))
+    return found

@@ -1,0 +1,246 @@
+"""Trained models in MLflow's format: each flavor loads, and gives the module's own predictions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import summary_runs as runs
+import torch
+from torch import nn
+
+import sparkdl
+import sparkdl.mlflow
+from sparkdl.data.fields import Field
+from sparkdl.data.ragged import Padding
+from sparkdl.infer.output import Output
+
+mlflow = pytest.importorskip("mlflow")
+pyfunc = pytest.importorskip("mlflow.pyfunc")
+pytorch = pytest.importorskip("mlflow.pytorch")
+
+
+@pytest.fixture(autouse=True)
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    yield tmp_path
+    while mlflow.active_run():
+        mlflow.end_run()
+
+
+class Both(nn.Module):
+    """A model of a matrix, a whole number, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = nn.Embedding(3, 4)
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, matrix: torch.Tensor, word: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return self.last(matrix.mean(1) + self.names(word) * x[:, None])
+
+
+def a_model() -> sparkdl.TrainedModel:
+    torch.manual_seed(0)
+    module = Both().eval()
+    fields = (
+        ("m", "float32", (2, 4)),
+        ("w", "int64", ()),
+        ("x", "float32", ()),
+        ("y", "int64", ()),
+    )
+    return sparkdl.TrainedModel(
+        module=module,
+        model=Both,
+        loss=nn.CrossEntropyLoss(),
+        features=("m", "w", "x"),
+        label=("y",),
+        fields=tuple(Field(*values) for values in fields),
+        num_features=3,
+        float_dtype="float32",
+        output=Output((2,), "float32"),
+        history=sparkdl.History(),
+    )
+
+
+ROWS = pd.DataFrame(
+    {
+        "y": [1] * 7,
+        "m": list(np.random.default_rng(0).normal(size=(7, 2, 4))),
+        "w": [0, 1, 2, 0, 1, 2, 0],
+        "x": np.linspace(-1, 1, 7),
+    }
+)
+
+
+def wanted(trained: sparkdl.TrainedModel, rows: pd.DataFrame = ROWS) -> np.ndarray:
+    matrix = torch.tensor(np.stack(list(rows["m"])), dtype=torch.float32)
+    word, x = torch.tensor(rows["w"].to_numpy()), torch.tensor(rows["x"].to_numpy()).float()
+    with torch.no_grad():
+        return trained.module(matrix, word, x).numpy()
+
+
+def test_each_flavor_gives_the_same_predictions() -> None:
+    trained = a_model()
+    with mlflow.start_run() as run:
+        info = sparkdl.mlflow.log_model(trained, input_example=ROWS)
+    assert set(info.flavors) == {"sparkdl", "pytorch", "python_function"}
+    assert info.run_id == run.info.run_id
+    assert info.signature.inputs.input_names() == ["m", "w", "x"]
+    of_rows = pyfunc.load_model(info.model_uri).predict(ROWS)
+    np.testing.assert_allclose(of_rows, wanted(trained), rtol=1e-6)
+    module = pytorch.load_model(info.model_uri)
+    assert torch.equal(module.last.weight, trained.module.last.weight)
+    loaded = sparkdl.mlflow.load_model(info.model_uri)
+    assert torch.equal(loaded.module.names.weight, trained.module.names.weight)
+    assert loaded.features == trained.features
+    stored = mlflow.models.Model.load(info.model_uri).load_input_example()
+    assert list(stored.columns) == ["m", "w", "x"]
+    assert len(stored) == 5
+
+
+def test_the_signature_follows_from_the_training() -> None:
+    """Rows of double and of whole numbers are what a model of float32 is given."""
+    trained = a_model()
+    with mlflow.start_run():
+        info = sparkdl.mlflow.log_model(trained, registered_model_name="both")
+    assert "Array(Array(double))" in str(info.signature.inputs)
+    predict = pyfunc.load_model("models:/both/1").predict
+    np.testing.assert_allclose(predict(ROWS), wanted(trained), rtol=1e-6)
+    assert sparkdl.mlflow.load_model("models:/both/1").num_features == 3
+
+
+def test_rows_of_any_length(tmp_path: Path) -> None:
+    """A column with a conversion has no signature without an example."""
+    sequences = sparkdl.Sequence()
+    module = nn.EmbeddingBag(9, 2).eval()
+    trained = sparkdl.TrainedModel(
+        module=module,
+        model=partial(nn.EmbeddingBag, 9, 2),
+        loss=None,
+        features=("ids",),
+        label=(),
+        columns={"ids": sequences},
+        fields=(Field("ids", "int64", (), Padding()),),
+        num_features=1,
+        float_dtype="float32",
+        output=None,
+        history=sparkdl.History(),
+    )
+    sparkdl.mlflow.save_model(trained, tmp_path / "model")
+    model = pyfunc.load_model(str(tmp_path / "model"))
+    assert model.metadata.signature is None
+    found = model.predict(pd.DataFrame({"ids": [[1, 2], [3], [4, 5, 6]]}))
+    assert found.shape == (3, 2)
+    with torch.no_grad():
+        both = module(torch.tensor([[1, 2], [4, 0]]))
+    np.testing.assert_allclose(model.predict(pd.DataFrame({"ids": [[1, 2]]}))[0], both[0])
+    with pytest.raises(FileExistsError, match="is not empty: give a new folder"):
+        sparkdl.mlflow.save_model(trained, tmp_path / "model")
+
+
+def test_modules_travel_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_of_mlflow.py").write_text(
+        "from torch import nn\nclass Own(nn.Linear):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import own_of_mlflow
+
+    trained = sparkdl.TrainedModel(
+        module=own_of_mlflow.Own(2, 1).eval(),
+        model=partial(own_of_mlflow.Own, 2, 1),
+        loss=None,
+        features=("x",),
+        label=(),
+        fields=(Field("x", "float32", (2,)),),
+        num_features=1,
+        float_dtype="float32",
+        output=Output((1,), "float32"),
+        history=sparkdl.History(),
+    )
+    place = tmp_path / "model"
+    sparkdl.mlflow.save_model(trained, place, code_paths=[tmp_path / "own_of_mlflow.py"])
+    del sys.modules["own_of_mlflow"]
+    sys.path.remove(str(tmp_path))
+    (tmp_path / "own_of_mlflow.py").unlink()
+    predict = pyfunc.load_model(str(place)).predict
+    given = np.array([[1.0, 2.0], [3.0, 4.0]])
+    with torch.no_grad():
+        output = trained.module(torch.tensor(given).float()).numpy()
+    np.testing.assert_allclose(predict(pd.DataFrame({"x": list(given)})), output, rtol=1e-6)
+
+
+def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = a_model()
+    with pytest.raises(sparkdl.ParameterError, match="a DataFrame with the columns m, w, x"):
+        sparkdl.mlflow.save_model(trained, "unused", input_example=ROWS[["m"]])
+    with pytest.raises(sparkdl.DataError, match="the table has no column w, x"):
+        sparkdl.mlflow.PyFunc(trained).predict(ROWS[["m"]])
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    for use in (partial(sparkdl.mlflow.log_model, trained), sparkdl.mlflow.autolog):
+        with pytest.raises(sparkdl.ParameterError, match=r'mlflow-skinny .the extra "mlflow"'):
+            use()
+
+
+def values(run_id: str, name: str) -> list[int]:
+    return [m.step for m in mlflow.MlflowClient().get_metric_history(run_id, name)]
+
+
+def test_a_store_that_fails_costs_no_fit(
+    store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What could not be logged meanwhile is logged when the store works again."""
+    monkeypatch.setattr(sparkdl.summaries.mlflow, "PAUSE_SECONDS", 0.0)
+    callback = sparkdl.summaries.MLflow(every=sparkdl.every(1))
+    trainer, states = runs.a_trainer(), runs.states()
+    callback.on_fit_start(trainer, states[0])
+    (folder,) = (store / "mlruns").glob(f"*/{callback.run_id}")
+    for state in states[1:]:
+        if state.iteration == 3:
+            folder.rename(store / "away")
+        if state.iteration == 6:
+            (store / "away").rename(folder)
+            callback._run._next_try = 0.0
+        callback.on_iteration_end(trainer, state)
+    assert "the training goes on, but MLflow could not log metrics: " in caplog.text
+    assert values(callback.run_id, "loss") == [*range(1, 9)]
+    folder.rename(store / "away")
+    callback.on_fit_end(trainer, states[-1])
+    assert "MLflow could not log its history" in caplog.text
+    assert "MLflow could not log the end of the run" in caplog.text
+    (store / "away").rename(folder)
+
+
+def test_the_model_is_logged_after_the_fit() -> None:
+    callback = sparkdl.summaries.MLflow(log_models=True)
+    trained, trainer, states = a_model(), runs.a_trainer(), runs.states()
+    runs.play([callback], states)
+    assert mlflow.active_run() is not None
+    callback.on_result(trainer, trained)
+    assert mlflow.active_run() is None
+    run = mlflow.MlflowClient().get_run(callback.run_id)
+    assert run.info.status == "FINISHED"
+    (output,) = run.outputs.model_outputs
+    loaded = sparkdl.mlflow.load_model(f"models:/{output.model_id}")
+    assert torch.equal(loaded.module.last.weight, trained.module.last.weight)
+    names = [file.path for file in mlflow.MlflowClient().list_artifacts(callback.run_id)]
+    assert sorted(names) == ["curves.png", "history.json"]
+
+
+def test_autologging_is_of_every_fit() -> None:
+    from sparkdl.loop.callbacks import added_callbacks
+
+    sparkdl.mlflow.autolog()
+    try:
+        (added,) = added_callbacks(())
+        assert isinstance(added, sparkdl.summaries.MLflow)
+        assert list(added_callbacks([sparkdl.summaries.MLflow()])) == []
+    finally:
+        sparkdl.mlflow.autolog(disable=True)
+    assert list(added_callbacks(())) == []
