@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,7 @@ TRAINER = sparkdl.Trainer(
 def plain_loop(orders: DataFrame, step: Any, rounds: int = 4) -> list[dict[str, float]]:
     rows = orders.toPandas()
     names = ("x", "amount", "returned")
-    batch = {name: torch.tensor(rows[name].tolist(), dtype=torch.float32) for name in names}
+    batch = {name: torch.tensor(np.stack(rows[name]), dtype=torch.float32) for name in names}
     module = Order()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
     told = []
