@@ -38,6 +38,8 @@ class IterationResult:
         traffic: For each node, by its token, the bytes of gradients and weights that it sent and
             received.
         ended: The time of the end (``time.monotonic``), if that is not the present.
+        staleness: The number of versions by which the weights that the gradients were computed on
+            were older than those that they were applied to.
     """
 
     loss: float
@@ -48,6 +50,7 @@ class IterationResult:
     histograms: Mapping[str, Histogram] | None = None
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
     ended: float | None = None
+    staleness: int = 0
 
 
 CURRENT, AVERAGE, BEST = "current", "average", "best"

@@ -140,6 +140,8 @@ class Iteration:
         description: The text that the Spark UI shows.
         loss_scale: Factor of the loss before backward.
         histograms: Whether histograms of weights and gradients are wanted.
+        staleness: If the iteration is repeated, the staleness of its update the first time; None: the
+            engine decides.
     """
 
     index: int
@@ -149,6 +151,7 @@ class Iteration:
     description: str = ""
     loss_scale: float = 1.0
     histograms: bool = False
+    staleness: int | None = None
 
     def with_rows(self, rows: Sequence[tuple[int, int]]) -> IterationRows:
         """Return the iteration with the rows of each replica."""

@@ -139,7 +139,7 @@ def main() -> None:
 
         def __init__(self, rdd) -> None:
             rdd._jrdd.count()
-            engines[0]._jobs._blocks._reports.value = []
+            engines[0]._chooser._shuffled.blocks._reports.value = []
             super().__init__(rdd)
             weight_blocks.StoringJob = StoringJob
 
@@ -149,12 +149,13 @@ def main() -> None:
             weight_blocks.StoringJob = Untold
         result = step(self, iteration)
         stages.append(stages_of_last_job(self._context))
-        submissions.append(self._state.tick)
+        submissions.append(self._versions._tick)
         persisted.append(innards.persisted(self._context))
         if case == "gone" and iteration.index == GONE_AFTER:
-            self._jobs._blocks._stored.unpersist(blocking=True)
-        names = {token: i for i, token in enumerate(dict.fromkeys(self._places.tokens))}
-        hand_on[:] = [names[token] for token in self._places.tokens]
+            self._chooser._shuffled.blocks._stored.unpersist(blocking=True)
+        tokens = self._placement.replica_nodes
+        names = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+        hand_on[:] = [names[token] for token in tokens]
         notes.append(
             [
                 (n.gradients_sent, n.weights_sent, n.gradients_received, n.weights_received)

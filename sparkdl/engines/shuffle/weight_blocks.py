@@ -21,9 +21,10 @@ from pyspark.core.rdd import RDD
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.messages import REPORT_MISSING, WEIGHTS_GONE
 from sparkdl.engines.shuffle.placement import Placement
+from sparkdl.engines.shuffle.replica_context import AtReplicasWithWeights, ReplicaTask
 from sparkdl.engines.shuffle.report_sinks import Reports, ToBlocks
 from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
-from sparkdl.spark.frames import StoringJob, is_not_stored
+from sparkdl.spark.frames import StoringJob, is_not_stored, map_frames, stored_for, zip_frames
 
 MOST_NAMES = 256
 """The largest number of block names in an iteration; each takes the driver a tenth of a millisecond."""
@@ -33,7 +34,7 @@ class WeightBlocks:
     """The blocks of one version of the weights.
 
     Args:
-        places: The placement of replicas and owners.
+        placement: The placement of replicas and slices.
         slices: N.
         resources: The fit's Spark resources.
 
@@ -41,10 +42,10 @@ class WeightBlocks:
         tell: The report sink with which an iteration that stores blocks must end.
     """
 
-    def __init__(self, places: Placement, slices: int, resources: FitResources) -> None:
-        self._places, self._slices, self._resources = places, slices, resources
+    def __init__(self, placement: Placement, slices: int, resources: FitResources) -> None:
+        self._placement, self._slices, self._resources = placement, slices, resources
         self._reports = resources.context.accumulator([], Reports())
-        self.tell = ToBlocks(self._reports, everything=places.everything_travels)
+        self.tell = ToBlocks(self._reports, everything=placement.everything_travels)
         self._stored: RDD | None = None
         self._states: tuple[SliceHandle, ...] = ()
         self._old: list[RDD] = []
@@ -56,9 +57,9 @@ class WeightBlocks:
         It does if every replica needs some, and there are not too many to name, nor are they too
         large: they share storage memory with the user's cached data.
         """
-        wanted = self._places.missing(states)
+        wanted = self._remote_slices(states)
         return (
-            self._places.few_bytes
+            self._placement.few_bytes
             and all(wanted)
             and sum(map(len, set(map(tuple, wanted)))) <= MOST_NAMES
         )
@@ -73,6 +74,33 @@ class WeightBlocks:
         if not before <= self._executors:
             self.forget()
         return self._stored if states == self._states else None
+
+    def seats(self, stored: RDD, task: ReplicaTask, states: tuple[SliceHandle, ...]) -> RDD:
+        """Return the RDD of a task at every replica's seat, with weights from stored blocks.
+
+        The task gets the training samples, and its message from the job's.
+
+        Args:
+            stored: The RDD whose blocks hold the weights, see
+                :class:`sparkdl.engines.shuffle.report_sinks.ToBlocks`. Each replica fetches the
+                blocks of other nodes' slices.
+            task: The task.
+            states: The version that the blocks hold.
+        """
+        remote = self._remote_slices(states)
+        padded = self._placement.padded(self._placement.samples, tuple(map(len, remote)))
+        return map_frames(
+            zip_frames(padded, stored_for(stored, remote)), AtReplicasWithWeights(task)
+        )
+
+    def _remote_slices(self, states: tuple[SliceHandle, ...]) -> list[list[int]]:
+        """Return, for each replica, the slices that lie on other nodes."""
+        nodes = self._placement.replica_nodes
+        far = {
+            token: [n for n, state in enumerate(states) if state.token != token]
+            for token in set(nodes)
+        }
+        return [far[token] for token in nodes]
 
     def store(self, rdd: RDD, meanwhile: Callable[[], None]) -> list[SliceReport]:
         """Run an iteration that ends with :attr:`tell`, and return the report of every slice.

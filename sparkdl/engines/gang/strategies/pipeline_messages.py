@@ -113,7 +113,7 @@ class Line:
     def _take(self, receiving: Receiving) -> None:
         tensor = receiving.tensor.detach()
         tensor.copy_(_as(self._in[self._taken % SLOTS], tensor))
-        receiving.done = True
+        receiving.note_done()
         self._taken, self._here = self._taken + 1, self._here - 1
         if self._taken % (SLOTS // 2) == 0:
             with contextlib.suppress(OSError):  # a neighbour that has ended sends nothing more
@@ -157,6 +157,10 @@ class Receiving(dist.Work):
     def __init__(self, line: Line, tensor: torch.Tensor) -> None:
         super().__init__()
         self._line, self.tensor, self.done = line, tensor, False
+
+    def note_done(self) -> None:
+        """Note that the message is in ``tensor``."""
+        self.done = True
 
     def wait(self, timeout: datetime.timedelta = datetime.timedelta(0)) -> bool:
         self._line.take_until(self)
