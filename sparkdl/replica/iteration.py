@@ -49,7 +49,7 @@ class ResidualHandle:
 class Fault:
     """A reason why an attempt did no work.
 
-    ``kind`` is one of the constants of :mod:`sparkdl.engines.shuffle.messages`.
+    ``kind`` is one of the constants of :mod:`sparkdl.engines.shuffle.faults`.
     """
 
     kind: str

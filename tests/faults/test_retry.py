@@ -21,8 +21,10 @@ from sparkdl.codec.frames import decode
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.faults import raise_unrecoverable
-from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage
+from sparkdl.engines.shuffle.faults import RESIDUAL_FOREIGN, raise_unrecoverable
+from sparkdl.engines.shuffle.messages import (
+    IterationMessage,
+)
 from sparkdl.engines.shuffle.replica_context import AtReplicas, PrepareReplica
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
 from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareSlice, RecipeSource

@@ -1,13 +1,28 @@
-"""Faults that no other submission of a job can resolve, as errors."""
+"""Faults: the reasons why a task does no work, and errors for those that no submission resolves."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from sparkdl.engines.resources import samples_changed
-from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, SAMPLES_CHANGED, STATE_FOREIGN
 from sparkdl.errors import StateLostError
 from sparkdl.replica.iteration import Fault
+
+MOVED = "moved"
+"""The task runs on another node than its references are for; sending bytes resolves that."""
+SAMPLES_FOREIGN = "samples foreign"
+"""The task was given samples that lie on another node."""
+SAMPLES_CHANGED = "samples changed"
+"""The partition was recomputed and holds other rows, because its source is not deterministic."""
+STATE_FOREIGN = "state foreign"
+"""The synchronization task does not run on the node that holds the slice's state."""
+RESIDUAL_FOREIGN = "residual foreign"
+"""The task does not run on the node that holds its replica's residuals."""
+
+WEIGHTS_GONE = "weights gone"
+"""Blocks of weights are no longer stored; the weights in slabs serve instead."""
+REPORT_MISSING = "report missing"
+"""A task updated a slice, but Spark delivered no report of it."""
 
 
 def raise_unrecoverable(faults: Sequence[Fault], doing: str) -> None:

@@ -115,23 +115,6 @@ class IterationMessage(IterationRows):
         return self.tick if self.pending is None else self.pending.tick
 
 
-MOVED = "moved"
-"""The task runs on another node than its references are for; sending bytes resolves that."""
-SAMPLES_FOREIGN = "samples foreign"
-"""The task was given samples that lie on another node."""
-SAMPLES_CHANGED = "samples changed"
-"""The partition was recomputed and holds other rows, because its source is not deterministic."""
-STATE_FOREIGN = "state foreign"
-"""The synchronization task does not run on the node that holds the slice's state."""
-RESIDUAL_FOREIGN = "residual foreign"
-"""The task does not run on the node that holds its replica's residuals."""
-
-WEIGHTS_GONE = "weights gone"
-"""Blocks of weights are no longer stored; the weights in slabs serve instead."""
-REPORT_MISSING = "report missing"
-"""A task updated a slice, but Spark delivered no report of it."""
-
-
 @dataclass(frozen=True)
 class GradientHeader:
     """The header of the frame from a replica to one slice.

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import lies_here, open_partition
-from sparkdl.engines.shuffle.messages import (
+from sparkdl.engines.shuffle.faults import (
     MOVED,
     SAMPLES_CHANGED,
     SAMPLES_FOREIGN,
     STATE_FOREIGN,
+)
+from sparkdl.engines.shuffle.messages import (
     IterationMessage,
     NodeCopies,
 )

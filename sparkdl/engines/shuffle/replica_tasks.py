@@ -17,7 +17,12 @@ from sparkdl.codec.frames import encode
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.engines.shuffle.compression_tasks import compress_here, residual_fault
-from sparkdl.engines.shuffle.messages import MOVED, GradientHeader, IterationMessage, OneStageReport
+from sparkdl.engines.shuffle.faults import MOVED
+from sparkdl.engines.shuffle.messages import (
+    GradientHeader,
+    IterationMessage,
+    OneStageReport,
+)
 from sparkdl.engines.shuffle.node_reduce import offered
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
 from sparkdl.engines.shuffle.slice_updates import buffer_size

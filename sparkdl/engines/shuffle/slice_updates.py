@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from sparkdl.engines.shuffle.faults import STATE_FOREIGN
 from sparkdl.engines.shuffle.messages import (
-    STATE_FOREIGN,
     GradientHeader,
     IterationMessage,
     ReducedHeader,

@@ -19,7 +19,7 @@ from py4j.protocol import Py4JError
 from pyspark.core.rdd import RDD
 
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.shuffle.messages import REPORT_MISSING, WEIGHTS_GONE
+from sparkdl.engines.shuffle.faults import REPORT_MISSING, WEIGHTS_GONE
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_context import AtReplicasWithWeights, ReplicaTask
 from sparkdl.engines.shuffle.report_sinks import Reports, ToBlocks
