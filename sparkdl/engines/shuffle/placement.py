@@ -85,7 +85,7 @@ class Placement:
             PrepareSlice(run, source, run.replicas),
         )
         self._replicas, self.slice_rdd = resources.persist(replicas), resources.persist(owners)
-        self._counted: dict[int, RDD] = {}
+        self._recounted: dict[int, RDD] = {}
         self._resources = resources
         self.two_stages = not spec.policy.clips_norm or run.slices == 1
         self.slices_counted = self.slice_rdd
@@ -113,10 +113,10 @@ class Placement:
 
     def replicas_counted(self, count: int) -> RDD:
         """Return the replica RDD with ``count`` records per partition; the first is the replica's."""
-        if count not in self._counted:
+        if count not in self._recounted:
             recounted = map_frames(self._replicas, Recount(count))
-            self._counted[count] = self._resources.persist(recounted)
-        return self._counted[count]
+            self._recounted[count] = self._resources.persist(recounted)
+        return self._recounted[count]
 
     def forget(self) -> None:
         """Have replicas and owners placed anew, because it is unknown which nodes are left.
@@ -124,7 +124,7 @@ class Placement:
         Samples that are still where they were written stay there.
         """
         self.replica_nodes = ()
-        for rdd in {self._replicas, self.slice_rdd, self.slices_counted, *self._counted.values()}:
+        for rdd in {self._replicas, self.slice_rdd, self.slices_counted, *self._recounted.values()}:
             compute_again(rdd)
 
     def at_owners(self, task: Callable[..., Any], name: str) -> list[Any]:

@@ -77,6 +77,11 @@ class SliceVersions:
         newest = self.newest.number + (self._pending is not None)
         return range(max(self._ring[0].number, newest - self._keep + 1), newest + 1)
 
+    @property
+    def _floor(self) -> int:
+        """Return the tick of the oldest version; buffers of lower ticks are free."""
+        return self._ring[0].tick
+
     def next_tick(self) -> int:
         """Return a tick larger than all before."""
         self._tick += 1
@@ -89,7 +94,7 @@ class SliceVersions:
         return IterationMessage(
             **iteration.__dict__,
             tick=self.next_tick(),
-            floor=self._ring[0].tick,
+            floor=self._floor,
             states=newest.states,
             pending=self._pending,
             reads=() if update.staleness == 0 or version is None else version.states,
@@ -143,7 +148,7 @@ class SliceVersions:
             epoch=0,
             rows=(),
             tick=self.next_tick(),
-            floor=self._ring[0].tick,
+            floor=self._floor,
             states=self.newest.states,
             pending=pending,
         )
