@@ -16,7 +16,6 @@ TORCH = {
     "child.__class__": "a batch norm becomes one over all ranks, so that its names stay",
     "live.flat.module.forward": "the forward pass goes through all stages",
     "wrapped.bucket_bytes_cap": "DDP has no parameter for it",
-    "_reports.value": "an accumulator of Spark is emptied so",
 }
 """Attributes of torch's objects, which have no methods for this, and why they are set."""
 NOT_YET = {

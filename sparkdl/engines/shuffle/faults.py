@@ -19,11 +19,6 @@ STATE_FOREIGN = "state foreign"
 RESIDUAL_FOREIGN = "residual foreign"
 """The task does not run on the node that holds its replica's residuals."""
 
-WEIGHTS_GONE = "weights gone"
-"""Blocks of weights are no longer stored; the weights in slabs serve instead."""
-REPORT_MISSING = "report missing"
-"""A task updated a slice, but Spark delivered no report of it."""
-
 
 def raise_unrecoverable(faults: Sequence[Fault], doing: str) -> None:
     """Raise an error if another submission could not resolve one of the faults.

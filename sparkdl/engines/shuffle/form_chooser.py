@@ -80,4 +80,3 @@ class FormChooser:
     def forget(self) -> None:
         """Drop what was built for the present placement, so that it is built anew."""
         self._rdds.forget()
-        self._shuffled.forget()

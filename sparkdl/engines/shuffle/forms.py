@@ -10,10 +10,7 @@ more than a second job. Therefore
 * results come through the JVM's future, see :class:`sparkdl.spark.frames.RunningJob`;
 * on one node, where only references travel, these go through the driver: each stage is a job, and
   its RDD is the same for all iterations (:class:`TwoJobs`);
-* a small model's iteration is one stage (:class:`OneStage`);
-* between nodes, synchronization stores the new weights as blocks, which the tasks of the next
-  iteration fetch, so that no stage sends them; see
-  :class:`sparkdl.engines.shuffle.weight_blocks.WeightBlocks`.
+* a small model's iteration is one stage (:class:`OneStage`).
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class Placement:
             count: The number of frames in each partition.
             task: The task.
         """
-        seats = self.padded(self.samples, (count,) * self._run.replicas)
+        seats = self._padded(self.samples, (count,) * self._run.replicas)
         return self.pickled(map_frames(zip_frames(frames, seats), task))
 
     def pickled(self, rdd: RDD) -> list[Any]:
@@ -202,7 +202,7 @@ class Placement:
         published = shuffle_frames(
             map_frames(self.slice_rdd, publish), self._run.replicas, self.few_bytes
         )
-        padded = self.padded(samples, (self._run.slices,) * self._run.replicas)
+        padded = self._padded(samples, (self._run.slices,) * self._run.replicas)
         arrived = AtReplicasWithWeights(task, given, checksums)
         return map_frames(zip_frames(padded, published), arrived)
 
@@ -221,7 +221,7 @@ class Placement:
         """Return whether replicas need the optimizer state beside the weights."""
         return self._policy.local_steps > 1
 
-    def padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
+    def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
         """Return an RDD of the seats; ``counts`` gives the number of records of each."""
         return map_frames(zip_frames(self._replicas, self._light(samples)), PadFrames(counts))
 

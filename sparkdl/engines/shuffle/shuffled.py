@@ -28,7 +28,6 @@ from sparkdl.engines.shuffle.reports import IterationReports, copies_by_node
 from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.shuffle.traffic import Nodes
 from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
-from sparkdl.engines.shuffle.weight_blocks import WeightBlocks
 from sparkdl.replica.iteration import SliceReport
 from sparkdl.spark.frames import (
     collect_and_forget,
@@ -54,30 +53,19 @@ class Shuffled:
         rdds: The RDDs that are built already.
         resources: The fit's Spark resources.
         node_sums: The choice of whether nodes sum their replicas' gradients.
-        blocks: The blocks of the newest weights.
     """
 
     placement: Placement
     rdds: IterationRdds
     resources: FitResources
     node_sums: NodeReducePlan
-    blocks: WeightBlocks
 
     applies_pending: ClassVar[bool] = False
 
     @staticmethod
     def of(spec: ShuffleSpec, placement: Placement, rdds: IterationRdds) -> Shuffled:
-        return Shuffled(
-            placement,
-            rdds,
-            spec.resources,
-            NodeReducePlan(spec.layout, spec.run, spec.policy),
-            WeightBlocks(placement, spec.run.slices, spec.resources),
-        )
-
-    def forget(self) -> None:
-        """Drop the blocks, because replicas and slices are placed anew."""
-        self.blocks.forget()
+        node_sums = NodeReducePlan(spec.layout, spec.run, spec.policy)
+        return Shuffled(placement, rdds, spec.resources, node_sums)
 
     def submit(self, message: IterationMessage) -> IterationReports:
         """Run the iteration; see :class:`sparkdl.engines.shuffle.forms.Form`.
@@ -96,62 +84,42 @@ class Shuffled:
         return replace(self._run(message, nodes), copies=copies)
 
     def _run(self, message: IterationMessage, nodes: Nodes | None) -> IterationReports:
-        placement, read = self.placement, message.read_states
+        placement = self.placement
         name = SYNCHRONIZATION if nodes is None else INSTALLATION
         count = placement.slices if nodes is None else len(placement.replica_nodes)
         if not post(self.resources.context, placement.fit, message):
             alone = self._build(message, nodes, inside=True)
             return _joined(run_job(alone, count, name, lambda: self.resources.shuffled(alone)))
-        storing = nodes is None and self.blocks.pay(read)
-        fetched = self.blocks.of(read) if storing else None
-        ready = self.rdds.take_next(self._key(message, nodes, fetched))
-        rdd = ready or self._build(message, nodes, fetched=fetched, storing=storing)
+        key = self._key(message, nodes)
+        rdd = self.rdds.take_next(key) or self._build(message, nodes)
 
         def prepare() -> None:
             """Delete the previous shuffle and build the RDD that probably follows."""
             self.resources.shuffled(rdd)
-            following = rdd if storing else None
-            coming = self._build(message, nodes, fetched=following, storing=storing)
-            self.rdds.keep_next(self._key(message, nodes, following), coming)
+            self.rdds.keep_next(key, self._build(message, nodes))
 
-        if storing:
-            with stage_name(self.resources.context, name):
-                return _joined(self.blocks.store(rdd, prepare))
         return _joined(run_job(rdd, count, name, prepare))
 
-    def _key(self, message: IterationMessage, nodes: Nodes | None, fetched: RDD | None) -> object:
+    def _key(self, message: IterationMessage, nodes: Nodes | None) -> object:
         """Return a key of everything that the RDDs of an iteration depend on."""
         placement, read = self.placement, message.read_states
         nearby = placement.has_all_weights(read, message.copies)
         where = placement.replica_nodes, tuple(state.token for state in read)
-        return placement.samples, where, nodes, nearby, fetched
+        return placement.samples, where, nodes, nearby
 
-    def _build(
-        self,
-        message: IterationMessage,
-        nodes: Nodes | None,
-        inside: bool = False,
-        fetched: RDD | None = None,
-        storing: bool = False,
-    ) -> RDD:
+    def _build(self, message: IterationMessage, nodes: Nodes | None, inside: bool = False) -> RDD:
         """Build the RDDs of an iteration.
 
         Args:
             message: The iteration.
             nodes: The nodes that sum, or None.
             inside: Whether the message goes into the task bodies.
-            fetched: The RDD whose stored blocks hold the weights, or None.
-            storing: Whether the new weights shall become blocks.
         """
         placement, told = self.placement, message if inside else None
         read, copies, replicas = message.read_states, message.copies, len(placement.replica_nodes)
         with stage_name(self.resources.context, FORWARD_BACKWARD):
-            body = ForwardBackward(told, nodes)
-            if fetched is not None:
-                gradients = self.blocks.seats(fetched, body, read)
-            else:
-                samples, posted = placement.samples, not inside
-                gradients = placement.at_seats(body, samples, read, copies, posted=posted)
+            body, samples = ForwardBackward(told, nodes), placement.samples
+            gradients = placement.at_seats(body, samples, read, copies, posted=not inside)
             received = self._send(gradients, placement.slices if nodes is None else replicas)
         if nodes is not None:
             with stage_name(self.resources.context, NODE_REDUCTION):
@@ -161,9 +129,7 @@ class Shuffled:
             with stage_name(self.resources.context, REDUCTION):
                 reduced = map_frames(zip_frames(received, placement.slice_rdd), Reduce(told))
                 received = self._send(reduced, placement.slices)
-        tell: ReportSink = (
-            self.blocks.tell if storing else NodeReports(nodes) if nodes else to_driver
-        )
+        tell: ReportSink = to_driver if nodes is None else NodeReports(nodes)
         update = Synchronize(told, tell) if placement.two_stages else Update(told, tell)
         owners = placement.slice_rdd if placement.two_stages else placement.slices_counted
         with stage_name(self.resources.context, SYNCHRONIZATION):
