@@ -80,14 +80,15 @@ class Bodies:
 
     def iteration(self) -> dict[str, float]:
         """Seconds by activity, and of the two bodies."""
-        body = AtReplicas(ForwardBackward(self.step), self.states)
+        step = replace(self.step, states=self.states)
+        body = AtReplicas(ForwardBackward(step), self.states)
         frames, seconds = _timed(
             "forward-backward task", lambda: list(body(self.rank, iter([self.seat])))[1::2]
         )
         arrived = [sent[self.rank] for sent in _gather(frames)]
         pairs = list(zip(arrived, self.owner, strict=True))
         (report,), own_seconds = _timed(
-            "synchronization task", lambda: list(Synchronize(self.step)(self.rank, iter(pairs)))
+            "synchronization task", lambda: list(Synchronize(step)(self.rank, iter(pairs)))
         )
         seconds |= own_seconds
         reports = _gather(pickle.loads(report))
@@ -96,7 +97,6 @@ class Bodies:
         for own in (*reports[0].replicas[self.rank : self.rank + 1], reports[self.rank]):
             for activity, value in own.seconds.items():
                 seconds[activity] = seconds.get(activity, 0.0) + value
-        step = self.step
         self.step = replace(step, tick=step.tick + 1, floor=step.tick)
         return seconds
 

@@ -17,6 +17,7 @@ from sparkdl.engines.local import LocalEngine
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.engine import ShuffleEngine
+from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.loop.engine import TrainingEngine
 from sparkdl.model.flat import Layout
@@ -97,18 +98,16 @@ def _local(inputs: EngineInputs) -> TrainingEngine:
 
 
 def _shuffle(inputs: EngineInputs) -> TrainingEngine:
-    engine = ShuffleEngine(
-        inputs.samples,
-        inputs.layout,
-        inputs.run,
-        inputs.payload,
-        inputs.recipe.policy,
-        inputs.built,
-        inputs.batch_size,
-        inputs.resources,
-        inputs.settings.stages,
-        inputs.validation,
+    spec = ShuffleSpec(
+        samples=inputs.samples,
+        layout=inputs.layout,
+        run=inputs.run,
+        recipe=inputs.payload,
+        policy=inputs.recipe.policy,
+        built=inputs.built,
+        resources=inputs.resources,
     )
+    engine = ShuffleEngine(spec, inputs.batch_size, inputs.settings.stages, inputs.validation)
     return RecoveringEngine(engine, inputs.snapshot_seconds)
 
 

@@ -17,25 +17,33 @@ _Form: TypeAlias = tuple[tuple[tuple[str, int | None], ...], ...]
 class ReplayLog:
     """A log of iterations and of requests to keep the best weights.
 
-    An entry takes some 30 bytes, and as many again where a schedule changes a hyperparameter.
+    An entry takes some 30 bytes, and as many again where a schedule changes a hyperparameter. It
+    includes the staleness of the update that was committed, so that what is repeated has the same bits.
     """
 
     def __init__(self) -> None:
         self._numbers = array("q")  # index, epoch, batch; -1, -1, -1 for keeping the best
         self._scales = array("d")
         self._histograms = bytearray()
+        self._staleness = array("H")
         self._hyperparameters = _Values()
 
     def __len__(self) -> int:
         return len(self._scales)
 
-    def append(self, asked: Iteration | None) -> None:
-        """Append an iteration, or None for a request to keep the best weights."""
+    def append(self, asked: Iteration | None, staleness: int = 0) -> None:
+        """Append an entry.
+
+        Args:
+            asked: An iteration, or None for a request to keep the best weights.
+            staleness: The staleness of the iteration's update.
+        """
         if asked is not None:
             self._hyperparameters.append(len(self), asked.hyperparameters)
         self._numbers.extend((asked.index, asked.epoch, asked.batch) if asked else (-1, -1, -1))
         self._scales.append(asked.loss_scale if asked else 0.0)
         self._histograms.append(asked.histograms if asked else False)
+        self._staleness.append(staleness)
 
     def since(self, start: int) -> Iterator[Iteration | None]:
         """Yield the entries from number ``start`` on, None for a request to keep the best weights."""
@@ -52,6 +60,7 @@ class ReplayLog:
                 description=text,
                 loss_scale=scale,
                 histograms=histograms,
+                staleness=self._staleness[n],
             )
             yield None if index < 0 else iteration
 

@@ -96,13 +96,8 @@ class FitResources:
             raise
         return rdd
 
-    def stored(self, rdd: RDD) -> RDD:
-        """Persist ``rdd`` until :meth:`forget` or the end of the fit."""
-        self._passing.append(rdd.persist(StorageLevel.MEMORY_AND_DISK))
-        return rdd
-
     def forget(self, rdd: RDD) -> None:
-        """Unpersist an RDD that :meth:`replicated` or :meth:`stored` persisted."""
+        """Unpersist an RDD that :meth:`replicated` persisted."""
         self._passing.remove(rdd)
         with contextlib.suppress(Py4JError):
             rdd.unpersist()

@@ -40,6 +40,8 @@ class IterationResult:
             received.
         ended: The time of the end (``time.monotonic``), if that is not the present.
         losses: The mean of each named loss of a step over the global batch.
+        staleness: The number of versions by which the weights that the gradients were computed on
+            were older than those that they were applied to.
     """
 
     loss: float
@@ -51,6 +53,7 @@ class IterationResult:
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
     ended: float | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
+    staleness: int = 0
 
 
 CURRENT, AVERAGE, BEST = "current", "average", "best"

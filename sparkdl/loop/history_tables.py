@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import pandas
 
 from sparkdl.codec.html import table, two_columns
-from sparkdl.loop.history_formats import KINDS
+from sparkdl.loop.history_files import KINDS
 from sparkdl.loop.history_svg import curves
 
 WHOLE = "iteration"
@@ -71,7 +71,7 @@ def to_pandas(content: Mapping[str, Any]) -> pandas.DataFrame:
     What was not measured is NaN.
 
     Args:
-        content: The content of a history, see :mod:`sparkdl.loop.history_formats`.
+        content: The content of a history, see :mod:`sparkdl.loop.history_files`.
     """
     import pandas
 

@@ -89,6 +89,10 @@ class LiveReplica:
         for number, (_, parameter) in enumerate(self.flat.parameters):
             parameter.register_post_accumulate_grad_hook(partial(_finished, this, number))
 
+    def note_version(self, version: str) -> None:
+        """Note which weights ``flat.flat`` holds from now on; empty: none that have a name."""
+        self.version = version
+
     def train(self) -> None:
         """Put every module into training mode."""
         if not all(child.training for child in self._modules):

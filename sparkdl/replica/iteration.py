@@ -49,7 +49,7 @@ class ResidualHandle:
 class Fault:
     """A reason why an attempt did no work.
 
-    ``kind`` is one of the constants of :mod:`sparkdl.engines.shuffle.messages`.
+    ``kind`` is one of the constants of :mod:`sparkdl.engines.shuffle.faults`.
     """
 
     kind: str
@@ -142,6 +142,8 @@ class Iteration:
         description: The text that the Spark UI shows.
         loss_scale: Factor of the loss before backward.
         histograms: Whether histograms of weights and gradients are wanted.
+        staleness: If the iteration is repeated, the staleness of its update the first time; None: the
+            engine decides.
     """
 
     index: int
@@ -151,6 +153,7 @@ class Iteration:
     description: str = ""
     loss_scale: float = 1.0
     histograms: bool = False
+    staleness: int | None = None
 
     def with_rows(self, rows: Sequence[tuple[int, int]]) -> IterationRows:
         """Return the iteration with the rows of each replica."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,64 +127,21 @@ def stored_frames(rdd: RDD) -> RDD:
     job. Stored blocks go by name. A lost block is not recomputed, so this is only for local mode,
     where none can be lost: what does not fit into memory is on disk.
     """
-    (blocks,) = _blocks(rdd, [range(rdd.getNumPartitions())])
-    return RDD(blocks, rdd.ctx, NoOpSerializer())
+    jvm, gateway = rdd.ctx._jvm, rdd.ctx._gateway
+    assert jvm is not None
+    assert gateway is not None
+    spark, source, count = jvm.org.apache.spark, rdd._jrdd.rdd(), rdd.getNumPartitions()
+    context, kind, number = source.context(), source.elementClassTag(), source.id()
+    blocks = gateway.new_array(spark.storage.BlockId, count)
+    for partition in range(count):
+        blocks[partition] = spark.storage.RDDBlockId(number, partition)
+    named = spark.api.java.JavaRDD(spark.rdd.BlockRDD(context, blocks, kind), kind)
+    return RDD(named, rdd.ctx, NoOpSerializer())
 
 
 def store_frames(rdd: RDD) -> None:
     """Compute and store the missing partitions of a persisted RDD; send nothing to the driver."""
     rdd._jrdd.count()
-
-
-def stored_for(rdd: RDD, wanted: Sequence[Sequence[int]]) -> RDD:
-    """Return an RDD whose m-th partition has the frames of the partitions ``wanted[m]`` of ``rdd``.
-
-    The frames are fetched from wherever they are stored, without the lineage of ``rdd``. If a block
-    is not found, tasks fail: see :func:`is_not_stored`.
-
-    Args:
-        rdd: A persisted RDD from :func:`map_frames` with a task that yields :func:`send` pairs;
-            frames lie in the partitions that they are addressed to.
-        wanted: For each new partition, one or more partitions of ``rdd``.
-    """
-    jvm = rdd.ctx._jvm
-    assert jvm is not None
-    groups = list(dict.fromkeys(tuple(some) for some in wanted))
-    together = [blocks.coalesce(1) for blocks in _blocks(rdd, groups)]
-    partitions: list[RDD[bytes]] = [
-        RDD(together[groups.index(tuple(some))], rdd.ctx, NoOpSerializer()) for some in wanted
-    ]
-    # Pairs have no preferred locations, so the RDD that they are zipped with decides.
-    pairs = jvm.PairwiseRDD(rdd.ctx.union(partitions)._jrdd.rdd()).asJavaPairRDD()
-    return RDD(jvm.PythonRDD.valueOfPair(pairs), rdd.ctx, NoOpSerializer())
-
-
-def is_not_stored(error: Exception) -> bool:
-    """Return whether a job failed because a block of :func:`stored_for` is no longer stored."""
-    return "Could not compute split, block" in str(error)
-
-
-def _blocks(rdd: RDD, groups: Sequence[Sequence[int]]) -> list[Any]:
-    """Return a Java RDD of blocks, by name, for each group of partitions of a persisted RDD."""
-    jvm, gateway = rdd.ctx._jvm, rdd.ctx._gateway
-    assert jvm is not None
-    assert gateway is not None
-    spark = jvm.org.apache.spark
-    block_id, named, rdd_of, java = (
-        spark.storage.BlockId,
-        spark.storage.RDDBlockId,
-        spark.rdd.BlockRDD,
-        spark.api.java.JavaRDD,
-    )
-    source = rdd._jrdd.rdd()
-    context, kind, number = source.context(), source.elementClassTag(), source.id()
-    found = []
-    for group in groups:
-        blocks = gateway.new_array(block_id, len(group))
-        for i, partition in enumerate(group):
-            blocks[i] = named(number, partition)
-        found.append(java(rdd_of(context, blocks, kind), kind))
-    return found
 
 
 def is_local(context: SparkContext) -> bool:
@@ -228,16 +185,6 @@ class RunningJob:
         assert jvm is not None
         iterator = jvm.scala.jdk.javaapi.CollectionConverters.asScala(found.iterator())
         return _served(jvm.PythonRDD.serveIterator(iterator, "sparkdl-frames"))
-
-
-class StoringJob:
-    """A running job that stores all partitions of a persisted RDD and returns nothing."""
-
-    def __init__(self, rdd: RDD) -> None:
-        self._future = rdd._jrdd.countAsync()
-
-    def wait(self) -> None:
-        self._future.get()
 
 
 def _served(address: Any) -> list[bytes]:

@@ -11,15 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from harness import processes
 from harness.faulty import LARGE, frame, outcome, trainer
 from harness.inject import Fault, at
 
 import sparkdl
-from sparkdl.engines.shuffle import engine as shuffle
-from sparkdl.engines.shuffle.form import Form
 
 WAYS = ("references", "bytes")
 STRAGGLER_SECONDS = 60.0
@@ -175,8 +172,8 @@ def main() -> None:
             spark.conf.set("spark.sparkdl.snapshot.seconds", often if row.snapshots else "off")
             notes = Path(given["notes"]) / name
             stages = "shuffle" if "shuffle" in name else "auto"  # else there is none on one node
-            with mock.patch.object(shuffle, "Form", lambda _, *sizes, s=stages: Form(s, *sizes)):
-                results[name] = tried(spark, cluster, row.faults, notes, **row.changes)
+            spark.conf.set("spark.sparkdl.stages", stages)
+            results[name] = tried(spark, cluster, row.faults, notes, **row.changes)
             results[name]["log"] = list(lines)
             print(name, results[name], flush=True)
         results["executors left"] = len(processes.executors(processes.driver(spark.sparkContext)))

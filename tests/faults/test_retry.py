@@ -21,8 +21,10 @@ from sparkdl.codec.frames import decode
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage
-from sparkdl.engines.shuffle.placement import Placement
+from sparkdl.engines.shuffle.faults import RESIDUAL_FOREIGN, raise_unrecoverable
+from sparkdl.engines.shuffle.messages import (
+    IterationMessage,
+)
 from sparkdl.engines.shuffle.replica_context import AtReplicas, PrepareReplica
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
 from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareSlice, RecipeSource
@@ -113,7 +115,7 @@ def test_a_task_that_fails_every_attempt_is_one_error(results, fault):
         raised = f"OSError: injected into {site.job}"
         trace = r"\nTraceback \(most recent call last\):\n(  .*\n)+"
         assert re.fullmatch(place + raised + trace + raised, error["message"].removesuffix(told))
-        file = {"fb": "replica_tasks.py", "sync": "update_tasks.py"}[site.job]
+        file = {"fb": "replica_tasks.py", "sync": "slice_updates.py"}[site.job]
         assert f"sparkdl/engines/shuffle/{file}" in error["message"]
 
 
@@ -189,17 +191,21 @@ class Bench:
         return writer.finish()
 
     @property
+    def now(self) -> IterationMessage:
+        return replace(self.step, states=self.states)
+
+    @property
     def pool(self) -> Pool:
         return open_pool(self.run.slab)
 
     def forward_backward(self, index: int) -> list[bytes]:
         """The frames of one attempt, one a slice (each sent after its address)."""
-        body = AtReplicas(ForwardBackward(self.step), self.states)
+        body = AtReplicas(ForwardBackward(self.now), self.states)
         return list(body(index, iter([self.seats[index]])))[1::2]
 
     def synchronize(self, n: int, gradients: list[bytes]) -> SliceReport:
         pairs = zip(gradients, self.owners[n], strict=True)
-        return pickle.loads(next(iter(list(Synchronize(self.step)(n, pairs)))))
+        return pickle.loads(next(iter(list(Synchronize(self.now)(n, pairs)))))
 
     def content(self, state: SliceHandle) -> list[bytes]:
         return [self.pool.read(reference).tobytes() for reference in state.references()]
@@ -392,7 +398,7 @@ def test_a_replica_without_its_residual_reports_it(compressing):
     report = bench.synchronize(0, [frames[0], bench.forward_backward(1)[0]])
     assert [fault.kind for fault in report.faults] == [RESIDUAL_FOREIGN]
     with pytest.raises(sparkdl.StateLostError, match=r"what replica 0 left out .* out of reach"):
-        Placement.raise_unrecoverable(object(), list(report.faults), "iteration 2, epoch 1")
+        raise_unrecoverable(report.faults, "iteration 2, epoch 1")
 
 
 def test_faults_are_no_part_of_the_product():

@@ -146,6 +146,18 @@ FAULTS = {
         "for n in range(start, len(self) - 1):",
         "unit/test_recovery.py",
     ),
+    "what is repeated is decided anew": Fault(
+        "engines/shuffle/engine.py",
+        "if iteration.staleness is not None:",
+        "if False:",
+        "spark/test_consistency.py",
+    ),
+    "a version that is still read is overwritten": Fault(
+        "engines/shuffle/versions.py",
+        "return self._ring[0].tick",
+        "return self.newest.tick",
+        "spark/test_consistency.py",
+    ),
     "slices that overlap are taken for a whole": Fault(
         "slices/slice_file.py",
         "if low != position:",

@@ -20,6 +20,13 @@ def num_jobs(spark: SparkSession) -> Callable[[], int]:
 
 
 @pytest.fixture
+def set_stages(spark: SparkSession) -> Iterator[Callable[[str], None]]:
+    """Sets spark.sparkdl.stages for the fits of a test."""
+    yield lambda stages: spark.conf.set("spark.sparkdl.stages", stages)
+    spark.conf.unset("spark.sparkdl.stages")
+
+
+@pytest.fixture
 def nothing_left(
     spark: SparkSession, slabs: Callable[..., list[str]]
 ) -> Iterator[Callable[[], None]]:

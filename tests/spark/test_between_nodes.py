@@ -16,7 +16,7 @@ from sparkdl.engines.shuffle.traffic import least_bytes
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 cloudpickle.register_pickle_by_value(sys.modules["train_between_nodes"])
 CASES = ["even", "buffers", "clip_norm", "three replicas", "table"]
-PLAIN = ["local steps", "few rows", "clip_norm, one slice", "gone", "too many names", "no report"]
+PLAIN = ["local steps", "few rows", "clip_norm, one slice"]
 """Tried only where no nodes sum."""
 
 
@@ -73,40 +73,21 @@ def test_where_nodes_sum_they_send_the_least_there_is(results):
 @pytest.mark.parametrize(
     ("case", "stages"),
     [
-        ("even, plain", [3, 2, 2, 2, 2]),
-        ("clip_norm, plain", [4, 3, 3, 3, 3]),
-        ("local steps, plain", [3, 2, 2, 2, 2]),
-        ("clip_norm, one slice, plain", [3, 3, 3, 3, 3]),
-        ("gone, plain", [3, 2, 2, 3, 2]),
-        ("too many names, plain", [3, 3, 3, 3, 3]),
-        ("no report, plain", [3, 2, 2, 2, 2]),
-        ("even, summed", [4, 4, 4, 4, 4]),
+        ("even, plain", 3),
+        ("clip_norm, plain", 4),
+        ("local steps, plain", 3),
+        ("clip_norm, one slice, plain", 3),
+        ("even, summed", 4),
     ],
 )
-def test_no_stage_sends_weights_of_which_there_are_blocks(results, case, stages):
-    assert results[case]["stages"] == stages
+def test_an_iteration_has_as_many_stages_as_it_needs(results, case, stages):
+    """The weights, forward-backward, synchronization; the norm; sums on the nodes."""
+    assert results[case]["stages"] == [stages] * 5
 
 
-@pytest.mark.parametrize(
-    ("case", "submissions"),
-    [
-        ("even", [1, 2, 3, 4, 5]),
-        ("gone", [1, 2, 3, 5, 6]),
-        ("no report", [1, 2, 4, 5, 6]),
-    ],
-)
-def test_an_iteration_is_submitted_again_where_blocks_or_reports_are_missing(
-    results, case, submissions
-):
-    assert results[f"{case}, plain"]["submissions"] == submissions
-
-
-def test_blocks_of_weights_go_when_there_are_newer_ones(results):
-    """Of the version that was read and the one that was written there are some, after an iteration."""
-    counts = results["even, plain"]["persisted"]
-    assert len(counts) == 5
-    assert counts[2:] == [counts[1]] * 3
-    assert counts[1] == counts[0] + 1
+def test_an_iteration_is_submitted_once_and_stores_nothing(results):
+    assert results["even, plain"]["submissions"] == [1, 2, 3, 4, 5]
+    assert len(set(results["even, plain"]["persisted"])) == 1
 
 
 @pytest.mark.parametrize("case", CASES)

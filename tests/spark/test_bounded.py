@@ -20,8 +20,6 @@ from torch import nn
 
 import sparkdl
 from sparkdl.engines import resources
-from sparkdl.engines.shuffle import engine as shuffle_engine
-from sparkdl.engines.shuffle.form import Form
 
 pytestmark = pytest.mark.spark
 WIDTH = 8
@@ -104,8 +102,8 @@ class Census(sparkdl.Callback):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", ["shuffle", "two", "one"])
-def test_three_hundred_iterations_leave_everything_flat(spark, df, monkeypatch, stages):
-    monkeypatch.setattr(shuffle_engine, "Form", lambda _, *sizes: Form(stages, *sizes))
+def test_three_hundred_iterations_leave_everything_flat(spark, df, set_stages, stages):
+    set_stages(stages)
     context = spark.sparkContext
     innards.collect_garbage(context)
     broadcasts = set(innards.blocks(context, "broadcast"))

@@ -21,10 +21,9 @@ from torch.nn.utils import parametrizations
 
 import sparkdl
 from sparkdl.engines.local import LocalEngine
-from sparkdl.engines.shuffle import engine as shuffle_engine
-from sparkdl.engines.shuffle import form, forms
+from sparkdl.engines.shuffle import form_chooser, forms
 from sparkdl.engines.shuffle.engine import ShuffleEngine
-from sparkdl.engines.shuffle.forms import IterationJobs
+from sparkdl.engines.shuffle.forms import OneStage
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[ModelOutput.__module__])
@@ -354,12 +353,12 @@ def run(trainer, df, engine):
 
 @pytest.mark.parametrize("stages", ["shuffle", "two", "one", "auto"])
 @pytest.mark.parametrize("case", ["plain", "skip", "local_steps", "tables", "ema", "care", "draws"])
-def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, case, stages):
+def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, set_stages, case, stages):
     """``auto``: the first three updates are measured, so that a run has both."""
-    monkeypatch.setattr(form, "STAGE_SECONDS", 1e9)
-    monkeypatch.setattr(shuffle_engine, "Form", lambda _, *sizes: form.Form(stages, *sizes))
-    at_once = mock.Mock(wraps=IterationJobs.at_once)
-    monkeypatch.setattr(IterationJobs, "at_once", lambda *args: at_once(*args))
+    monkeypatch.setattr(form_chooser, "STAGE_SECONDS", 1e9)
+    set_stages(stages)
+    at_once = mock.Mock(wraps=OneStage.submit)
+    monkeypatch.setattr(OneStage, "submit", lambda *args: at_once(*args))
     trainer, here = alone(case, **({"clip_norm": None} if "clip_norm" in CASES[case] else {}))
     there = run(trainer, frames[0], "shuffle")
     _compare(case, trainer, here, there)
@@ -373,16 +372,18 @@ def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, case, sta
 
 @pytest.mark.parametrize("stages", ["shuffle", "auto"])
 @pytest.mark.parametrize("case", CASES)
-def test_same_bits(frames, alone, monkeypatch, case, stages):
+def test_same_bits(frames, alone, set_stages, case, stages):
     """With references that travel through a shuffle, as between nodes, or through the driver."""
-    monkeypatch.setattr(shuffle_engine, "Form", lambda _, *sizes: form.Form(stages, *sizes))
+    set_stages(stages)
     trainer, here = alone(case)
     _compare(case, trainer, here, run(trainer, frames[0], "shuffle"))
 
 
 @pytest.mark.parametrize("fits", [True, False], ids=["the beginning", "nothing"])
 @pytest.mark.parametrize("case", ["plain", "clip_norm, N != M"])
-def test_what_is_too_much_to_be_told_goes_through_a_shuffle(frames, alone, monkeypatch, case, fits):
+def test_what_is_too_much_to_be_told_goes_through_a_shuffle(
+    frames, alone, monkeypatch, set_stages, case, fits
+):
     """An iteration whose second half cannot be told is computed again; later ones are not tried."""
     asked, post = [], forms.post
 
@@ -391,7 +392,7 @@ def test_what_is_too_much_to_be_told_goes_through_a_shuffle(frames, alone, monke
         return fits and not asked[-1] and post(context, fit, value)
 
     monkeypatch.setattr(forms, "post", limited)
-    monkeypatch.setattr(shuffle_engine, "Form", lambda _, *sizes: form.Form("two", *sizes))
+    set_stages("two")
     trainer, here = alone(case)
     _compare(case, trainer, here, run(trainer, frames[0], "shuffle"))
     assert sum(asked) == fits
@@ -508,7 +509,7 @@ def test_the_engines_are_two(frames):
         trainer = trainer_of({"stop": sparkdl.max_iteration(1)}, validation)
         replace(trainer, engine=engine, callbacks=[Told()]).fit(df)
     assert told == ["local", "shuffle"]
-    assert LocalEngine.run is not ShuffleEngine.step
+    assert LocalEngine.run is not ShuffleEngine.run
 
 
 def test_what_validation_measures_is_what_evaluate_measures(frames):

@@ -7,18 +7,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
-from py4j.protocol import Py4JError
 from pyspark import cloudpickle
 
 from sparkdl.spark.frames import (
     FEW_FILES,
-    StoringJob,
     collect_frames,
-    is_not_stored,
     map_frames,
     send,
     shuffle_frames,
-    stored_for,
 )
 
 pytestmark = pytest.mark.spark
@@ -62,31 +58,3 @@ def test_a_task_that_sends_few_bytes_writes_one_file(
     assert kind == handle
     expected = [b"%d to %d" % (record, target) for record in range(3) for target in range(MANY)]
     assert sorted(collect_frames(received)) == sorted(expected)
-
-
-def addressed(partition: int, records: Iterable[Any]) -> Iterator[bytes]:
-    for record in records:
-        yield from send(partition, b"of %d" % record)
-
-
-def test_stored_frames_are_fetched_by_whom_they_are_for(spark: Any) -> None:
-    stored = map_frames(spark.sparkContext.parallelize(range(4), 4), addressed).persist()
-    StoringJob(stored).wait()
-    wanted = [[0, 3], [2], [3, 1, 0], [0, 3]]
-    fetched = stored_for(stored, wanted)
-    found = [[int(frame.split()[-1]) for frame in some] for some in fetched.glom().collect()]
-    assert found == wanted
-    assert fetched._jrdd.rdd().dependencies().size() == 1
-    lineage = fetched.toDebugString().decode()
-    assert "BlockRDD" in lineage
-    assert "parallelize" not in lineage
-    stored.unpersist(blocking=True)
-    with pytest.raises(Py4JError) as caught:
-        collect_frames(fetched)
-    assert is_not_stored(caught.value)
-
-
-def test_another_failure_is_not_a_block_that_is_not_stored(spark: Any) -> None:
-    with pytest.raises(Py4JError) as caught:
-        StoringJob(map_frames(spark.sparkContext.parallelize([b"one"], 1), addressed)).wait()
-    assert not is_not_stored(caught.value)

@@ -19,7 +19,7 @@ from pyspark.errors import PythonException
 
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.shuffle import versions
+from sparkdl.engines.shuffle import state_reads
 from sparkdl.errors import TrainingError
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.spark.frames import map_frames
@@ -84,15 +84,14 @@ def test_nothing_is_left_of_a_snapshot_whose_other_half_fails(spark: Any, monkey
     """It is taken again and again, and the disks are full, say."""
     context = spark.sparkContext
     owners = context.parallelize([b"state"], 1)
-    places = SimpleNamespace(owners=owners, seats_of=lambda task: map_frames(owners, lost))
-    monkeypatch.setattr(versions, "TakeSnapshot", lambda *state: kept)
-    monkeypatch.setattr(versions, "TakeResidual", lambda *state: SimpleNamespace(count=1))
+    places = SimpleNamespace(slice_rdd=owners, seats_of=lambda task: map_frames(owners, lost))
+    monkeypatch.setattr(state_reads, "TakeSnapshot", lambda *state: kept)
+    monkeypatch.setattr(state_reads, "TakeResidual", lambda *state: SimpleNamespace(count=1))
     before = context._jsc.getPersistentRDDs().size()
     with FitResources(context, SlabConfig.new("auto", context.applicationId)) as resources:
-        state = versions.SliceVersions(places, resources, 1, 1)  # type: ignore[arg-type]
-        state.residuals = (object(),)  # type: ignore[assignment]
+        reader = state_reads.StateReader(places, resources)  # type: ignore[arg-type]
         with pytest.raises(TrainingError, match="no space left"):
-            state.take_snapshot()
+            reader.take_snapshot((), (), (object(),))  # type: ignore[arg-type]
         assert context._jsc.getPersistentRDDs().size() == before
 
 

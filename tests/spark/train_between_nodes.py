@@ -1,8 +1,7 @@
 """Script: train on executors whose slab roots are apart, with and without sums on the nodes.
 
 ``sums``: whether the rule is made to say yes or no, whatever the size of the model. ``plain``: more
-cases in which it says no. In the case "gone" the blocks of the weights are deleted after an iteration,
-in the case "no report" tasks find the new ones there already.
+cases in which it says no.
 """
 
 from __future__ import annotations
@@ -14,14 +13,11 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.engines.shuffle import node_sums, weight_blocks
+from sparkdl.engines.shuffle import node_sums
 from sparkdl.engines.shuffle.engine import ShuffleEngine
-from sparkdl.engines.shuffle.weight_blocks import MOST_NAMES
 from sparkdl.spark import broadcasts
-from sparkdl.spark.frames import StoringJob
 
 WIDTH, CLASSES, NAMES = 16, 4, 40
-GONE_AFTER = UNTOLD_IN = 2
 
 
 def model() -> nn.Module:
@@ -61,9 +57,6 @@ CASES = {
     "table": {"model": Tagged, "optimizer": partial(torch.optim.SGD, lr=0.1)},
     "local steps": {"local_steps": 2},
     "few rows": {"batch_size": 3},
-    "gone": {},
-    "too many names": {},
-    "no report": {},
 }
 
 
@@ -131,30 +124,16 @@ def main() -> None:
     stages: list[int] = []
     submissions: list[int] = []
     persisted: list[int] = []
-    engines: list[ShuffleEngine] = []
-    step, hand_on, case = ShuffleEngine.run, [], ""
-
-    class Untold(StoringJob):
-        """A job of which the tasks find the blocks stored already, and report nothing."""
-
-        def __init__(self, rdd) -> None:
-            rdd._jrdd.count()
-            engines[0]._jobs._blocks._reports.value = []
-            super().__init__(rdd)
-            weight_blocks.StoringJob = StoringJob
+    step, hand_on = ShuffleEngine.run, []
 
     def noted(self, iteration, then=()):
-        engines[:] = [self]
-        if case == "no report" and iteration.index == UNTOLD_IN:
-            weight_blocks.StoringJob = Untold
         result = step(self, iteration)
         stages.append(stages_of_last_job(self._context))
-        submissions.append(self._state.tick)
+        submissions.append(self._versions._tick)
         persisted.append(innards.persisted(self._context))
-        if case == "gone" and iteration.index == GONE_AFTER:
-            self._jobs._blocks._stored.unpersist(blocking=True)
-        names = {token: i for i, token in enumerate(dict.fromkeys(self._places.tokens))}
-        hand_on[:] = [names[token] for token in self._places.tokens]
+        tokens = self._placement.replica_nodes
+        names = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
+        hand_on[:] = [names[token] for token in tokens]
         notes.append(
             [
                 (n.gradients_sent, n.weights_sent, n.gradients_received, n.weights_received)
@@ -173,7 +152,6 @@ def main() -> None:
             for case in given["cases"] + ([] if sums else given["plain"]):
                 for noted_so_far in (notes, stages, submissions, persisted):
                     noted_so_far.clear()
-                weight_blocks.MOST_NAMES = 3 if case == "too many names" else MOST_NAMES
                 validation = sparkdl.Validation(df, every=sparkdl.every(3))
                 trained = trainer(case, validation=validation).fit(df)
                 results[f"{case}, {'summed' if sums else 'plain'}"] = {

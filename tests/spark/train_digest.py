@@ -46,7 +46,8 @@ def main() -> None:
 
     def noted(self, iteration, then=()):
         result = step(self, iteration)
-        roots.update(self._places.tokens, [state.token for state in self._state.states])
+        states = self._versions.newest.states
+        roots.update(self._placement.replica_nodes, [state.token for state in states])
         return result
 
     ShuffleEngine.run = noted

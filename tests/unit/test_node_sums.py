@@ -8,7 +8,7 @@ from nodes_here import Machine, Tagged, gradient_bytes
 
 from sparkdl.data.batches import BatchSpec
 from sparkdl.engines.shuffle import node_sums
-from sparkdl.engines.shuffle.messages import MOVED
+from sparkdl.engines.shuffle.faults import MOVED
 from sparkdl.engines.shuffle.node_sums import NodeReducePlan
 from sparkdl.engines.shuffle.traffic import SliceBytes, planned
 from sparkdl.model.flat import Layout, TensorRange, layout_of

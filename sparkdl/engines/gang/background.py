@@ -6,7 +6,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -88,16 +88,15 @@ class Background:
         return self._results
 
     def _run(self) -> None:
-        results = self._results
         if self._copied is not None:
             self._copied.synchronize()
         try:
             while self._states:  # this frees each copy as soon as it has been used
                 calls = self._states.pop(0)
-                results.states.append({n: call() for n, call in calls.items()})
-            results.residuals = [call() for call in self._residuals]
+                self._results.states.append({n: call() for n, call in calls.items()})
+            self._results.residuals.extend([call() for call in self._residuals])
         except Exception as error:
-            results.error = error
+            self._results = replace(self._results, error=error)
         finally:
             self._states, self._residuals = [], []
 

@@ -35,6 +35,11 @@ class _Asked:
     results: list[RankReport] | None = None
     ended: float = 0.0
 
+    def note(self, results: list[RankReport], ended: float) -> list[RankReport]:
+        """Note the reports of the ranks and when the last one came; return the reports."""
+        self.results, self.ended = results, ended
+        return results
+
 
 class InFlight:
     """A queue of iterations whose reports have not been fetched, the oldest first.
@@ -80,5 +85,5 @@ class InFlight:
         if asked.results is None:
             number, epoch = asked.iteration.index + 1, asked.iteration.epoch + 1
             doing = f"iteration {number}, epoch {epoch}"
-            asked.results, asked.ended = self._gang.answers(doing)
+            return asked.note(*self._gang.answers(doing))
         return asked.results

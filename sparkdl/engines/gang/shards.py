@@ -191,8 +191,8 @@ def state_from(
         covered[k] += part.stop - part.start
         if part.start < first[k]:  # values for the whole parameter come from its earliest part
             first[k] = part.start
-            state.held |= part.state.held
-            state.others |= part.state.others
+            state.held.update(part.state.held)
+            state.others.update(part.state.others)
     for span, length in zip(spans, covered, strict=True):
         if length != span.stop - span.start:
             raise DamagedCheckpoint(

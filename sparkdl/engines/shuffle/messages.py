@@ -18,6 +18,11 @@ from sparkdl.replica.iteration import (
 from sparkdl.slab.pool import Reference
 from sparkdl.slices.section import SectionLayout
 
+FORWARD_BACKWARD = "forward-backward"
+REDUCTION = "reduce"
+SYNCHRONIZATION = "parameter synchronization"
+"""The names of stages in the Spark UI."""
+
 
 @dataclass(frozen=True)
 class PendingGradients:
@@ -45,8 +50,25 @@ class PendingGradients:
         return PendingGradients(step.index, step.tick, step.hyperparameters, headers)
 
 
-NodeCopies = Mapping[str, Mapping[int, "SliceHandle"]]
+NodeCopies = Mapping[str, Mapping[int, SliceHandle]]
 """The copies of slices' weights on nodes, by node token and slice."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """A committed version of the state.
+
+    Attributes:
+        number: The number of updates since the state was loaded.
+        tick: The tick of its buffers.
+        states: The handle of every slice.
+        copies: The copies of its weights that nodes have of other nodes' slices.
+    """
+
+    number: int
+    tick: int
+    states: tuple[SliceHandle, ...]
+    copies: NodeCopies = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +77,13 @@ class IterationMessage(IterationRows):
 
     Attributes:
         tick: A number that grows with every submission, including repeated ones.
-        floor: The tick of the committed state; state buffers of lower ticks are free.
-        states: The committed version of every slice.
-        pending: The gradients to apply to the state first; None: nothing.
-        copies: The copies of the weights that nodes have of other nodes' slices, see
-            :mod:`sparkdl.engines.shuffle.node_reduce`.
+        floor: The tick of the oldest version that is kept; state buffers of lower ticks are free.
+        states: The newest version of every slice, which the update is applied to.
+        pending: The gradients to apply to ``states`` first; None: nothing.
+        reads: The version that replicas compute on, if that is an older one; empty: the newest, which
+            is the one made of pending gradients if there are any.
+        copies: The copies that nodes have of other nodes' slices of the version that replicas compute
+            on, see :mod:`sparkdl.engines.shuffle.node_reduce`.
         residuals: If gradients are compressed, the residuals of each replica; None before its first
             iteration.
     """
@@ -68,13 +92,14 @@ class IterationMessage(IterationRows):
     floor: int
     states: tuple[SliceHandle, ...] = ()
     pending: PendingGradients | None = None
+    reads: tuple[SliceHandle, ...] = ()
     copies: NodeCopies = field(default_factory=dict)
     residuals: tuple[ResidualHandle | None, ...] = ()
 
-    @staticmethod
-    def of(iteration: IterationRows, **rest: Any) -> IterationMessage:
-        """Make a message of an iteration; ``rest`` holds the fields that only a message has."""
-        return IterationMessage(**iteration.__dict__, **rest)
+    @property
+    def read_states(self) -> tuple[SliceHandle, ...]:
+        """Return the committed version that replicas compute on, before pending gradients."""
+        return self.reads or self.states
 
     def update_seed(self, seed: int) -> int:
         """Return the seed of the update that this message requests.
@@ -90,23 +115,6 @@ class IterationMessage(IterationRows):
         return self.tick if self.pending is None else self.pending.tick
 
 
-MOVED = "moved"
-"""The task runs on another node than its references are for; sending bytes resolves that."""
-SAMPLES_FOREIGN = "samples foreign"
-"""The task was given samples that lie on another node."""
-SAMPLES_CHANGED = "samples changed"
-"""The partition was recomputed and holds other rows, because its source is not deterministic."""
-STATE_FOREIGN = "state foreign"
-"""The synchronization task does not run on the node that holds the slice's state."""
-RESIDUAL_FOREIGN = "residual foreign"
-"""The task does not run on the node that holds its replica's residuals."""
-
-WEIGHTS_GONE = "weights gone"
-"""Blocks of weights are no longer stored; the weights in slabs serve instead."""
-REPORT_MISSING = "report missing"
-"""A task updated a slice, but Spark delivered no report of it."""
-
-
 @dataclass(frozen=True)
 class GradientHeader:
     """The header of the frame from a replica to one slice.
@@ -120,7 +128,6 @@ class GradientHeader:
         absent: The parameters without a gradient.
         others: After local steps, the replica's optimizer state that is not in arrays, pickled.
         finite: Whether the loss and all gradients are finite.
-        state: The committed version of the slice; only in frames of replica 0.
         report: The replica's report; only in frames to slice 0.
         fault: The reason why the replica did no work, if any.
     """
@@ -133,7 +140,6 @@ class GradientHeader:
     absent: frozenset[int] = frozenset()
     others: bytes = b""
     finite: bool = True
-    state: SliceHandle | None = None
     report: ReplicaReport | None = None
     fault: Fault | None = None
 
@@ -211,7 +217,6 @@ class ReducedHeader:
         section: The layout of the reduced gradient.
         reference: The reference to the reduced gradient.
         absent: The parameters without a gradient.
-        state: The committed version of the slice.
         report: The slice's report so far.
     """
 
@@ -221,5 +226,4 @@ class ReducedHeader:
     section: SectionLayout | None = None
     reference: Reference | None = None
     absent: frozenset[int] = frozenset()
-    state: SliceHandle | None = None
     report: SliceReport | None = None

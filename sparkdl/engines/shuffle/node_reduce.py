@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from sparkdl.codec.frames import as_tensor, decode, encode
+from sparkdl.engines.shuffle.faults import MOVED, STATE_FOREIGN
 from sparkdl.engines.shuffle.messages import (
-    MOVED,
-    STATE_FOREIGN,
     GradientHeader,
     GradientOffer,
     IterationMessage,

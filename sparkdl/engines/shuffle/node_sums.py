@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparkdl.engines.shuffle.form import STAGE_SECONDS
+from sparkdl.engines.shuffle.forms import STAGE_SECONDS
 from sparkdl.engines.shuffle.traffic import Nodes, SliceBytes, planned
 from sparkdl.loop.engine import busiest
 from sparkdl.model.flat import Layout

@@ -8,16 +8,10 @@ from typing import Any
 
 from pyspark.core.rdd import RDD
 
-from sparkdl.data.samples import SampleSet
-from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, compute_again, samples_changed
+from sparkdl.engines.resources import MAX_SUBMISSIONS, compute_again
+from sparkdl.engines.shuffle.faults import MOVED, SAMPLES_FOREIGN, raise_unrecoverable
 from sparkdl.engines.shuffle.messages import (
-    MOVED,
-    RESIDUAL_FOREIGN,
-    SAMPLES_CHANGED,
-    SAMPLES_FOREIGN,
-    STATE_FOREIGN,
     NodeCopies,
-    NodeWeights,
 )
 from sparkdl.engines.shuffle.replica_context import (
     AtReplicas,
@@ -27,13 +21,12 @@ from sparkdl.engines.shuffle.replica_context import (
     PrepareReplica,
     ReplicaTask,
 )
+from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.shuffle.state_tasks import PrepareSlice, PublishWeights, RecipeSource, Recount
-from sparkdl.errors import StateLostError, TrainingError
-from sparkdl.model.flat import Layout
-from sparkdl.model.options import TrainingOptions
-from sparkdl.replica.compare import Description, check_same
-from sparkdl.replica.iteration import Fault, SliceHandle
-from sparkdl.replica.run import ReplicaHandle, RunSpec
+from sparkdl.errors import TrainingError
+from sparkdl.replica.compare import check_same
+from sparkdl.replica.iteration import Fault, ReplicaReport, SliceHandle
+from sparkdl.replica.run import ReplicaHandle
 from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import (
     collect_and_forget,
@@ -42,7 +35,6 @@ from sparkdl.spark.frames import (
     shuffle_frames,
     stage_name,
     store_frames,
-    stored_for,
     stored_frames,
     zip_frames,
 )
@@ -57,43 +49,28 @@ class Placement:
     """The persisted RDDs of a run, and the node of each replica.
 
     Attributes:
-        owners: The owner RDD, which lies where the slices' state lies. A partition has as many
-            records as there are replicas.
-        updaters: The same with as many records as there are slices, if a job needs it so.
-        tokens: The node token of each replica; empty until the replicas are placed.
+        slice_rdd: The RDD of the slices' owners, which lies where the slices' state lies. A
+            partition has as many records as there are replicas.
+        slices_counted: The same with as many records as there are slices, if a job needs it so.
+        replica_nodes: The node token of each replica; empty until the replicas are placed.
         two_stages: Whether an iteration takes two stages, not three: slices need no global norm.
         few_bytes: Whether the model has at most :data:`FEW_BYTES`.
     """
 
-    def __init__(
-        self,
-        samples: SampleSet,
-        layout: Layout,
-        run: RunSpec,
-        recipe: bytes,
-        policy: TrainingOptions,
-        built: Description,
-        resources: FitResources,
-    ) -> None:
-        """Create the RDDs of a run and persist them.
-
-        Args:
-            samples: The training samples, in slabs.
-            layout: The layout of the model's flat vector.
-            run: The constants of the run.
-            recipe: The pickled recipe of the model.
-            policy: The training options of the recipe.
-            built: The description of the driver's model, which each replica must equal at first.
-            resources: The fit's Spark resources.
-        """
-        self.few_bytes = layout.nbytes <= FEW_BYTES
+    def __init__(self, spec: ShuffleSpec) -> None:
+        """Create the RDDs of the run and persist them."""
+        samples, run, recipe, resources = spec.samples, spec.run, spec.recipe, spec.resources
         assert samples.rdd is not None
-        self.samples, self._run, self._policy = samples.rdd, run, policy
-        self._built = built
-        self._context = resources.context
-        self.tokens: tuple[str, ...] = ()
+        self.samples, self._run, self._policy, self._built = (
+            samples.rdd,
+            run,
+            spec.policy,
+            spec.built,
+        )
+        self.few_bytes = spec.layout.nbytes <= FEW_BYTES
+        self.replica_nodes: tuple[str, ...] = ()
         self._stored: dict[RDD, RDD] = {}
-        context = self._context
+        context = self._context = resources.context
         if len(recipe) > INLINE_BYTES:
             source = RecipeSource(None, resources.broadcast([recipe]))
         else:
@@ -107,15 +84,13 @@ class Placement:
             context.parallelize(range(run.slices), run.slices),
             PrepareSlice(run, source, run.replicas),
         )
-        self._replicas, self.owners = resources.persist(replicas), resources.persist(owners)
-        self._counted: dict[int, RDD] = {}
-        self._copied: tuple[SliceHandle, ...] = ()
-        self._copies: dict[str, dict[int, SliceHandle]] = {}
+        self._replicas, self.slice_rdd = resources.persist(replicas), resources.persist(owners)
+        self._recounted: dict[int, RDD] = {}
         self._resources = resources
-        self.two_stages = not policy.clips_norm or run.slices == 1
-        self.updaters = self.owners
+        self.two_stages = not spec.policy.clips_norm or run.slices == 1
+        self.slices_counted = self.slice_rdd
         if not self.two_stages and run.slices != run.replicas:
-            self.updaters = resources.persist(map_frames(owners, Recount(run.slices)))
+            self.slices_counted = resources.persist(map_frames(owners, Recount(run.slices)))
 
     def place_replicas(self) -> None:
         """Build every replica where its samples are, and note its node."""
@@ -128,41 +103,34 @@ class Placement:
                 break
             self._write_again(self.samples)
         check_same(found)
-        self.tokens = tokens
+        self.replica_nodes = tokens
 
-    def counted(self, count: int) -> RDD:
+    def note_nodes(self, replicas: Sequence[ReplicaReport]) -> None:
+        """Note on which nodes the replicas ran, as they report."""
+        nodes = dict(enumerate(self.replica_nodes))
+        nodes |= {report.replica: report.token for report in replicas}
+        self.replica_nodes = tuple(nodes.values())
+
+    def replicas_counted(self, count: int) -> RDD:
         """Return the replica RDD with ``count`` records per partition; the first is the replica's."""
-        if count not in self._counted:
+        if count not in self._recounted:
             recounted = map_frames(self._replicas, Recount(count))
-            self._counted[count] = self._resources.persist(recounted)
-        return self._counted[count]
-
-    def note_copies(
-        self, states: tuple[SliceHandle, ...], installed: Sequence[NodeWeights]
-    ) -> None:
-        """Note the copies of the weights of ``states`` that nodes now have."""
-        self._copied, self._copies = states, {}
-        for node in installed:
-            self._copies[node.token] = {**self._copies.get(node.token, {}), **node.copies}
-
-    def copies_of(self, states: tuple[SliceHandle, ...]) -> NodeCopies:
-        """Return the copies that nodes have of other nodes' slices of ``states``."""
-        return self._copies if states == self._copied else {}
+            self._recounted[count] = self._resources.persist(recounted)
+        return self._recounted[count]
 
     def forget(self) -> None:
         """Have replicas and owners placed anew, because it is unknown which nodes are left.
 
         Samples that are still where they were written stay there.
         """
-        self.tokens = ()
-        for rdd in {self._replicas, self.owners, self.updaters, *self._counted.values()}:
+        self.replica_nodes = ()
+        for rdd in {self._replicas, self.slice_rdd, self.slices_counted, *self._recounted.values()}:
             compute_again(rdd)
-        self._copied, self._copies = (), {}
 
     def at_owners(self, task: Callable[..., Any], name: str) -> list[Any]:
         """Run a task over the owner RDD, and return its unpickled results in slice order."""
         with stage_name(self._context, name):
-            return self.pickled(map_frames(self.owners, task))
+            return self.pickled(map_frames(self.slice_rdd, task))
 
     def at_replicas(self, task: ReplicaTask, name: str) -> list[Any]:
         """Run a task that needs no weights at every replica's seat, and return its results."""
@@ -173,6 +141,13 @@ class Placement:
         """Return the RDD of a task that needs no weights at every replica's seat."""
         return map_frames(zip_frames(self._replicas, self.samples), AtReplicas(task, ()))
 
+    def told_seats(self, task: ReplicaTask) -> RDD:
+        """Return the RDD of a task at every replica's seat, with all weights on its node.
+
+        The task finds the version to compute on in the job's message.
+        """
+        return map_frames(zip_frames(self._replicas, self._light(self.samples)), AtReplicas(task))
+
     def zipped_with_owners(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
         """Run a task over (frame, owner) pairs, and return its unpickled results.
 
@@ -181,7 +156,7 @@ class Placement:
             count: The number of frames in each partition.
             task: The task.
         """
-        owners = map_frames(self.owners, Recount(count))
+        owners = map_frames(self.slice_rdd, Recount(count))
         return self.pickled(map_frames(zip_frames(frames, owners), task))
 
     def zipped_with_seats(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
@@ -204,30 +179,37 @@ class Placement:
         task: ReplicaTask,
         samples: RDD,
         states: tuple[SliceHandle, ...],
+        copies: NodeCopies,
         checksums: tuple[int, ...] | None = None,
-        told: bool = False,
+        posted: bool = False,
     ) -> RDD:
-        """Return the RDD of a task at every replica's seat, with version t as references or bytes.
+        """Return the RDD of a task at every replica's seat, with a version as references or bytes.
 
         Args:
             task: The task.
             samples: An RDD with one record per replica.
-            states: Version t of every slice.
+            states: The version of every slice to compute on.
+            copies: The copies that nodes have of other nodes' slices of that version.
             checksums: The checksums of the samples, if they are not the training samples.
-            told: Whether the tasks find version t in the job's message.
+            posted: Whether the tasks find the version in the job's message.
         """
-        given = None if told else states
-        if self.near(states):
+        given = None if posted else states
+        if self.has_all_weights(states, copies):
             seats = zip_frames(self._replicas, self._light(samples))
-            copies = {} if told else self.copies_of(states)
-            return map_frames(seats, AtReplicas(task, given, checksums, copies))
-        publish = PublishWeights(given, self.tokens, everything=self.everything_travels)
+            body = AtReplicas(task, given, checksums, {} if posted else copies)
+            return map_frames(seats, body)
+        publish = PublishWeights(given, self.replica_nodes, everything=self.everything_travels)
         published = shuffle_frames(
-            map_frames(self.owners, publish), self._run.replicas, self.few_bytes
+            map_frames(self.slice_rdd, publish), self._run.replicas, self.few_bytes
         )
         padded = self._padded(samples, (self._run.slices,) * self._run.replicas)
-        body = AtReplicasWithWeights(task, given, checksums)
-        return map_frames(zip_frames(padded, published), body)
+        arrived = AtReplicasWithWeights(task, given, checksums)
+        return map_frames(zip_frames(padded, published), arrived)
+
+    @property
+    def slices(self) -> int:
+        """Return N."""
+        return self._run.slices
 
     @property
     def fit(self) -> str:
@@ -239,41 +221,15 @@ class Placement:
         """Return whether replicas need the optimizer state beside the weights."""
         return self._policy.local_steps > 1
 
-    def at_seats_from(self, stored: RDD, task: ReplicaTask, states: tuple[SliceHandle, ...]) -> RDD:
-        """Return the RDD of a task at every replica's seat, with weights from stored blocks.
-
-        The task gets the training samples, and its step from the job's message.
-
-        Args:
-            stored: The RDD whose blocks hold the weights, see
-                :class:`sparkdl.engines.shuffle.report_sinks.ToBlocks`. Each replica fetches the
-                blocks of other nodes' slices.
-            task: The task.
-            states: Version t of every slice.
-        """
-        missing = self.missing(states)
-        padded = self._padded(self.samples, tuple(map(len, missing)))
-        body = AtReplicasWithWeights(task)
-        return map_frames(zip_frames(padded, stored_for(stored, missing)), body)
-
     def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
         """Return an RDD of the seats; ``counts`` gives the number of records of each."""
         return map_frames(zip_frames(self._replicas, self._light(samples)), PadFrames(counts))
 
-    def missing(self, states: tuple[SliceHandle, ...]) -> list[list[int]]:
-        """Return, for each replica, the slices that lie on other nodes."""
-        far = {
-            token: [n for n, state in enumerate(states) if state.token != token]
-            for token in set(self.tokens)
-        }
-        return [far[token] for token in self.tokens]
-
-    def near(self, states: tuple[SliceHandle, ...]) -> bool:
+    def has_all_weights(self, states: tuple[SliceHandle, ...], copies: NodeCopies) -> bool:
         """Return whether every replica has all slices, or copies of them, on its node."""
-        copies = self.copies_of(states)
         return all(
             state.token == token or n in copies.get(token, {})
-            for token in set(self.tokens)
+            for token in set(self.replica_nodes)
             for n, state in enumerate(states)
         )
 
@@ -285,9 +241,9 @@ class Placement:
             self._stored[samples] = stored_frames(samples)
         return self._stored[samples]
 
-    def one_node(self, states: tuple[SliceHandle, ...]) -> bool:
+    def single_node(self, states: tuple[SliceHandle, ...]) -> bool:
         """Return whether all replicas and all slices are on one node."""
-        return len({*self.tokens, *[state.token for state in states]}) == 1
+        return len({*self.replica_nodes, *[state.token for state in states]}) == 1
 
     def retry(self, submit: Callable[[], tuple[Any, list[Fault]]], doing: str, samples: RDD) -> Any:
         """Submit a job, again if its tasks run on other nodes than expected, and return its result.
@@ -308,7 +264,7 @@ class Placement:
             if not faults:
                 return result
             if submission:  # the first time, the task may just have been sent to a less busy node
-                self.raise_unrecoverable(faults, doing)
+                raise_unrecoverable(faults, doing)
             self._resolve(faults, samples)
         raise TrainingError(
             f"{doing}: after {MAX_SUBMISSIONS} submissions tasks still find "
@@ -318,7 +274,9 @@ class Placement:
     def _resolve(self, faults: list[Fault], samples: RDD) -> None:
         """Prepare the next submission after tasks have reported faults."""
         moved = {fault.partition: fault.token for fault in faults if fault.kind == MOVED}
-        self.tokens = tuple(moved.get(i, token) for i, token in enumerate(self.tokens))
+        self.replica_nodes = tuple(
+            moved.get(i, token) for i, token in enumerate(self.replica_nodes)
+        )
         if any(fault.kind == SAMPLES_FOREIGN for fault in faults):
             self._write_again(samples)
 
@@ -334,24 +292,3 @@ class Placement:
         if is_local(self._context):
             with faults_explained("writing the samples again"):
                 store_frames(samples)
-
-    def raise_unrecoverable(self, faults: list[Fault], doing: str) -> None:
-        """Raise an error if another submission could not resolve one of the faults.
-
-        Raises:
-            StateLostError: The state of a slice or the residuals of a replica are lost.
-            TrainingError: Samples have changed.
-        """
-        for fault in faults:
-            if fault.kind == STATE_FOREIGN:
-                raise StateLostError(
-                    f"{doing}: the state of slice {fault.partition} is out of reach (its node or "
-                    "executor is gone)."
-                )
-            if fault.kind == RESIDUAL_FOREIGN:
-                raise StateLostError(
-                    f"{doing}: what replica {fault.partition} left out of its compressed gradients is "
-                    "out of reach (its node or executor is gone)."
-                )
-            if fault.kind == SAMPLES_CHANGED:
-                raise samples_changed(doing, fault.partition)

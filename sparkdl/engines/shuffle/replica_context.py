@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import lies_here, open_partition
-from sparkdl.engines.shuffle.messages import (
+from sparkdl.engines.shuffle.faults import (
     MOVED,
     SAMPLES_CHANGED,
     SAMPLES_FOREIGN,
     STATE_FOREIGN,
+)
+from sparkdl.engines.shuffle.messages import (
     IterationMessage,
     NodeCopies,
 )
@@ -114,6 +116,38 @@ class ReplicaContext:
     pool: Pool
     waited: float = 0.0
 
+    @staticmethod
+    def open(
+        body: AtReplicas | AtReplicasWithWeights,
+        replica: bytes,
+        samples: bytes,
+        arrived: RemoteWeights,
+        copies: NodeCopies,
+    ) -> ReplicaContext:
+        """Open what a task needs: its handles, this node's slabs, and the version to compute on.
+
+        :meth:`fault` says whether all of it is here.
+
+        Args:
+            body: The body of the task.
+            replica: The frame of the replica.
+            samples: The frame of its samples.
+            arrived: The states of slices that came as bytes.
+            copies: The copies on nodes, unless the job's message says them.
+        """
+        handle: ReplicaHandle = pickle.loads(replica)
+        checksum = handle.checksum if body.checksums is None else body.checksums[handle.index]
+        pool = open_pool(handle.run.slab)
+        states = body.states
+        if states is None:
+            message: IterationMessage = posted(handle.run.key)
+            states, copies = message.read_states, message.copies
+        mine = copies.get(pool.token, {})
+        found = pickle.loads(samples)
+        return ReplicaContext(
+            handle.run, handle.index, found, checksum, states, mine, arrived, pool
+        )
+
     @property
     def near(self) -> tuple[SliceHandle, ...]:
         """Return version t, with the copies on this node for other nodes' slices."""
@@ -178,7 +212,7 @@ class AtReplicas:
 
     Attributes:
         task: The task.
-        states: Version t of every slice; None: that of the job's message, see
+        states: Version t of every slice; None: the one of the job's message, see
             :mod:`sparkdl.spark.message`.
         checksums: The checksums of each partition's samples, if they are not the training samples.
         copies: The copies on nodes, as in :class:`IterationMessage`.
@@ -191,7 +225,7 @@ class AtReplicas:
 
     def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         for replica, samples in list(seats):
-            yield from self.task(_seat(self, replica, samples, {}, self.copies))
+            yield from self.task(ReplicaContext.open(self, replica, samples, {}, self.copies))
 
 
 @dataclass(frozen=True)
@@ -210,25 +244,6 @@ class AtReplicasWithWeights:
         replica, samples = pickle.loads(padded)
         dtype = plans_of(pickle.loads(replica).run).dtype
         arrived = dict(found for found in (read_frame(f, dtype) for f in frames) if found)
-        seat = _seat(self, replica, samples, arrived, {})
+        seat = ReplicaContext.open(self, replica, samples, arrived, {})
         clock.lap("fetch")
         yield from self.task(replace(seat, waited=clock.seconds["fetch"]))
-
-
-def _seat(
-    body: AtReplicas | AtReplicasWithWeights,
-    replica: bytes,
-    samples: bytes,
-    arrived: RemoteWeights,
-    copies: NodeCopies,
-) -> ReplicaContext:
-    handle: ReplicaHandle = pickle.loads(replica)
-    checksum = handle.checksum if body.checksums is None else body.checksums[handle.index]
-    pool = open_pool(handle.run.slab)
-    states = body.states
-    if states is None:
-        step: IterationMessage = posted(handle.run.key)
-        states, copies = step.states, step.copies
-    mine = copies.get(pool.token, {})
-    found = pickle.loads(samples)
-    return ReplicaContext(handle.run, handle.index, found, checksum, states, mine, arrived, pool)

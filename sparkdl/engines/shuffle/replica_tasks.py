@@ -17,12 +17,17 @@ from sparkdl.codec.frames import encode
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.engines.shuffle.compression_tasks import compress_here, residual_fault
-from sparkdl.engines.shuffle.messages import MOVED, GradientHeader, IterationMessage, OneStageReport
+from sparkdl.engines.shuffle.faults import MOVED
+from sparkdl.engines.shuffle.messages import (
+    GradientHeader,
+    IterationMessage,
+    OneStageReport,
+)
 from sparkdl.engines.shuffle.node_reduce import offered
-from sparkdl.engines.shuffle.pending import apply_pending
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
+from sparkdl.engines.shuffle.slice_updates import buffer_size
 from sparkdl.engines.shuffle.traffic import Nodes
-from sparkdl.engines.shuffle.update_tasks import buffer_size
+from sparkdl.engines.shuffle.update_tasks import apply_pending
 from sparkdl.engines.shuffle.weights import joined_state
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
@@ -96,7 +101,8 @@ class OneStageTask:
             reports = tuple(apply_pending(step, n, seat.run) for n in range(seat.run.slices))
             new = tuple(report.state for report in reports if report.state is not None)
             assert len(new) == seat.run.slices
-            seat = replace(seat, states=new)
+            if not step.reads:
+                seat = replace(seat, states=new)
         headers = tuple(header for header, _ in contributions(seat, step))
         yield pickle.dumps(OneStageReport(headers, reports))
         finish_task()
@@ -224,10 +230,9 @@ def _headers(
             absent=outcome.gradients.absent,
             others=outcome.others,
             finite=not report.not_finite,
-            state=state if seat.index == 0 else None,
             report=report if n == 0 else None,
         )
-        for n, state in enumerate(seat.states)
+        for n in range(seat.run.slices)
     ]
 
 

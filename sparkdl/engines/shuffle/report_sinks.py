@@ -1,9 +1,7 @@
 """The ways in which a slice's report and new weights leave the task after an update.
 
-There are three. The report goes to the driver and the weights stay in their slab
-(:func:`to_driver`). Both go to the nodes through a shuffle (:class:`NodeReports`). Or the weights
-go into a block that Spark stores, from which the tasks of the next iteration fetch them, and the
-report goes through an accumulator (:class:`ToBlocks`).
+There are two. The report goes to the driver and the weights stay in their slab (:func:`to_driver`).
+Or both go to the nodes through a shuffle (:class:`NodeReports`).
 """
 
 from __future__ import annotations
@@ -12,16 +10,10 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from pyspark.accumulators import Accumulator, AccumulatorParam
-
-from sparkdl.codec.frames import encode
 from sparkdl.engines.shuffle.node_reduce import weight_frames
 from sparkdl.engines.shuffle.traffic import Nodes
-from sparkdl.engines.shuffle.weights import version_frame
 from sparkdl.replica.iteration import SliceReport
-from sparkdl.replica.run import RunSpec, plans_of
-from sparkdl.slab.pool import open_pool
-from sparkdl.spark.frames import send
+from sparkdl.replica.run import RunSpec
 
 ReportSink = Callable[[SliceReport, RunSpec], Iterator[bytes]]
 
@@ -39,36 +31,3 @@ class NodeReports:
 
     def __call__(self, report: SliceReport, run: RunSpec) -> Iterator[bytes]:
         yield from weight_frames(report, run, self.nodes)
-
-
-@dataclass(frozen=True)
-class ToBlocks:
-    """A sink that yields the weights as the only frame of the slice's partition.
-
-    Attributes:
-        reports: The accumulator that takes the report.
-        everything: Whether the frame includes the optimizer state.
-    """
-
-    reports: Accumulator[list[SliceReport]]
-    everything: bool = False
-
-    def __call__(self, report: SliceReport, run: RunSpec) -> Iterator[bytes]:
-        self.reports.add([report])
-        if report.state is None or report.skipped:
-            frame = encode((report.index, False, None))
-        else:
-            dtype, pool = plans_of(run).dtype, open_pool(run.slab)
-            frame = version_frame(pool, report.index, report.state, dtype, self.everything)
-        yield from send(report.index, frame)
-
-
-class Reports(AccumulatorParam[list[SliceReport]]):
-    """An accumulator of lists, which are concatenated."""
-
-    def zero(self, value: list[SliceReport]) -> list[SliceReport]:
-        return []
-
-    def addInPlace(self, value1: list[SliceReport], value2: list[SliceReport]) -> list[SliceReport]:
-        value1.extend(value2)
-        return value1

@@ -119,7 +119,7 @@ class PublishWeights:
     """Body over the owner RDD if replicas are on other nodes: send weights to each replica.
 
     Attributes:
-        states: Version t of every slice; None: that of the job's message.
+        states: Version t of every slice; None: the one that replicas compute on by the job's message.
         replica_tokens: The node of each replica; ``None`` if bytes must be sent whatever the node.
         everything: Whether to send the optimizer state too.
     """
@@ -131,7 +131,7 @@ class PublishWeights:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         pool = open_pool(run.slab)
-        states = posted(run.key).states if self.states is None else self.states
+        states = posted(run.key).read_states if self.states is None else self.states
         handle = states[partition]
         here = handle.token == pool.token
         by_reference = encode((partition, here, None))

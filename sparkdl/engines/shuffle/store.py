@@ -153,12 +153,13 @@ def read_version(pool: Pool, handle: SliceHandle, dtype: torch.dtype) -> SliceSt
         handle: The handle of the state.
         dtype: The dtype of the weights.
     """
-    state = SliceState(as_tensor(pool.read(handle.weights), dtype))
-    for name, kind, reference in handle.arrays:
-        state.arrays[name] = torch.from_numpy(pool.read(reference).view(kind))
-    if handle.others is not None:
-        state.held, state.others = unpack(pool.read(handle.others).data)
-    return state
+    arrays = {
+        name: torch.from_numpy(pool.read(reference).view(kind))
+        for name, kind, reference in handle.arrays
+    }
+    weights = as_tensor(pool.read(handle.weights), dtype)
+    rest = () if handle.others is None else unpack(pool.read(handle.others).data)
+    return SliceState(weights, arrays, *rest)
 
 
 def copy_weights(pool: Pool, handle: SliceHandle, tick: int) -> SliceHandle:

@@ -1,40 +1,27 @@
-"""Task bodies of the parameter-synchronization job, in which N tasks own a slice each.
+"""Task bodies of parameter synchronization, in which N tasks own a slice each.
 
-Each is the body of one Spark task: it takes frames, yields frames, and is safe to run twice.
+Each is the body of one Spark task: it takes frames, yields frames, and is safe to run twice. Sections
+come through a shuffle. If all replicas and slices are on one node, nothing has to travel except
+messages and reports: then the driver has the headers of the sections, which lie in slabs of the node,
+and each stage is a job of its own.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
 
 from sparkdl.codec.frames import decode, encode
-from sparkdl.engines.shuffle.messages import (
-    STATE_FOREIGN,
-    GradientHeader,
-    IterationMessage,
-    ReducedHeader,
-)
+from sparkdl.engines.shuffle.messages import IterationMessage, ReducedHeader
 from sparkdl.engines.shuffle.report_sinks import ReportSink, to_driver
-from sparkdl.engines.shuffle.store import next_version
-from sparkdl.replica.iteration import Clock, Fault, SliceReport
-from sparkdl.replica.run import RunSpec, plans_of
-from sparkdl.slab.pool import Pool, Reference, open_pool
-from sparkdl.slices.reduce import ReducedGradient
-from sparkdl.slices.section import Section, SectionLayout, open_section
-from sparkdl.slices.update import SliceUpdater
+from sparkdl.engines.shuffle.slice_updates import Frame, reduce_slice, synchronize, update_slice
+from sparkdl.engines.shuffle.state_tasks import run_of
+from sparkdl.replica.iteration import SliceReport
+from sparkdl.replica.run import RunSpec
 from sparkdl.spark.frames import send
 from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task
-
-Frame = tuple[Any, memoryview]
-_scratch: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
-_KEEP = 2
 
 
 @dataclass(frozen=True)
@@ -57,54 +44,6 @@ class Synchronize:
         finish_task()
 
 
-def synchronize(
-    step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
-) -> SliceReport:
-    """Reduce slice ``partition``, update it, write the next version, and return its report.
-
-    Args:
-        step: The iteration.
-        partition: The number of the slice.
-        run: The constants of the run.
-        frames: The replicas' headers and payloads, in any order.
-    """
-    clock, pool = Clock(), open_pool(run.slab)
-    report = _checked(partition, pool, frames)
-    if report.faults or report.skipped:
-        return report
-    owner = plans_of(run).owners[partition]
-    contributions = _contributions(owner, pool, frames)
-    state = frames[0][0].state
-    loss = _loss(frames)
-    with next_version(pool, state, owner.dtype, step.tick, step.floor) as versions:
-        old, new, to = versions
-        known, squares, keep = None, [0.0], None
-        if owner.clips_norm:
-            known = owner.reduce(contributions, old.weights, _scratch_tensor(run, owner))
-            squares = [owner.squared_norm(known)]
-            clock.lap("reduce")
-        if step.histograms:
-            keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
-        updated = owner.update(
-            old,
-            new,
-            contributions,
-            step.hyperparameters,
-            known=known,
-            squares=squares,
-            loss=loss,
-            seed=step.update_seed(run.seed),
-            keep=keep,
-        )
-        _check_references(pool, frames)
-        handle = to.seal(new)
-        histograms = owner.histograms(new, updated.reduced) if step.histograms else {}
-    clock.lap("update")
-    return replace(
-        report, state=handle, seconds=clock.seconds, norm=updated.norm, histograms=histograms
-    )
-
-
 @dataclass(frozen=True)
 class Reduce:
     """Body of the reduction stage, which exists if the global norm must be known before the update.
@@ -125,47 +64,6 @@ class Reduce:
         finish_task()
 
 
-def reduce_slice(
-    step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
-) -> ReducedHeader:
-    """Reduce slice ``partition`` into a slab, and return a header with its part of the norm.
-
-    Args:
-        step: The iteration.
-        partition: The number of the slice.
-        run: The constants of the run.
-        frames: The replicas' headers and payloads, in any order.
-    """
-    clock, pool = Clock(), open_pool(run.slab)
-    report = _checked(partition, pool, frames)
-    if report.faults or report.skipped:
-        return ReducedHeader(partition, report=report)
-    owner = plans_of(run).owners[partition]
-    state = frames[0][0].state
-    contributions = _contributions(owner, pool, frames)
-    weights = pool.read(state.weights).view(str(owner.dtype).removeprefix("torch."))
-    reduced = owner.reduce(contributions, torch.from_numpy(weights), _scratch_tensor(run, owner))
-    pool.check(state.weights)
-    section = owner.reduced_map(reduced)
-    nbytes = owner.reduced_nbytes(section)
-    with pool.claim("reduced", buffer_size(nbytes, section), step.tick, step.tick) as to:
-        owner.write_reduced(section, reduced, contributions, to.bytes[:nbytes])
-        reference = to.reference.part(0, nbytes)
-    _check_references(pool, frames)
-    squares = owner.squared_norm(reduced)
-    clock.lap("reduce")
-    return ReducedHeader(
-        partition,
-        squares,
-        _loss(frames),
-        section,
-        reference,
-        reduced.absent,
-        state,
-        replace(report, seconds=clock.seconds),
-    )
-
-
 @dataclass(frozen=True)
 class Update:
     """Body of the update stage after :class:`Reduce`: clip by the global norm and update slice n."""
@@ -182,73 +80,6 @@ class Update:
         finish_task()
 
 
-def update_slice(
-    step: IterationMessage, partition: int, run: RunSpec, headers: Sequence[ReducedHeader]
-) -> SliceReport:
-    """Clip the reduced gradient of slice ``partition`` by the global norm, and update the slice.
-
-    Args:
-        step: The iteration.
-        partition: The number of the slice.
-        run: The constants of the run.
-        headers: The results of :func:`reduce_slice` for all slices, in order.
-    """
-    clock, pool = Clock(), open_pool(run.slab)
-    mine = headers[partition]
-    report = mine.report
-    assert report is not None
-    if report.faults or report.skipped or mine.reference is None:
-        return report
-    if mine.reference.token != pool.token:
-        return replace(report, faults=(Fault(STATE_FOREIGN, partition, pool.token),))
-    assert mine.section is not None
-    assert mine.state is not None
-    owner = plans_of(run).owners[partition]
-    alone = open_section(
-        owner.plan, owner.dtype, mine.section, pool.read(mine.reference), absent=mine.absent
-    )
-    with next_version(pool, mine.state, owner.dtype, step.tick, step.floor) as (
-        old,
-        new,
-        to,
-    ):
-        keep = None
-        if step.histograms:
-            keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
-        updated = owner.update(
-            old,
-            new,
-            [alone],
-            step.hyperparameters,
-            known=ReducedGradient(alone.gradient, alone.absent, dict(alone.tables)),
-            squares=[header.squares for header in headers],
-            loss=mine.loss,
-            seed=step.update_seed(run.seed),
-            keep=keep,
-        )
-        pool.check(mine.reference)
-        handle = to.seal(new)
-        histograms = owner.histograms(new, updated.reduced) if step.histograms else {}
-    clock.lap("update")
-    return replace(
-        report,
-        state=handle,
-        seconds={**report.seconds, **clock.seconds},
-        norm=updated.norm,
-        histograms=histograms,
-    )
-
-
-def buffer_size(nbytes: int, *sections: SectionLayout) -> int:
-    """Return the size of the buffer to claim.
-
-    For sections of variable size it is a power of two, so that there are few sizes.
-    """
-    if any(section.rows or section.compressed for section in sections):
-        return 1 << max(nbytes - 1, 4095).bit_length()
-    return nbytes
-
-
 def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:
     frames, owner = [], b""
     for frame, record in pairs:
@@ -257,60 +88,75 @@ def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:
     return frames, pickle.loads(owner)
 
 
-def _checked(partition: int, pool: Pool, frames: list[Frame]) -> SliceReport:
-    """Sort the frames by replica, and return a report with any reason not to update."""
-    frames.sort(key=lambda frame: frame[0].replica)
-    headers: list[GradientHeader] = [header for header, _ in frames]
-    faults = tuple(header.fault for header in headers if header.fault)
-    reports = tuple(header.report for header in headers if header.report)
-    state = headers[0].state
-    if not faults and state is not None and state.token != pool.token:
-        faults = (Fault(STATE_FOREIGN, partition, pool.token),)
-    skipped = not faults and not all(header.finite for header in headers)
-    received = {header.replica: len(payload) for header, payload in frames if len(payload)}
-    kept = state if skipped else None
-    return SliceReport(
-        partition, pool.token, kept, reports, faults, received=received, skipped=skipped
+@dataclass(frozen=True)
+class ApplyPending:
+    """Body over the owner RDD: apply the pending gradients as the synchronization stage does.
+
+    A ``step`` of None stands for the job's message, see :mod:`sparkdl.spark.message`.
+    """
+
+    step: IterationMessage | None = None
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        step = self.step or posted(run.key)
+        yield pickle.dumps(apply_pending(step, partition, run))
+        finish_task()
+
+
+@dataclass(frozen=True)
+class ReducePending:
+    """Body over the owner RDD: reduce the pending gradients as the reduction stage does."""
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        step = posted(run.key)
+        yield pickle.dumps(reduce_slice(step, partition, run, _pending_frames(step, partition)))
+        finish_task()
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """The message of an update after :class:`ReducePending`: the step, and each slice's header."""
+
+    step: IterationMessage
+    headers: tuple[ReducedHeader, ...]
+
+
+@dataclass(frozen=True)
+class UpdateReduced:
+    """Body over the owner RDD: update from :class:`Reductions` as the update stage does."""
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        run = run_of(frames)
+        given: Reductions = posted(run.key)
+        report = update_slice(given.step, partition, run, given.headers)
+        yield pickle.dumps(report)
+        finish_task()
+
+
+def apply_pending(step: IterationMessage, partition: int, run: RunSpec) -> SliceReport:
+    """Bring slice ``partition`` to the version after the pending iteration, and return its report.
+
+    Args:
+        step: The iteration that is submitted, which names the pending gradients.
+        partition: The number of the slice.
+        run: The constants of the run.
+    """
+    pending = step.pending
+    assert pending is not None
+    own = pending.index == step.index
+    then = replace(
+        step, hyperparameters=pending.hyperparameters, histograms=step.histograms and own
     )
+    try:
+        return synchronize(then, partition, run, _pending_frames(step, partition))
+    except Exception as error:
+        if not own:
+            error.add_note(f"This is the update at the end of iteration {pending.index + 1}.")
+        raise
 
 
-def _contributions(owner: SliceUpdater, pool: Pool, frames: list[Frame]) -> list[Section]:
-    return [
-        open_section(
-            owner.plan,
-            owner.dtype,
-            header.section,
-            payload if header.reference is None else pool.read(header.reference),
-            replica=header.replica,
-            weight=header.weight,
-            absent=header.absent,
-            others=header.others,
-        )
-        for header, payload in frames
-        if header.section is not None
-    ]
-
-
-def _check_references(pool: Pool, frames: list[Frame]) -> None:
-    """Check that no buffer was overwritten while it was read, see [Note: who may write a buffer]."""
-    references: list[Reference] = [h.reference for h, _ in frames if h.reference is not None]
-    for reference in references:
-        pool.check(reference)
-
-
-def _loss(frames: list[Frame]) -> float:
-    """Return the mean loss over the global batch."""
-    headers = [header for header, _ in frames if header.section is not None]
-    total = sum(header.weight for header in headers)
-    return sum(header.loss * header.weight for header in headers) / total if total else 0.0
-
-
-def _scratch_tensor(run: RunSpec, owner: SliceUpdater) -> torch.Tensor:
-    """Return memory for the reduced gradient of a slice, which is kept between tasks."""
-    key = (run.key, owner.plan.index)
-    tensor = _scratch.get(key)
-    if tensor is None:
-        tensor = _scratch[key] = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
-        while len(_scratch) > _KEEP:
-            _scratch.popitem(last=False)
-    return tensor
+def _pending_frames(step: IterationMessage, partition: int) -> list[Frame]:
+    assert step.pending is not None
+    return [(header, memoryview(b"")) for header in step.pending.headers[partition]]

@@ -73,14 +73,13 @@ def read_frame(frame: bytes, dtype: torch.dtype) -> tuple[int, SliceState | None
     if content is None:
         return None
     place = content.weights * dtype.itemsize
-    state = SliceState(as_tensor(payload[:place], dtype))
+    weights, arrays = as_tensor(payload[:place], dtype), {}
     for name, kind, length in content.lengths:
         array = getattr(torch, kind)
-        state.arrays[name] = as_tensor(payload[place : place + length * array.itemsize], array)
+        arrays[name] = as_tensor(payload[place : place + length * array.itemsize], array)
         place += length * array.itemsize
-    if content.others:
-        state.held, state.others = unpack(content.others)
-    return partition, state
+    rest = unpack(content.others) if content.others else ()
+    return partition, SliceState(weights, arrays, *rest)
 
 
 def load_weights(
@@ -105,7 +104,7 @@ def load_weights(
     version = "/".join(state.version for state in states)
     live.flat.give_back()
     if live.version != version:
-        live.version = ""
+        live.note_version("")
         flat = live.flat.flat
         for plan, handle in zip(plans, states, strict=True):
             state = arrived.get(plan.index)
@@ -113,7 +112,7 @@ def load_weights(
             flat[plan.start : plan.stop].copy_(source)
             if state is None:
                 pool.check(handle.weights)
-        live.version = version
+        live.note_version(version)
     live.flat.refresh()
 
 
@@ -131,7 +130,7 @@ def map_weights(
         states: The handle of each slice, on this node.
         pool: The slabs of this node.
     """
-    live.version = ""
+    live.note_version("")
     flat, layout = live.flat.flat, live.flat.layout
     for plan, handle in zip(plans, states, strict=True):
         values = as_tensor(pool.map_private(handle.weights), layout.dtype)

@@ -1,0 +1,92 @@
+"""The reports of an iteration, in the same form however its jobs ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sparkdl.engines.shuffle.messages import NodeCopies, NodeWeights, PendingGradients
+from sparkdl.engines.shuffle.traffic import between_nodes
+from sparkdl.loop.engine import Traffic
+from sparkdl.replica.iteration import Fault, ReplicaReport, SliceHandle, SliceReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class IterationReports:
+    """The reports of an iteration.
+
+    Attributes:
+        faults: The reasons why nothing was done. If there are any, nothing else counts.
+        replicas: The reports of the replicas.
+        slices: The reports of the slices in order; empty if the gradients are pending.
+        pending: The gradients that were written and are not applied; None if they are applied, or
+            one is not finite.
+        applied: If gradients of the iteration before were pending, the version made of them.
+        update_seconds: The seconds by activity of each task that updated slices.
+        copies: The copies of the version that the iteration began with, if nodes got them first.
+        installed: If nodes sum, the copies of the new weights that each seat wrote for its node.
+    """
+
+    faults: tuple[Fault, ...] = ()
+    replicas: tuple[ReplicaReport, ...] = ()
+    slices: tuple[SliceReport, ...] = ()
+    pending: PendingGradients | None = None
+    applied: tuple[SliceHandle, ...] = ()
+    update_seconds: tuple[Mapping[str, float], ...] = ()
+    copies: NodeCopies = field(default_factory=dict)
+    installed: tuple[NodeWeights, ...] = ()
+
+    @staticmethod
+    def of(slices: Sequence[SliceReport], **rest: Any) -> IterationReports:
+        """Make the reports of an iteration that updated its slices.
+
+        Args:
+            slices: The reports of the slices, in any order.
+            rest: Other fields. ``replicas`` are in the report of the first slice if not given.
+        """
+        ordered = tuple(sorted(slices, key=lambda report: report.index))
+        return IterationReports(
+            faults=tuple(fault for report in ordered for fault in report.faults),
+            slices=ordered,
+            update_seconds=tuple(report.seconds for report in ordered),
+            **{"replicas": ordered[0].replicas, **rest},
+        )
+
+    @property
+    def skipped(self) -> bool:
+        """Return whether nothing is updated because a loss or a gradient is not finite."""
+        return any(report.not_finite for report in self.replicas)
+
+    def traffic(self, states: Sequence[SliceHandle]) -> dict[str, Traffic]:
+        """Return the traffic of each node; ``states`` is the version that replicas computed on."""
+        replicas = {report.replica: report for report in self.replicas}
+        gradients = [
+            (replicas[m].token, report.token, nbytes)
+            for report in self.slices
+            for m, nbytes in report.received.items()
+        ]
+        to_replicas = [
+            (states[n].token, replica.token, nbytes)
+            for replica in self.replicas
+            for n, nbytes in replica.received.items()
+        ]
+        to_nodes = [
+            (self.slices[n].token, node.token, copy.weights.nbytes)
+            for node in self.installed
+            for n, copy in node.copies.items()
+        ]
+        return between_nodes(gradients, [*to_replicas, *to_nodes])
+
+
+def states_of(reports: Sequence[SliceReport]) -> tuple[SliceHandle, ...]:
+    """Return the handles of the slices' new version."""
+    return tuple(report.state for report in reports if report.state)
+
+
+def copies_by_node(installed: Sequence[NodeWeights]) -> NodeCopies:
+    """Return the copies that nodes have of other nodes' slices, by node."""
+    found: dict[str, dict[int, SliceHandle]] = {}
+    for node in installed:
+        found.setdefault(node.token, {}).update(node.copies)
+    return found

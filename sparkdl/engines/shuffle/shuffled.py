@@ -1,0 +1,162 @@
+"""The form of an iteration in stages that meet at a shuffle, on any number of nodes."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from pyspark.core.rdd import RDD
+
+from sparkdl.engines.resources import FitResources
+from sparkdl.engines.shuffle.forms import IterationRdds, run_job
+from sparkdl.engines.shuffle.messages import (
+    FORWARD_BACKWARD,
+    REDUCTION,
+    SYNCHRONIZATION,
+    IterationMessage,
+    NodeCopies,
+    NodeWeights,
+)
+from sparkdl.engines.shuffle.node_reduce import ReceiveWeights, ReduceOnNode, SendWeights
+from sparkdl.engines.shuffle.node_sums import NodeReducePlan
+from sparkdl.engines.shuffle.placement import Placement
+from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
+from sparkdl.engines.shuffle.report_sinks import NodeReports, ReportSink, to_driver
+from sparkdl.engines.shuffle.reports import IterationReports, copies_by_node
+from sparkdl.engines.shuffle.spec import ShuffleSpec
+from sparkdl.engines.shuffle.traffic import Nodes
+from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
+from sparkdl.replica.iteration import SliceReport
+from sparkdl.spark.frames import (
+    collect_and_forget,
+    map_frames,
+    shuffle_frames,
+    stage_name,
+    zip_frames,
+)
+from sparkdl.spark.message import post
+
+NODE_REDUCTION = "sum on the nodes"
+INSTALLATION = "weights to the nodes"
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """The form in which forward-backward and synchronization meet at a shuffle.
+
+    If it saves enough time, nodes sum the gradients in between and share the new weights.
+
+    Attributes:
+        placement: The placement of replicas and slices.
+        rdds: The RDDs that are built already.
+        resources: The fit's Spark resources.
+        node_sums: The choice of whether nodes sum their replicas' gradients.
+    """
+
+    placement: Placement
+    rdds: IterationRdds
+    resources: FitResources
+    node_sums: NodeReducePlan
+
+    applies_pending: ClassVar[bool] = False
+
+    @staticmethod
+    def of(spec: ShuffleSpec, placement: Placement, rdds: IterationRdds) -> Shuffled:
+        node_sums = NodeReducePlan(spec.layout, spec.run, spec.policy)
+        return Shuffled(placement, rdds, spec.resources, node_sums)
+
+    def submit(self, message: IterationMessage) -> IterationReports:
+        """Run the iteration; see :class:`sparkdl.engines.shuffle.forms.Form`.
+
+        A message that is too large goes into the task bodies.
+        """
+        placement, read = self.placement, message.read_states
+        nodes = self.node_sums.chosen(placement.replica_nodes, read)
+        copies: NodeCopies = {}
+        if nodes is not None and not placement.has_all_weights(read, message.copies):
+            begun = self._hand_on(message, nodes)
+            if begun.faults:
+                return begun
+            copies = copies_by_node(begun.installed)
+            message = replace(message, copies=copies)
+        return replace(self._run(message, nodes), copies=copies)
+
+    def _run(self, message: IterationMessage, nodes: Nodes | None) -> IterationReports:
+        placement = self.placement
+        name = SYNCHRONIZATION if nodes is None else INSTALLATION
+        count = placement.slices if nodes is None else len(placement.replica_nodes)
+        if not post(self.resources.context, placement.fit, message):
+            alone = self._build(message, nodes, inside=True)
+            return _joined(run_job(alone, count, name, lambda: self.resources.shuffled(alone)))
+        key = self._key(message, nodes)
+        rdd = self.rdds.take_next(key) or self._build(message, nodes)
+
+        def prepare() -> None:
+            """Delete the previous shuffle and build the RDD that probably follows."""
+            self.resources.shuffled(rdd)
+            self.rdds.keep_next(key, self._build(message, nodes))
+
+        return _joined(run_job(rdd, count, name, prepare))
+
+    def _key(self, message: IterationMessage, nodes: Nodes | None) -> object:
+        """Return a key of everything that the RDDs of an iteration depend on."""
+        placement, read = self.placement, message.read_states
+        nearby = placement.has_all_weights(read, message.copies)
+        where = placement.replica_nodes, tuple(state.token for state in read)
+        return placement.samples, where, nodes, nearby
+
+    def _build(self, message: IterationMessage, nodes: Nodes | None, inside: bool = False) -> RDD:
+        """Build the RDDs of an iteration.
+
+        Args:
+            message: The iteration.
+            nodes: The nodes that sum, or None.
+            inside: Whether the message goes into the task bodies.
+        """
+        placement, told = self.placement, message if inside else None
+        read, copies, replicas = message.read_states, message.copies, len(placement.replica_nodes)
+        with stage_name(self.resources.context, FORWARD_BACKWARD):
+            body, samples = ForwardBackward(told, nodes), placement.samples
+            gradients = placement.at_seats(body, samples, read, copies, posted=not inside)
+            received = self._send(gradients, placement.slices if nodes is None else replicas)
+        if nodes is not None:
+            with stage_name(self.resources.context, NODE_REDUCTION):
+                offers = zip_frames(received, placement.replicas_counted(replicas))
+                received = self._send(map_frames(offers, ReduceOnNode(nodes)), placement.slices)
+        if not placement.two_stages:
+            with stage_name(self.resources.context, REDUCTION):
+                reduced = map_frames(zip_frames(received, placement.slice_rdd), Reduce(told))
+                received = self._send(reduced, placement.slices)
+        tell: ReportSink = to_driver if nodes is None else NodeReports(nodes)
+        update = Synchronize(told, tell) if placement.two_stages else Update(told, tell)
+        owners = placement.slice_rdd if placement.two_stages else placement.slices_counted
+        with stage_name(self.resources.context, SYNCHRONIZATION):
+            updated = map_frames(zip_frames(received, owners), update)
+            return updated if nodes is None else self._install(updated, told)
+
+    def _send(self, keyed: RDD, partitions: int) -> RDD:
+        return shuffle_frames(keyed, partitions, few_bytes=self.placement.few_bytes)
+
+    def _install(self, weight_frames: RDD, message: IterationMessage | None) -> RDD:
+        """Send frames with weights to every replica's seat, and write them into slabs there."""
+        placement = self.placement
+        arrived = self._send(weight_frames, len(placement.replica_nodes))
+        seats = placement.replicas_counted(placement.slices)
+        return map_frames(zip_frames(arrived, seats), ReceiveWeights(message))
+
+    def _hand_on(self, message: IterationMessage, nodes: Nodes) -> IterationReports:
+        """Send the weights that replicas compute on once to each node that lacks them."""
+        with stage_name(self.resources.context, INSTALLATION):
+            task = SendWeights(message.read_states, nodes)
+            sent = map_frames(self.placement.slice_rdd, task)
+            installed = collect_and_forget(self._install(sent, message))
+        return _joined([pickle.loads(frame) for frame in installed])
+
+
+def _joined(results: Sequence[SliceReport | NodeWeights]) -> IterationReports:
+    installed = tuple(result for result in results if isinstance(result, NodeWeights))
+    slices = [result for result in results if isinstance(result, SliceReport)]
+    slices += [report for node in installed for report in node.reports]
+    return IterationReports.of(slices, installed=installed)

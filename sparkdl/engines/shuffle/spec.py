@@ -1,0 +1,35 @@
+"""The constants of a run on the shuffle engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.resources import FitResources
+from sparkdl.model.flat import Layout
+from sparkdl.model.options import TrainingOptions
+from sparkdl.replica.compare import Description
+from sparkdl.replica.run import RunSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleSpec:
+    """The constants that the parts of the engine share.
+
+    Attributes:
+        samples: The training samples, in slabs.
+        layout: The layout of the model's flat vector.
+        run: The constants of the run.
+        recipe: The pickled recipe of the model.
+        policy: The training options of the recipe.
+        built: The description of the driver's model, which each replica must equal at first.
+        resources: The fit's Spark resources.
+    """
+
+    samples: SampleSet
+    layout: Layout
+    run: RunSpec
+    recipe: bytes
+    policy: TrainingOptions
+    built: Description
+    resources: FitResources

@@ -1,0 +1,205 @@
+"""Reading a version of the state between two iterations: jobs that change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from pyspark.core.rdd import RDD
+
+from sparkdl.codec.packed import ByParameter
+from sparkdl.engines.delivery import Wanted, bring, most_at_once, not_here
+from sparkdl.engines.resources import FitResources
+from sparkdl.engines.shuffle.compression_tasks import WithResiduals
+from sparkdl.engines.shuffle.messages import Version
+from sparkdl.engines.shuffle.placement import Placement
+from sparkdl.engines.shuffle.replica_tasks import Score
+from sparkdl.engines.shuffle.snapshot_tasks import TakeResidual, TakeSnapshot
+from sparkdl.engines.shuffle.state_tasks import MapSlice, ReadParts
+from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.replica.iteration import Fault, ResidualHandle, SliceHandle
+from sparkdl.slab.parts import Left
+from sparkdl.slab.pool import Reference
+from sparkdl.slices.spec import SliceSpec
+from sparkdl.slices.state import SliceState
+from sparkdl.slices.update import EMA
+from sparkdl.spark.failures import faults_explained
+from sparkdl.spark.frames import collect_frames, map_frames, stage_name
+from sparkdl.usercode import accompanied
+
+
+@dataclass(frozen=True)
+class SnapshotRdds:
+    """A snapshot of the state that Spark keeps, on two executors if there are two.
+
+    Attributes:
+        slices: The RDD of the slices' state, see
+            :class:`sparkdl.engines.shuffle.snapshot_tasks.TakeSnapshot`.
+        slice_frames: The number of its frames per partition.
+        residuals: The RDD of the replicas' residuals; None if there are none.
+        residual_frames: The number of its frames per partition.
+    """
+
+    slices: RDD
+    slice_frames: int
+    residuals: RDD | None
+    residual_frames: int
+
+
+class StateReader:
+    """The jobs that read the state at the places of replicas and slices.
+
+    Args:
+        placement: The placement of replicas and slices.
+        resources: The fit's Spark resources.
+    """
+
+    def __init__(self, placement: Placement, resources: FitResources) -> None:
+        self._placement, self._resources = placement, resources
+        self._context = resources.context
+
+    def score(self, version: Version, validation: ValidationSet) -> list[Any]:
+        """Score the validation samples in one job at the replicas' seats; return the merged states."""
+        samples = validation.samples
+        rdd = samples.rdd
+        assert rdd is not None
+        task = Score(accompanied(validation.scorer), validation.assembly, validation.batch_size)
+        checksums = tuple(handle.checksum for handle in samples.handles)
+
+        def submit() -> tuple[dict[int, Any], list[Fault]]:
+            with stage_name(self._context, "validation"):
+                scored = self._placement.at_seats(
+                    task, rdd, version.states, version.copies, checksums
+                )
+                found = self._placement.pickled(scored)
+            states = dict(found)
+            return states, [fault for fault in states.values() if isinstance(fault, Fault)]
+
+        states = self._placement.retry(submit, "validation", rdd)
+        return validation.scorer.merge([states[replica] for replica in sorted(states)])
+
+    def weights(
+        self, states: Sequence[SliceHandle], dtype: torch.dtype, average: bool = False
+    ) -> torch.Tensor:
+        """Return the flat weights, read from slabs on the driver's node or fetched by jobs in parts.
+
+        Args:
+            states: The state of every slice.
+            dtype: The dtype of the weights.
+            average: Whether to read their moving average, as far as there is one.
+        """
+        pieces = [_weights_of(state, average) for state in states]
+        flat = torch.empty(
+            sum(r.nbytes for some in pieces for r in some) // dtype.itemsize, dtype=dtype
+        )
+        wanted: list[Wanted] = []
+        rest = flat.numpy().view(np.uint8)
+        for number, some in enumerate(pieces):
+            for reference in some:
+                wanted.append((number, reference, rest[: reference.nbytes]))
+                rest = rest[reference.nbytes :]
+        self._deliver(wanted, "collecting the weights", "collect the weights")
+        return flat
+
+    def map_slices(
+        self,
+        states: tuple[SliceHandle, ...],
+        use: Callable[[int, SliceSpec, SliceState], Any],
+        tick: int,
+    ) -> list[Any]:
+        """Call ``use`` on every slice with one task per slice, in parallel.
+
+        Large results come back like the weights.
+
+        Args:
+            states: The state of every slice.
+            use: The function, see :meth:`sparkdl.loop.engine.Engine.map_slices`.
+            tick: The tick of buffers for large results.
+        """
+        with faults_explained("reading the state"):
+            task = MapSlice(states, use, tick)
+            results = self._placement.at_owners(task, "read the state")
+        for number, result in enumerate(results):
+            if isinstance(result, Left):
+                data = np.empty(result.reference.nbytes, dtype=np.uint8)
+                wanted = [(number, result.reference, data)]
+                self._deliver(wanted, "reading the state", "bring the state")
+                results[number] = data.tobytes()
+        return results
+
+    def map_residuals(
+        self,
+        residuals: Sequence[ResidualHandle | None],
+        use: Callable[[int, ByParameter], Any],
+    ) -> list[Any]:
+        """Call ``use`` on all residuals, in parallel with one task per replica.
+
+        No job runs if there are none.
+        """
+        if not any(residuals):
+            return []
+        with faults_explained("reading the replicas' residuals"):
+            task = WithResiduals(tuple(residuals), use)
+            found = dict(self._placement.at_replicas(task, "read the replicas' residuals"))
+        return [found[m] for m, handle in enumerate(residuals) if handle is not None]
+
+    def take_snapshot(
+        self,
+        states: tuple[SliceHandle, ...],
+        best: tuple[SliceHandle, ...],
+        residuals: tuple[ResidualHandle | None, ...],
+    ) -> SnapshotRdds:
+        """Have Spark keep a copy of the state.
+
+        Args:
+            states: The state of every slice.
+            best: The best weights of every slice; empty if none are kept.
+            residuals: The residuals of every replica, or None.
+        """
+        self._context.setJobDescription("sparkdl: taking a snapshot")
+        task = TakeSnapshot(states, best)
+        with (
+            faults_explained("taking a snapshot"),
+            stage_name(self._context, "take a snapshot"),
+        ):
+            slices = self._resources.replicated(map_frames(self._placement.slice_rdd, task))
+            kept, count = None, 0
+            if any(residuals):
+                try:
+                    taking = TakeResidual(residuals)
+                    count = taking.count
+                    kept = self._resources.replicated(self._placement.seats_of(taking))
+                except BaseException:
+                    self._resources.forget(slices)
+                    raise
+        return SnapshotRdds(slices, task.count, kept, count)
+
+    def drop(self, snapshot: SnapshotRdds) -> None:
+        """Have Spark delete a snapshot."""
+        for rdd in (snapshot.slices, snapshot.residuals):
+            if rdd is not None:
+                self._resources.forget(rdd)
+
+    def _deliver(self, wanted: Sequence[Wanted], doing: str, stage: str) -> None:
+        def read(parts: Mapping[int, Reference]) -> list[bytes]:
+            return collect_frames(map_frames(self._placement.slice_rdd, ReadParts(parts)))
+
+        far = not_here(self._resources.slab, wanted)
+        if far:
+            self._context.setJobDescription(f"sparkdl: {doing}")
+            with faults_explained(doing), stage_name(self._context, stage):
+                bring(far, read, most_at_once(self._context))
+
+
+def _weights_of(handle: SliceHandle, average: bool) -> list[Reference]:
+    """Return references to the weights, or with ``average`` to their moving average.
+
+    Buffers have no moving average, and are taken from the weights.
+    """
+    found = next((ref for name, _, ref in handle.arrays if average and name == EMA), None)
+    if found is None:
+        return [handle.weights]
+    return [found, handle.weights.part(found.nbytes, handle.weights.nbytes - found.nbytes)]
