@@ -136,7 +136,10 @@ def plain(module: nn.Module) -> nn.Module:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     compiler = sys.modules.get("torch._dynamo")  # if it is not imported, nothing is compiled
-    if compiler is None or not isinstance(module, compiler.OptimizedModule):
+    kind = getattr(
+        compiler, "OptimizedModule", None
+    )  # not there while a thread imports the compiler
+    if kind is None or not isinstance(module, kind):
         return None
     wraps = module._orig_mod
     return wraps if isinstance(wraps, nn.Module) else None
