@@ -136,9 +136,8 @@ def plain(module: nn.Module) -> nn.Module:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     compiler = sys.modules.get("torch._dynamo")  # if it is not imported, nothing is compiled
-    kind = getattr(
-        compiler, "OptimizedModule", None
-    )  # not there while a thread imports the compiler
+    # another thread may be importing it, without having come to this class
+    kind = getattr(compiler, "OptimizedModule", None)
     if kind is None or not isinstance(module, kind):
         return None
     wraps = module._orig_mod
