@@ -136,7 +136,9 @@ def plain(module: nn.Module) -> nn.Module:
 
 def _wrapped(module: nn.Module) -> nn.Module | None:
     compiler = sys.modules.get("torch._dynamo")  # if it is not imported, nothing is compiled
-    if compiler is None or not isinstance(module, compiler.OptimizedModule):
+    # another thread may be importing it, without having come to this class
+    kind = getattr(compiler, "OptimizedModule", None)
+    if kind is None or not isinstance(module, kind):
         return None
     wraps = module._orig_mod
     return wraps if isinstance(wraps, nn.Module) else None

@@ -51,7 +51,7 @@ def trainer(**changes: Any) -> sparkdl.Trainer:
 
 def result(trained: sparkdl.TrainedModel) -> tuple[Any, ...]:
     weights = {name: value.tolist() for name, value in trained.module.state_dict().items()}
-    scores = [each.metrics for each in trained.history.validations]
+    scores = [each["metrics"] for each in trained.history.validations]
     return trained.history.losses, weights, scores
 
 
@@ -79,9 +79,9 @@ def test_fits_on_samples_placed_once_equal_fits_of_the_data(
         assert [result(each.fit(samples)) for each in trainers] == alone
         assert len(slabs()) == 1  # a fit takes its own slabs with it
         with ThreadPool(2) as pool:
-            fits = [partial(each.fit, samples) for each in trainers[:2] * 2]
+            fits = [partial(each.fit, samples) for each in trainers[:2]]
             found = pool.map(lambda fit: result(fit()), fits, chunksize=1)
-        assert found == alone[:2] * 2
+        assert found == alone[:2]
     assert num_jobs() - middle < 2 * (middle - before)
     nothing_left()
 
