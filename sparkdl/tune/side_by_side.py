@@ -62,7 +62,7 @@ class SideBySide:
         self.slots = slots
         self._context, self._trainer, self._space = context, trainer, space
         self._objective, self._placements, self._name = objective, placements, name
-        self._setups: dict[int, BroadcastBytes] = {}
+        self._setups: dict[int, tuple[BroadcastBytes, SampleFiles]] = {}
         self._broadcasts: list[BroadcastBytes] = []
 
     def start(
@@ -78,8 +78,8 @@ class SideBySide:
         except (ModelError, ParameterError) as error:
             return Ended(TrialOutcome(failed(number, arguments, error)))
         self._placements.check_data()
-        setup = self._setup(placed)
-        task = RunTrial(setup, number, arguments, pruning, best)
+        setup, files = self._setup(placed)
+        task = RunTrial(setup, files, number, arguments, pruning, best)
         shown = " · ".join(f"{name} {value}" for name, value in arguments.items())
         self._context.setJobGroup(self._name, f"sparkdl: trial {number} · {shown}")
         with stage_name(self._context, f"trial {number}"):
@@ -87,8 +87,8 @@ class SideBySide:
             job = RunningJob(map_frames(places, accompanied(task)), 1)
         return _TaskOfTrial(self._context, job, number, arguments)
 
-    def _setup(self, placed: PlacedSamples) -> BroadcastBytes:
-        """Return the broadcast of what trials on these samples have in common."""
+    def _setup(self, placed: PlacedSamples) -> tuple[BroadcastBytes, SampleFiles]:
+        """Return the broadcast of what trials on these samples have in common, and their files."""
         known = self._setups.get(id(placed))
         if known is not None:
             return known
@@ -106,14 +106,13 @@ class SideBySide:
             training=placed.training,
             validation=placed.validation,
             float_dtype=placed.float_dtype,
-            files=files,
             threads=cpus_of(self._context, None),
             numerics=Numerics.here(),
         )
         made = BroadcastBytes.of(self._context, [_pickled(setup)])
         self._broadcasts.append(made)
-        self._setups[id(placed)] = made
-        return made
+        self._setups[id(placed)] = made, files
+        return made, files
 
     def __enter__(self) -> SideBySide:
         return self

@@ -32,7 +32,6 @@ class TrialSetup:
         training: The training samples, as the driver mapped them.
         validation: The validation samples, likewise.
         float_dtype: The floating dtype of the samples.
-        files: The files of the samples on other nodes.
         threads: torch's threads in a task.
         numerics: torch's settings on the driver.
     """
@@ -43,7 +42,6 @@ class TrialSetup:
     training: SampleSet
     validation: SampleSet
     float_dtype: str
-    files: SampleFiles
     threads: int
     numerics: Numerics
 
@@ -56,6 +54,8 @@ class RunTrial:
 
     Attributes:
         setup: The pickled :class:`TrialSetup`.
+        files: The files of the samples on other nodes. They are no part of the setup, because Spark
+            loads only the broadcasts that the task itself refers to.
         number: The number of the trial.
         arguments: Its values, as they are shown.
         pruning: A callback that may stop it, or None.
@@ -63,6 +63,7 @@ class RunTrial:
     """
 
     setup: BroadcastBytes
+    files: SampleFiles
     number: int
     arguments: Mapping[str, Any]
     pruning: Callback | None
@@ -88,11 +89,11 @@ class RunTrial:
         if self.pruning is not None:
             callbacks.append(self.pruning)
         fit = LocalFit(
-            setup.files.here(setup.training),
-            setup.files.here(setup.validation),
+            self.files.here(setup.training),
+            self.files.here(setup.validation),
             setup.float_dtype,
         )
-        done = fit.run(trainer, callbacks, setup.files.slab, setup.threads)
+        done = fit.run(trainer, callbacks, self.files.slab, setup.threads)
         record = setup.objective.record(self.number, self.arguments, done.history)
         if not setup.objective.is_better(record, self.best):
             return TrialOutcome(record)

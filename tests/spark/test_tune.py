@@ -351,7 +351,7 @@ def test_ranges_have_two_ends(bounds: tuple[Any, Any]) -> None:
         tune.loguniform(0, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_nodes_have_copies_of_the_samples(spark: SparkSession, tmp_path: Path) -> None:
     """On a cluster: one copy a node, gone in the end, and the table of one machine."""
     found = launch(Path(script.__file__), tmp_path, master="local-cluster[2,2,1024]")

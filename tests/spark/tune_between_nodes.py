@@ -60,7 +60,7 @@ class Look(sparkdl.Callback):
         self.notes = notes
 
     def on_fit_start(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
-        time.sleep(2)
+        time.sleep(1)
 
     def on_fit_end(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
         found = list(Path("slabs").resolve().glob("*/*.values"))
