@@ -20,7 +20,8 @@ import sparkdl.gang.channel
 from sparkdl.errors import StalledError
 from sparkdl.gang.channel import NONCE_BYTES, Channel, ChannelError, Listener, connect
 from sparkdl.gang.rank_group import ConnectedRanks
-from sparkdl.gang.rank_task import OUTPUT, Introduction
+from sparkdl.gang.rank_output import OUTPUT
+from sparkdl.gang.rank_task import Introduction
 
 pytestmark = pytest.mark.gang
 
