@@ -92,12 +92,13 @@ def weights(model: TorchModel) -> dict[str, list[Any]]:
 # Whole jobs
 
 
+@pytest.mark.slow
 def test_a_pipeline_through_cross_validation_into_another_process(
     flowers: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     indexer = StringIndexer(inputCol="species", outputCol="label")
     torch_stage = TorchClassifier(
-        model=perceptron, featuresCol="scaled", batchSize=32, maxEpochs=5, replicas=2
+        model=perceptron, featuresCol="scaled", batchSize=32, maxEpochs=3, replicas=2
     )
     stages = [
         indexer,
@@ -169,6 +170,7 @@ def test_a_pipeline_through_cross_validation_into_another_process(
     assert found["given"] == numbers(unnamed.transform(flowers))
 
 
+@pytest.mark.slow
 def test_a_grid_places_the_samples_of_each_fold_once(
     table: DataFrame, nothing_left: Callable[[], None]
 ) -> None:

@@ -55,6 +55,7 @@ def result(trained: sparkdl.TrainedModel) -> tuple[Any, ...]:
     return trained.history.losses, weights, scores
 
 
+@pytest.mark.slow
 def test_fits_on_samples_placed_once_equal_fits_of_the_data(
     data: DataFrame,
     held_out: DataFrame,
