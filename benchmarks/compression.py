@@ -27,13 +27,8 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compute import Gradients
 from sparkdl.replica.iteration import IterationRows
-from sparkdl.replica.step import (
-    ReplicaIteration,
-    ReplicaResult,
-    compress_outcome,
-    section_maps,
-    sections_nbytes,
-)
+from sparkdl.replica.sections import section_maps, sections_nbytes
+from sparkdl.replica.step import ReplicaIteration, ReplicaResult, compress_outcome
 from sparkdl.slices.spec import slice_specs
 
 REPLICAS = 4

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.data.fields import SampleHandle
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 
 FEW = 5
 """The number of differences that are listed; the others are counted."""

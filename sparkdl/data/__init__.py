@@ -3,6 +3,6 @@
 This package may import ``slab``, ``spark`` and ``codec``. It must not know about models or training.
 """
 
-from sparkdl.data.record_tasks import Sample
+from sparkdl.data.records import Sample
 
 __all__ = ["Sample"]

@@ -27,7 +27,8 @@ from sparkdl.data.fields import Field, SampleHandle, check_handles, check_total_
 from sparkdl.data.partition_join import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
-from sparkdl.data.record_tasks import Names, Sample, WriteRecords, record_array, split_record
+from sparkdl.data.record_tasks import WriteRecords
+from sparkdl.data.records import Names, Sample, record_array, split_record
 from sparkdl.data.schema import read_schema
 from sparkdl.errors import DataError
 from sparkdl.slab.root import SlabConfig

@@ -38,16 +38,8 @@ from sparkdl.replica.iteration import Clock, Iteration, IterationRows, ReplicaRe
 from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.replica.score import score_partition
-from sparkdl.replica.step import (
-    ReplicaIteration,
-    ReplicaResult,
-    compress_outcome,
-    not_finite,
-    one_gradient,
-    section_maps,
-    sections_nbytes,
-    write_sections,
-)
+from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections
+from sparkdl.replica.step import ReplicaIteration, ReplicaResult, compress_outcome, one_gradient
 from sparkdl.slices.reduce import ReducedGradient
 from sparkdl.slices.section import Section, SectionLayout
 from sparkdl.slices.spec import SliceSpec

@@ -20,14 +20,14 @@ from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.loop.engine import TrainingEngine
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.loss import ClassLoss, Loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.base import ParallelStrategy
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compare import Description
-from sparkdl.replica.compute import to_tensors
+from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings
 from sparkdl.spark.frames import is_local

@@ -25,7 +25,8 @@ from sparkdl.infer.saved_recipe import WithoutName, read_recipe, recipe_by_name
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.engine import AVERAGE, CURRENT, weights_of
 from sparkdl.loop.history import History
-from sparkdl.model.flat import filled, layout_of
+from sparkdl.model.flat import filled
+from sparkdl.model.layout import layout_of
 from sparkdl.model.preparation import freeze
 from sparkdl.model.recipe import frozen_digest
 from sparkdl.slices.spec import slice_specs

@@ -18,7 +18,7 @@ from sparkdl.data.columns.base import Column, Specs
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.ragged import Rows, dense
-from sparkdl.data.record_tasks import (
+from sparkdl.data.records import (
     Names,
     check_alike,
     named,
@@ -33,7 +33,7 @@ from sparkdl.infer.shipped_module import ShippedModule, device_of, run_batches
 from sparkdl.metrics.base import Metric
 from sparkdl.metrics.scorer import Scorer, States
 from sparkdl.model.signature import BY_POSITION, Signature
-from sparkdl.replica.compute import to_tensors
+from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied

@@ -17,7 +17,7 @@ from sparkdl.data.columns.base import Column, Specs
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.ragged import Rows
-from sparkdl.data.record_tasks import (
+from sparkdl.data.records import (
     Names,
     Sample,
     check_alike,

@@ -17,7 +17,7 @@ from torch import nn
 from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
-from sparkdl.data.record_tasks import Names, feature_names, named
+from sparkdl.data.records import Names, feature_names, named
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, ParameterError, kind_of, raise_all, wrong_data
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate

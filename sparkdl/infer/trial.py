@@ -18,7 +18,7 @@ from sparkdl.data.columns.base import Specs
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, Rows, concatenate, model_inputs
-from sparkdl.data.record_tasks import feature_names, stack_records
+from sparkdl.data.records import feature_names, stack_records
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import columns_of
 from sparkdl.errors import DataError, ModelError, ParameterError, UserError
@@ -27,7 +27,8 @@ from sparkdl.infer.predict import Finish, PredictRecords
 from sparkdl.infer.shipped_module import Dimensions, device_of
 from sparkdl.model.signature import Signature, described, for_example
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import buffers_kept, evaluating, to_tensors
+from sparkdl.replica.compute import buffers_kept, evaluating
+from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.spark.failures import reading_explained
 
 Found: TypeAlias = tuple[Output, Dimensions]

@@ -11,7 +11,7 @@ import torch
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.replica.compute import added_up
 from sparkdl.replica.iteration import Iteration, ReplicaReport, SliceReport
 from sparkdl.slices.histogram import Histogram

@@ -18,7 +18,7 @@ from torch import nn
 
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError, ParameterError
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
 from sparkdl.parallel.mesh import MODEL_DIMENSIONS, Mesh
 from sparkdl.slices.optimizer import OptimizerSpec

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, nearest
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.options import PRECISIONS, TrainingOptions
 from sparkdl.model.preparation import matches_module
 from sparkdl.parallel.base import (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, ParameterError
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.model_loss import is_own_loss
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import matches_module

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparkdl.errors import ModelError, ParameterError, kind_of, nearest
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import matches_module
 from sparkdl.parallel.base import (

@@ -3,102 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
-from sparkdl.model.flat import local
+from sparkdl.model.layout import local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import loss_of
-from sparkdl.model.options import TrainingOptions
 from sparkdl.model.step import named_losses
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.division import Division
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.slices.section import SparseRows
-
-
-def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Return the arrays of a batch as tensors on ``device``; signed integers of any width become
-    int64.
-
-    They are copied to a GPU from pinned memory, while this thread continues.
-    """
-    here = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in arrays]
-    there = _copied(here, device) if device.type == "cuda" else [t.to(device) for t in here]
-    return [
-        tensor.long() if array.dtype.kind == "i" else tensor
-        for array, tensor in zip(arrays, there, strict=True)
-    ]
-
-
-def _copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Copy tensors to a GPU in a stream of copies, which overlaps with the GPU's pending work.
-
-    Work that is launched afterwards waits on the GPU for the copies.
-    """
-    copies, computing = _copy_stream(device), torch.cuda.current_stream(device)
-    with torch.cuda.stream(copies):
-        found = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
-    computing.wait_stream(copies)
-    for tensor in found:  # its memory returns to the copy stream only after the computation
-        tensor.record_stream(computing)
-    return found
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """The tensors of some samples.
-
-    Attributes:
-        inputs: The model inputs.
-        targets: The labels.
-        weights: The weight of each sample; None: all are equal.
-        masses: The amount of each sample that the loss counts, see
-            :func:`sparkdl.model.loss.masses_of`.
-    """
-
-    inputs: list[torch.Tensor]
-    targets: list[torch.Tensor]
-    weights: torch.Tensor | None = None
-    masses: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return len(self.inputs[0])
-
-    @property
-    def weight(self) -> float:
-        """Return the weight of this mini-batch: the sum over its samples of weight times mass."""
-        if self.weights is None:
-            return float(len(self) if self.masses is None else self.masses.sum())
-        weights = self.weights.double()
-        return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())
-
-    def rows(self, cut: slice) -> MiniBatch:
-        """Return some of the samples."""
-        return MiniBatch(
-            [t[cut] for t in self.inputs],
-            [t[cut] for t in self.targets],
-            None if self.weights is None else self.weights[cut],
-            None if self.masses is None else self.masses[cut],
-        )
-
-    def parts(self, count: int) -> Iterator[MiniBatch]:
-        """Yield up to ``count`` micro-batches of nearly equal size, none of them empty."""
-        rows = len(self)
-        for i in range(min(count, rows)):
-            yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows)))
 
 
 class Spare(MiniBatch):
@@ -108,24 +28,6 @@ class Spare(MiniBatch):
     def parts(self, count: int) -> Iterator[MiniBatch]:
         """Yield all rows at once, however many micro-batches others have."""
         yield self
-
-
-def weigh(
-    targets: Sequence[torch.Tensor], weights: torch.Tensor | None, policy: TrainingOptions
-) -> torch.Tensor | None:
-    """Return the weight of each sample: its own weight times that of its class.
-
-    Args:
-        targets: The labels; the first is the class.
-        weights: The samples' own weights; None: all are equal.
-        policy: The training options.
-    """
-    if policy.class_weights is None:
-        return weights
-    table = torch.tensor(policy.class_weights, dtype=torch.float64, device=targets[0].device)
-    # clamped, because a label that is no class may be one that the loss ignores
-    of_class = table[targets[0].clamp(0, len(table) - 1)]
-    return of_class if weights is None else weights.double() * of_class
 
 
 Losses = Mapping[str, tuple[float, float]]
@@ -181,7 +83,7 @@ def forward_backward(
         share: The factor that the gradient is to have.
         parts: The smallest number of forward and backward passes. If it is not 0, no part is left
             out, because other processes make their passes at the same time.
-        by_rows: See :class:`sparkdl.replica.division.Division`.
+        by_rows: See :class:`sparkdl.replica.compute.Division`.
 
     Returns:
         The mean loss, its weight, and the named losses of a step.
@@ -360,3 +262,53 @@ def evaluating(module: nn.Module) -> Iterator[nn.Module]:
             yield module
     finally:
         module.train(was_training)
+
+
+@dataclass
+class Division:
+    """The factors of losses before backward, and the divisor of gradients afterwards.
+
+    [Note: sums are divided twice] If a loss returns ``(sum, count)``, its count is known after its
+    forward pass, and the count of all parts (micro-batches) after the last part's forward pass. So
+    the sum of each part is divided by the count of the first part before backward, which keeps
+    gradients as large as those of a mean, for fp16. The gradients are then divided by ``scale`` and
+    by the ratio of the count of all parts to that of the first. In a gang (``by_rows``) the
+    gradients of all ranks are summed while they are computed. There, sums are divided by the rows,
+    as if they were means over the rows. The sum over the ranks is multiplied by rows / count before
+    it is clipped; the ranks exchange these numbers after the pass.
+
+    Attributes:
+        scale: The factor of the loss against underflow.
+        share: The factor that the gradient is to have.
+        rows: The weight of the rows of all parts.
+        by_rows: See the note.
+        counted: The count of the parts so far; None as long as the loss returned means.
+        unit: The count of the first part.
+    """
+
+    scale: float
+    share: float
+    rows: float
+    by_rows: bool
+    counted: float | None = None
+    unit: float = 0.0
+
+    def factor(self, own: float, count: float | None) -> float:
+        """Return the factor of the loss of the next part.
+
+        ``own`` is the part's share of the rows' mean; ``count`` is the count of a sum, or None for
+        a mean.
+        """
+        if count is None:
+            return own * self.share * self.scale
+        self.counted, self.unit = count + (self.counted or 0.0), self.unit or count
+        if self.by_rows:
+            return self.share * self.scale / (self.rows or 1.0)
+        return self.scale / (self.unit or 1.0)
+
+    @property
+    def undo(self) -> float:
+        """Return the divisor of gradients. It is valid once the last part has passed forward."""
+        if self.counted is None or self.by_rows or not self.unit:
+            return self.scale
+        return self.scale * (self.counted / self.unit)

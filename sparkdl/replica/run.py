@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkdl.errors import StaleReferenceError
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.memory import keep_heap

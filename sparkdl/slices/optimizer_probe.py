@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sparkdl.errors import ModelError
-from sparkdl.model.flat import sparse_tables
+from sparkdl.model.layout import sparse_tables
 from sparkdl.process.determinism import seeded, torch_threads
 from sparkdl.slices.optimizer import CutRule, GroupSpec, OptimizerSpec, declared
 from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss

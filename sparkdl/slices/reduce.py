@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.slices.section import NOTHING, OWN, SPARE, Section, SparseRows
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState, unpack

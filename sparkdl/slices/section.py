@@ -25,7 +25,7 @@ import torch
 
 from sparkdl.codec.frames import as_tensor
 from sparkdl.codec.packed import ALIGNMENT, ByParameter, TensorSpec, open_packed, packed_nbytes
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.slices.compression import decompress
 from sparkdl.slices.spec import Fragment, SliceSpec
 

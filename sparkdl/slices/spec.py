@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from sparkdl.codec.packed import ALIGNMENT
-from sparkdl.model.flat import Layout, TensorRange
+from sparkdl.model.layout import Layout, TensorRange
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
 from sparkdl.process.determinism import seeded
 from sparkdl.slices.blocks import (

@@ -27,7 +27,7 @@ from sparkdl.model.signature import Signature
 from sparkdl.model.step import StepLoss
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import MiniBatch, to_tensors, weigh
+from sparkdl.replica.mini_batch import MiniBatch, to_tensors, weigh
 from sparkdl.train.row_losses import (
     ROUNDING,
     ROUNDING_OF_16_BITS,

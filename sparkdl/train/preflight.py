@@ -24,7 +24,7 @@ from sparkdl.model.recipe import Recipe, frozen_digests
 from sparkdl.model.signature import Signature
 from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import to_tensors
+from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.train.averaging_checks import gives_sums, is_averaged, rows_for_loss
 from sparkdl.train.hints import shape_of, text_of
 from sparkdl.train.place_samples import assembly

@@ -21,7 +21,7 @@ from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.schedule import Schedule
 from sparkdl.metrics.named import resolve
-from sparkdl.model.flat import Layout, layout_of
+from sparkdl.model.layout import Layout, layout_of
 from sparkdl.model.preparation import passing_buffers
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compare import Description, describe

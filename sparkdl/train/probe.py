@@ -31,7 +31,8 @@ from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature, described
 from sparkdl.model.step import ALONE, StepLoss
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import evaluating, to_tensors, weigh
+from sparkdl.replica.compute import evaluating
+from sparkdl.replica.mini_batch import to_tensors, weigh
 from sparkdl.train.hints import (
     check_shapes,
     dtypes_of,

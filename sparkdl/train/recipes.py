@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.data.columns.base import Specs
 from sparkdl.errors import ModelError, cannot_travel, nearest
-from sparkdl.model.flat import Layout, TensorRange, layout_of
+from sparkdl.model.layout import Layout, TensorRange, layout_of
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.pickling import dumps
 from sparkdl.model.preparation import check_modules

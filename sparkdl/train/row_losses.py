@@ -16,7 +16,8 @@ from sparkdl.data.ragged import Ragged, Rows, dense
 from sparkdl.model.loss import Loss, loss_of
 from sparkdl.model.signature import Signature
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import MiniBatch, evaluating
+from sparkdl.replica.compute import evaluating
+from sparkdl.replica.mini_batch import MiniBatch
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}
 """The allowed difference of the same sum in each dtype, relative to the largest compared number."""

@@ -21,7 +21,7 @@ from sparkdl.train.combinations import problems_of_min_ranks
 from sparkdl.train.prepare import PreparedModel
 
 if TYPE_CHECKING:
-    from sparkdl.model.flat import Layout
+    from sparkdl.model.layout import Layout
     from sparkdl.train.trainer import Trainer
 
 logger = logging.getLogger("sparkdl")

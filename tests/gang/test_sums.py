@@ -25,8 +25,9 @@ from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.ddp import DDP
 from sparkdl.parallel.plan import STRATEGIES, parallel_of
-from sparkdl.replica.compute import MiniBatch, forward_backward
+from sparkdl.replica.compute import forward_backward
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.slices.spec import slice_specs
 

@@ -81,13 +81,13 @@ FAULTS = {
         "unit/test_apply.py",
     ),
     "samples count once, whatever their weight": Fault(
-        "replica/compute.py",
+        "replica/mini_batch.py",
         "return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())",
         "return float(len(self))",
         "parity/test_weights_of_samples.py",
     ),
     "a micro-batch loses its last row": Fault(
-        "replica/compute.py",
+        "replica/mini_batch.py",
         "rows * (i + 1) // min(count, rows)))",
         "rows * (i + 1) // min(count, rows) - (i > 0)))",
         "parity/test_parity.py",

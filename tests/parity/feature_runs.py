@@ -27,9 +27,9 @@ from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.samples import SampleSet, Source, _sample_set
 from sparkdl.engines.local import LocalEngine
-from sparkdl.model.flat import Layout, layout_of
+from sparkdl.model.layout import Layout, layout_of
 from sparkdl.model.recipe import Recipe
-from sparkdl.replica.compute import to_tensors
+from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.train import fit as fit_module
 from sparkdl.train import place_samples as placing_module
 from sparkdl.train import prepare as prepare_module

@@ -26,11 +26,11 @@ from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.samples import SampleSet, Source, materialize_here
 from sparkdl.engines.local import LocalEngine
 from sparkdl.engines.shuffle.engine import ShuffleEngine
-from sparkdl.model.flat import Layout, layout_of
+from sparkdl.model.layout import Layout, layout_of
 from sparkdl.model.loss import call_loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import to_tensors
+from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.slab.root import SlabConfig, remove_root
 
 ITERATIONS = 10

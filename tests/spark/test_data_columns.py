@@ -20,7 +20,7 @@ from sparkdl import Convert, Image, Sequence
 from sparkdl.data.fields import Field
 from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.ragged import Padding, Ragged, concatenate
-from sparkdl.data.record_tasks import Names
+from sparkdl.data.records import Names
 from sparkdl.data.samples import Sample, SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output

@@ -18,7 +18,8 @@ from pyspark.sql.pandas.types import to_arrow_type
 from sparkdl import Sequence
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.record_tasks import Sample, WriteRecords, check_alike, record_array, stack_records
+from sparkdl.data.record_tasks import WriteRecords
+from sparkdl.data.records import Sample, check_alike, record_array, stack_records
 from sparkdl.data.row_errors import BadRow, RowError
 from sparkdl.data.schema import read_schema
 from sparkdl.errors import DataError

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from test_plan import layouts
 from torch import nn, optim
 
-from sparkdl.model.flat import FlatModule, Layout
+from sparkdl.model.flat import FlatModule
+from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices import update as owner_module

@@ -16,7 +16,7 @@ from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdenti
 from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile, StoredFile, checksum
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.loop.state import Validated
-from sparkdl.model.flat import layout_of
+from sparkdl.model.layout import layout_of
 
 
 def model(width: int = 10, **options: Any) -> nn.Module:

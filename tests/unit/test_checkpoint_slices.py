@@ -16,7 +16,7 @@ from torch import nn
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
-from sparkdl.model.flat import Layout, TensorRange
+from sparkdl.model.layout import Layout, TensorRange
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import step_slice
@@ -43,7 +43,7 @@ def layout_of_lengths(*lengths: int, dtype: torch.dtype = torch.float32) -> Layo
 
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
-    """As :func:`sparkdl.model.flat.layout_of` makes them, with sparse tables and empty tensors."""
+    """As :func:`sparkdl.model.layout.layout_of` makes them, with sparse tables and empty tensors."""
     dtype = draw(st.sampled_from([torch.float32, torch.float64]))
     step = ALIGNMENT // dtype.itemsize
     sizes = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=7))

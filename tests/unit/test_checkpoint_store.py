@@ -22,7 +22,7 @@ from sparkdl.checkpoint.slice_io import read_slice_files, try_probe, write_slice
 from sparkdl.checkpoint.store import HISTORY, CheckpointStore
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
-from sparkdl.model.flat import Layout, TensorRange
+from sparkdl.model.layout import Layout, TensorRange
 from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.state import SliceState
 

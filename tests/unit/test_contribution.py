@@ -16,9 +16,11 @@ from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
-from sparkdl.replica.compute import MiniBatch, forward_backward, take_gradients
+from sparkdl.replica.compute import forward_backward, take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import ReplicaResult, section_maps, sections_nbytes, write_sections
+from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.replica.sections import section_maps, sections_nbytes, write_sections
+from sparkdl.replica.step import ReplicaResult
 from sparkdl.slices.reduce import (
     NORM_EPSILON,
     ReducedGradient,

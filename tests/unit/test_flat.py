@@ -13,7 +13,8 @@ from torch import nn
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import ModelError
-from sparkdl.model.flat import FlatModule, Layout, TensorRange, layout_of
+from sparkdl.model.flat import FlatModule
+from sparkdl.model.layout import Layout, TensorRange, layout_of
 
 
 def mistake(module: nn.Module) -> str:

@@ -44,7 +44,7 @@ from sparkdl.infer.persistence import load, save
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.model.flat import layout_of
+from sparkdl.model.layout import layout_of
 from sparkdl.model.options import TrainingOptions
 from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.state import SliceState

@@ -14,7 +14,7 @@ from torch import nn
 from sparkdl.model.live_replica import on_device
 from sparkdl.model.loss import NoValuePerSample, call_loss, masses_of, unreduced, weighted_mean
 from sparkdl.model.options import TrainingOptions
-from sparkdl.replica.compute import MiniBatch, weigh
+from sparkdl.replica.mini_batch import MiniBatch, weigh
 
 GENERATOR = torch.Generator().manual_seed(0)
 OUTPUT = torch.randn(5, 3, generator=GENERATOR, dtype=torch.float64)

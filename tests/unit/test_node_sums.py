@@ -11,7 +11,7 @@ from sparkdl.engines.shuffle import node_sums
 from sparkdl.engines.shuffle.faults import MOVED
 from sparkdl.engines.shuffle.node_sums import NodeReducePlan
 from sparkdl.engines.shuffle.traffic import SliceBytes, planned
-from sparkdl.model.flat import Layout, TensorRange, layout_of
+from sparkdl.model.layout import Layout, TensorRange, layout_of
 from sparkdl.model.options import TrainingOptions
 from sparkdl.replica.iteration import SliceHandle
 from sparkdl.replica.run import RunSpec

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.model.flat import layout_of
+from sparkdl.model.layout import layout_of
 from sparkdl.slices.section import (
     Section,
     SectionLayout,

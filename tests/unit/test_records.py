@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pyspark.sql import Row
 
-from sparkdl.data.record_tasks import Names, Sample
+from sparkdl.data.records import Names, Sample
 from sparkdl.data.row_errors import RowError
 
 NAMES = Names(("ids", "mask"), ("label",), "weight", inputs=("input_ids", "attention_mask"))

@@ -22,7 +22,7 @@ from sparkdl.engines.gang.shards import (
     state_from,
     unpacked,
 )
-from sparkdl.model.flat import Layout, layout_of
+from sparkdl.model.layout import Layout, layout_of
 from sparkdl.slices.slice_file import StoredSlice, reslice
 from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.state import SliceState

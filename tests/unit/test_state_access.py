@@ -18,7 +18,7 @@ from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.loop.engine import BEST, CURRENT, ReadState
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.model.flat import layout_of
+from sparkdl.model.layout import layout_of
 from sparkdl.model.options import TrainingOptions
 from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState

@@ -19,8 +19,9 @@ from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature
 from sparkdl.model.step import ReturnedLosses, StepLoss
-from sparkdl.replica.compute import MiniBatch, forward_backward
+from sparkdl.replica.compute import forward_backward
 from sparkdl.replica.iteration import Clock, ReplicaReport
+from sparkdl.replica.mini_batch import MiniBatch
 
 X = torch.arange(12.0).reshape(6, 2) / 6
 Y = torch.tensor([0.0, 1, 0, 1, 1, 0])

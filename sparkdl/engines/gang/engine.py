@@ -43,7 +43,7 @@ from sparkdl.loop.engine import (
     slowest,
     summarize,
 )
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.replica.compare import Description
 from sparkdl.replica.iteration import Iteration, IterationRows
@@ -153,7 +153,7 @@ class GangEngine:
 
     @property
     def capacity_note(self) -> str:
-        """See :class:`sparkdl.engines.recovery.RestorableEngine`."""
+        """See :class:`sparkdl.loop.engine.RestorableEngine`."""
         gang = self._gang
         return too_few(gang.tasks, gang.size) if gang.tasks < gang.size else ""
 
@@ -256,7 +256,7 @@ class GangEngine:
     def take_snapshot(self) -> NodeFiles:
         """Write files on every node, which outlive ranks and executors.
 
-        See :class:`sparkdl.engines.recovery.RestorableEngine`.
+        See :class:`sparkdl.loop.engine.RestorableEngine`.
         """
         holders = tuple(self._tokens.index(token) for token in dict.fromkeys(self._tokens))
         files = NodeFiles(f"snapshot-{secrets.token_hex(8)}", holders)

@@ -21,7 +21,8 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import masses_of
 from sparkdl.model.step import output_of
 from sparkdl.parallel.mesh import Mesh
-from sparkdl.replica.compute import MiniBatch, autocasting, evaluating
+from sparkdl.replica.compute import autocasting, evaluating
+from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.run import RunSpec
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 

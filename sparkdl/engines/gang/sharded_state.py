@@ -19,7 +19,7 @@ from sparkdl.engines.gang.shards import (
     state_from,
     unpacked,
 )
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.replica.run import OpenRun, RunSpec

@@ -18,7 +18,7 @@ import torch
 
 from sparkdl.codec.packed import ALIGNMENT, join_files, split_files
 from sparkdl.errors import DamagedCheckpoint
-from sparkdl.model.flat import Layout, TensorRange
+from sparkdl.model.layout import Layout, TensorRange
 from sparkdl.slices.slice_file import StoredSlice, to_bytes, unpack
 from sparkdl.slices.spec import Fragment, SliceSpec
 from sparkdl.slices.state import SliceState

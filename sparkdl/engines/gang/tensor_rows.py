@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sparkdl.engines.gang.rank_messages import gathered_values
 from sparkdl.engines.gang.shards import RowsOf, layout_of_rows
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.slices.state import SliceState
 

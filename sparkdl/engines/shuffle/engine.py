@@ -183,7 +183,7 @@ class ShuffleEngine:
 
     def take_snapshot(self) -> SnapshotRdds:
         """Take a snapshot; for this and the rest see
-        :class:`sparkdl.engines.recovery.RestorableEngine`."""
+        :class:`sparkdl.loop.engine.RestorableEngine`."""
         versions = self._versions.settled().only_newest()
         return self._reader.take_snapshot(versions.newest.states, versions.best, versions.residuals)
 

@@ -36,15 +36,8 @@ from sparkdl.replica.iteration import Clock, Fault, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.run import open_replica, plans_of
 from sparkdl.replica.score import score_partition
-from sparkdl.replica.step import (
-    ReplicaIteration,
-    ReplicaResult,
-    not_finite,
-    one_gradient,
-    section_maps,
-    sections_nbytes,
-    write_sections,
-)
+from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections
+from sparkdl.replica.step import ReplicaIteration, ReplicaResult, one_gradient
 from sparkdl.slab.pool import Claim
 from sparkdl.slices.section import SectionLayout
 from sparkdl.spark.frames import send

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.resources import FitResources
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
 from sparkdl.replica.compare import Description
 from sparkdl.replica.run import RunSpec

@@ -21,7 +21,7 @@ from sparkdl.infer.scoring.outputs import OutputColumn, value_of
 from sparkdl.infer.shipped_module import device_of
 from sparkdl.metrics.scorer import in_rows
 from sparkdl.model.signature import Signature
-from sparkdl.replica.compute import to_tensors
+from sparkdl.replica.mini_batch import to_tensors
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NARROW = 128

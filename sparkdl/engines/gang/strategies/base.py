@@ -24,14 +24,15 @@ from sparkdl.engines.gang.rank_state import RankState
 from sparkdl.engines.gang.sharded_state import ShardSpec
 from sparkdl.engines.gang.shards import RowsOf, nested_shards
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.base import ParallelStrategy
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.parallel.plan import ParallelPlan
-from sparkdl.replica.compute import Losses, MiniBatch
+from sparkdl.replica.compute import Losses
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceSpec

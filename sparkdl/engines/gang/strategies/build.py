@@ -14,7 +14,8 @@ from sparkdl.engines.gang.sharded_state import ShardedState, ShardSpec
 from sparkdl.engines.gang.shards import spans_of
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy, rank_half
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.model.flat import FlatModule, layout_of
+from sparkdl.model.flat import FlatModule
+from sparkdl.model.layout import layout_of
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.memory import keep_heap, memory_given_back

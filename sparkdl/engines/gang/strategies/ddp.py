@@ -26,9 +26,10 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.model_loss import inner
 from sparkdl.model.step import StepLoss
 from sparkdl.parallel.ddp import DDP
-from sparkdl.replica.compute import MiniBatch, Passed, forward_backward, take_gradients
+from sparkdl.replica.compute import Passed, forward_backward, take_gradients
 from sparkdl.replica.gradient_writer import writes_early
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec
 

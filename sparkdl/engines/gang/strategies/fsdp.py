@@ -34,7 +34,7 @@ from sparkdl.engines.gang.strategies.summed import (
     first_not_finite,
     gathered_counts,
 )
-from sparkdl.model.flat import local
+from sparkdl.model.layout import local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import PRECISIONS, TrainingOptions
 from sparkdl.model.signature import with_tensors
@@ -42,8 +42,9 @@ from sparkdl.parallel.fsdp import FSDP, units_of
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.parallel.traced_stage import TracedStage
 from sparkdl.process.memory import is_scarce, memory_given_back
-from sparkdl.replica.compute import MiniBatch, Passed, forward_backward
+from sparkdl.replica.compute import Passed, forward_backward
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.padding_pass import idle
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec

@@ -17,7 +17,7 @@ from sparkdl.engines.gang.strategies.pipeline_stages import (
 from sparkdl.engines.gang.strategies.pipeline_sync import PipelineSync
 from sparkdl.parallel.chain import chain_of
 from sparkdl.parallel.pipeline import Pipeline, bounds_of
-from sparkdl.replica.compute import to_tensors
+from sparkdl.replica.mini_batch import to_tensors
 
 
 class PipelineRank(RankStrategy[Pipeline]):

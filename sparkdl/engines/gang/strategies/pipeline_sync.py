@@ -35,14 +35,9 @@ from sparkdl.engines.gang.strategies.tensor import settle
 from sparkdl.parallel.pipeline import Pipeline
 from sparkdl.parallel.stages import micro_batches
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import (
-    Gradients,
-    MiniBatch,
-    buffers_kept,
-    loss_of_output,
-    take_gradients,
-)
+from sparkdl.replica.compute import Gradients, buffers_kept, loss_of_output, take_gradients
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec

@@ -12,13 +12,14 @@ from sparkdl.collectives import direct
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.engines.gang.strategies.base import GradientSync
-from sparkdl.model.flat import Layout
+from sparkdl.model.layout import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.model_loss import inner
 from sparkdl.model.step import StepLoss
 from sparkdl.replica.all_rows import passes_together
-from sparkdl.replica.compute import Gradients, MiniBatch, Passed, Spare, take_gradients
+from sparkdl.replica.compute import Gradients, Passed, Spare, take_gradients
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up

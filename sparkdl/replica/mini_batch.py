@@ -1,0 +1,107 @@
+"""The tensors of some samples, on a replica's device. Plain torch, no Spark."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sparkdl.model.options import TrainingOptions
+
+
+def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Return the arrays of a batch as tensors on ``device``; signed integers of any width become
+    int64.
+
+    They are copied to a GPU from pinned memory, while this thread continues.
+    """
+    here = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in arrays]
+    there = _copied(here, device) if device.type == "cuda" else [t.to(device) for t in here]
+    return [
+        tensor.long() if array.dtype.kind == "i" else tensor
+        for array, tensor in zip(arrays, there, strict=True)
+    ]
+
+
+def _copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy tensors to a GPU in a stream of copies, which overlaps with the GPU's pending work.
+
+    Work that is launched afterwards waits on the GPU for the copies.
+    """
+    copies, computing = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        found = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+    computing.wait_stream(copies)
+    for tensor in found:  # its memory returns to the copy stream only after the computation
+        tensor.record_stream(computing)
+    return found
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The tensors of some samples.
+
+    Attributes:
+        inputs: The model inputs.
+        targets: The labels.
+        weights: The weight of each sample; None: all are equal.
+        masses: The amount of each sample that the loss counts, see
+            :func:`sparkdl.model.loss.masses_of`.
+    """
+
+    inputs: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    weights: torch.Tensor | None = None
+    masses: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    @property
+    def weight(self) -> float:
+        """Return the weight of this mini-batch: the sum over its samples of weight times mass."""
+        if self.weights is None:
+            return float(len(self) if self.masses is None else self.masses.sum())
+        weights = self.weights.double()
+        return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())
+
+    def rows(self, cut: slice) -> MiniBatch:
+        """Return some of the samples."""
+        return MiniBatch(
+            [t[cut] for t in self.inputs],
+            [t[cut] for t in self.targets],
+            None if self.weights is None else self.weights[cut],
+            None if self.masses is None else self.masses[cut],
+        )
+
+    def parts(self, count: int) -> Iterator[MiniBatch]:
+        """Yield up to ``count`` micro-batches of nearly equal size, none of them empty."""
+        rows = len(self)
+        for i in range(min(count, rows)):
+            yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows)))
+
+
+def weigh(
+    targets: Sequence[torch.Tensor], weights: torch.Tensor | None, policy: TrainingOptions
+) -> torch.Tensor | None:
+    """Return the weight of each sample: its own weight times that of its class.
+
+    Args:
+        targets: The labels; the first is the class.
+        weights: The samples' own weights; None: all are equal.
+        policy: The training options.
+    """
+    if policy.class_weights is None:
+        return weights
+    table = torch.tensor(policy.class_weights, dtype=torch.float64, device=targets[0].device)
+    # clamped, because a label that is no class may be one that the loss ignores
+    of_class = table[targets[0].clamp(0, len(table) - 1)]
+    return of_class if weights is None else weights.double() * of_class

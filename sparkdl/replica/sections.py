@@ -1,0 +1,148 @@
+"""The sections of a replica: their layout, and writing what the replica computed into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sparkdl.codec.packed import TensorSpec, copy_packed, specs_of
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.step import ReplicaResult
+from sparkdl.slices.section import (
+    Section,
+    SectionLayout,
+    cut_rows,
+    first_not_finite,
+    open_section,
+    section_nbytes,
+    write_gradients,
+)
+from sparkdl.slices.spec import SliceSpec
+
+
+def section_maps(
+    live: LiveReplica, plans: Sequence[SliceSpec], outcome: ReplicaResult
+) -> list[SectionLayout]:
+    """Return the layout of each slice's section for this outcome.
+
+    Args:
+        live: The replica.
+        plans: All slices.
+        outcome: The replica's result.
+    """
+    wire = live.recipe.policy.wire_dtype or live.flat.layout.dtype
+    arrays = {
+        name: str(array.dtype).removeprefix("torch.") for name, array in outcome.arrays.items()
+    }
+    return [
+        SectionLayout(
+            wire,
+            {
+                piece.number: len(cut_rows(piece, outcome.gradients.tables[piece.number])[0])
+                for piece in plan.tables
+                if piece.number in outcome.gradients.tables
+            },
+            arrays,
+            _specs(plan, outcome),
+        )
+        for plan in plans
+    ]
+
+
+def _specs(plan: SliceSpec, outcome: ReplicaResult) -> tuple[TensorSpec, ...] | None:
+    """Return the specs of the compressed gradients of a slice."""
+    if outcome.compressed is None:
+        return None
+    numbers = [p.number for p in plan.parameters if p.number in outcome.compressed]
+    return specs_of({number: outcome.compressed[number] for number in numbers})
+
+
+def sections_nbytes(
+    live: LiveReplica, plans: Sequence[SliceSpec], maps: Sequence[SectionLayout]
+) -> list[int]:
+    """Return the number of bytes of each slice's section.
+
+    Args:
+        live: The replica.
+        plans: All slices.
+        maps: The layouts of :func:`section_maps`.
+    """
+    dtype = live.flat.layout.dtype
+    return [section_nbytes(plan, dtype, section) for plan, section in zip(plans, maps, strict=True)]
+
+
+@torch.no_grad()
+def write_sections(
+    live: LiveReplica,
+    plans: Sequence[SliceSpec],
+    maps: Sequence[SectionLayout],
+    outcome: ReplicaResult,
+    out: np.ndarray,
+) -> list[Section]:
+    """Write the replica's sections, except for gradients that are in them already.
+
+    Args:
+        live: The replica.
+        plans: All slices.
+        maps: The layouts of :func:`section_maps`.
+        outcome: The replica's result.
+        out: Memory for the sections, uint8, slice after slice.
+    """
+    layout = live.flat.layout
+    buffers = live.flat.buffers()
+    if not outcome.weight:  # it may have run forward before it knew that nothing counts
+        buffers = live.flat.flat[layout.buffers_start :]
+    sections, place = [], 0
+    for plan, section, nbytes in zip(plans, maps, sections_nbytes(live, plans, maps), strict=True):
+        contribution = open_section(
+            plan,
+            layout.dtype,
+            section,
+            out[place : place + nbytes],
+            weight=outcome.weight,
+            absent=outcome.gradients.absent,
+        )
+        write_gradients(
+            layout,
+            plan,
+            outcome.gradients.dense,
+            outcome.gradients.tables,
+            contribution,
+            outcome.gradients.written,
+        )
+        if contribution.compressed is not None and outcome.compressed is not None:
+            copy_packed(contribution.compressed, outcome.compressed)
+        start = plan.start + plan.buffers_start - layout.buffers_start
+        contribution.buffers.copy_(buffers[start : start + len(contribution.buffers)])
+        for name, array in outcome.arrays.items():
+            contribution.arrays[name].copy_(array[plan.start : plan.start + plan.trainable_length])
+        sections.append(contribution)
+        place += nbytes
+    return sections
+
+
+def not_finite(
+    live: LiveReplica,
+    plans: Sequence[SliceSpec],
+    sections: Sequence[Section],
+    outcome: ReplicaResult,
+) -> str:
+    """Return the name of a value in the sections that is inf or NaN, or an empty string.
+
+    Args:
+        live: The replica.
+        plans: All slices.
+        sections: The sections as they are sent.
+        outcome: The replica's result.
+    """
+    if not np.isfinite(outcome.loss):
+        return f"the loss ({outcome.loss})"
+    known = outcome.gradients.not_finite
+    if known is None:
+        found = (first_not_finite(p, s) for p, s in zip(plans, sections, strict=True))
+        number = next((n for n in found if n is not None), None)
+    else:
+        number = min(known, default=None)
+    return "" if number is None else f'the gradient of "{live.flat.layout.segments[number].name}"'
