@@ -61,7 +61,7 @@ class TorchModel(Model, ModelParams, MLReadable["TorchModel"], MLWritable):
 
     @property
     def hasSummary(self) -> bool:
-        """Whether there is a summary, which is always so."""
+        """Return True: a trained model always has a summary."""
         return True
 
     @property

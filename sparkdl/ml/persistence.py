@@ -34,7 +34,7 @@ FOLDER = "model"
 
 @dataclass(frozen=True)
 class _Permission:
-    """What the user allows inside :func:`loading`."""
+    """The permissions that the user gives inside :func:`loading`."""
 
     model: Callable[[], nn.Module] | nn.Module | None = None
     trust: bool = False

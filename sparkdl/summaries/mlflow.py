@@ -62,7 +62,7 @@ class MLflow(Summaries, Recorder):
     def __init__(
         self, run_name: str | None = None, every: Trigger | None = None, log_models: bool = False
     ) -> None:
-        self._run, self._log_models = TrackedRun(run_name), log_models
+        self._run, self._log_models = TrackedRun(run_name, log_models), log_models
         super().__init__(self._run, Every(10) if every is None else every)
 
     @property
@@ -77,6 +77,7 @@ class MLflow(Summaries, Recorder):
     def on_result(self, trainer: Trainer, trained: TrainedModel) -> None:
         if self._log_models:
             self._run.attempt("the model", lambda: log_model(trained, run_id=self.run_id))
+            self._run.end("FINISHED")
 
     def _log_history(self) -> None:
         self._run.text(self.history.to_json_bytes().decode(), "history.json")
@@ -105,17 +106,18 @@ class TrackedRun:
 
     Args:
         name: The name of a run that it starts.
+        awaits_model: The run goes on after the fit, until :meth:`end`.
 
     Raises:
         ParameterError: The extra ``mlflow`` is not installed.
     """
 
-    def __init__(self, name: str | None) -> None:
+    def __init__(self, name: str | None, awaits_model: bool = False) -> None:
         try:
             _library()
         except ImportError:
             raise extra_needed("MLflow", "mlflow", "mlflow-skinny") from None
-        self._name = name
+        self._name, self._awaits_model = name, awaits_model
         self._client: Any = None
         self._unsent: list[Any] = []
         self._next_try = 0.0
@@ -207,8 +209,13 @@ class TrackedRun:
 
     def close(self, status: str) -> None:
         self._send()
+        if status != "finished" or not self._awaits_model:
+            self.end(status.upper())
+
+    def end(self, status: str) -> None:
+        """End the run if the callback started it."""
         if self.run_id in _OPEN:
-            end = functools.partial(self._end, self.run_id, status.upper())
+            end = functools.partial(self._end, self.run_id, status)
             self.attempt("the end of the run", end)
 
     def _end(self, run_id: str, status: str) -> None:

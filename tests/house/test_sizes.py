@@ -10,12 +10,12 @@ from launch import ROOT
 
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
-    "modules": 234,
-    "lines": 42_900,
-    "modules of more than 300 lines": 29,
-    "lines of the longest module": 438,
-    "percent of lines in the largest room": 24,
-    "modules with a single importer": 48,
+    "modules": 314,
+    "lines": 53_300,
+    "modules of more than 300 lines": 8,
+    "lines of the longest module": 445,
+    "percent of lines in the largest room": 20,
+    "modules with a single importer": 67,
     "docstrings that begin with Of, What, Whether or Where": 0,
 }
 
