@@ -73,7 +73,7 @@ def test_slices_are_written_by_tasks_in_parallel(spark, df, tmp_path, num_jobs, 
     original = ShuffleEngine.map_slices
 
     def map_slices(self, use, *rest):
-        self._apply_pending()  # a job of its own, where the last iteration was one stage
+        self._versions.settled()  # a job of its own, where the last iteration was one stage
         before = num_jobs()
         results = original(self, use, *rest)
         jobs.append((type(use).__name__, num_jobs() - before))
