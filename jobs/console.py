@@ -137,15 +137,13 @@ def _readable(value: Any) -> str:
 class EpochLines(Callback):
     """About ten lines a run, for logs; nothing where the progress bar is drawn.
 
-    ``state`` is the last one seen.
+    ``state`` is the last one seen, and ``shown`` tells whether there are lines.
     """
 
     def __init__(self, epochs: int, progress: str = "auto") -> None:
         self._every = max(1, -(-epochs // 10))
         self._epochs = epochs
-        self._shown = progress == "auto" and not sys.stderr.isatty()
-        if self._shown:  # these lines take the place of those that fit logs without a terminal
-            logging.getLogger("sparkdl").setLevel(logging.WARNING)
+        self.shown = progress == "auto" and not sys.stderr.isatty()
         self._epoch = History()
         self._line = ""
         self.state = TrainState()
@@ -179,7 +177,7 @@ class EpochLines(Callback):
         self._show()
 
     def _show(self) -> None:
-        if self._shown and self._line:
+        if self.shown and self._line:
             print(self._line, flush=True)
         self._line = ""
 

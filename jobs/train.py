@@ -65,6 +65,8 @@ def train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | No
     lines = console.EpochLines(
         config.training.epochs, spark.conf.get("spark.sparkdl.progress", "auto")
     )
+    if lines.shown:  # they take the place of those that fit logs without a terminal
+        spark.conf.set("spark.sparkdl.progress", "false")
     print(
         f"{config.name}: {count:,} samples{f' and {held.count():,} to validate on' if held else ''}"
         f", batches of {trainer.batch_size}, {iterations:,} iterations "
