@@ -410,7 +410,7 @@ def test_a_damaged_image_in_predictions(reader: Reader) -> None:
         None,
         {"photo": Image()},
     )
-    with pytest.raises(Exception, match=r'column "photo", row 0 of partition \d: is no image'):
+    with pytest.raises(Exception, match=r'column "photo", row 0 of partition \d: is not an image'):
         found.collect()
 
 
