@@ -51,7 +51,7 @@ def test_it_goes_on_with_fewer_slots(tmp_path, way, strategy):
         assert "error" not in result, result
         assert result["digest"] == undisturbed["digest"]
         assert result["losses"] == undisturbed["losses"]
-        (line,) = [line for line in result["log"] if "Went on" in line]
+        (line,) = [line for line in result["log"] if "Continued from" in line]
         assert line.endswith(f" s. {said}")
         assert result["left"] == []
     assert results["killed"]["log"][0] == said  # before anything is lost

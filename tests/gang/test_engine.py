@@ -294,7 +294,7 @@ def test_in_local_mode_a_lost_rank_costs_a_new_beginning(frames, tmp_path, caplo
         trained = run.fit(df)
     assert (tmp_path / "struck").exists()
     same(trained, replace(run, engine="local", slices=1).fit(df))
-    (line,) = [r.getMessage() for r in caplog.records if "Went on" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if "Continued from" in r.getMessage()]
     assert re.fullmatch(
         r"(iteration \d, epoch \d|setting up the ranks): rank 1 on \S+ went away \(the process "
         r"died or was killed, or its node is out of reach\)\. Continued from the beginning and "

@@ -109,7 +109,7 @@ def test_a_lost_rank_costs_a_new_beginning(spark, frames, tmp_path, caplog, how)
         trained = run.fit(df)
     assert (tmp_path / "struck").exists()
     same(trained, replace(run, engine="local", min_ranks=None, slices=1).fit(df))
-    (line,) = [r.getMessage() for r in caplog.records if "Went on" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if "Continued from" in r.getMessage()]
     # Of two that go at once one may yet tell that the other's connections broke
     lost = r"ranks? [01] on \S+(, 1 on \S+)?" if task else r"rank 1 on \S+"
     assert re.fullmatch(
