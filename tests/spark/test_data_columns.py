@@ -231,7 +231,9 @@ def test_a_function_that_fails_names_column_and_row(reader: Reader) -> None:
 
 def test_a_bad_weight_names_its_row(reader: Reader) -> None:
     data = texts(reader, 4).selectExpr("w AS x", "w - 0.25 AS w").coalesce(1)
-    with pytest.raises(DataError, match=r'column "w", row 0 of partition 0: is -0\.25, but a weight'):
+    with pytest.raises(
+        DataError, match=r'column "w", row 0 of partition 0: is -0\.25, but a weight'
+    ):
         reader.samples(data, ["x"], weight="w", replicas=1)
 
 
