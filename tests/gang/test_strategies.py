@@ -33,7 +33,9 @@ def row(monkeypatch):
 def df(spark: Any, frames: Any) -> Any:
     for module in (all_gather, all_gather_rank):  # as users' own modules, ranks import it
         spark.sparkContext.addPyFile(module.__file__)
-    return frames(*ROWS).cache()
+    found = frames(*ROWS).cache()
+    yield found
+    found.unpersist()
 
 
 @pytest.mark.parametrize("word", plan.STRATEGIES)

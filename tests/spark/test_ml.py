@@ -276,7 +276,8 @@ def test_a_classifiers_columns(table: DataFrame) -> None:
     )
     logits = model.module(inputs.float()).detach().double()
     for name, expected in (("rawPrediction", logits), ("probability", logits.softmax(1))):
-        found = torch.tensor([value.toArray().tolist() for value in numbers(scored, name)])
+        rows = [value.toArray().tolist() for value in numbers(scored, name)]
+        found = torch.tensor(rows, dtype=torch.float64)
         assert torch.allclose(found, expected, atol=1e-6)
     assert numbers(scored) == logits.argmax(1).tolist()
     assert scored.schema["prediction"].metadata["ml_attr"]["vals"] == list(SPECIES)

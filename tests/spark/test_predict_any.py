@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,9 +43,11 @@ NET = net().eval()
 
 
 @pytest.fixture(scope="module")
-def points(spark: SparkSession) -> DataFrame:
+def points(spark: SparkSession) -> Iterator[DataFrame]:
     rows = [(number, row.tolist()) for number, row in enumerate(POINTS)]
-    return spark.createDataFrame(rows, "number int, x array<float>").repartition(2).cache()
+    found = spark.createDataFrame(rows, "number int, x array<float>").repartition(2).cache()
+    yield found
+    found.unpersist()
 
 
 @pytest.fixture(scope="module")

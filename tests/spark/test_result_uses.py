@@ -166,7 +166,7 @@ def test_a_model_at_a_uri(spark: Any, matched: Any, tmp_path: Path, scheme: str)
     loaded = sparkdl.load(uri)
     assert loaded.transform(pairs).collect() == trained.transform(pairs).collect()
     assert loaded.history.to_json_bytes() == trained.history.to_json_bytes()
-    with pytest.raises(FileExistsError, match="holds a model already"):
+    with pytest.raises(FileExistsError, match="already holds a model"):
         trained.save(uri)
     with torch.no_grad():
         loaded.module.users.weight.zero_()

@@ -243,6 +243,7 @@ def test_rows_of_all_ranks(orders: DataFrame, strategy: str) -> None:
     if strategy == "ddp":
         losses = replace(trainer, batch_size=count - 1).fit(some).history.losses
         assert losses == pytest.approx(losses, nan_ok=False)
+    some.unpersist()
 
 
 def test_each_replica_alone(orders: DataFrame) -> None:

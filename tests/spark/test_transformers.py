@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -86,9 +87,13 @@ def with_adapter() -> nn.Module:
 
 
 @pytest.fixture(scope="module")
-def reviews(spark: SparkSession) -> DataFrame:
+def reviews(spark: SparkSession) -> Iterator[DataFrame]:
     rows = [(text, text, label) for text, label in zip(TEXTS, LABELS, strict=True)]
-    return spark.createDataFrame(rows, "text string, next string, label int").repartition(2).cache()
+    found = (
+        spark.createDataFrame(rows, "text string, next string, label int").repartition(2).cache()
+    )
+    yield found
+    found.unpersist()
 
 
 TRAINER = sparkdl.Trainer(
