@@ -93,7 +93,7 @@ def uploaded(uri: str, overwrite: bool) -> Iterator[Path]:
     before = folder.names()
     if MODEL in before and not overwrite:
         place = without_credentials(uri)
-        raise FileExistsError(f"{place} holds a model already: pass overwrite=True to replace it.")
+        raise FileExistsError(f"{place} already holds a model: pass overwrite=True to replace it.")
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as made:
         yield Path(made)
         present = [name for name in FILES if Path(made, name).exists()]
