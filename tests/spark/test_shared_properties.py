@@ -96,7 +96,7 @@ def test_a_task_takes_no_message_of_another_fit(spark: Any) -> None:
         return collect_frames(map_frames(context.parallelize([0], 1), task))
 
     with own_properties(context):
-        with pytest.raises(Exception, match="was told nothing"):
+        with pytest.raises(Exception, match="received nothing"):
             told("one")
         assert post(context, "one", 7)
         assert told("one") == [b"7"]
