@@ -49,7 +49,7 @@ def search_trainer(work: Work, held: Any, epochs: int) -> sparkdl.Trainer:
 def plain_objective(
     work: Work, tensors: tuple[torch.Tensor, ...], epochs: int, trial: optuna.Trial
 ) -> float:
-    """What a user of Optuna and PyTorch writes."""
+    """Run the search as a user of Optuna and PyTorch writes it."""
     x, y, held_x, held_y = tensors
     torch.manual_seed(trial.number)
     module = work.make()

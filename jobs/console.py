@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import os
@@ -55,6 +56,20 @@ def _ended_by(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, (PySparkException, Py4JJavaError)):
         return status_of(error)
     return 1, None
+
+
+def config_parser(prog: str, description: str, example: str) -> argparse.ArgumentParser:
+    """Return a parser with ``--config`` and ``--set``; ``example`` is a key that may be changed."""
+    parser = argparse.ArgumentParser(prog=prog, description=description)
+    parser.add_argument(
+        "--config", metavar="FILE",
+        help="the YAML file; default: that of the run folder to resume",
+    )  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE",
+        help=f"change a key of the file, such as {example}; may be repeated",
+    )  # fmt: skip
+    return parser
 
 
 @contextlib.contextmanager

@@ -203,7 +203,7 @@ class SummariesSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSection:
-    """What ``jobs/tune.py`` varies."""
+    """The values that ``jobs/tune.py`` varies."""
 
     space: dict[str, list[Any] | Component] = field(default_factory=dict)
     """By the name of an argument of the trainer or of a component: a list of values, or
@@ -217,7 +217,7 @@ class TuneSection:
     parallel: int | None = None
     """How many at once, a task each; null: all task slots; 1: one after another, distributed."""
     seed: int = 0
-    """Of the values."""
+    """The seed of the values."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ the folder has the model as it stands, and the exit status is 130; a second Ctrl
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -28,17 +27,9 @@ from sparkdl.loop.interrupt import INTERRUPTED
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="train.py", description="Train a model as a YAML file says."
+    parser = console.config_parser(
+        "train.py", "Train a model as a YAML file says.", "training.epochs=5"
     )
-    parser.add_argument(
-        "--config", metavar="FILE",
-        help="the YAML file; default: that of the run folder to resume",
-    )  # fmt: skip
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help="change a key of the file, such as training.epochs=5; may be repeated",
-    )  # fmt: skip
     parser.add_argument(
         "--resume", metavar="latest|PATH",
         help="go on from a run folder, a checkpoint, or the latest run of this name",

@@ -9,7 +9,6 @@ and the exit status is 130.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from pathlib import Path
@@ -30,17 +29,9 @@ SHOWN = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="tune.py", description="Search for good values as a YAML file says."
+    parser = console.config_parser(
+        "tune.py", "Search for good values as a YAML file says.", "tune.trials=8"
     )
-    parser.add_argument(
-        "--config", metavar="FILE",
-        help="the YAML file; default: that of the run folder to resume",
-    )  # fmt: skip
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help="change a key of the file, such as tune.trials=8; may be repeated",
-    )  # fmt: skip
     parser.add_argument(
         "--resume", metavar="PATH", help="go on with the trials of an earlier run folder"
     )
