@@ -21,23 +21,17 @@ from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.samples import SampleSet
-from sparkdl.engines.local import LocalEngine
 from sparkdl.errors import DataError
 from sparkdl.infer.output import as_numpy, to_arrow
 from sparkdl.infer.shipped_module import run_batches
-from sparkdl.loop.advance import catch_up, first_state
-from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.history import History
-from sparkdl.loop.interrupt import Interrupt
-from sparkdl.loop.loop import train
 from sparkdl.loop.schedule import Schedule
 from sparkdl.model.flat import filled
 from sparkdl.model.signature import Signature
 from sparkdl.process.numerics import Numerics
-from sparkdl.replica.run import RunSpec
 from sparkdl.slab.root import SlabConfig
-from sparkdl.train.carried import begin_batch
-from sparkdl.train.engine_inputs import assembly
+from sparkdl.train.engine_inputs import run_spec
+from sparkdl.train.local_fit import local_engine, train_here
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.recipes import build_model
 
@@ -104,29 +98,12 @@ class FitGroup:
         weighted = self.columns[-1].weight
         labels = len(self.columns) - self.num_features - weighted
         samples = SampleSet(None, (handle,), handle.fields, self.num_features, [], labels, weighted)
-        separate = model.optimizer.elementwise and model.optimizer.separate
-        compressed = trainer.compression is not None
-        run = RunSpec(
-            self.slab,
-            trainer.seed,
-            1,
-            1,
-            assembly(trainer, samples, model.float_dtype),
-            (trainer.batch_size,),
-            self.threads,
-            whole_tensors=not separate or compressed,
-            compressed=compressed,
-            numerics=self.numerics,
-        )
-        engine = LocalEngine(samples, run, model.payload, trainer.batch_size * trainer.local_steps)
-        engine.load()
+        run = run_spec(trainer, model, samples, self.slab, self.threads)
+        engine = local_engine(trainer, model, samples, run)
         schedule = Schedule(
             model.optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric
         )
-        state = begin_batch(first_state(trainer.policy), engine.plan.num_iterations)
-        state = catch_up(schedule, state, history)
-        config = LoopConfig.of(trainer)
-        train(trainer, config, engine, schedule, [], [], state, history, Interrupt())
+        train_here(trainer, engine, schedule, [], [], history)
         return engine.weights()
 
     def _model(self) -> PreparedModel:

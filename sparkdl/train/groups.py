@@ -14,7 +14,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 
 from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
-from sparkdl.data.samples import Source, materialize_here
+from sparkdl.data.samples import materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data
@@ -26,7 +26,9 @@ from sparkdl.process.numerics import Numerics
 from sparkdl.session import context_of, settings_of
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
+from sparkdl.train.fit_result import result_maker
 from sparkdl.train.group_tasks import RESULT, FitGroup, PredictGroup
+from sparkdl.train.place_samples import source
 from sparkdl.train.preflight import preflight
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.recipes import build_model
@@ -268,32 +270,8 @@ def _tried_on(
     trainer: Trainer, data: DataFrame, model: PreparedModel, slab: SlabConfig
 ) -> TrainedModel:
     """Try the trainer on these rows; return a model with untrained weights. Raises UserError."""
-    source = Source(
-        data,
-        trainer.feature_columns,
-        trainer.label_columns,
-        1,
-        model.float_dtype,
-        slab,
-        columns=trainer.columns,
-        weight=trainer.weight,
-        inputs=trainer.keywords,
-    )
     with reading_explained():
-        samples = materialize_here(source)
+        samples = materialize_here(source(trainer, data, 1, model.float_dtype, slab))
     output, _ = preflight(trainer, model, samples, None, endless=False)
-    return TrainedModel(
-        module=model.module,
-        model=trainer.model,
-        loss=trainer.loss,
-        features=trainer.feature_columns,
-        label=trainer.label_columns,
-        columns=trainer.columns,
-        fields=samples.fields[: samples.num_features + samples.num_labels],
-        num_features=samples.num_features,
-        float_dtype=model.float_dtype,
-        output=output,
-        history=History(),
-        seed=trainer.seed,
-        signature=model.recipe.signature,
-    )
+    make = result_maker(trainer, model, samples, output)
+    return make(module=model.module, history=History())

@@ -20,7 +20,10 @@ from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.loop import PeriodicTask, train
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState
 from sparkdl.loop.validation import Validator
+from sparkdl.replica.run import RunSpec
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.carried import begin_batch
 from sparkdl.train.engine_inputs import run_spec
@@ -79,27 +82,12 @@ class LocalFit:
             TrainingError: An iteration fails.
         """
         model, validation, _ = self._tried(trainer)
-        run = run_spec(trainer, model, self.training, slab, threads)
-        batch = trainer.batch_size * trainer.local_steps
-        engine = LocalEngine(self.training, run, model.payload, batch, validation)
-        engine.load()
-        history = History()
-        state = begin_batch(first_state(trainer.policy), engine.plan.num_iterations)
-        state = catch_up(model.schedule, state, history)
+        run, history = run_spec(trainer, model, self.training, slab, threads), History()
+        engine = local_engine(trainer, model, self.training, run, validation)
         tasks: list[PeriodicTask] = []
         if validation is not None and trainer.validation is not None:
             tasks.append(Validator(engine, trainer.validation, validation.scorer, history))
-        state = train(
-            trainer,
-            LoopConfig.of(trainer),
-            engine,
-            model.schedule,
-            tasks,
-            callbacks,
-            state,
-            history,
-            Interrupt(),
-        )
+        state = train_here(trainer, engine, model.schedule, tasks, callbacks, history)
         weights = {which: engine.weights(which) for which in wanted_weights(trainer, state)}
         return LocalResult(weights, history)
 
@@ -134,3 +122,49 @@ class LocalFit:
         validation = validation_set(trainer, self.validation, model.float_dtype)
         output, sums = preflight(trainer, model, self.training, validation, endless=False)
         return replace(model, sums=sums), with_dimensions(validation, output), output
+
+
+def local_engine(
+    trainer: Trainer,
+    model: PreparedModel,
+    samples: SampleSet,
+    run: RunSpec,
+    validation: ValidationSet | None = None,
+) -> LocalEngine:
+    """Return an engine of this process that holds the first state.
+
+    Args:
+        trainer: The user's trainer.
+        model: The prepared model.
+        samples: The training samples.
+        run: The constants of the run.
+        validation: The validation samples with their scorer, or None.
+    """
+    batch = trainer.batch_size * trainer.local_steps
+    engine = LocalEngine(samples, run, model.payload, batch, validation)
+    engine.load()
+    return engine
+
+
+def train_here(
+    trainer: Trainer,
+    engine: LocalEngine,
+    schedule: Schedule,
+    tasks: Sequence[PeriodicTask],
+    callbacks: Sequence[Callback],
+    history: History,
+) -> TrainState:
+    """Run the loop from the first iteration until the trainer's ``stop``, and return the last state.
+
+    Args:
+        trainer: The user's trainer.
+        engine: An engine that holds the first state.
+        schedule: A schedule that has not been stepped.
+        tasks: What is done between iterations.
+        callbacks: The callbacks of the loop, in place of those of the trainer.
+        history: An empty history, which grows.
+    """
+    state = begin_batch(first_state(trainer.policy), engine.plan.num_iterations)
+    state = catch_up(schedule, state, history)
+    config = LoopConfig.of(trainer)
+    return train(trainer, config, engine, schedule, tasks, callbacks, state, history, Interrupt())
