@@ -27,11 +27,24 @@ class HadoopFolder:
         if context is None or context._jvm is None or context._jsc is None:
             return None
         try:
-            path = context._jvm.org.apache.hadoop.fs.Path(uri)
-            system = path.getFileSystem(context._jsc.hadoopConfiguration())
+            return HadoopFolder.at(uri, context._jvm, context._jsc.hadoopConfiguration())
         except Py4JError:  # no such scheme, or its classes are not there
             return None
-        return HadoopFolder(uri, system, context._jvm)
+
+    @staticmethod
+    def at(uri: str, jvm: Any, configuration: Any) -> HadoopFolder:
+        """Return the folder at a URI or path, as Hadoop understands it.
+
+        Args:
+            uri: The URI, or a path of Hadoop's default file system.
+            jvm: The JVM.
+            configuration: Hadoop's configuration.
+
+        Raises:
+            Py4JError: Hadoop does not know the scheme.
+        """
+        system = jvm.org.apache.hadoop.fs.Path(uri).getFileSystem(configuration)
+        return HadoopFolder(uri, system, jvm)
 
     def names(self) -> set[str]:
         """Return the names in the folder; none if there is no folder."""
@@ -42,12 +55,12 @@ class HadoopFolder:
             return {status.getPath().getName() for status in self._system.listStatus(folder)}
 
     def upload(self, file: Path, name: str) -> None:
-        """Write a local file into the folder, and make the folder."""
+        """Write a local file, or a folder with its files, into the folder, which is made."""
         with self._explained("write"):
             self._system.copyFromLocalFile(False, True, self._local(file), self._path(name))
 
     def download(self, name: str, file: Path) -> None:
-        """Copy a file of the folder to a local one."""
+        """Copy a file of the folder to a local one, or a folder in it with its files."""
         with self._explained("read"):
             self._system.copyToLocalFile(False, self._path(name), self._local(file), True)
 

@@ -23,6 +23,7 @@ from pyspark.sql import SparkSession
 from torch import nn
 
 from sparkdl.errors import ModelError, ParameterError, TrustError, UserError
+from sparkdl.infer.hadoop_folder import HadoopFolder
 from sparkdl.infer.persistence import load, save
 from sparkdl.infer.saved_recipe import WithoutName
 from sparkdl.ml.objects import OBJECTS, objects_by_name, objects_of, pickled_objects
@@ -82,7 +83,7 @@ class ModelWriter(MLWriter):
             save(instance.trained, folder, shown=f"{path}/{FOLDER}")
             told = {"labels": list(instance._labels)}
             DefaultParamsWriter.saveMetadata(instance, path, self.sparkSession, told)
-            _upload(self.sparkSession, folder, f"{path}/{FOLDER}")
+            _folder(self.sparkSession, path).upload(folder, FOLDER)
 
 
 class ModelReader(MLReader[Any]):
@@ -103,7 +104,7 @@ class ModelReader(MLReader[Any]):
         allowed = _permission.get(_NOTHING)
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
             folder = Path(scratch) / FOLDER
-            _download(self.sparkSession, f"{path}/{FOLDER}", folder)
+            _download(self.sparkSession, path, FOLDER, folder)
             with _told_of(str(folder), f"{path}/{FOLDER}"):
                 trained = load(folder, allowed.model, trust=allowed.trust)
         model = self.cls(trained, metadata["labels"])
@@ -138,7 +139,7 @@ class EstimatorWriter(MLWriter):
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
             file = Path(scratch) / "objects.pkl"
             file.write_bytes(pickled)
-            _upload(self.sparkSession, file, f"{path}/{file.name}")
+            _folder(self.sparkSession, path).upload(file, file.name)
         logger.warning(
             "%s/objects.pkl: the estimator is saved with a pickle, which is opened inside "
             "sparkdl.ml.loading(trust=True) only: %s.",
@@ -172,7 +173,7 @@ class EstimatorReader(MLReader[Any]):
                 )
             with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
                 file = Path(scratch) / "objects.pkl"
-                _download(self.sparkSession, f"{path}/{file.name}", file)
+                _download(self.sparkSession, path, file.name, file)
                 pickled = file.read_bytes()
         with _told_of("", path):
             objects = objects_of(named, pickled, allowed.trust, path)
@@ -211,27 +212,20 @@ def _told_of(folder: str, path: str) -> Iterator[None]:
         raise kind(text + hint) from None
 
 
-def _upload(session: SparkSession, source: Path, target: str) -> None:
-    """Copy a local file or folder to a file system that Hadoop knows."""
-    system, path, hadoop = _file_system(session, target)
-    system.copyFromLocalFile(False, True, hadoop.Path(source.as_uri()), path)
+def _folder(session: SparkSession, path: str) -> HadoopFolder:
+    """Return the folder of an estimator or a model, in a file system that Hadoop knows."""
+    configuration = session._jsparkSession.sessionState().newHadoopConf()
+    return HadoopFolder.at(path, session._jvm, configuration)
 
 
-def _download(session: SparkSession, source: str, target: Path) -> None:
-    """Copy a file or folder of a file system that Hadoop knows to a local place.
+def _download(session: SparkSession, path: str, name: str, target: Path) -> None:
+    """Copy a file or folder in ``path`` to a local place.
 
     Raises:
         ModelError: There is none.
+        CheckpointError: It cannot be read.
     """
-    system, path, hadoop = _file_system(session, source)
-    if not system.exists(path):
-        raise ModelError(f"{source} is missing: the folder is no whole model of sparkdl.ml.")
-    system.copyToLocalFile(False, path, hadoop.Path(target.as_uri()), True)
-
-
-def _file_system(session: SparkSession, uri: str) -> tuple[Any, Any, Any]:
-    """Return the Hadoop file system of a URI, its path there, and Hadoop's package."""
-    hadoop = session._jvm.org.apache.hadoop.fs  # type: ignore[union-attr]
-    path = hadoop.Path(uri)
-    conf = session._jsparkSession.sessionState().newHadoopConf()
-    return path.getFileSystem(conf), path, hadoop
+    folder = _folder(session, path)
+    if name not in folder.names():
+        raise ModelError(f"{path}/{name} is missing: the folder is no whole model of sparkdl.ml.")
+    folder.download(name, target)
