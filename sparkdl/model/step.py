@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.errors import ModelError, kind_of
 from sparkdl.model.loss import is_sum
-from sparkdl.model.model_loss import OwnLoss
+from sparkdl.model.model_loss import OwnLoss, inner
 
 LOSS = "loss"
 """The name of the loss that is minimized, where a step returns named losses."""
@@ -77,6 +77,11 @@ class StepLoss(OwnLoss):
     def __call__(self, output: ReturnedLosses, target: Any = ()) -> Any:
         """Return the loss that the step returned: a mean, or ``(sum, count)``."""
         return output.loss
+
+
+def is_step(loss: Any) -> bool:
+    """Return whether a loss is a step of the user, also one in :class:`sparkdl.PerReplica`."""
+    return isinstance(inner(loss), StepLoss)
 
 
 def named_losses(returned: Any, weight: float) -> dict[str, tuple[torch.Tensor, float]]:

@@ -24,7 +24,7 @@ from sparkdl.model.loss import Loss, call_loss, is_sum, masses_of
 from sparkdl.model.model_loss import ModelLoss, PerReplica, inner, is_own_loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature
-from sparkdl.model.step import StepLoss
+from sparkdl.model.step import is_step
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.mini_batch import MiniBatch, to_tensors, weigh
@@ -79,7 +79,7 @@ def rows_for_loss(loss: Loss, rows: Sequence[Rows], more: Sequence[Rows]) -> Seq
         rows: The rows that the model is tried on.
         more: These and some others.
     """
-    if isinstance(inner(loss), StepLoss):
+    if is_step(loss):
         more = [field[:ROWS_OF_A_STEP] for field in more]
     elif is_own_loss(loss) or type(loss).__module__ == "torch.nn.modules.loss":
         return rows
@@ -129,7 +129,7 @@ def gives_sums(
             if isinstance(inner(loss), ModelLoss):
                 hint = _count_of_model(module, recipe.signature, loss, known, rounding)
             told = _message(found, len(known), sums, hint)
-            if isinstance(inner(loss), StepLoss):
+            if is_step(loss):
                 told = told.replace(
                     "loss=sparkdl.PerReplica(loss)", "step=sparkdl.PerReplica(step)"
                 )

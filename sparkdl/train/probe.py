@@ -29,7 +29,7 @@ from sparkdl.model.loss import (
 from sparkdl.model.model_loss import inner, is_own_loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.model.signature import Signature, described
-from sparkdl.model.step import ALONE, StepLoss
+from sparkdl.model.step import ALONE, is_step
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import evaluating
 from sparkdl.replica.mini_batch import to_tensors, weigh
@@ -94,14 +94,12 @@ def try_model(
                 or precision_hint(module, inputs)
                 or input_hint(error, inputs, inputs_are)
             )
-            who = "step" if isinstance(inner(loss), StepLoss) else "the model"
+            who = "step" if is_step(loss) else "the model"
             raise ModelError(
                 f"{who} fails on the first rows ({shown}; {dtypes_of(inputs)}): "
                 f"{type(error).__name__}: {text_of(error)}.{hint}"
             ) from error
-        if isinstance(inner(loss), StepLoss) and any(
-            p.grad is not None for p in module.parameters()
-        ):
+        if is_step(loss) and any(p.grad is not None for p in module.parameters()):
             raise ModelError(f"step runs backward, which belongs to the engine. {ALONE}")
         if output is None:
             raise ModelError("the model returned None: its forward must return the output.")

@@ -55,7 +55,7 @@ class Form(Protocol):
     """A way to run an iteration as Spark jobs. A form keeps nothing from one iteration to the next."""
 
     applies_pending: ClassVar[bool]
-    """Whether its tasks apply the gradients that the iteration before left pending."""
+    """True if its tasks apply the gradients that the iteration before left pending."""
 
     def submit(self, message: IterationMessage) -> IterationReports | None:
         """Run the iteration, and return its reports.

@@ -107,4 +107,4 @@ _PREPARED: dict[Any, tuple[Callable[..., Inference], dict[str, Any]]] = {
         _TEXT | {"prediction_col": "prediction", "score_col": "score", "scores_col": None},
     ),
 }
-"""What prepares each use, and its further arguments with their defaults."""
+"""The function that prepares each use, and its further arguments with their defaults."""

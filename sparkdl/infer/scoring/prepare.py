@@ -34,7 +34,7 @@ TEXT = ("string", "char", "varchar")
 _sent: weakref.WeakKeyDictionary[nn.Module, dict[str | None, ShippedModule]] = (
     weakref.WeakKeyDictionary()
 )
-"""What was sent of each module the last time, so that a large one is sent once while it is the same."""
+"""The form in which each module was sent last: a large one is sent once while it stays the same."""
 
 
 def prepare(

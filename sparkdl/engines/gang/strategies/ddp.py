@@ -23,8 +23,7 @@ from sparkdl.engines.gang.strategies.summed import (
     first_not_finite,
 )
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.model_loss import inner
-from sparkdl.model.step import StepLoss
+from sparkdl.model.step import is_step
 from sparkdl.parallel.ddp import DDP
 from sparkdl.replica.compute import Passed, forward_backward, take_gradients
 from sparkdl.replica.gradient_writer import writes_early
@@ -147,7 +146,7 @@ class FlatAllReduce(SummedGradients):
         DistributedDataParallel. It suits every step, which may call parts of the model, where
         DistributedDataParallel would sum nothing.
         """
-        if isinstance(inner(live.loss), StepLoss):
+        if is_step(live.loss):
             return True
         layout = live.flat.layout
         nbytes = layout.buffers_start * layout.dtype.itemsize

@@ -14,8 +14,7 @@ from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.model.layout import Layout
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.model_loss import inner
-from sparkdl.model.step import StepLoss
+from sparkdl.model.step import is_step
 from sparkdl.replica.all_rows import passes_together
 from sparkdl.replica.compute import Gradients, Passed, Spare, take_gradients
 from sparkdl.replica.iteration import Clock
@@ -120,7 +119,7 @@ class SummedGradients(GradientSync):
             clock.lap("data")
         self._counts = bool(own)
         batch = batch if own and batch is not None else self._spare
-        steps = isinstance(inner(self._live.loss), StepLoss)
+        steps = is_step(self._live.loss)
         with (
             padding_pass(not own),
             passes_together(steps and self._live.recipe.policy.accumulate == 1),
@@ -239,7 +238,7 @@ def factors(live: LiveReplica, share: float) -> tuple[float, float]:
     Together they give the gradients a rank's ``share``. The loss gets it if gradients are exchanged
     within the pass, as in batch norm over the ranks, or where a step has the rows of all ranks.
     """
-    if live.recipe.policy.sync_batchnorm or isinstance(inner(live.loss), StepLoss):
+    if live.recipe.policy.sync_batchnorm or is_step(live.loss):
         return share, 1.0 if share else 0.0
     return 1.0, share
 
