@@ -1,6 +1,9 @@
 """Deep learning that is native to Spark: a DataFrame in, a trained PyTorch model out."""
 
-from sparkdl import gang, optim, tune
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from sparkdl import gang, optim
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.data import Sample
 from sparkdl.data.columns.convert import Convert
@@ -22,9 +25,6 @@ from sparkdl.errors import (
     UserError,
 )
 from sparkdl.infer.persistence import load
-from sparkdl.infer.scoring.function import register_function
-from sparkdl.infer.scoring.predict import predict
-from sparkdl.infer.scoring.text import classify, embed
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.history import History
@@ -54,9 +54,15 @@ from sparkdl.replica.all_rows import all_rows
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
-from sparkdl.train.groups import GroupModels, fit_groups
-from sparkdl.train.placed_samples import PlacedSamples
 from sparkdl.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from sparkdl import tune
+    from sparkdl.infer.scoring.function import register_function
+    from sparkdl.infer.scoring.predict import predict
+    from sparkdl.infer.scoring.text import classify, embed
+    from sparkdl.train.groups import GroupModels, fit_groups
+    from sparkdl.train.placed_samples import PlacedSamples
 
 __all__ = [
     "DDP",
@@ -122,3 +128,29 @@ __all__ = [
     "several_iterations",
     "tune",
 ]
+
+_ON_USE = {
+    "GroupModels": "sparkdl.train.groups",
+    "PlacedSamples": "sparkdl.train.placed_samples",
+    "classify": "sparkdl.infer.scoring.text",
+    "embed": "sparkdl.infer.scoring.text",
+    "fit_groups": "sparkdl.train.groups",
+    "predict": "sparkdl.infer.scoring.predict",
+    "register_function": "sparkdl.infer.scoring.function",
+}
+"""The modules of names that bring all engines with them, which ``import sparkdl`` does without."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is used for the first time."""
+    if name == "tune":
+        return importlib.import_module("sparkdl.tune")
+    if name not in _ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(importlib.import_module(_ON_USE[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    """List the public names, also those that were not used yet."""
+    return sorted({*globals(), *__all__})

@@ -121,3 +121,16 @@ def test_wheel_and_sdist_in_an_empty_environment(tmp_path: Path) -> None:
     assert str(site / "sparkdl") in told
     done = subprocess.run([python, "-c", PROGRAM], timeout=280, **run)
     assert done.stdout == f"{site / 'sparkdl' / '__init__.py'} 2\n", done.stderr
+
+
+def test_the_import_brings_no_engine_and_every_public_name() -> None:
+    text = """
+import sys, sparkdl
+heavy = ("sparkdl.engines.shuffle", "sparkdl.tune", "sparkdl.infer.scoring", "sparkdl.train.fit")
+assert not [name for name in sys.modules if name.startswith(heavy)]
+assert set(sparkdl.__all__) <= set(dir(sparkdl))
+from sparkdl import *
+assert tune.search and predict and fit_groups and not hasattr(sparkdl, "nothing")
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
