@@ -77,3 +77,18 @@ def spark(request: pytest.FixtureRequest) -> Iterator[SparkSession]:
     warm_up._begun.add(session.sparkContext)  # a job of the first fit that tests would count
     yield session
     session.stop()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_persisted() -> Iterator[None]:
+    """Fail the file whose tests leave a persisted RDD in a session, and unpersist it for the others."""
+    from pyspark import SparkContext
+
+    yield
+    context = SparkContext._active_spark_context
+    if context is not None:
+        left = dict(context._jsc.getPersistentRDDs())
+        names = [rdd.toString() for rdd in left.values()]
+        for rdd in left.values():
+            rdd.unpersist()
+        assert not names

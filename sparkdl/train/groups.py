@@ -216,8 +216,12 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         template = _tried(trainer, data, names, model, slab)
         table = table.persist()
         context.setJobDescription("sparkdl: training the groups")
-        with reading_explained("training the groups"):
-            table.count()
+        try:
+            with reading_explained("training the groups"):
+                table.count()
+        except BaseException:
+            table.unpersist()
+            raise
     return GroupModels(table, names, model, template)
 
 
