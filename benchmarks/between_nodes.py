@@ -48,14 +48,14 @@ def make_model(size: int) -> nn.Module:
 
 def processor_seconds() -> float:
     """Of this process and all that descend from it, the dead children of each included."""
-    parents, ticks = {}, {}
+    parents, submissions = {}, {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = stat.read_text().rpartition(")")[2].split()
         except (FileNotFoundError, ProcessLookupError):
             continue
         pid = int(stat.parent.name)
-        parents[pid], ticks[pid] = int(fields[1]), sum(map(int, fields[11:15]))
+        parents[pid], submissions[pid] = int(fields[1]), sum(map(int, fields[11:15]))
     mine = os.getpid()
 
     def descends(pid: int) -> bool:
@@ -63,7 +63,7 @@ def processor_seconds() -> float:
             pid = parents.get(pid, 0)
         return pid == mine
 
-    return sum(ticks[pid] for pid in ticks if descends(pid)) / os.sysconf("SC_CLK_TCK")
+    return sum(submissions[pid] for pid in submissions if descends(pid)) / os.sysconf("SC_CLK_TCK")
 
 
 class Processor(sparkdl.Callback):

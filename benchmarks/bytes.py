@@ -76,7 +76,9 @@ class Bodies:
         self.owner = list(PrepareSlice(self.run, source, RANKS)(rank, []))
         (first,) = InitialState()(rank, iter(self.owner))
         self.states = tuple(_gather(pickle.loads(first).state))
-        self.step = IterationMessage(index=0, epoch=0, tick=1, floor=0, rows=((0, ROWS),) * RANKS)
+        self.step = IterationMessage(
+            index=0, epoch=0, submission=1, oldest_needed=0, rows=((0, ROWS),) * RANKS
+        )
 
     def iteration(self) -> dict[str, float]:
         """Seconds by activity, and of the two bodies."""
@@ -97,7 +99,7 @@ class Bodies:
         for own in (*reports[0].replicas[self.rank : self.rank + 1], reports[self.rank]):
             for activity, value in own.seconds.items():
                 seconds[activity] = seconds.get(activity, 0.0) + value
-        self.step = replace(step, tick=step.tick + 1, floor=step.tick)
+        self.step = replace(step, submission=step.submission + 1, oldest_needed=step.submission)
         return seconds
 
 

@@ -166,8 +166,8 @@ def _processor(process: int, under: str = "") -> float:
         stat = Path(f"/proc/{process}/{under}stat").read_text()
     except OSError:
         return 0.0
-    ticks = sum(map(int, stat.rpartition(")")[2].split()[11:13]))
-    return ticks / os.sysconf("SC_CLK_TCK")
+    submissions = sum(map(int, stat.rpartition(")")[2].split()[11:13]))
+    return submissions / os.sysconf("SC_CLK_TCK")
 
 
 def _compilers(process: int) -> float:

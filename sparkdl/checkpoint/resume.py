@@ -39,7 +39,7 @@ class RestoredRun:
         uri: The folder of the checkpoint.
         manifest: Its manifest.
         history: Its history.
-        policy: The training options of the run that continues.
+        options: The training options of the run that continues.
         metric: The metric by which that run keeps the best weights, if it does.
         compression: That run's compression hook as text; None: replicas start without residuals.
         midway: Whether the run continues within an epoch, because its batches are those of the
@@ -49,7 +49,7 @@ class RestoredRun:
     uri: str
     manifest: Manifest
     history: History
-    policy: TrainingOptions
+    options: TrainingOptions
     metric: str | None = None
     compression: str | None = None
     midway: bool = True
@@ -83,8 +83,8 @@ class RestoredRun:
         records = self.history.last(1)
         last = records[-1] if records else {}
         scale, age = manifest.loss_scale, int(manifest.extra.get("loss_scale_age", 0))
-        if self.policy.scales_loss != manifest.extra.get("scales_loss", scale != 1.0):
-            first = first_state(self.policy)  # another precision than the checkpoint's
+        if self.options.scales_loss != manifest.extra.get("scales_loss", scale != 1.0):
+            first = first_state(self.options)  # another precision than the checkpoint's
             scale, age = first.loss_scale, first.loss_scale_age
         return TrainState(
             iteration=manifest.iteration,
@@ -142,7 +142,7 @@ class RestoredRun:
 
     def _reader(self, files: Sequence[SliceFile]) -> Any:
         read = functools.partial(_read, self.uri, tuple(files))
-        return WithoutAverage(read) if self.policy.ema is None else read
+        return WithoutAverage(read) if self.options.ema is None else read
 
 
 def history_in(checkpoint: str) -> History:

@@ -1,6 +1,6 @@
 """From a mapped partition to the arrays of a mini-batch: order, augmentation, padding.
 
-The result is a pure function of (assembly, partition, epoch, replica, rows), the same on every engine.
+The result is a pure function of (batch_spec, partition, epoch, replica, rows), the same on every engine.
 
 Bucketing puts rows of similar length into one batch, which wastes little on padding. The buckets come
 from windows of a random permutation, which keeps the epoch random: Khomenko et al., "Accelerating
@@ -74,7 +74,7 @@ class Batch:
 
 
 def visit_order(
-    assembly: BatchSpec, partition: MappedPartition, epoch: int, replica: int, share: int
+    batch_spec: BatchSpec, partition: MappedPartition, epoch: int, replica: int, share: int
 ) -> np.ndarray:
     """Return the order (int64) in which ``replica`` visits the rows of its partition in ``epoch``.
 
@@ -83,17 +83,17 @@ def visit_order(
     chunks are shuffled. The rows that do not fill a chunk come last.
 
     Args:
-        assembly: The batch spec.
+        batch_spec: The batch spec.
         partition: The replica's partition.
         epoch: The epoch.
         replica: The number of the replica.
         share: About the number of rows that the replica contributes to a global batch.
     """
-    seed, count = assembly.seed, len(partition.order)
-    if assembly.bucketing is None or not any(field.ragged for field in partition.fields):
+    seed, count = batch_spec.seed, len(partition.order)
+    if batch_spec.bucketing is None or not any(field.ragged for field in partition.fields):
         return permutation(seed, epoch, replica, count)
     share = max(1, share)
-    window = share * max(1, assembly.bucketing // share)
+    window = share * max(1, batch_spec.bucketing // share)
 
     def draw() -> np.ndarray:
         order = drawn(seed, epoch, replica, count)
@@ -111,7 +111,7 @@ def visit_order(
 
 
 def training_batch(
-    assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
+    batch_spec: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> Batch:
     """Return the mini-batch of some rows, augmented.
 
@@ -119,7 +119,7 @@ def training_batch(
     ``augment`` draws from global generators, so they are the same in any mini-batch.
 
     Args:
-        assembly: The batch spec.
+        batch_spec: The batch spec.
         partition: The replica's partition.
         rows: The numbers of the rows in canonical order.
         epoch: The epoch.
@@ -128,34 +128,34 @@ def training_batch(
     Raises:
         ParameterError: ``augment`` fails.
     """
-    return fields_to_batch(assembly, training_rows(assembly, partition, rows, epoch, replica))
+    return fields_to_batch(batch_spec, training_rows(batch_spec, partition, rows, epoch, replica))
 
 
 def training_rows(
-    assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
+    batch_spec: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> list[Rows]:
     """Return the fields of :func:`training_batch`, which takes the same arguments, before padding."""
-    return _at_place(assembly, lambda: partition.gather(rows), (rows, epoch, replica))
+    return _at_place(batch_spec, lambda: partition.gather(rows), (rows, epoch, replica))
 
 
-def plain_batch(assembly: BatchSpec, partition: MappedPartition, rows: np.ndarray) -> Batch:
+def plain_batch(batch_spec: BatchSpec, partition: MappedPartition, rows: np.ndarray) -> Batch:
     """Return the mini-batch of these rows (numbers in canonical order) unaugmented, for validation."""
-    return fields_to_batch(assembly, partition.gather(rows))
+    return fields_to_batch(batch_spec, partition.gather(rows))
 
 
-def preview_batch(assembly: BatchSpec, preview: Sequence[Rows], augment: bool = False) -> Batch:
+def preview_batch(batch_spec: BatchSpec, preview: Sequence[Rows], augment: bool = False) -> Batch:
     """Return the rows of a preview as a mini-batch, to try the model (and ``augment``) on."""
     if not augment:
-        return fields_to_batch(assembly, preview)
+        return fields_to_batch(batch_spec, preview)
     everything = np.arange(len(preview[0]))
-    rows = _at_place(assembly, lambda: [rows[everything] for rows in preview], (everything, 0, 0))
-    return fields_to_batch(assembly, rows)
+    rows = _at_place(batch_spec, lambda: [rows[everything] for rows in preview], (everything, 0, 0))
+    return fields_to_batch(batch_spec, rows)
 
 
-def input_fields(assembly: BatchSpec, fields: Sequence[Field]) -> list[Field]:
+def input_fields(batch_spec: BatchSpec, fields: Sequence[Field]) -> list[Field]:
     """Return the field of each of :attr:`Batch.inputs`; ``fields`` are the fields of a sample."""
     found: list[Field] = []
-    for field in fields[: assembly.num_features]:
+    for field in fields[: batch_spec.num_features]:
         found.append(field)
         if field.padding is not None and field.padding.lengths:
             found.append(Field(f"lengths of {field.name}", "int64", ()))
@@ -164,20 +164,20 @@ def input_fields(assembly: BatchSpec, fields: Sequence[Field]) -> list[Field]:
     return found
 
 
-def fields_to_batch(assembly: BatchSpec, fields: Sequence[Rows]) -> Batch:
+def fields_to_batch(batch_spec: BatchSpec, fields: Sequence[Rows]) -> Batch:
     """Return the rows of each field as a mini-batch."""
-    labels = assembly.num_features + assembly.num_labels
-    weights = fields[labels] if assembly.weighted else None
+    labels = batch_spec.num_features + batch_spec.num_labels
+    weights = fields[labels] if batch_spec.weighted else None
     assert not isinstance(weights, Ragged)
     return Batch(
-        model_inputs(fields[: assembly.num_features]),
-        dense(fields[assembly.num_features : labels]),
+        model_inputs(fields[: batch_spec.num_features]),
+        dense(fields[batch_spec.num_features : labels]),
         weights,
     )
 
 
 def _at_place(
-    assembly: BatchSpec,
+    batch_spec: BatchSpec,
     gather: Callable[[], Sequence[Rows]],
     place: tuple[np.ndarray, int, int],
 ) -> list[Rows]:
@@ -185,22 +185,22 @@ def _at_place(
 
     ``augment`` may write into the gathered arrays.
     """
-    augment = assembly.augment
+    augment = batch_spec.augment
     if augment is None:
         return list(gather())
 
     def work(seed: Callable[[int], object]) -> list[Rows]:
         fields = gather()
-        features = fields[: assembly.num_features]
-        augmented = _augmented(assembly, augment, features, *place, seed)
-        return [*augmented, *fields[assembly.num_features :]]
+        features = fields[: batch_spec.num_features]
+        augmented = _augmented(batch_spec, augment, features, *place, seed)
+        return [*augmented, *fields[batch_spec.num_features :]]
 
     name = getattr(augment, "__qualname__", type(augment).__qualname__)
     return steadily(name, work)
 
 
 def _augmented(
-    assembly: BatchSpec,
+    batch_spec: BatchSpec,
     augment: Callable[..., Any],
     features: Sequence[Rows],
     rows: np.ndarray,
@@ -210,11 +210,11 @@ def _augmented(
 ) -> list[Rows]:
     results: list[list[np.ndarray]] = [[] for _ in features]
     for row, sample in zip(rows.tolist(), zip(*features, strict=True), strict=True):
-        rng = generator(assembly.seed, "augment", epoch, replica, row)
-        seed(derive_seed(assembly.seed, "draws of augment", epoch, replica, row))
+        rng = generator(batch_spec.seed, "augment", epoch, replica, row)
+        seed(derive_seed(batch_spec.seed, "draws of augment", epoch, replica, row))
         try:
-            if assembly.inputs:
-                found = augment(**dict(zip(assembly.inputs, sample, strict=True)), rng=rng)
+            if batch_spec.inputs:
+                found = augment(**dict(zip(batch_spec.inputs, sample, strict=True)), rng=rng)
             else:
                 found = augment(*sample, rng)
         except Exception as error:
@@ -224,7 +224,7 @@ def _augmented(
                 f"one sample ({shapes}) and a numpy.random.Generator."
             ) from error
         if isinstance(found, Mapping):
-            found = _in_order(assembly.inputs, found)
+            found = _in_order(batch_spec.inputs, found)
         found = found if isinstance(found, tuple) else (found,)
         if len(found) != len(features):
             raise ParameterError(
@@ -232,7 +232,7 @@ def _augmented(
                 "tuple with as many values as it gets."
             )
         for values, value, feature in zip(results, found, features, strict=True):
-            values.append(_value(value, feature.dtype, assembly.float_dtype))
+            values.append(_value(value, feature.dtype, batch_spec.float_dtype))
             first = values[0]
             varying = isinstance(feature, Ragged)
             if values[-1].shape[varying:] != first.shape[varying:] or values[-1].ndim < varying:

@@ -91,7 +91,7 @@ class SampleHandle:
     A partition that could not be written because of the user's data has a ``problem`` and no files.
 
     Attributes:
-        token: The token of the node that has the files.
+        node_id: The id of the node that has the files.
         segments: The files. They may hold rows of other partitions too.
         order_path: The file with the canonical order of the partition's rows: their places in the
             segments, taken one after another.
@@ -100,7 +100,7 @@ class SampleHandle:
         problem: The reason why the partition could not be written.
     """
 
-    token: str
+    node_id: str
     segments: tuple[RowFile, ...]
     order_path: str
     num_rows: int

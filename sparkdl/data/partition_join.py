@@ -30,14 +30,14 @@ class WrittenRows:
     """Rows of one partition, as one task wrote them.
 
     Attributes:
-        token: The token of the node that has the segments.
+        node_id: The id of the node that has the segments.
         places: The places of these rows in the ``segments``, taken one after another (int64).
         hashes: The hash of each row.
         extremes: Extreme values; the ``row`` of each is its place.
         source: The number of the task.
     """
 
-    token: str
+    node_id: str
     segments: tuple[RowFile, ...]
     fields: tuple[Field, ...]
     places: np.ndarray
@@ -61,7 +61,7 @@ def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHa
     parts = sorted(parts, key=lambda part: part.source)
     problem = next((part.problem for part in parts if part.problem), None) or _differing(parts)
     if problem is not None:
-        return SampleHandle(root.token, (), "", 0, 0, (), problem=problem)
+        return SampleHandle(root.node_id, (), "", 0, 0, (), problem=problem)
     parts = [part for part in parts if len(part.places)]
     segments = tuple(segment for part in parts for segment in part.segments)
     lengths = [sum(segment.num_rows for segment in part.segments) for part in parts]
@@ -85,7 +85,7 @@ def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHa
         root, lambda folder: _save(folder, order), len(order), order.nbytes
     )
     return SampleHandle(
-        token=root.token,
+        node_id=root.node_id,
         segments=segments,
         order_path=order_path,
         num_rows=len(order),

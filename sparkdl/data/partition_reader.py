@@ -99,7 +99,7 @@ def open_partition(handle: SampleHandle) -> MappedPartition:
     Also drop mappings whose files were deleted, as after a fit has ended: memory in ``/dev/shm`` is
     free only when no process maps it any more.
     """
-    key = (handle.token, handle.segments, handle.order_path, handle.fields)
+    key = (handle.node_id, handle.segments, handle.order_path, handle.fields)
     with _lock:
         if key in _opened:
             _opened.move_to_end(key)
@@ -114,11 +114,11 @@ def open_partition(handle: SampleHandle) -> MappedPartition:
     return found
 
 
-def lies_here(handle: SampleHandle, token: str) -> bool:
-    """Return whether all of the handle's files are on the node with this ``token``."""
+def lies_here(handle: SampleHandle, node_id: str) -> bool:
+    """Return whether all of the handle's files are on the node with this ``node_id``."""
     names = [n for part in handle.segments for n in segment_files(part, handle.fields)]
     files = [path for path in (*names, handle.order_path) if path]
-    return not handle.num_rows or (handle.token == token and all(map(os.path.exists, files)))
+    return not handle.num_rows or (handle.node_id == node_id and all(map(os.path.exists, files)))
 
 
 def close_partitions() -> None:

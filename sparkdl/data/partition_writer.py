@@ -208,7 +208,7 @@ class PartitionWriter:
 
     def _part(self, places: np.ndarray, hashes: np.ndarray) -> WrittenRows:
         return WrittenRows(
-            token=self._root.token,
+            node_id=self._root.node_id,
             segments=tuple(writer.segment for writer in self._writers),
             fields=self._fields,
             places=places,

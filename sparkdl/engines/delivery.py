@@ -77,7 +77,7 @@ def _read_here(slab: SlabConfig, wanted: Wanted) -> bool:
     _, reference, into = wanted
     try:
         root = open_root(slab)
-        if root is None or root.token != reference.token:
+        if root is None or root.node_id != reference.node_id:
             return False
         pool = open_pool(slab)
         into[:] = pool.read(reference)

@@ -137,8 +137,8 @@ class LocalEngine:
         live, clock = self._replica, Clock()
         partition = self._partitions[replica]
         assert partition is not None
-        work = ReplicaIteration(step, replica, self._run.assembly, self._run.shares[replica])
-        local_steps = live.recipe.policy.local_steps
+        work = ReplicaIteration(step, replica, self._run.batch_spec, self._run.shares[replica])
+        local_steps = live.recipe.options.local_steps
         batches = work.mini_batches(live, partition, local_steps)
         clock.lap("data")
         self._load_weights()
@@ -231,7 +231,7 @@ class LocalEngine:
                     self._replica,
                     partition,
                     validation.scorer,
-                    validation.assembly,
+                    validation.batch_spec,
                     validation.batch_size,
                 )
                 for partition in self._validation_partitions

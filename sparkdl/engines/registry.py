@@ -103,7 +103,7 @@ def _shuffle(inputs: EngineInputs) -> TrainingEngine:
         layout=inputs.layout,
         run=inputs.run,
         recipe=inputs.payload,
-        policy=inputs.recipe.policy,
+        options=inputs.recipe.options,
         built=inputs.built,
         resources=inputs.resources,
     )
@@ -113,12 +113,12 @@ def _shuffle(inputs: EngineInputs) -> TrainingEngine:
 
 def _gang(inputs: EngineInputs) -> TrainingEngine:
     run, samples, recipe = inputs.run, inputs.samples, inputs.recipe
-    how = replace(run.assembly, augment=recipe.augment)
+    how = replace(run.batch_spec, augment=recipe.augment)
     with seeded(run.seed):
         spare = preview_batch(how, samples.preview, augment=True)
     rows = to_tensors(spare.inputs, torch.device("cpu"))
     parallel = parallel_of(inputs.strategies, inputs.mesh, run.replicas)
-    parallel = parallel.planned(inputs.module, rows, recipe.policy)
+    parallel = parallel.planned(inputs.module, rows, recipe.options)
     engine = GangEngine(
         samples,
         inputs.validation,
@@ -131,7 +131,7 @@ def _gang(inputs: EngineInputs) -> TrainingEngine:
         inputs.resources,
         inputs.settings.timeout,
         parallel,
-        recipe.policy.weighted or _labels_differ(recipe.loss, samples),
+        recipe.options.weighted or _labels_differ(recipe.loss, samples),
         inputs.sums,
         inputs.resource_profile,
         inputs.min_ranks,

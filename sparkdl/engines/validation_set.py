@@ -16,11 +16,11 @@ class ValidationSet:
     Attributes:
         samples: The validation samples, in slabs.
         scorer: The loss and the metrics.
-        assembly: How rows are assembled into mini-batches.
+        batch_spec: How rows are assembled into mini-batches.
         batch_size: The rows of one replica's forward pass.
     """
 
     samples: SampleSet
     scorer: Scorer
-    assembly: BatchSpec
+    batch_spec: BatchSpec
     batch_size: int

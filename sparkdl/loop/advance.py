@@ -20,9 +20,9 @@ from sparkdl.model.options import TrainingOptions
 from sparkdl.replica.iteration import Iteration
 
 
-def first_state(policy: TrainingOptions) -> TrainState:
+def first_state(options: TrainingOptions) -> TrainState:
     """Return the state at the start of a run."""
-    return TrainState(loss_scale=FIRST_SCALE if policy.scales_loss else 1.0)
+    return TrainState(loss_scale=FIRST_SCALE if options.scales_loss else 1.0)
 
 
 def previous_state(state: TrainState, history: History) -> TrainState:
@@ -90,7 +90,7 @@ def next_iteration(state: TrainState, schedule: Schedule, histograms: bool) -> I
 def advance(
     state: TrainState,
     result: IterationResult,
-    policy: TrainingOptions,
+    options: TrainingOptions,
     learning_rates: tuple[float, ...],
     seconds: float,
 ) -> TrainState:
@@ -99,19 +99,19 @@ def advance(
     Args:
         state: The state before it.
         result: The result of the iteration.
-        policy: The training options.
+        options: The training options.
         learning_rates: The learning rates that it used.
         seconds: The seconds of the run at its end.
 
     Raises:
         TrainingError: A gradient is not finite, and neither can a smaller loss scale correct that
-            nor is the policy to skip the iteration.
+            nor is the iteration to be skipped.
     """
     skipped = bool(result.not_finite)
-    if skipped and policy.on_nan == "raise" and state.loss_scale == 1.0:
-        raise TrainingError(_not_finite(state, result, policy))
+    if skipped and options.on_nan == "raise" and state.loss_scale == 1.0:
+        raise TrainingError(_not_finite(state, result, options))
     scale, age = state.loss_scale, 0
-    if policy.scales_loss:
+    if options.scales_loss:
         scale, age = next_scale(state.loss_scale, state.loss_scale_age, skipped)
     return replace(
         next_counters(state),
@@ -130,10 +130,10 @@ def advance(
     )
 
 
-def _not_finite(state: TrainState, result: IterationResult, policy: TrainingOptions) -> str:
+def _not_finite(state: TrainState, result: IterationResult, options: TrainingOptions) -> str:
     found = "; ".join(f"{what} in replica {m}" for m, what in result.not_finite.items())
     remedy = 'Lower the learning rate, clip with clip_norm=1.0, or pass on_nan="skip".'
-    if policy.wire == "fp16":
+    if options.wire == "fp16":
         other = remedy[0].lower() + remedy[1:]
         remedy = f'fp16 overflows above 65,504: use wire="bf16". Otherwise: {other}'
     return (

@@ -27,7 +27,7 @@ class LoopConfig:
     @staticmethod
     def of(trainer: Any) -> LoopConfig:
         """Take the constants from the fields of a trainer."""
-        return LoopConfig(stop=trainer.stop, options=trainer.policy, histograms=trainer.histograms)
+        return LoopConfig(stop=trainer.stop, options=trainer.options, histograms=trainer.histograms)
 
     def wants_histograms(self, previous: TrainState, state: TrainState) -> bool:
         """Return whether the iteration after ``state``, which came after ``previous``, reports

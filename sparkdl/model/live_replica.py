@@ -70,7 +70,7 @@ class LiveReplica:
             flat: The built module with its flat vector.
             device: The device to compute on; None: the device of the flat vector.
         """
-        call = prepared_forward(flat.module, recipe.policy)
+        call = prepared_forward(flat.module, recipe.options)
         device = device or flat.flat.device
         recipe = recipe.without_weights()
         return LiveReplica(recipe, flat, call, device, on_device(recipe.loss, device))

@@ -144,15 +144,15 @@ def _wrapped(module: nn.Module) -> nn.Module | None:
     return wraps if isinstance(wraps, nn.Module) else None
 
 
-def prepared_forward(module: nn.Module, policy: TrainingOptions) -> Callable[..., Any]:
+def prepared_forward(module: nn.Module, options: TrainingOptions) -> Callable[..., Any]:
     """Return the callable for a forward pass in training: the module, checkpointed or compiled.
 
     Activation checkpointing follows Chen et al., 2016, as ``torch.utils.checkpoint`` implements it.
     """
-    for child in _outermost(module, policy.activation_checkpointing):
+    for child in _outermost(module, options.activation_checkpointing):
         counts = any(True for _ in child.buffers())
         child.forward = _Checkpointed(child, counts)  # type: ignore[method-assign]
-    if not policy.compile:
+    if not options.compile:
         for child in module.children():
             for inner in child.modules():
                 if (compiler := _compilers.get(inner)) is not None:
@@ -160,8 +160,8 @@ def prepared_forward(module: nn.Module, policy: TrainingOptions) -> Callable[...
                     inner._compiled_call_impl = compiler(inner._call_impl)
         compiler = _compilers.get(module)
         return module if compiler is None else compiler(module)
-    options = dict(policy.compile) if isinstance(policy.compile, Mapping) else {}
-    return torch.compile(module, **options)  # type: ignore[call-overload]
+    compile_options = dict(options.compile) if isinstance(options.compile, Mapping) else {}
+    return torch.compile(module, **compile_options)  # type: ignore[call-overload]
 
 
 def _outermost(module: nn.Module, patterns: Iterable[str]) -> list[nn.Module]:

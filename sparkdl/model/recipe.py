@@ -30,7 +30,7 @@ class Recipe:
         loss: The loss.
         optimizer: A callable, or one for each of several submodules.
         seed: The seed for building the model.
-        policy: The training options.
+        options: The training options.
         weights: A state_dict with the initial weights.
         strict_weights: The names in ``weights`` must be those of the model.
         frozen: Patterns of names of parameters that do not train.
@@ -45,7 +45,7 @@ class Recipe:
     loss: Callable[..., torch.Tensor]
     optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     seed: int
-    policy: TrainingOptions = field(default_factory=TrainingOptions)
+    options: TrainingOptions = field(default_factory=TrainingOptions)
     weights: Mapping[str, torch.Tensor] | None = None
     strict_weights: bool = True
     frozen: tuple[str, ...] = ()

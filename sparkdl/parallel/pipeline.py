@@ -127,19 +127,19 @@ def _check_torch() -> None:
         )
 
 
-def check_called(module: nn.Module, items: Items, policy: TrainingOptions) -> None:
+def check_called(module: nn.Module, items: Items, options: TrainingOptions) -> None:
     """Check that the modules for activation checkpointing are called as a whole.
 
     Args:
         module: The model.
         items: Its chain of modules.
-        policy: The options of training, which name the modules.
+        options: The options of training, which name the modules.
 
     Raises:
         sparkdl.ModelError: If one is not.
     """
     whole = {id(child) for _, item in items for child in item.modules()}
-    for pattern in policy.activation_checkpointing:
+    for pattern in options.activation_checkpointing:
         for name, child in module.named_modules():
             if name and matches_module(pattern, name) and id(child) not in whole:
                 raise ModelError(
@@ -210,7 +210,7 @@ def with_split(
     module: nn.Module,
     inputs: Sequence[torch.Tensor],
     ranks: int,
-    policy: TrainingOptions,
+    options: TrainingOptions,
 ) -> Pipeline:
     """Return ``strategy`` with every cut named: the user's cuts, or those for equal work.
 
@@ -221,7 +221,7 @@ def with_split(
         module: The model.
         inputs: A few rows of each input.
         ranks: The number of ranks of a pipeline.
-        policy: The options of training.
+        options: The options of training.
 
     Raises:
         sparkdl.ModelError: If the model cannot be split so.
@@ -230,7 +230,7 @@ def with_split(
     items, count = chain_of(module, strategy.split, inputs), ranks * strategy.stages_per_rank
     starts = [first_of(items, name) for name in strategy.split]
     _check_count(strategy, items, count)
-    check_called(module, items, policy)
+    check_called(module, items, options)
     costs, outputs = costs_of(module, items, inputs)
     if not starts:
         starts = _chosen(costs, outputs, count)

@@ -88,12 +88,12 @@ def forward_backward(
     Returns:
         The mean loss, its weight, and the named losses of a step.
     """
-    policy = replica.recipe.policy
+    options = replica.recipe.options
     replica.train()
     replica.clear_gradients()
     total, values = batch.weight, list[tuple[torch.Tensor, float]]()
     named: list[dict[str, tuple[torch.Tensor, float]]] = []
-    cut = [(p, p.weight / total if total else 0.0) for p in batch.parts(policy.accumulate)]
+    cut = [(p, p.weight / total if total else 0.0) for p in batch.parts(options.accumulate)]
     if not parts:
         cut = [(part, own) for part, own in cut if own]
     idle = max(0, parts - len(cut))
@@ -193,9 +193,9 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 def autocasting(replica: LiveReplica) -> AbstractContextManager[None]:
-    """Return a context with lower precision, if the policy asks for it. The weights are not
+    """Return a context with lower precision, if the options ask for it. The weights are not
     converted."""
-    dtype = replica.recipe.policy.autocast_dtype
+    dtype = replica.recipe.options.autocast_dtype
     return _AS_IT_IS if dtype is None else torch.autocast(replica.device.type, dtype=dtype)
 
 

@@ -34,7 +34,7 @@ def writes_early(live: LiveReplica) -> bool:
     """Return whether the sizes of this replica's sections are known before backward."""
     recipe = live.recipe
     tables = any(segment.sparse for segment in live.flat.layout.segments)
-    return recipe.policy.local_steps == 1 and recipe.compression is None and not tables
+    return recipe.options.local_steps == 1 and recipe.compression is None and not tables
 
 
 class GradientWriter:
@@ -65,9 +65,11 @@ class GradientWriter:
         for plan, section in zip(plans, maps, strict=True):
             end = begin + section_nbytes(plan, layout.dtype, section)
             gradient = open_section(plan, layout.dtype, section, out[begin:end]).gradient
-            for piece in plan.parameters:
-                offset = plan.start + piece.start - layout.segments[piece.number].start
-                self._places[piece.number].append((offset, gradient[piece.start : piece.stop]))
+            for fragment in plan.parameters:
+                offset = plan.start + fragment.start - layout.segments[fragment.number].start
+                self._places[fragment.number].append(
+                    (offset, gradient[fragment.start : fragment.stop])
+                )
             begin = end
 
     @torch.no_grad()

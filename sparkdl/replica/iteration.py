@@ -24,8 +24,8 @@ class SliceHandle:
     """All other optimizer state, pickled."""
 
     @property
-    def token(self) -> str:
-        return self.weights.token
+    def node_id(self) -> str:
+        return self.weights.node_id
 
     @property
     def version(self) -> str:
@@ -54,7 +54,7 @@ class Fault:
 
     kind: str
     partition: int
-    token: str
+    node_id: str
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ReplicaReport:
         count: The number of samples.
         weight: Their weight in the mean: their number, or the sum of their weights.
         loss: The mean loss over them.
-        token: The node.
+        node_id: The node.
         seconds: Seconds by activity.
         not_finite: The first value that is inf or NaN ("the loss", or the gradient of a parameter),
             or empty.
@@ -79,7 +79,7 @@ class ReplicaReport:
     count: int
     weight: float
     loss: float
-    token: str
+    node_id: str
     seconds: Mapping[str, float] = field(default_factory=dict)
     not_finite: str = ""
     received: Mapping[int, int] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class SliceReport:
 
     Attributes:
         index: The number of the slice.
-        token: The node.
+        node_id: The node.
         state: The handle of the new state, or None if there are faults.
         replicas: The reports of the replicas.
         faults: The reasons why nothing was done.
@@ -105,7 +105,7 @@ class SliceReport:
     """
 
     index: int
-    token: str
+    node_id: str
     state: SliceHandle | None
     replicas: tuple[ReplicaReport, ...] = ()
     faults: tuple[Fault, ...] = ()

@@ -42,7 +42,7 @@ def several_steps(
         whole: The updater of a single slice that is the whole flat vector.
         clock: The clock for the seconds of each activity.
     """
-    flat, layout, policy = live.flat.flat, live.flat.layout, live.recipe.policy
+    flat, layout, options = live.flat.flat, live.flat.layout, live.recipe.options
     begin = flat[: whole.plan.dense_length].clone()
     state.weights = flat
     moved = ReplicaResult()
@@ -59,10 +59,10 @@ def several_steps(
         reduced = ReducedGradient(_flatten(live, gradients, whole), gradients.absent)
         not_finite |= _not_finite(live, gradients)
         penalize(whole.plan, reduced, flat, whole.l1, whole.l2)
-        if policy.clip_value is not None:
-            clip_values(reduced, policy.clip_value)
-        if policy.clip_norm is not None:
-            clip_norm(reduced, [squared_norm(whole.plan, reduced)], policy.clip_norm)
+        if options.clip_value is not None:
+            clip_values(reduced, options.clip_value)
+        if options.clip_norm is not None:
+            clip_norm(reduced, [squared_norm(whole.plan, reduced)], options.clip_norm)
         with torch.no_grad(), whole.drawing(work.seed(number, "update")):
             step_slice(
                 whole.plan,

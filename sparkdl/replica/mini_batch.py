@@ -90,18 +90,18 @@ class MiniBatch:
 
 
 def weigh(
-    targets: Sequence[torch.Tensor], weights: torch.Tensor | None, policy: TrainingOptions
+    targets: Sequence[torch.Tensor], weights: torch.Tensor | None, options: TrainingOptions
 ) -> torch.Tensor | None:
     """Return the weight of each sample: its own weight times that of its class.
 
     Args:
         targets: The labels; the first is the class.
         weights: The samples' own weights; None: all are equal.
-        policy: The training options.
+        options: The training options.
     """
-    if policy.class_weights is None:
+    if options.class_weights is None:
         return weights
-    table = torch.tensor(policy.class_weights, dtype=torch.float64, device=targets[0].device)
+    table = torch.tensor(options.class_weights, dtype=torch.float64, device=targets[0].device)
     # clamped, because a label that is no class may be one that the loss ignores
     of_class = table[targets[0].clamp(0, len(table) - 1)]
     return of_class if weights is None else weights.double() * of_class

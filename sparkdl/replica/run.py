@@ -48,7 +48,7 @@ class RunSpec:
         seed: The seed of the run.
         replicas: The number M of replicas.
         slices: The number N of slices.
-        assembly: How rows become mini-batches.
+        batch_spec: How rows become mini-batches.
         shares: For each replica, about how many rows of its partition a mini-batch takes.
         threads: torch's threads in a task. They change the bits, so they are fixed.
         whole_tensors: Slices are cut only between tensors, because the optimizer or the compression
@@ -61,7 +61,7 @@ class RunSpec:
     seed: int
     replicas: int
     slices: int
-    assembly: BatchSpec
+    batch_spec: BatchSpec
     shares: tuple[int, ...]
     threads: int
     whole_tensors: bool = False
@@ -86,7 +86,7 @@ class ReplicaHandle:
     checksum: int
 
 
-def install_recipe(run: RunSpec, pieces: Iterable[bytes], nbytes: int = 0) -> None:
+def install_recipe(run: RunSpec, fragments: Iterable[bytes], nbytes: int = 0) -> None:
     """Write the pickled recipe into this node's slab root, unless it is there already.
 
     The first directory with enough space is used.
@@ -107,7 +107,7 @@ def install_recipe(run: RunSpec, pieces: Iterable[bytes], nbytes: int = 0) -> No
     for path in places:
         draft = Path(f"{path}.{secrets.token_hex(8)}")
         try:
-            write_private(draft, pieces)
+            write_private(draft, fragments)
             os.replace(draft, path)
             return
         except OSError as error:
@@ -182,7 +182,7 @@ class OpenRun:
         optimizer = OptimizerSpec.of(recipe, parameters, replica.flat.module)
         plans = slice_specs(layout, run.slices, whole=run.whole_tensors) + slice_specs(layout, 1)
         *owners, whole = (
-            SliceUpdater.of(plan, optimizer, recipe.policy, layout, not run.whole_tensors)
+            SliceUpdater.of(plan, optimizer, recipe.options, layout, not run.whole_tensors)
             for plan in plans
         )
         return OpenRun(owners, whole, layout)

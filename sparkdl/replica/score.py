@@ -20,7 +20,7 @@ def score_partition(
     live: LiveReplica,
     partition: MappedPartition,
     scorer: Scorer,
-    assembly: BatchSpec,
+    batch_spec: BatchSpec,
     batch_size: int,
 ) -> list[Any]:
     """Return the scorer's states over all rows of a partition, in evaluation mode and in order.
@@ -29,17 +29,17 @@ def score_partition(
         live: The replica with the weights.
         partition: The validation samples.
         scorer: The loss and the metrics.
-        assembly: How rows become batches.
+        batch_spec: How rows become batches.
         batch_size: The number of rows of a batch.
     """
     states, device = scorer.start(), live.device
-    dtype, scorer = live.recipe.policy.autocast_dtype, scorer.on(device)
+    dtype, scorer = live.recipe.options.autocast_dtype, scorer.on(device)
     cast: Any = (
         contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
     )
     for start in range(0, len(partition.order), batch_size):
         rows = np.arange(start, min(start + batch_size, len(partition.order)))
-        batch = to_mini_batch(plain_batch(assembly, partition, rows), live, training=False)
+        batch = to_mini_batch(plain_batch(batch_spec, partition, rows), live, training=False)
         with evaluating(live.flat.module) as module, cast:
             signature = live.recipe.signature
             output = signature.call_for_loss(scorer.loss, module, batch.inputs, batch.targets)

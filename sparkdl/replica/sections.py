@@ -32,7 +32,7 @@ def section_maps(
         plans: All slices.
         outcome: The replica's result.
     """
-    wire = live.recipe.policy.wire_dtype or live.flat.layout.dtype
+    wire = live.recipe.options.wire_dtype or live.flat.layout.dtype
     arrays = {
         name: str(array.dtype).removeprefix("torch.") for name, array in outcome.arrays.items()
     }
@@ -40,9 +40,11 @@ def section_maps(
         SectionLayout(
             wire,
             {
-                piece.number: len(cut_rows(piece, outcome.gradients.tables[piece.number])[0])
-                for piece in plan.tables
-                if piece.number in outcome.gradients.tables
+                fragment.number: len(
+                    cut_rows(fragment, outcome.gradients.tables[fragment.number])[0]
+                )
+                for fragment in plan.tables
+                if fragment.number in outcome.gradients.tables
             },
             arrays,
             _specs(plan, outcome),

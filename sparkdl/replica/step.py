@@ -32,7 +32,7 @@ class ReplicaIteration:
 
     step: IterationRows
     replica: int
-    assembly: BatchSpec
+    batch_spec: BatchSpec
     share: int
 
     @property
@@ -50,18 +50,18 @@ class ReplicaIteration:
             count: The number of mini-batches, which have nearly equal size. Empty ones are omitted.
         """
         start, stop = self.rows
-        assembly = replace(self.assembly, augment=live.recipe.augment)
+        batch_spec = replace(self.batch_spec, augment=live.recipe.augment)
         epoch, replica = self.step.epoch, self.replica
-        order = visit_order(assembly, partition, epoch, replica, self.share)
+        order = visit_order(batch_spec, partition, epoch, replica, self.share)
 
         def prepare(low: int, high: int) -> list[Rows]:
-            return training_rows(assembly, partition, order[low:high], epoch, replica)
+            return training_rows(batch_spec, partition, order[low:high], epoch, replica)
 
-        who, position = (partition.name, replica), (assembly, epoch, self.share)
+        who, position = (partition.name, replica), (batch_spec, epoch, self.share)
         fields = AHEAD.take(who, position, start, stop, len(order), prepare)
         cuts = [(stop - start) * j // count for j in range(count + 1)]
         return [
-            fields_to_batch(assembly, [rows[low:high] for rows in fields])
+            fields_to_batch(batch_spec, [rows[low:high] for rows in fields])
             for low, high in itertools.pairwise(cuts)
             if high > low
         ]
@@ -70,7 +70,7 @@ class ReplicaIteration:
         """Return the seed of random draws in forward, or in an "update" that the replica makes
         itself."""
         position = (self.step.index, self.replica) + ((local_step,) if local_step else ())
-        return derive_seed(self.assembly.seed, purpose, *position)
+        return derive_seed(self.batch_spec.seed, purpose, *position)
 
 
 @dataclass
@@ -116,7 +116,7 @@ def to_mini_batch(
     targets = to_tensors(batch.targets, device)
     weights = None if batch.weights is None else to_tensors([batch.weights], device)[0]
     if training:
-        weights = weigh(targets, weights, live.recipe.policy)
+        weights = weigh(targets, weights, live.recipe.options)
     if training and masses:
         here = targets if device.type == "cpu" else to_tensors(batch.targets, torch.device("cpu"))
         taken = masses_of(live.recipe.loss, here)
@@ -164,7 +164,7 @@ def compress_outcome(
     """
     assert live.recipe.compression is not None
     layout = live.flat.layout
-    wire = live.recipe.policy.wire_dtype or layout.dtype
+    wire = live.recipe.options.wire_dtype or layout.dtype
     compressed: dict[int, Tensors] = {}
     keeps = dict(kept)
     for number, gradient in enumerate(outcome.gradients.dense):
@@ -176,7 +176,7 @@ def compress_outcome(
             gradient=gradient.to(layout.dtype).contiguous(),
             state={n: t.to(gradient.device) for n, t in kept.get(number, {}).items()},
             iteration=work.step.index,
-            seed=derive_seed(work.assembly.seed, "compression", *position),
+            seed=derive_seed(work.batch_spec.seed, "compression", *position),
         )
         compressed[number], keeps[number] = compress(live.recipe.compression, bucket, wire)
     return replace(outcome, compressed=compressed, kept=keeps)

@@ -31,13 +31,13 @@ class Left:
     reference: Reference
 
 
-def left_where_large(pool: Pool, result: Any, tick: int) -> Any:
+def left_where_large(pool: Pool, result: Any, submission: int) -> Any:
     """Return ``result``, or :class:`Left` if it is large bytes or a large array and a slab has room.
 
     Args:
         pool: The pool to leave it in.
         result: The result of a task.
-        tick: The tick of the task; buffers of results of earlier ticks are free.
+        submission: The submission of the task; buffers of results of earlier submissions are free.
     """
     if not isinstance(result, (bytes, np.ndarray)):
         return result
@@ -45,7 +45,7 @@ def left_where_large(pool: Pool, result: Any, tick: int) -> Any:
     if data.nbytes <= LARGE_BYTES:
         return result
     try:
-        with pool.claim(ROLE, data.nbytes, tick, tick) as claim:
+        with pool.claim(ROLE, data.nbytes, submission, submission) as claim:
             claim.bytes[:] = data
             return Left(claim.reference)
     except SlabFullError:  # send it in one piece, however large: it may arrive

@@ -3,11 +3,11 @@
 [Note: who may write a buffer] A buffer is a file of fixed size with a one-page header. To write, an
 attempt *claims* a buffer. It takes the file's lock without waiting, and only if the stamp in the header
 says that no iteration needs the content any more. Otherwise it tries the next file, and makes a new one
-if none is free. The stamp holds the *tick* (a number that grows with every submitted iteration) and a
+if none is free. The stamp holds the *submission* (a number that grows with each) and a
 random nonce of this claim. A reference carries the nonce, and its reader checks it before and after
 reading. Therefore:
 
-* A live reader is safe: buffers of its tick are not free for anyone.
+* A live reader is safe: buffers of its submission are not free for anyone.
 * A zombie attempt that still writes holds the lock, so nobody claims its buffer.
 * A zombie reader finds another nonce and fails, and nobody waits for it.
 * A dead process holds no lock.
@@ -50,20 +50,20 @@ class Reference:
     Attributes:
         path: The file.
         nonce: The nonce of the write (hex).
-        token: The token of the node.
+        node_id: The id of the node.
         offset: Bytes from the start of the payload.
         nbytes: Number of bytes.
     """
 
     path: str
     nonce: str
-    token: str
+    node_id: str
     offset: int
     nbytes: int
 
     def part(self, offset: int, nbytes: int) -> Reference:
         """Return the reference to ``nbytes`` bytes of this one, ``offset`` bytes in."""
-        return Reference(self.path, self.nonce, self.token, self.offset + offset, nbytes)
+        return Reference(self.path, self.nonce, self.node_id, self.offset + offset, nbytes)
 
     def parts(self, most: int) -> list[Reference]:
         """Return references to consecutive parts of up to ``most`` bytes."""
@@ -82,8 +82,8 @@ class _Mapped:
         self._private: mmap.mmap | None = None
 
     def stamp(self) -> tuple[int, bytes]:
-        magic, tick, nonce = _STAMP.unpack_from(self.map, 0)
-        return (tick, nonce) if magic == _MAGIC else (-1, _NO_NONCE)
+        magic, submission, nonce = _STAMP.unpack_from(self.map, 0)
+        return (submission, nonce) if magic == _MAGIC else (-1, _NO_NONCE)
 
     def private(self) -> np.ndarray:
         """Return the file's present content; writes to it stay in this process, until the next call."""
@@ -97,8 +97,8 @@ class _Mapped:
 class Claim:
     """A buffer held for writing until the ``with`` block ends."""
 
-    def __init__(self, path: str, mapped: _Mapped, nonce: bytes, token: str, nbytes: int) -> None:
-        self.reference = Reference(path, nonce.hex(), token, 0, nbytes)
+    def __init__(self, path: str, mapped: _Mapped, nonce: bytes, node_id: str, nbytes: int) -> None:
+        self.reference = Reference(path, nonce.hex(), node_id, 0, nbytes)
         self.bytes = mapped.bytes[HEADER_BYTES : HEADER_BYTES + nbytes]
         """The payload, uint8, writable, page-aligned; content undefined until written."""
 
@@ -111,20 +111,20 @@ class Pool:
         self._mapped: OrderedDict[str, _Mapped] = OrderedDict()
 
     @property
-    def token(self) -> str:
-        """Return the node's token; empty if this node has no slab root of the run."""
+    def node_id(self) -> str:
+        """Return the node's id; empty if this node has no slab root of the run."""
         root = open_root(self.config)
-        return root.token if root else ""
+        return root.node_id if root else ""
 
     @contextlib.contextmanager
-    def claim(self, role: str, nbytes: int, tick: int, floor: int) -> Iterator[Claim]:
+    def claim(self, role: str, nbytes: int, submission: int, oldest_needed: int) -> Iterator[Claim]:
         """Hold a buffer for writing until the block ends. See [Note: who may write a buffer].
 
         Args:
             role: The role; only buffers of the same role and size are reused.
             nbytes: The size of the payload.
-            tick: The tick of the write.
-            floor: Buffers with a stamp below this tick are free.
+            submission: The submission of the write.
+            oldest_needed: Buffers with a stamp below this submission are free.
 
         Raises:
             SlabFullError: No directory has room.
@@ -134,12 +134,12 @@ class Pool:
         if root is None:
             raise StaleReferenceError(f"the slab root {self.config.name} was deleted")
         prefix = f"{role}-{nbytes}-"
-        path, mapped = self._free(root, prefix, floor) or self._create(root, prefix, nbytes)
+        path, mapped = self._free(root, prefix, oldest_needed) or self._create(root, prefix, nbytes)
         nonce = secrets.token_bytes(16)
         mapped.claimed = True
         try:
-            _STAMP.pack_into(mapped.map, 0, _MAGIC, tick, nonce)
-            yield Claim(path, mapped, nonce, root.token, nbytes)
+            _STAMP.pack_into(mapped.map, 0, _MAGIC, submission, nonce)
+            yield Claim(path, mapped, nonce, root.node_id, nbytes)
         finally:
             mapped.claimed = False
             fcntl.flock(mapped.fd, fcntl.LOCK_UN)
@@ -170,11 +170,11 @@ class Pool:
             raise StaleReferenceError(f"slab {reference.path} was written again since")
         return mapped
 
-    def _free(self, root: Root, prefix: str, floor: int) -> tuple[str, _Mapped] | None:
+    def _free(self, root: Root, prefix: str, oldest_needed: int) -> tuple[str, _Mapped] | None:
         """Lock and return a free buffer; try those that this process has mapped before listing all."""
         known = [path for path in self._mapped if path.rpartition("/")[2].startswith(prefix)]
         for path in sorted(known):
-            if mapped := self._lock(path, floor):
+            if mapped := self._lock(path, oldest_needed):
                 return path, mapped
         names = [
             f"{directory}/{name}"
@@ -183,20 +183,20 @@ class Pool:
             if name.startswith(prefix)
         ]
         for path in sorted(set(names).difference(known)):
-            if mapped := self._lock(path, floor):
+            if mapped := self._lock(path, oldest_needed):
                 return path, mapped
         return None
 
-    def _lock(self, path: str, floor: int) -> _Mapped | None:
+    def _lock(self, path: str, oldest_needed: int) -> _Mapped | None:
         """Lock and return the buffer if it is free."""
         mapped = self._open(path)
-        if mapped.stamp()[0] >= floor:
+        if mapped.stamp()[0] >= oldest_needed:
             return None
         try:
             fcntl.flock(mapped.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return None
-        if mapped.stamp()[0] < floor and os.fstat(mapped.fd).st_nlink:  # not a deleted file
+        if mapped.stamp()[0] < oldest_needed and os.fstat(mapped.fd).st_nlink:  # not a deleted file
             return mapped
         fcntl.flock(mapped.fd, fcntl.LOCK_UN)
         return None

@@ -52,7 +52,7 @@ class Root:
     """An open root: directories for buffers (first choice first), and the node's token."""
 
     directories: tuple[Path, ...]
-    token: str
+    node_id: str
     made: tuple[int, int] = (0, 0)
     """Identifies the token file: a token that was deleted and made again is a different one."""
 
@@ -81,11 +81,11 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
     root, shared = _open_roots.get(config.name), None
     if config.samples:
         other = open_root(SlabConfig(config.directory, config.samples), create)
-        shared = None if other is None else other.token
+        shared = None if other is None else other.node_id
     if (
         root is not None
         and _made(root.directories[0]) == root.made
-        and shared in (None, root.token)
+        and shared in (None, root.node_id)
     ):
         return root
     _open_roots.pop(config.name, None)
@@ -124,8 +124,8 @@ def _opened(places: Sequence[Path], shared: str | None) -> Root:
     for path in directories:
         _check_not_shared(path)
         _mark_alive(path, _holder())
-    token = _token(directories[0])
-    return Root(directories, shared or token, _made(directories[0]))
+    node_id = _node_id(directories[0])
+    return Root(directories, shared or node_id, _made(directories[0]))
 
 
 def open_private(path: str | Path, flags: int) -> int:
@@ -197,7 +197,7 @@ def _private_directory(path: Path) -> Path:
     return path
 
 
-def _token(root: Path) -> str:
+def _node_id(root: Path) -> str:
     """Read the token, or make it if this process is the first (link is atomic, the first wins)."""
     with contextlib.suppress(FileNotFoundError):
         return read_private(root / "token").decode()  # needs no room on the disk

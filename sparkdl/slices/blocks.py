@@ -42,27 +42,30 @@ def cut_blocks(plan: SliceSpec, elements: int = BLOCK_ELEMENTS) -> list[SliceSpe
     assert elements % ALIGNMENT == 0
     if plan.length <= elements:
         return [plan]
-    dense, end = [piece for piece in plan.parameters if not piece.sparse], plan.dense_length
-    pieces: list[list[Fragment]] = [[] for _ in range(0, end, elements)]
-    for piece in dense:
-        for block in range(piece.start // elements, -(-piece.stop // elements)):
-            pieces[block].append(_part(piece, block * elements, (block + 1) * elements))
+    dense, end = (
+        [fragment for fragment in plan.parameters if not fragment.sparse],
+        plan.dense_length,
+    )
+    fragments: list[list[Fragment]] = [[] for _ in range(0, end, elements)]
+    for fragment in dense:
+        for block in range(fragment.start // elements, -(-fragment.stop // elements)):
+            fragments[block].append(_part(fragment, block * elements, (block + 1) * elements))
     blocks = [
         _block(plan, start, min(start + elements, end), own)
-        for start, own in zip(range(0, end, elements), pieces, strict=True)
+        for start, own in zip(range(0, end, elements), fragments, strict=True)
     ]
-    rest = [replace(p, start=p.start - end) for p in plan.pieces[len(dense) :]]
+    rest = [replace(p, start=p.start - end) for p in plan.fragments[len(dense) :]]
     return [*blocks, _block(plan, end, plan.length, rest)] if end < plan.length else blocks
 
 
-def _block(plan: SliceSpec, start: int, stop: int, pieces: list[Fragment]) -> SliceSpec:
-    return SliceSpec(plan.index, plan.start + start, plan.start + stop, tuple(pieces))
+def _block(plan: SliceSpec, start: int, stop: int, fragments: list[Fragment]) -> SliceSpec:
+    return SliceSpec(plan.index, plan.start + start, plan.start + stop, tuple(fragments))
 
 
-def _part(piece: Fragment, start: int, stop: int) -> Fragment:
-    low, high = max(start, piece.start), min(stop, piece.stop)
-    shape = piece.shape if high - low == piece.length else ()
-    return replace(piece, start=low - start, length=high - low, shape=shape)
+def _part(fragment: Fragment, start: int, stop: int) -> Fragment:
+    low, high = max(start, fragment.start), min(stop, fragment.stop)
+    shape = fragment.shape if high - low == fragment.length else ()
+    return replace(fragment, start=low - start, length=high - low, shape=shape)
 
 
 def block_of_state(

@@ -47,7 +47,7 @@ class GroupSpec:
 
     def build(
         self,
-        pieces: Mapping[int, torch.Tensor],
+        fragments: Mapping[int, torch.Tensor],
         hyperparameters: Sequence[Mapping[str, Any]] | None = None,
     ) -> torch.optim.Optimizer | None:
         """Build the optimizer on some tensors.
@@ -61,7 +61,7 @@ class GroupSpec:
         """
         groups = []
         for i, (group, members) in enumerate(zip(self.groups, self.members, strict=True)):
-            if params := [pieces[n] for n in members if n in pieces]:
+            if params := [fragments[n] for n in members if n in fragments]:
                 values = {**group, **(hyperparameters[i] if hyperparameters else {})}
                 groups.append({**values, "params": params})
         return self.make(groups) if groups else None
@@ -168,7 +168,7 @@ class OptimizerSpec:
 
     def build(
         self,
-        pieces: Mapping[int, torch.Tensor],
+        fragments: Mapping[int, torch.Tensor],
         hyperparameters: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[torch.optim.Optimizer]:
         """Build the optimizers that have any of the given tensors as parameters.
@@ -181,7 +181,7 @@ class OptimizerSpec:
         built, first = [], 0
         for part in self.parts:
             last = first + len(part.groups)
-            own = part.build(pieces, hyperparameters[first:last] if hyperparameters else None)
+            own = part.build(fragments, hyperparameters[first:last] if hyperparameters else None)
             if own is not None:
                 built.append(own)
             first = last

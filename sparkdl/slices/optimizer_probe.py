@@ -257,12 +257,12 @@ def _update(
     values = _hyperparameters(plan)
     for index, spans in enumerate(cuts):
         start, stop = spans[0][1], spans[-1][2]
-        pieces = tuple(_piece(number, shape, a, b, start, sparse) for number, a, b in spans)
-        piece_plan = SliceSpec(index, start, stop, pieces)
+        fragments = tuple(_fragment(number, shape, a, b, start, sparse) for number, a, b in spans)
+        piece_plan = SliceSpec(index, start, stop, fragments)
         state = SliceState(drawn[0, start:stop].clone())
         for step, gradients in enumerate(drawn[1:]):
             dense = gradients[start:stop].clone()
-            rows = {p.number: _rows(p, dense, step) for p in pieces} if sparse else None
+            rows = {p.number: _rows(p, dense, step) for p in fragments} if sparse else None
             step_slice(
                 piece_plan,
                 state,
@@ -277,7 +277,7 @@ def _update(
     return torch.cat(updates)
 
 
-def _piece(
+def _fragment(
     number: int, shape: tuple[int, ...], low: int, high: int, start: int, sparse: bool
 ) -> Fragment:
     if sparse:
@@ -288,7 +288,9 @@ def _piece(
     return Fragment(number, "parameter", low - start, high - low, shape, sparse, row)
 
 
-def _rows(piece: Fragment, dense: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _rows(fragment: Fragment, dense: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the rows with a gradient: every third row of the tensor has none."""
-    rows = torch.tensor([r for r in range(piece.shape[0]) if (r + piece.first_row + step) % 3])
-    return rows.long(), dense[piece.start : piece.stop].view(piece.shape)[rows.long()]
+    rows = torch.tensor(
+        [r for r in range(fragment.shape[0]) if (r + fragment.first_row + step) % 3]
+    )
+    return rows.long(), dense[fragment.start : fragment.stop].view(fragment.shape)[rows.long()]

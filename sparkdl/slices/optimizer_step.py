@@ -53,20 +53,20 @@ def step_slice(
     Raises:
         ModelError: An optimizer evaluates the loss more than once.
     """
-    pieces = {p.number: p for p in plan.parameters if p.length}
-    tensors = {n: _view(state.weights, p) for n, p in pieces.items()}
+    fragments = {p.number: p for p in plan.parameters if p.length}
+    tensors = {n: _view(state.weights, p) for n, p in fragments.items()}
     optimizers = optimizer_plan.build(tensors, hyperparameters)
     places = {n: tensor.data_ptr() for n, tensor in tensors.items()}
     for number, tensor in tensors.items():
         if number not in absent:
-            tensor.grad = _gradient(pieces[number], gradient, sparse)
+            tensor.grad = _gradient(fragments[number], gradient, sparse)
     for optimizer in optimizers:
         ours = _held_by(optimizer, tensors)
         held: dict[int, dict[str, torch.Tensor]] = {}
         for tensor, number, group in ours:
             if number in state.others:
-                piece = pieces[number]
-                own = {name: _view(state.arrays[name], piece) for name in state.held[number]}
+                fragment = fragments[number]
+                own = {name: _view(state.arrays[name], fragment) for name in state.held[number]}
                 others = _where_stepped(group, tensor, state.others[number])
                 optimizer.state[tensor] = {**own, **others}
                 held[number] = own
@@ -76,31 +76,31 @@ def step_slice(
             optimizer.step()
         for tensor, number, _ in ours:
             if made := optimizer.state.get(tensor):
-                _keep(state, plan, pieces[number], made, held.get(number, {}))
+                _keep(state, plan, fragments[number], made, held.get(number, {}))
     for number, tensor in tensors.items():
         tensor.grad = None
         if tensor.data_ptr() != places[number]:  # replaced instead of written in place
-            _view(state.weights, pieces[number]).copy_(tensor)
+            _view(state.weights, fragments[number]).copy_(tensor)
 
 
-def _view(flat: torch.Tensor, piece: Fragment) -> torch.Tensor:
+def _view(flat: torch.Tensor, fragment: Fragment) -> torch.Tensor:
     """Return the fragment of ``flat`` in the fragment's shape, or one-dimensional if it has none."""
-    part = flat[piece.start : piece.stop]
-    return part.view(piece.shape) if piece.shape else part
+    part = flat[fragment.start : fragment.stop]
+    return part.view(fragment.shape) if fragment.shape else part
 
 
 def _gradient(
-    piece: Fragment, gradient: torch.Tensor, sparse: Mapping[int, SparseRows] | None
+    fragment: Fragment, gradient: torch.Tensor, sparse: Mapping[int, SparseRows] | None
 ) -> torch.Tensor:
-    if not piece.sparse or sparse is None:
-        return _view(gradient, piece)
-    if piece.number in sparse:
-        rows, values = sparse[piece.number]
+    if not fragment.sparse or sparse is None:
+        return _view(gradient, fragment)
+    if fragment.number in sparse:
+        rows, values = sparse[fragment.number]
     else:
         rows = torch.empty(0, dtype=torch.int64)
-        values = torch.empty(0, piece.shape[1], dtype=gradient.dtype)
+        values = torch.empty(0, fragment.shape[1], dtype=gradient.dtype)
     # set explicitly, else torch warns; the rows come from the engine and are valid
-    found = torch.sparse_coo_tensor(rows[None], values, piece.shape, check_invariants=False)
+    found = torch.sparse_coo_tensor(rows[None], values, fragment.shape, check_invariants=False)
     return found.coalesce()
 
 
@@ -165,7 +165,7 @@ def evaluate_once(loss: torch.Tensor | None, name: str) -> Callable[[], Any]:
 def _keep(
     state: SliceState,
     plan: SliceSpec,
-    piece: Fragment,
+    fragment: Fragment,
     made: Mapping[str, Any],
     own: Mapping[str, torch.Tensor],
 ) -> None:
@@ -174,7 +174,7 @@ def _keep(
     ``own`` are the views of arrays that the optimizer was given.
     """
     held, others = [], {}
-    shape = piece.shape or (piece.length,)
+    shape = fragment.shape or (fragment.length,)
     for name, value in made.items():
         if name in own and value is own[name]:  # the optimizer wrote in place
             held.append(name)
@@ -193,8 +193,8 @@ def _keep(
             array = torch.zeros(plan.trainable_length, dtype=value.dtype, device=home)
             state.arrays[name] = array
         dense = value.to_dense() if value.is_sparse else value
-        place = _view(array, piece)
+        place = _view(array, fragment)
         if place.data_ptr() != dense.data_ptr():
             place.copy_(dense)
         held.append(name)
-    state.held[piece.number], state.others[piece.number] = tuple(held), others
+    state.held[fragment.number], state.others[fragment.number] = tuple(held), others

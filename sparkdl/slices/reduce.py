@@ -68,14 +68,14 @@ def reduce_gradients(
         ]
         tree_sum(terms, out)
     tables = {}
-    for piece in plan.tables:
+    for fragment in plan.tables:
         parts = [
-            (*c.tables[piece.number], share)
+            (*c.tables[fragment.number], share)
             for c, share in zip(ordered, shares, strict=True)
-            if piece.number in c.tables
+            if fragment.number in c.tables
         ]
         if parts:
-            tables[piece.number] = _add_rows(parts, out.dtype)
+            tables[fragment.number] = _add_rows(parts, out.dtype)
     return ReducedGradient(out, frozenset.intersection(*[c.absent for c in ordered]), tables)
 
 
@@ -135,15 +135,15 @@ def penalize(
     """
     if not l1 and not l2:
         return
-    for piece in plan.parameters:
-        if piece.sparse or piece.number in reduced.absent:
+    for fragment in plan.parameters:
+        if fragment.sparse or fragment.number in reduced.absent:
             continue
-        place = reduced.gradient[piece.start : piece.stop]
-        values = weights[piece.start : piece.stop]
-        if piece.number in l1:
-            place.add_(values.sign(), alpha=l1[piece.number])
-        if piece.number in l2:
-            place.add_(values, alpha=l2[piece.number])
+        place = reduced.gradient[fragment.start : fragment.stop]
+        values = weights[fragment.start : fragment.stop]
+        if fragment.number in l1:
+            place.add_(values.sign(), alpha=l1[fragment.number])
+        if fragment.number in l2:
+            place.add_(values, alpha=l2[fragment.number])
 
 
 def clip_values(reduced: ReducedGradient, limit: float) -> None:
@@ -156,9 +156,9 @@ def clip_values(reduced: ReducedGradient, limit: float) -> None:
 def squared_norm(plan: SliceSpec, reduced: ReducedGradient) -> float:
     """Return the sum of squares over the slice, in float64."""
     parts = [
-        reduced.gradient[piece.start : piece.stop]
-        for piece in plan.parameters
-        if not piece.sparse and piece.number not in reduced.absent
+        reduced.gradient[fragment.start : fragment.stop]
+        for fragment in plan.parameters
+        if not fragment.sparse and fragment.number not in reduced.absent
     ]
     parts += [values for _, values in reduced.tables.values()]
     norms = [torch.linalg.vector_norm(p, dtype=torch.float64) for p in parts if p.numel()]
@@ -225,32 +225,32 @@ def average(
     state.weights[: plan.dense_length].add_(moved.gradient)
     ordered = sorted(contributions, key=lambda c: c.replica)
     unpacked = {c.replica: unpack(c.others) for c in ordered if c.others}
-    for piece in plan.parameters:
+    for fragment in plan.parameters:
         stepped = [
             c
             for c in ordered
             if c.replica in unpacked
-            and piece.number not in c.absent
-            and piece.number in unpacked[c.replica][1]
+            and fragment.number not in c.absent
+            and fragment.number in unpacked[c.replica][1]
         ]
         if not stepped:
             continue
         held, others = unpacked[stepped[0].replica]
-        state.held[piece.number] = held[piece.number]
-        state.others[piece.number] = others[piece.number]
+        state.held[fragment.number] = held[fragment.number]
+        state.others[fragment.number] = others[fragment.number]
         shares = shares_of([c.weight for c in stepped])
-        for name in held[piece.number]:
+        for name in held[fragment.number]:
             first = stepped[0].arrays[name]
             if name not in state.arrays:
                 state.arrays[name] = torch.zeros_like(first, device=state.weights.device)
-            place = state.arrays[name][piece.start : piece.stop]
+            place = state.arrays[name][fragment.start : fragment.stop]
             if not first.is_floating_point():
-                place.copy_(first[piece.start : piece.stop])
+                place.copy_(first[fragment.start : fragment.stop])
                 continue
             place.zero_()
             for c, share in zip(stepped, shares, strict=True):
                 if name in c.arrays:
-                    place.add_(c.arrays[name][piece.start : piece.stop], alpha=share)
+                    place.add_(c.arrays[name][fragment.start : fragment.stop], alpha=share)
 
 
 def merge_buffers(plan: SliceSpec, contributions: Sequence[Section], weights: torch.Tensor) -> None:
@@ -269,14 +269,14 @@ def merge_buffers(plan: SliceSpec, contributions: Sequence[Section], weights: to
     ordered = sorted(contributions, key=lambda c: c.replica)
     ordered = [c for c in ordered if c.weight] or ordered
     total = sum(c.weight for c in ordered)
-    for piece in plan.pieces:
-        if piece.kind == "parameter":
+    for fragment in plan.fragments:
+        if fragment.kind == "parameter":
             continue
-        place = slice(piece.start - plan.buffers_start, piece.stop - plan.buffers_start)
+        place = slice(fragment.start - plan.buffers_start, fragment.stop - plan.buffers_start)
         first = ordered[0].buffers[place]
-        merged = weights[piece.start : piece.stop]
+        merged = weights[fragment.start : fragment.stop]
         merged.copy_(first)
-        if piece.kind == "average" and total:
+        if fragment.kind == "average" and total:
             for item in ordered[1:]:
                 values = item.buffers[place]
                 # -0.0: adding it changes no bit, not even that of a -0.0

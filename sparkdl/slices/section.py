@@ -96,10 +96,10 @@ class Section:
         if self.compressed is None:
             return self.gradient if self.gradient.dtype == dtype else self.gradient.to(dtype)
         dense = torch.zeros(plan.dense_length, dtype=dtype)
-        for piece in plan.parameters:
-            if piece.number in self.compressed:
-                found = decompress(self.compressed[piece.number], piece.shape, dtype)
-                dense[piece.start : piece.stop] = found.view(-1)
+        for fragment in plan.parameters:
+            if fragment.number in self.compressed:
+                found = decompress(self.compressed[fragment.number], fragment.shape, dtype)
+                dense[fragment.start : fragment.stop] = found.view(-1)
         return dense
 
 
@@ -148,10 +148,10 @@ def open_section(
             parts[name] = as_tensor(raw.data, kind)
         place += _aligned(nbytes)
     tables = {}
-    for piece in plan.tables:
-        if piece.number in layout.rows:
-            values = parts[f"values {piece.number}"].view(-1, piece.shape[1])
-            tables[piece.number] = parts[f"rows {piece.number}"], values
+    for fragment in plan.tables:
+        if fragment.number in layout.rows:
+            values = parts[f"values {fragment.number}"].view(-1, fragment.shape[1])
+            tables[fragment.number] = parts[f"rows {fragment.number}"], values
     arrays = {name: parts[f"array {name}"] for name in layout.arrays}
     return Section(
         replica,
@@ -167,13 +167,13 @@ def open_section(
     )
 
 
-def cut_rows(piece: Fragment, rows: SparseRows) -> SparseRows:
-    """Return the rows of a whole table that fall into ``piece``, counted from its first row."""
+def cut_rows(fragment: Fragment, rows: SparseRows) -> SparseRows:
+    """Return the rows of a whole table that fall into ``fragment``, counted from its first row."""
     numbers, values = rows
     low, high = torch.searchsorted(
-        numbers, torch.tensor([piece.first_row, piece.first_row + piece.shape[0]])
+        numbers, torch.tensor([fragment.first_row, fragment.first_row + fragment.shape[0]])
     ).tolist()
-    return numbers[low:high] - piece.first_row, values[low:high]
+    return numbers[low:high] - fragment.first_row, values[low:high]
 
 
 def write_gradients(
@@ -197,24 +197,26 @@ def write_gradients(
         out: The section.
         written: The numbers of the parameters whose gradients are in the section already.
     """
-    for piece in plan.parameters:
-        if piece.number in written:
+    for fragment in plan.parameters:
+        if fragment.number in written:
             continue
-        if piece.sparse:
-            if piece.number in out.tables:
+        if fragment.sparse:
+            if fragment.number in out.tables:
                 for place, values in zip(
-                    out.tables[piece.number], cut_rows(piece, tables[piece.number]), strict=True
+                    out.tables[fragment.number],
+                    cut_rows(fragment, tables[fragment.number]),
+                    strict=True,
                 ):
                     place.copy_(values)
             continue
         if out.compressed is not None:
             continue
-        gradient, place = gradients[piece.number], out.gradient[piece.start : piece.stop]
+        gradient, place = gradients[fragment.number], out.gradient[fragment.start : fragment.stop]
         if gradient is None:
             place.zero_()
         else:
-            offset = plan.start + piece.start - layout.segments[piece.number].start
-            place.copy_(gradient.reshape(-1)[offset : offset + piece.length])
+            offset = plan.start + fragment.start - layout.segments[fragment.number].start
+            place.copy_(gradient.reshape(-1)[offset : offset + fragment.length])
 
 
 def first_not_finite(plan: SliceSpec, section: Section) -> int | None:
@@ -224,16 +226,18 @@ def first_not_finite(plan: SliceSpec, section: Section) -> int | None:
     tables = [values for _, values in section.tables.values()]
     if all(map(sums_up, [section.gradient, *tables, *itertools.chain(*floats.values())])):
         return None
-    for piece in plan.parameters:
-        if piece.sparse:
-            values = section.tables[piece.number][1] if piece.number in section.tables else None
+    for fragment in plan.parameters:
+        if fragment.sparse:
+            values = (
+                section.tables[fragment.number][1] if fragment.number in section.tables else None
+            )
         elif section.compressed is not None:
-            found = floats.get(piece.number)
+            found = floats.get(fragment.number)
             values = torch.cat([t.reshape(-1) for t in found]) if found else None
         else:
-            values = section.gradient[piece.start : piece.stop]
+            values = section.gradient[fragment.start : fragment.stop]
         if values is not None and not torch.isfinite(values).all():
-            return piece.number
+            return fragment.number
     return None
 
 
@@ -258,11 +262,11 @@ def _parts(
     for name, kind in layout.arrays.items():
         array = getattr(torch, kind)
         yield f"array {name}", plan.trainable_length * array.itemsize, array
-    for piece in plan.tables:
-        if piece.number in layout.rows:
-            count, width = layout.rows[piece.number], piece.shape[1]
-            yield f"rows {piece.number}", count * 8, torch.int64
-            yield f"values {piece.number}", count * width * layout.wire.itemsize, layout.wire
+    for fragment in plan.tables:
+        if fragment.number in layout.rows:
+            count, width = layout.rows[fragment.number], fragment.shape[1]
+            yield f"rows {fragment.number}", count * 8, torch.int64
+            yield f"values {fragment.number}", count * width * layout.wire.itemsize, layout.wire
 
 
 def _aligned(nbytes: int) -> int:

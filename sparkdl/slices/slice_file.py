@@ -170,7 +170,7 @@ def reslice(parts: Iterable[StoredSlice], plan: SliceSpec, dtype: torch.dtype) -
     weights = torch.empty(plan.length, dtype=dtype)
     arrays: dict[str, torch.Tensor] = {}
     others: dict[int, tuple[int, dict[str, Any], tuple[str, ...]]] = {}
-    numbers = {piece.number for piece in plan.parameters}
+    numbers = {fragment.number for fragment in plan.parameters}
     covered: list[tuple[int, int]] = []
     averaged: list[tuple[int, int]] = []
     for part in parts:

@@ -51,7 +51,7 @@ class SliceSpec:
     index: int
     start: int
     stop: int
-    pieces: tuple[Fragment, ...]
+    fragments: tuple[Fragment, ...]
 
     @property
     def length(self) -> int:
@@ -72,16 +72,16 @@ class SliceSpec:
     @functools.cached_property
     def buffers_start(self) -> int:
         """Return the first element of the buffers, which fill the rest of the slice."""
-        return min((p.start for p in self.pieces if p.kind != "parameter"), default=self.length)
+        return min((p.start for p in self.fragments if p.kind != "parameter"), default=self.length)
 
     @functools.cached_property
     def parameters(self) -> tuple[Fragment, ...]:
-        return tuple(p for p in self.pieces if p.kind == "parameter")
+        return tuple(p for p in self.fragments if p.kind == "parameter")
 
     @functools.cached_property
     def tables(self) -> tuple[Fragment, ...]:
         """Return the fragments of sparse tables."""
-        return tuple(p for p in self.pieces if p.sparse)
+        return tuple(p for p in self.fragments if p.sparse)
 
 
 def slice_specs(layout: Layout, slices: int, whole: bool = False) -> list[SliceSpec]:
@@ -97,12 +97,12 @@ def slice_specs(layout: Layout, slices: int, whole: bool = False) -> list[SliceS
     cuts = [_allowed(layout, layout.size * n // slices, whole) for n in range(slices)]
     plans = []
     for index, (start, stop) in enumerate(itertools.pairwise([*cuts, layout.size])):
-        pieces = []
+        fragments = []
         for number, segment in enumerate(layout.segments):
             low, high = max(start, segment.start), min(stop, segment.stop)
             if low < high or (segment.length == 0 and low == high == segment.start and low < stop):
-                pieces.append(_piece(number, segment, low, high, start))
-        plans.append(SliceSpec(index, start, stop, tuple(pieces)))
+                fragments.append(_fragment(number, segment, low, high, start))
+        plans.append(SliceSpec(index, start, stop, tuple(fragments)))
     return plans
 
 
@@ -125,7 +125,7 @@ def _allowed(layout: Layout, ideal: int, whole: bool) -> int:
     return ideal // step * step
 
 
-def _piece(number: int, segment: TensorRange, low: int, high: int, start: int) -> Fragment:
+def _fragment(number: int, segment: TensorRange, low: int, high: int, start: int) -> Fragment:
     length, shape, first_row = high - low, segment.shape, 0
     if segment.sparse:
         width = max(1, math.prod(segment.shape[1:]))

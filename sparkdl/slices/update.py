@@ -75,7 +75,7 @@ class SliceUpdater:
     Attributes:
         plan: The slice.
         optimizer: The optimizers.
-        policy: The training options.
+        options: The training options.
         dtype: The dtype of the flat vector.
         l1: The strengths of the L1 penalty by parameter number.
         l2: The strengths of the L2 penalty by parameter number.
@@ -84,7 +84,7 @@ class SliceUpdater:
 
     plan: SliceSpec
     optimizer: OptimizerSpec
-    policy: TrainingOptions
+    options: TrainingOptions
     dtype: torch.dtype
     l1: Mapping[int, float]
     l2: Mapping[int, float]
@@ -94,17 +94,17 @@ class SliceUpdater:
     def of(
         plan: SliceSpec,
         optimizer: OptimizerSpec,
-        policy: TrainingOptions,
+        options: TrainingOptions,
         layout: Layout,
         separable: bool = False,
     ) -> SliceUpdater:
         return SliceUpdater(
             plan,
             optimizer,
-            policy,
+            options,
             layout.dtype,
-            penalties(policy.l1, layout),
-            penalties(policy.l2, layout),
+            penalties(options.l1, layout),
+            penalties(options.l2, layout),
             separable,
         )
 
@@ -121,7 +121,7 @@ class SliceUpdater:
         return self._blocks(GPU_BLOCK_ELEMENTS)
 
     def _blocks(self, elements: int) -> list[SliceSpec]:
-        cut = self.separable and self.policy.local_steps == 1
+        cut = self.separable and self.options.local_steps == 1
         return cut_blocks(self.plan, elements) if cut else [self.plan]
 
     def reduce(
@@ -144,16 +144,16 @@ class SliceUpdater:
         out: torch.Tensor,
     ) -> ReducedGradient:
         reduced = reduce_gradients(block, contributions, out)
-        if self.policy.local_steps == 1:
+        if self.options.local_steps == 1:
             penalize(block, reduced, weights, self.l1, self.l2)
-            if self.policy.clip_value is not None:
-                clip_values(reduced, self.policy.clip_value)
+            if self.options.clip_value is not None:
+                clip_values(reduced, self.options.clip_value)
         return reduced
 
     @property
     def clips_norm(self) -> bool:
         """Return whether the owners need each other's norms before they can update."""
-        return self.policy.clips_norm
+        return self.options.clips_norm
 
     def squared_norm(self, reduced: ReducedGradient) -> float:
         """Return this slice's part of the squared global norm."""
@@ -189,9 +189,9 @@ class SliceUpdater:
             keep: Memory for the whole gradient, (dense_length,), if the caller needs it.
         """
         norm, scale = None, 1.0
-        if self.clips_norm and self.policy.clip_norm is not None:
-            norm, scale = clip_factor(squares, self.policy.clip_norm)
-        if self.policy.ema is not None and EMA not in old.arrays:
+        if self.clips_norm and self.options.clip_norm is not None:
+            norm, scale = clip_factor(squares, self.options.clip_norm)
+        if self.options.ema is not None and EMA not in old.arrays:
             new.arrays[EMA] = old.weights[: self.plan.trainable_length].clone()
         before = replace(old, held=dict(old.held), others=dict(old.others))
         blocks = self.blocks if old.weights.device.type == "cpu" else self.blocks_on_gpu
@@ -252,7 +252,7 @@ class SliceUpdater:
         loss: float,
     ) -> None:
         """Bring a block's state, a copy of version t, to t+1."""
-        if self.policy.local_steps > 1:
+        if self.options.local_steps > 1:
             average(block, state, reduced, contributions)
         else:
             step_slice(
@@ -265,9 +265,9 @@ class SliceUpdater:
                 sparse=reduced.tables,
                 loss=torch.tensor(loss, dtype=self.dtype),
             )
-        if self.policy.ema is not None:
+        if self.options.ema is not None:
             moving = state.arrays[EMA]
-            moving.lerp_(state.weights[: len(moving)], 1.0 - self.policy.ema)
+            moving.lerp_(state.weights[: len(moving)], 1.0 - self.options.ema)
 
     def histograms(
         self, state: SliceState, reduced: ReducedGradient
@@ -275,15 +275,17 @@ class SliceUpdater:
         """Return histograms of the weights and the gradients of each parameter's fragment in this
         slice."""
         found = {}
-        for piece in self.plan.parameters:
-            found["weights", piece.number] = Histogram.of(state.weights[piece.start : piece.stop])
-            if piece.sparse:
-                if piece.number in reduced.tables:
-                    values = reduced.tables[piece.number][1]
-                    found["gradients", piece.number] = Histogram.of(values)
-            elif piece.number not in reduced.absent:
-                values = reduced.gradient[piece.start : piece.stop]
-                found["gradients", piece.number] = Histogram.of(values)
+        for fragment in self.plan.parameters:
+            found["weights", fragment.number] = Histogram.of(
+                state.weights[fragment.start : fragment.stop]
+            )
+            if fragment.sparse:
+                if fragment.number in reduced.tables:
+                    values = reduced.tables[fragment.number][1]
+                    found["gradients", fragment.number] = Histogram.of(values)
+            elif fragment.number not in reduced.absent:
+                values = reduced.gradient[fragment.start : fragment.stop]
+                found["gradients", fragment.number] = Histogram.of(values)
         return found
 
     def reduced_map(self, reduced: ReducedGradient) -> SectionLayout:

@@ -106,7 +106,7 @@ def gives_sums(
     """
     loss, inputs, targets = recipe.loss, _tensors(batch.inputs), _tensors(batch.targets)
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
-    weights = weigh(targets, own, recipe.policy)
+    weights = weigh(targets, own, recipe.options)
     known = MiniBatch(inputs, targets, weights, masses_of(loss, targets))
     with torch.no_grad(), seeded(recipe.seed):
         module.train()

@@ -91,7 +91,7 @@ def run_spec(
         trainer.seed,
         replicas,
         _slices(trainer, model, replicas),
-        assembly(trainer, samples, model.float_dtype),
+        batch_spec(trainer, samples, model.float_dtype),
         tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
         threads,
         whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate) or compressed,
@@ -100,7 +100,7 @@ def run_spec(
     )
 
 
-def assembly(trainer: Trainer, samples: SampleSet, float_dtype: str) -> BatchSpec:
+def batch_spec(trainer: Trainer, samples: SampleSet, float_dtype: str) -> BatchSpec:
     """Return how training rows become mini-batches, except for ``augment``, which is in the recipe.
 
     Args:
@@ -181,4 +181,4 @@ def load_start(
     if carried is not None:
         state = begin_batch(carried.state, per_epoch, each_an_epoch=True)
         return state, carried.trained.history.branch()
-    return begin_batch(first_state(trainer.policy), per_epoch), History()
+    return begin_batch(first_state(trainer.options), per_epoch), History()

@@ -164,7 +164,7 @@ def train_here(
         callbacks: The callbacks of the loop, in place of those of the trainer.
         history: An empty history, which grows.
     """
-    state = begin_batch(first_state(trainer.policy), engine.plan.num_iterations)
+    state = begin_batch(first_state(trainer.options), engine.plan.num_iterations)
     state = catch_up(schedule, state, history)
     config = LoopConfig.of(trainer)
     return train(trainer, config, engine, schedule, tasks, callbacks, state, history, Interrupt())

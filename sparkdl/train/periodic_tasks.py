@@ -47,7 +47,7 @@ def run_identity(
             "seed": trainer.seed,
         },
         optimizers=model.optimizers,
-        options=trainer.policy,
+        options=trainer.options,
         frozen=frozen_digest(model.module),
         metric=trainer.validation.best if trainer.validation else None,
         compression=describe(trainer.compression),

@@ -21,7 +21,7 @@ from sparkdl.model.model_loss import is_own_loss
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import place_contiguously
 from sparkdl.spark.failures import reading_explained
-from sparkdl.train.engine_inputs import assembly
+from sparkdl.train.engine_inputs import batch_spec
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
@@ -138,7 +138,7 @@ def validation_set(
     metrics = suited(resolve(validation.metrics), loss)
     loss_part = None if is_own_loss(loss) else trainer.output
     scorer = Scorer(loss, metrics, part=part, loss_part=loss_part, labels=trainer.label_columns)
-    how = assembly(trainer, samples, float_dtype)
+    how = batch_spec(trainer, samples, float_dtype)
     return ValidationSet(samples, scorer, how, validation.batch_size)
 
 

@@ -27,7 +27,7 @@ from sparkdl.process.determinism import seeded
 from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.train.averaging_checks import gives_sums, is_averaged, rows_for_loss
 from sparkdl.train.hints import shape_of, text_of
-from sparkdl.train.place_samples import assembly
+from sparkdl.train.place_samples import batch_spec
 from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.probe import check_scorer, try_model
@@ -64,7 +64,7 @@ def preflight(
             "this data have the same length: declare the column that varies in length, "
             'columns={"...": sparkdl.Sequence()}, or leave bucketing out.'
         )
-    how = replace(assembly(trainer, samples, model.float_dtype), augment=trainer.augment)
+    how = replace(batch_spec(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         tried = batch = preview_batch(how, samples.preview, augment=True)
     loss = copy.deepcopy(trainer.objective)  # it may count its calls
@@ -149,21 +149,21 @@ def check_single_rows(
     if found is None:
         return
     what, reason, error = found
-    policy = recipe.policy
+    options = recipe.options
     last, together = plan.num_iterations - 1, parallel.mesh.model_groups
-    of_all = policy.sync_batchnorm and what == "model"  # the rows of all ranks count together
+    of_all = options.sync_batchnorm and what == "model"  # the rows of all ranks count together
     if of_all:
         together = [[rank for group in together for rank in group]]
     for number in (*range(min(last, _SEARCHED_BATCHES)), last):
         rows_of = [stop - start for start, stop in plan.rows(number)]
         counts = [sum(rows_of[rank] for rank in group) for group in together]
-        steps = (part for rows in counts for part in _cut(rows, policy.local_steps))
-        single = any(1 in parallel.pass_sizes(part, policy.accumulate) for part in steps)
+        steps = (part for rows in counts for part in _cut(rows, options.local_steps))
+        single = any(1 in parallel.pass_sizes(part, options.accumulate) for part in steps)
         if single and (iterations is None or number < iterations):
             cut = "".join(
-                f", {name}={getattr(policy, name)}"
+                f", {name}={getattr(options, name)}"
                 for name in ("local_steps", "accumulate")
-                if getattr(policy, name) > 1
+                if getattr(options, name) > 1
             )
             if parallel.micro_batches > 1:
                 cut += f", micro_batches={parallel.micro_batches}"
@@ -171,7 +171,7 @@ def check_single_rows(
             raise ModelError(
                 f"the {what} needs mini-batches of more than one row ({reason}), and in "
                 f"iteration {number + 1} of each epoch {who} gets one: {plan.num_samples} "
-                f"rows, batch_size={plan.batch_size // policy.local_steps}, "
+                f"rows, batch_size={plan.batch_size // options.local_steps}, "
                 f"replicas={len(plan.counts)}{cut}. Choose another batch_size or fewer replicas"
                 f"{', or cut less' if cut else ''}."
             ) from error
@@ -192,7 +192,7 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
         except Exception as error:
             return "model", text_of(error), error
         try:
-            weights = torch.ones(1) if recipe.policy.weighted else None
+            weights = torch.ones(1) if recipe.options.weighted else None
             masses = masses_of(recipe.loss, targets)
             value, _ = loss_of(recipe.loss, output, targets, weights, masses)
             if value.requires_grad:

@@ -31,7 +31,7 @@ from sparkdl.train.recipes import (
     build_model,
     check_columns,
     check_compression,
-    check_policy,
+    check_options,
     pickled,
     plan_optimizer,
 )
@@ -88,15 +88,15 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> PreparedModel:
         _check_data(trainer.validation.data)
         check_metrics(resolve(trainer.validation.metrics))
     weights = _weights_file(trainer) if start is None else start.module.state_dict()
-    policy = replace(
-        trainer.policy, weighted=trainer.weight is not None or trainer.class_weights is not None
+    options = replace(
+        trainer.options, weighted=trainer.weight is not None or trainer.class_weights is not None
     )
     recipe = Recipe(
         trainer.model,
         trainer.objective,
         trainer.optimizer,
         trainer.seed,
-        policy,
+        options,
         weights,
         trainer.strict_weights,
         tuple(trainer.freeze),
@@ -112,12 +112,12 @@ def prepare(trainer: Trainer, start: TrainedModel | None) -> PreparedModel:
     module = build_model(payload)
     layout = layout_of(module)
     built = {} if trainer.engine == "local" else describe(module)
-    check_policy(policy, module, layout)
+    check_options(options, module, layout)
     check_compression(recipe, layout)
     _import_compiler()
     optimizer = plan_optimizer(recipe, module, trainer.slices)
     for part in trainer.parts.values():
-        part.check_model(module, layout, optimizer, policy)
+        part.check_model(module, layout, optimizer, options)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return PreparedModel(recipe, payload, module, layout, built, optimizer, schedule)
 

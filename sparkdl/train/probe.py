@@ -72,7 +72,7 @@ def try_model(
     Raises:
         ModelError: The model or the loss fails, or returns something that cannot be used.
     """
-    loss, policy = recipe.loss, recipe.policy
+    loss, options = recipe.loss, recipe.options
     inputs, targets = (
         to_tensors(arrays, torch.device("cpu")) for arrays in (batch.inputs, batch.targets)
     )
@@ -111,7 +111,7 @@ def try_model(
         masses = masses_of(loss, targets)
         weights = _weights_of(batch, targets, recipe, labels_are)
         try:
-            if policy.weighted:
+            if options.weighted:
                 loss_of(loss, output, targets, torch.ones(len(inputs[0])))
                 value, count = loss_of(loss, output, targets, weights, masses)
             else:
@@ -144,7 +144,7 @@ def try_model(
             )
         counts = bool(count) if count is not None else masses is None or bool(masses.sum())
         # False if the loss ignores every label
-        if policy.on_nan == "raise" and counts and not torch.isfinite(value):
+        if options.on_nan == "raise" and counts and not torch.isfinite(value):
             raise ModelError(
                 f"{_what_is_not_finite(output, value)} on the first rows ({shown}; "
                 f"{dtypes_of(inputs)}), before any training. Look for a division by 0, the log or "
@@ -186,10 +186,10 @@ def _weights_of(
     """Return a weight for each row, not all zero; check that class weights fit the label."""
     rows = len(batch.inputs[0])
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
-    weights_of_classes = recipe.policy.class_weights
+    weights_of_classes = recipe.options.class_weights
     if weights_of_classes is not None:
         _check_classes(targets, len(weights_of_classes), ClassLoss.of(recipe.loss), labels)
-    weights = weigh(targets, own, recipe.policy)
+    weights = weigh(targets, own, recipe.options)
     return torch.ones(rows) if weights is None or not float(weights.sum()) else weights
 
 
@@ -235,7 +235,7 @@ def check_scorer(module: nn.Module, signature: Signature, validation: Validation
         ModelError: The model or the loss fails.
         ParameterError: A metric does not go with the output or the label.
     """
-    batch = preview_batch(validation.assembly, validation.samples.preview)
+    batch = preview_batch(validation.batch_spec, validation.samples.preview)
     targets = to_tensors(batch.targets, torch.device("cpu"))
     rows = len(batch.inputs[0])
     weights = None if batch.weights is None else torch.from_numpy(batch.weights)

@@ -128,32 +128,32 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
     return plan
 
 
-def check_policy(policy: TrainingOptions, module: nn.Module, layout: Layout) -> None:
+def check_options(options: TrainingOptions, module: nn.Module, layout: Layout) -> None:
     """Raise an error if the model does not support the options of a run.
 
     Args:
-        policy: The options.
+        options: The options.
         module: The model.
         layout: The layout of its flat vector.
 
     Raises:
         ModelError: An option does not work with this model.
     """
-    check_modules(module, policy.activation_checkpointing)
+    check_modules(module, options.activation_checkpointing)
     tables = [segment.name for segment in layout.segments if segment.sparse]
-    if policy.local_steps > 1 and tables:
+    if options.local_steps > 1 and tables:
         raise ModelError(
-            f"local_steps={policy.local_steps} needs dense gradients, and the embedding "
+            f"local_steps={options.local_steps} needs dense gradients, and the embedding "
             f'"{tables[0].rpartition(".")[0]}" has sparse=True: leave one of the two out.'
         )
-    if policy.sync_batchnorm and tables:
+    if options.sync_batchnorm and tables:
         raise ModelError(
             f'sync_batchnorm=True does not go with the embedding "{tables[0].rpartition(".")[0]}", '
             "which has sparse=True: leave one of the two out."
         )
     names = [s.name for s in layout.segments if s.kind == "parameter"]
     for option in ("l1", "l2"):
-        value = getattr(policy, option)
+        value = getattr(options, option)
         for pattern in value if isinstance(value, Mapping) else ():
             if not fnmatch.filter(names, pattern):
                 raise ModelError(

@@ -72,7 +72,7 @@ def _check_room(
     """
     need = 2 * layout.nbytes
     if trainer.compression is None:
-        wire = trainer.policy.wire_dtype or layout.dtype
+        wire = trainer.options.wire_dtype or layout.dtype
         dense = sum(s.length for s in layout.segments if s.kind == "parameter" and not s.sparse)
         need += replicas * dense * wire.itemsize
     if slab_dir == "auto":

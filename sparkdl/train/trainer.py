@@ -309,7 +309,7 @@ class Trainer:
         return parts_of(self.strategy, self.mesh) if self.engine == "gang" else {}
 
     @property
-    def policy(self) -> TrainingOptions:
+    def options(self) -> TrainingOptions:
         """The options that the tasks of an iteration need."""
         return TrainingOptions(
             accumulate=self.accumulate,

@@ -178,7 +178,12 @@ class Bench:
             pickle.loads(next(InitialState()(n, iter(self.owners[n])))).state for n in range(3)
         )
         self.step = IterationMessage(
-            index=0, epoch=0, tick=1, floor=0, rows=((0, 6), (0, 6)), residuals=(None, None)
+            index=0,
+            epoch=0,
+            submission=1,
+            oldest_needed=0,
+            rows=((0, 6), (0, 6)),
+            residuals=(None, None),
         )
 
     def _samples(self, generator: np.random.Generator, rows: int) -> SampleHandle:
@@ -217,8 +222,8 @@ class Bench:
         self.step = replace(
             step,
             index=step.index + 1,
-            tick=step.tick + 1,
-            floor=step.tick,
+            submission=step.submission + 1,
+            oldest_needed=step.submission,
             residuals=residuals or step.residuals,
         )
 
@@ -340,7 +345,9 @@ def test_twins_keep_the_same_residuals(compressing):
         if committed is not None:
             assert [kept(bench, handle) for handle in bench.step.residuals] == committed
             assert kept(bench, first[0]) != committed[0]
-        bench.step = replace(bench.step, tick=bench.step.tick + 1)  # skipped, and run again
+        bench.step = replace(
+            bench.step, submission=bench.step.submission + 1
+        )  # skipped, and run again
         gradients = [bench.forward_backward(m) for m in range(2)]
         again = residuals_of(gradients)
         states = tuple(bench.synchronize(n, [g[n] for g in gradients]).state for n in range(3))
@@ -373,7 +380,7 @@ def test_residuals_do_not_make_the_pool_grow(compressing):
     for iteration in range(16):
         bench.step = replace(bench.step, rows=((0, 6), (0, 6 if iteration in (0, 12) else 0)))
         for _ in range(3):  # two of them skipped
-            bench.step = replace(bench.step, tick=bench.step.tick + 1)
+            bench.step = replace(bench.step, submission=bench.step.submission + 1)
             twins = [[bench.forward_backward(m) for m in range(2)] for _ in range(2)]
         states = tuple(bench.synchronize(n, [g[n] for g in twins[0]]).state for n in range(3))
         found = residuals_of(twins[0])
@@ -391,8 +398,8 @@ def test_a_replica_without_its_residual_reports_it(compressing):
     bench = compressing
     gradients = [bench.forward_backward(m) for m in range(2)]
     mine, other = residuals_of(gradients)
-    foreign = replace(mine, reference=replace(mine.reference, token="elsewhere"))
-    bench.step = replace(bench.step, tick=2, residuals=(foreign, other))
+    foreign = replace(mine, reference=replace(mine.reference, node_id="elsewhere"))
+    bench.step = replace(bench.step, submission=2, residuals=(foreign, other))
     frames = bench.forward_backward(0)
     assert [decode(f)[0].fault.kind for f in frames] == [RESIDUAL_FOREIGN] * 3
     report = bench.synchronize(0, [frames[0], bench.forward_backward(1)[0]])

@@ -52,14 +52,14 @@ FAULTS = {
     ),
     "l2 takes the sign": Fault(
         "slices/reduce.py",
-        "place.add_(values, alpha=l2[piece.number])",
-        "place.add_(values.sign(), alpha=l2[piece.number])",
+        "place.add_(values, alpha=l2[fragment.number])",
+        "place.add_(values.sign(), alpha=l2[fragment.number])",
         "parity/test_gradients.py",
     ),
     "the moving average moves by the decay": Fault(
         "slices/update.py",
-        "moving.lerp_(state.weights[: len(moving)], 1.0 - self.policy.ema)",
-        "moving.lerp_(state.weights[: len(moving)], self.policy.ema)",
+        "moving.lerp_(state.weights[: len(moving)], 1.0 - self.options.ema)",
+        "moving.lerp_(state.weights[: len(moving)], self.options.ema)",
         "parity/test_model_care.py",
     ),
     "a block is updated with the weights of the first": Fault(
@@ -124,7 +124,7 @@ FAULTS = {
     ),
     "a gradient that is not finite is passed over": Fault(
         "loop/advance.py",
-        'if skipped and policy.on_nan == "raise" and state.loss_scale == 1.0:',
+        'if skipped and options.on_nan == "raise" and state.loss_scale == 1.0:',
         "if False:",
         "unit/test_progress.py",
     ),
@@ -136,7 +136,7 @@ FAULTS = {
     ),
     "a buffer is written to while somebody may read it": Fault(
         "slab/pool.py",
-        "if mapped.stamp()[0] < floor and os.fstat(mapped.fd).st_nlink:",
+        "if mapped.stamp()[0] < oldest_needed and os.fstat(mapped.fd).st_nlink:",
         "if os.fstat(mapped.fd).st_nlink:",
         "unit/test_pool.py",
     ),
@@ -154,8 +154,8 @@ FAULTS = {
     ),
     "a version that is still read is overwritten": Fault(
         "engines/shuffle/versions.py",
-        "return self._ring[0].tick",
-        "return self.newest.tick",
+        "return self._ring[0].submission",
+        "return self.newest.submission",
         "spark/test_consistency.py",
     ),
     "slices that overlap are taken for a whole": Fault(

@@ -162,12 +162,12 @@ def several_steps(trainer, parts, before=None, penalty=None, iterations=ITERATIO
                 own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
                 k, rows, used = trainer.local_steps, len(part), set()
                 for j in range(k):
-                    piece = part[rows * j // k : rows * (j + 1) // k]
-                    if not len(piece):
+                    fragment = part[rows * j // k : rows * (j + 1) // k]
+                    if not len(fragment):
                         continue
                     own.zero_grad(set_to_none=True)
-                    value = plain_loss(trainer, live, piece)
-                    total_loss += float(value.detach()) * len(piece) / total
+                    value = plain_loss(trainer, live, fragment)
+                    total_loss += float(value.detach()) * len(fragment) / total
                     (value if penalty is None else value + penalty(live)).backward()
                     if before is not None:
                         before(live)

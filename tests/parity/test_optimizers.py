@@ -228,12 +228,12 @@ def of_slice(
     for (segment, _), gradient in zip(flat.parameters, found, strict=True):
         if gradient is not None and not segment.sparse:
             whole[segment.start : segment.stop] = gradient.reshape(-1)
-    for piece in plan.tables:
-        gradient = found[piece.number]
+    for fragment in plan.tables:
+        gradient = found[fragment.number]
         if gradient is not None:
-            numbers = gradient.coalesce().indices()[0] - piece.first_row
-            inside = (numbers >= 0) & (numbers < piece.shape[0])
-            rows[piece.number] = numbers[inside], gradient.coalesce().values()[inside]
+            numbers = gradient.coalesce().indices()[0] - fragment.first_row
+            inside = (numbers >= 0) & (numbers < fragment.shape[0])
+            rows[fragment.number] = numbers[inside], gradient.coalesce().values()[inside]
     return whole[plan.start : plan.start + plan.dense_length], rows
 
 
@@ -373,8 +373,8 @@ def test_cuts_go_through_parameters(net: Callable[[], nn.Module]) -> None:
     """Else the tests above would not test what they say."""
     flat = FlatModule(net())
     for slices in (3, 7):
-        pieces = [p for plan in slice_specs(flat.layout, slices) for p in plan.parameters]
-        numbers = [piece.number for piece in pieces]
+        fragments = [p for plan in slice_specs(flat.layout, slices) for p in plan.parameters]
+        numbers = [fragment.number for fragment in fragments]
         assert len(numbers) > len(set(numbers))
 
 

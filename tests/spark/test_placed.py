@@ -142,15 +142,15 @@ def test_a_run_has_the_token_of_its_samples(tmp_path: Any) -> None:
     theirs = open_root(samples)
     assert own is not None
     assert theirs is not None
-    assert own.token == theirs.token
+    assert own.node_id == theirs.node_id
     assert own.directories != theirs.directories
     remove_root(samples)
     assert open_root(run) == own
     again = open_root(samples, create=True)
     assert again is not None
-    assert again.token != own.token
+    assert again.node_id != own.node_id
     reopened = open_root(run)
     assert reopened is not None
-    assert reopened.token == again.token
+    assert reopened.node_id == again.node_id
     remove_root(run)
     assert open_root(samples) == again

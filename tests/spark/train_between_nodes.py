@@ -129,11 +129,11 @@ def main() -> None:
     def noted(self, iteration, then=()):
         result = step(self, iteration)
         stages.append(stages_of_last_job(self._context))
-        submissions.append(self._versions._tick)
+        submissions.append(self._versions._submission)
         persisted.append(innards.persisted(self._context))
-        tokens = self._placement.replica_nodes
-        names = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
-        hand_on[:] = [names[token] for token in tokens]
+        node_ids = self._placement.replica_nodes
+        names = {node_id: i for i, node_id in enumerate(dict.fromkeys(node_ids))}
+        hand_on[:] = [names[node_id] for node_id in node_ids]
         notes.append(
             [
                 (n.gradients_sent, n.weights_sent, n.gradients_received, n.weights_received)

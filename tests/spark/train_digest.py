@@ -47,7 +47,7 @@ def main() -> None:
     def noted(self, iteration, then=()):
         result = step(self, iteration)
         states = self._versions.newest.states
-        roots.update(self._placement.replica_nodes, [state.token for state in states])
+        roots.update(self._placement.replica_nodes, [state.node_id for state in states])
         return result
 
     ShuffleEngine.run = noted

@@ -82,23 +82,23 @@ class Machine:
         slices: str,
         rows: Sequence[int],
         tagged: bool = False,
-        **policy: Any,
+        **options: Any,
     ) -> None:
         self.replicas, self.slices, self.rows = replicas, slices, rows
         self._folder, self._memories = folder, {}
         slab = SlabConfig.new("slabs", "nodes")
-        assembly = BatchSpec(num_features=1, num_labels=1)
+        batch_spec = BatchSpec(num_features=1, num_labels=1)
         self.run = RunSpec(
-            slab, 0, len(replicas), len(slices), assembly, (8,) * len(replicas), threads=1
+            slab, 0, len(replicas), len(slices), batch_spec, (8,) * len(replicas), threads=1
         )
-        self._clips = "clip_norm" in policy and len(slices) > 1
+        self._clips = "clip_norm" in options and len(slices) > 1
         optimizer = partial(torch.optim.SGD, lr=0.5, momentum=0.0 if tagged else 0.9)
         recipe = Recipe(
             partial(Tagged, tagged),
             nn.CrossEntropyLoss(),
             optimizer,
             seed=0,
-            policy=TrainingOptions(**policy),
+            options=TrainingOptions(**options),
         )
         source = RecipeSource(cloudpickle.dumps(recipe))
         generator = np.random.default_rng(0)
@@ -113,13 +113,13 @@ class Machine:
         for n, node in enumerate(slices):
             with self.on(node):
                 self.owners.append(list(PrepareSlice(self.run, source, len(replicas))(n, [])))
-        tokens = {node: self.token(node) for node in replicas + slices}
-        self.tokens = tuple(tokens[node] for node in replicas)
-        self.nodes = Nodes(self.tokens, tuple(tokens[node] for node in slices))
+        node_ids = {node: self.node_id(node) for node in replicas + slices}
+        self.node_ids = tuple(node_ids[node] for node in replicas)
+        self.nodes = Nodes(self.node_ids, tuple(node_ids[node] for node in slices))
         found = self.stage(InitialState(), self.owners, slices)
         self.states: tuple[SliceHandle, ...] = tuple(pickle.loads(f).state for (f,) in found)
         self.copies: NodeCopies = {}
-        self.tick, self.floor = 1, 0
+        self.submission, self.oldest_needed = 1, 0
 
     def _samples(self, generator: np.random.Generator, rows: int) -> Any:
         writer = PartitionWriter(self.run.slab)
@@ -143,9 +143,9 @@ class Machine:
         finally:
             os.chdir(before)
 
-    def token(self, node: str) -> str:
+    def node_id(self, node: str) -> str:
         with self.on(node):
-            return pool.open_pool(self.run.slab).token
+            return pool.open_pool(self.run.slab).node_id
 
     def stage(self, body: Any, inputs: Sequence[Any], nodes: str) -> Stage:
         """A task for each partition, on its node; each runs twice, as a twin or a retry does."""
@@ -175,11 +175,11 @@ class Machine:
     def step(self) -> IterationMessage:
         rows = tuple((0, rows) for rows in self.rows)
         return IterationMessage(
-            index=self.floor,
+            index=self.oldest_needed,
             epoch=0,
             rows=rows,
-            tick=self.tick,
-            floor=self.floor,
+            submission=self.submission,
+            oldest_needed=self.oldest_needed,
             states=self.states,
             copies=self.copies,
         )
@@ -187,7 +187,7 @@ class Machine:
     def plain(self) -> list[SliceReport]:
         """An iteration in which every replica sends its own."""
         step, count = self.step(), len(self.replicas)
-        publish = PublishWeights(self.states, self.tokens)
+        publish = PublishWeights(self.states, self.node_ids)
         published = self.shuffle(self.stage(publish, self.owners, self.slices), count)
         pads = PadFrames([len(self.slices)] * count)
         padded = self.stage(pads, [[s] for s in self.seats], self.replicas)
@@ -236,15 +236,15 @@ class Machine:
     def _note(self, installed: list[NodeWeights]) -> None:
         self.copies = {}
         for node in installed:
-            self.copies[node.token] = {**self.copies.get(node.token, {}), **node.copies}
+            self.copies[node.node_id] = {**self.copies.get(node.node_id, {}), **node.copies}
 
     def _commit(self, reports: list[SliceReport]) -> list[SliceReport]:
         reports = sorted(reports, key=lambda report: report.index)
         if not any(report.faults for report in reports):
-            self.floor = self.tick
+            self.oldest_needed = self.submission
             self.states = tuple(report.state for report in reports)
             self.copies = {}
-        self.tick += 1
+        self.submission += 1
         return reports
 
     def content(self) -> list[bytes]:

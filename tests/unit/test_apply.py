@@ -82,8 +82,8 @@ def test_a_parameter_has_the_state_of_its_own_optimizer_only() -> None:
         2: {"momentum_buffer"},
         3: set(adam),
     } | ({0: set()} if 0 in state.held else {})
-    (piece,) = [p for p in plan.parameters if p.number == 3]
-    assert not state.arrays["momentum_buffer"][piece.start : piece.stop].any()
+    (fragment,) = [p for p in plan.parameters if p.number == 3]
+    assert not state.arrays["momentum_buffer"][fragment.start : fragment.stop].any()
 
 
 def test_what_a_step_may_not_touch() -> None:
@@ -236,13 +236,17 @@ def same(one: Any, other: Any) -> bool:
 def test_versions_in_slabs_go_the_way_of_one_state_in_memory(pool: Pool, make: Any) -> None:
     flat, optimizer, (plan,) = parts_of(make)
     (state,) = states_of(flat, [plan])
-    handle = first_version(pool, state, tick=0)
-    for tick in range(1, 6):
-        absent = frozenset({1} if tick == 1 else set())
-        gradient = gradient_of(plan, tick)
-        loss = torch.tensor(1 / tick)
+    handle = first_version(pool, state, submission=0)
+    for submission in range(1, 6):
+        absent = frozenset({1} if submission == 1 else set())
+        gradient = gradient_of(plan, submission)
+        loss = torch.tensor(1 / submission)
         step_slice(plan, state, gradient, absent, optimizer, loss=loss)
-        with next_version(pool, handle, torch.float32, tick, tick - 1) as (old, copied, new):
+        with next_version(pool, handle, torch.float32, submission, submission - 1) as (
+            old,
+            copied,
+            new,
+        ):
             copied.weights.copy_(old.weights)
             for name, array in old.arrays.items():
                 copied.arrays[name].copy_(array)

@@ -87,8 +87,8 @@ def test_a_plain_batch(make: Make) -> None:
 
 def test_a_batch_without_weights(make: Make) -> None:
     partition = make(some_rows(5)[:2])
-    assembly = BatchSpec(num_features=1, num_labels=1)
-    batch = plain_batch(assembly, partition, np.arange(5))
+    batch_spec = BatchSpec(num_features=1, num_labels=1)
+    batch = plain_batch(batch_spec, partition, np.arange(5))
     assert (len(batch.inputs), len(batch.targets), batch.weights) == (2, 1, None)
 
 
@@ -101,8 +101,8 @@ def test_without_bucketing_it_is_the_permutation(make: Make) -> None:
         visit_order(ASSEMBLY, partition, 2, 1, 4), permutation(3, 2, 1, 30)
     )
     flat = make([np.arange(30)])  # nothing to bucket by
-    assembly = BatchSpec(num_features=1, num_labels=0, bucketing=8, seed=3)
-    np.testing.assert_array_equal(visit_order(assembly, flat, 2, 1, 4), permutation(3, 2, 1, 30))
+    batch_spec = BatchSpec(num_features=1, num_labels=0, bucketing=8, seed=3)
+    np.testing.assert_array_equal(visit_order(batch_spec, flat, 2, 1, 4), permutation(3, 2, 1, 30))
 
 
 @settings(
@@ -112,8 +112,8 @@ def test_without_bucketing_it_is_the_permutation(make: Make) -> None:
 def test_buckets(make: Make, count: int, bucketing: int, share: int, epoch: int) -> None:
     """Each row once; a chunk's rows are neighbours in length within a window of the permutation."""
     partition = make(some_rows(count))
-    assembly = replace(ASSEMBLY, bucketing=bucketing)
-    order = visit_order(assembly, partition, epoch, 1, share)
+    batch_spec = replace(ASSEMBLY, bucketing=bucketing)
+    order = visit_order(batch_spec, partition, epoch, 1, share)
     assert sorted(order.tolist()) == list(range(count))
     lengths = partition.lengths()
     assert lengths is not None
@@ -149,11 +149,11 @@ def test_buckets_save_padding_and_are_shuffled(make: Make) -> None:
 
 def test_two_partitions_do_not_share_an_order(make: Make) -> None:
     """Of one size, seed and epoch, as two runs in one process have them."""
-    assembly = replace(ASSEMBLY, bucketing=40)
+    batch_spec = replace(ASSEMBLY, bucketing=40)
     one, other = (make(some_rows(40, seed)) for seed in (1, 2))
-    orders = [visit_order(assembly, partition, 0, 0, 4).tolist() for partition in (one, other)]
+    orders = [visit_order(batch_spec, partition, 0, 0, 4).tolist() for partition in (one, other)]
     assert orders[0] != orders[1]
-    assert visit_order(assembly, one, 0, 0, 4).tolist() == orders[0]
+    assert visit_order(batch_spec, one, 0, 0, 4).tolist() == orders[0]
 
 
 def test_threads_draw_orders_beside_each_other() -> None:
@@ -205,27 +205,27 @@ def jitter(words: np.ndarray, photo: np.ndarray, rng: np.random.Generator) -> tu
 
 def test_augmented_rows_are_the_same_in_any_batch(make: Make) -> None:
     partition = make(some_rows(30))
-    assembly = replace(ASSEMBLY, augment=jitter)
-    everything = training_batch(assembly, partition, np.arange(30), 1, 2)
-    some = training_batch(assembly, partition, np.array([7, 3]), 1, 2)
+    batch_spec = replace(ASSEMBLY, augment=jitter)
+    everything = training_batch(batch_spec, partition, np.arange(30), 1, 2)
+    some = training_batch(batch_spec, partition, np.array([7, 3]), 1, 2)
     np.testing.assert_array_equal(some.inputs[1], everything.inputs[1][[7, 3]])
     np.testing.assert_array_equal(some.inputs[2], everything.inputs[2][[7, 3]])
     width = some.inputs[0].shape[1]
     np.testing.assert_array_equal(some.inputs[0], everything.inputs[0][[7, 3], :width])
     assert some.inputs[2].dtype == np.float32
     for position in ((2, 2), (1, 3)):
-        again = training_batch(assembly, partition, np.array([7, 3]), *position)
+        again = training_batch(batch_spec, partition, np.array([7, 3]), *position)
         assert not np.array_equal(again.inputs[2], some.inputs[2])
-    plain = plain_batch(assembly, partition, np.array([7, 3]))
+    plain = plain_batch(batch_spec, partition, np.array([7, 3]))
     np.testing.assert_array_equal(plain.inputs[2], partition.gather(np.array([7, 3]))[1])
 
 
 def test_augment_by_keyword(make: Make) -> None:
     """What it returns has the order of the features, whatever order it is written in."""
     partition, rows = make(some_rows(30)), np.arange(30)
-    assembly = replace(ASSEMBLY, augment=lambda a, b, rng: (a[::-1], b))
+    batch_spec = replace(ASSEMBLY, augment=lambda a, b, rng: (a[::-1], b))
     named = replace(ASSEMBLY, inputs=("a", "b"), augment=lambda b, rng, a: {"b": b, "a": a[::-1]})
-    expected = training_batch(assembly, partition, rows, 0, 0)
+    expected = training_batch(batch_spec, partition, rows, 0, 0)
     found = training_batch(named, partition, rows, 0, 0)
     for one, other in zip(found.inputs, expected.inputs, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -251,7 +251,7 @@ class Draws:
 @pytest.mark.parametrize("augment", [draws, Draws(), functools.partial(draws)])
 def test_global_generators_are_seeded_for_each_row(make: Make, augment: Any) -> None:
     partition = make(some_rows(30))
-    assembly = replace(ASSEMBLY, augment=augment)
+    batch_spec = replace(ASSEMBLY, augment=augment)
     torch.manual_seed(3)
     np.random.seed(3)
     random.seed(3)
@@ -259,24 +259,24 @@ def test_global_generators_are_seeded_for_each_row(make: Make, augment: Any) -> 
     torch.manual_seed(3)
     np.random.seed(3)
     random.seed(3)
-    everything = training_batch(assembly, partition, np.arange(30), 1, 2)
+    everything = training_batch(batch_spec, partition, np.arange(30), 1, 2)
     assert (torch.rand(1), np.random.rand(), random.random()) == expected
-    some = training_batch(assembly, partition, np.array([7, 3]), 1, 2)
+    some = training_batch(batch_spec, partition, np.array([7, 3]), 1, 2)
     np.testing.assert_array_equal(some.inputs[2], everything.inputs[2][[7, 3]])
     noise = everything.inputs[2] - partition.gather(np.arange(30))[1] // 2
     assert len(np.unique(noise[:, 0, 0].round(2))) > 15  # of each row its own
     for position in ((2, 2), (1, 3)):
-        again = training_batch(assembly, partition, np.arange(30), *position)
+        again = training_batch(batch_spec, partition, np.arange(30), *position)
         assert not np.array_equal(again.inputs[2], everything.inputs[2])
 
 
 def test_augment_of_a_single_feature(make: Make) -> None:
     columns = some_rows(6)
     partition = make([columns[1], columns[2]])
-    assembly = BatchSpec(
+    batch_spec = BatchSpec(
         num_features=1, num_labels=1, augment=lambda photo, rng: photo[:, ::-1], seed=1
     )
-    batch = training_batch(assembly, partition, np.arange(6), 0, 0)
+    batch = training_batch(batch_spec, partition, np.arange(6), 0, 0)
     (photo, label) = partition.gather(np.arange(6))
     assert isinstance(photo, np.ndarray)
     assert batch.inputs[0].dtype == np.uint8

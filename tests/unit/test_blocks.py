@@ -40,10 +40,10 @@ def test_blocks_cover_a_slice_and_its_pieces(layout: Layout, slices: int, elemen
         places = [
             (p.number, block.start - plan.start + p.start + i)
             for block in blocks
-            for p in block.pieces
+            for p in block.fragments
             for i in range(p.length)
         ]
-        assert places == [(p.number, p.start + i) for p in plan.pieces for i in range(p.length)]
+        assert places == [(p.number, p.start + i) for p in plan.fragments for i in range(p.length)]
 
 
 class Net(nn.Module):
@@ -101,15 +101,15 @@ def contributions(plan: SliceSpec, seed: int) -> list[Section]:
 
 
 def train(
-    make: Any, policy: TrainingOptions, elements: int, in_place: bool, keep: bool
+    make: Any, options: TrainingOptions, elements: int, in_place: bool, keep: bool
 ) -> SliceState:
     torch.manual_seed(0)
     flat = FlatModule(Net())
     parameters = [p for _, p in flat.parameters]
-    recipe = Recipe(flat.module, torch.square, make, 0, policy)
+    recipe = Recipe(flat.module, torch.square, make, 0, options)
     optimizer = OptimizerSpec.of(recipe, parameters, flat.module)
     (plan,) = slice_specs(flat.layout, 1)
-    owner = SliceUpdater.of(plan, optimizer, policy, flat.layout, separable=True)
+    owner = SliceUpdater.of(plan, optimizer, options, flat.layout, separable=True)
     state = SliceState(flat.flat.clone())
     with mock.patch.object(owner_module, "BLOCK_ELEMENTS", elements):
         for step in range(3):
@@ -141,14 +141,14 @@ def train(
 
 
 @pytest.mark.parametrize("make", MAKES)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("options", POLICIES)
 @settings(deadline=None, max_examples=6)
 @given(st.integers(1, 12).map(lambda k: 64 * k), st.booleans(), st.booleans())
 def test_blocks_do_not_change_a_bit(
-    make: str, policy: str, elements: int, in_place: bool, keep: bool
+    make: str, options: str, elements: int, in_place: bool, keep: bool
 ) -> None:
-    one = train(MAKES[make], POLICIES[policy], 1 << 20, True, True)
-    other = train(MAKES[make], POLICIES[policy], elements, in_place, keep)
+    one = train(MAKES[make], POLICIES[options], 1 << 20, True, True)
+    other = train(MAKES[make], POLICIES[options], elements, in_place, keep)
     assert torch.equal(one.weights, other.weights)
     assert one.arrays.keys() == other.arrays.keys()
     assert all(torch.equal(one.arrays[name], other.arrays[name]) for name in one.arrays)

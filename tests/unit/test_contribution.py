@@ -56,13 +56,13 @@ class Net(nn.Module):
         return self.norm(self.first(self.table(x).sum(1)))
 
 
-def live_of(**policy: object) -> LiveReplica:
+def live_of(**options: object) -> LiveReplica:
     recipe = Recipe(
         Net,
         lambda output: (output**2).mean() + output.sum(),
         torch.optim.SGD,
         1,
-        TrainingOptions(**policy),
+        TrainingOptions(**options),
     )
     return LiveReplica.of(recipe)
 
@@ -107,10 +107,10 @@ def test_rows_of_all_slices_are_the_gradient(slices: int) -> None:
     plans, *_, sections = sections_of(live, outcome, slices)
     numbers, values = [], []
     for plan, section in zip(plans, sections, strict=True):
-        for piece in plan.tables:
-            rows, gradient = section.tables[piece.number]
-            assert ((rows >= 0) & (rows < piece.shape[0])).all()
-            numbers += (rows + piece.first_row).tolist()
+        for fragment in plan.tables:
+            rows, gradient = section.tables[fragment.number]
+            assert ((rows >= 0) & (rows < fragment.shape[0])).all()
+            numbers += (rows + fragment.first_row).tolist()
             values.append(gradient)
     assert numbers == [0, 5, 500, 501, 999]
     (wanted,) = outcome.gradients.tables.values()
@@ -127,8 +127,8 @@ def test_cut_rows_gives_each_row_to_one_piece(rows: set[int], cuts: list[int]) -
     values = numbers.double()[:, None] * torch.ones(1, 3)
     bounds, found = [0, *sorted(cuts), 100], []
     for low, high in itertools.pairwise(bounds):
-        piece = Fragment(0, "parameter", 0, (high - low) * 3, (high - low, 3), True, low)
-        mine, gradient = cut_rows(piece, (numbers, values))
+        fragment = Fragment(0, "parameter", 0, (high - low) * 3, (high - low, 3), True, low)
+        mine, gradient = cut_rows(fragment, (numbers, values))
         assert torch.equal(mine + low, gradient[:, 0].long())
         assert len(mine) == 0 or 0 <= int(mine.min()) <= int(mine.max()) < high - low
         found += (mine + low).tolist()
@@ -170,11 +170,13 @@ def test_gradients_are_rounded_to_nearest_and_buffers_not(wire, dtype, slices) -
     for plan, section in zip(plans, sections, strict=True):
         assert section.gradient.dtype == dtype
         assert section.buffers.dtype == torch.float32
-        for piece in plan.parameters:
-            if not piece.sparse:
-                start = plan.start + piece.start
-                exact = flat[start : start + piece.length]
-                assert torch.equal(section.gradient[piece.start : piece.stop], exact.to(dtype))
+        for fragment in plan.parameters:
+            if not fragment.sparse:
+                start = plan.start + fragment.start
+                exact = flat[start : start + fragment.length]
+                assert torch.equal(
+                    section.gradient[fragment.start : fragment.stop], exact.to(dtype)
+                )
         begin = plan.start + plan.buffers_start - live.flat.layout.buffers_start
         assert torch.equal(section.buffers, buffers[begin : begin + len(section.buffers)])
     assert not torch.equal(flat, flat.to(dtype).float())
@@ -188,10 +190,10 @@ def test_places_without_a_gradient_are_zero_whatever_lay_there(slices: int) -> N
     outcome.gradients.dense[number] = None
     plans, *_, sections = sections_of(live, outcome, slices)
     places = [
-        section.gradient[piece.start : piece.stop]
+        section.gradient[fragment.start : fragment.stop]
         for plan, section in zip(plans, sections, strict=True)
-        for piece in plan.parameters
-        if piece.number == number
+        for fragment in plan.parameters
+        if fragment.number == number
     ]
     assert sum(map(len, places)) == WIDTH * WIDTH
     assert not torch.cat(places).any()

@@ -75,8 +75,8 @@ def test_bytes_arrive_whole_and_in_parts_of_bounded_size(slab: SlabConfig, here:
     wanted = []
     for number, piece in zip((3, 7, 7), pieces, strict=True):
         reference = left_where_large(pool, piece, len(wanted)).reference
-        token = reference.token if here else "another node's"
-        wanted.append((number, replace(reference, token=token), np.zeros_like(piece)))
+        node_id = reference.node_id if here else "another node's"
+        wanted.append((number, replace(reference, node_id=node_id), np.zeros_like(piece)))
     bring(not_here(slab, wanted), owners, 50_000)
     for (_, _, found), piece in zip(wanted, pieces, strict=True):
         np.testing.assert_array_equal(found, piece)
@@ -98,7 +98,7 @@ def test_many_owners_are_asked_by_turns(slab: SlabConfig, monkeypatch) -> None:
     monkeypatch.setattr(delivery, "LEAST_BYTES", 40_000)
     owners = Owners(slab)
     reference = left_where_large(open_pool(slab), CONTENT, 1).reference
-    far = replace(reference, token="far")
+    far = replace(reference, node_id="far")
     wanted = [(number, far, np.zeros_like(CONTENT)) for number in range(3)]
     bring(not_here(slab, wanted), owners, 100_000)
     assert all((found == CONTENT).all() for _, _, found in wanted)
@@ -119,7 +119,7 @@ def machine(tmp_path, monkeypatch):
 def test_a_snapshot_is_made_of_short_frames_and_brings_all_of_the_state_back(machine) -> None:
     expected = machine.content()
     kept = machine.stage(
-        SaveBestWeights(machine.states, machine.tick), machine.owners, machine.slices
+        SaveBestWeights(machine.states, machine.submission), machine.owners, machine.slices
     )
     best = tuple(pickle.loads(frame) for (frame,) in kept)
     states, machine.states = machine.states, best
@@ -131,7 +131,7 @@ def test_a_snapshot_is_made_of_short_frames_and_brings_all_of_the_state_back(mac
     machine.plain()
     elsewhere = "ba"  # the owners' places are others now
     owners = machine.stage(Recount(task.count), machine.owners, machine.slices)
-    restore = RestoreSlice(machine.tick + 1)
+    restore = RestoreSlice(machine.submission + 1)
     found = machine.stage(restore, machine.zip(taken, owners), elsewhere)
     reports = [pickle.loads(frame) for (frame,) in found]
     machine.states, machine.slices = tuple(report.state for report, _ in reports), elsewhere

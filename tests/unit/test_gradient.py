@@ -16,8 +16,8 @@ from sparkdl.slices.spec import Fragment, SliceSpec
 NAN = float("nan")
 
 
-def plan_of(*pieces: Fragment) -> SliceSpec:
-    return SliceSpec(0, 0, max(piece.stop for piece in pieces), pieces)
+def plan_of(*fragments: Fragment) -> SliceSpec:
+    return SliceSpec(0, 0, max(fragment.stop for fragment in fragments), fragments)
 
 
 GRADIENT = plan_of(Fragment(0, "parameter", 0, 4))

@@ -48,12 +48,12 @@ class Process:
         samples = pickle.dumps(SampleHandle("", (), "", 0, (), 0))
         self.seat = (next(PrepareReplica(source)(0, [handle])), samples)
         self.owners = [list(PrepareSlice(self.run, source, 1)(n, [])) for n in range(SLICES)]
-        self.ticks = 0
+        self.submissions = 0
 
     def begin(self) -> list[SliceReport]:
         """The first version of each slice, as the owners write it."""
-        self.ticks += 1
-        task = InitialState(tick=self.ticks)
+        self.submissions += 1
+        task = InitialState(submission=self.submissions)
         return [pickle.loads(next(task(n, iter(self.owners[n])))) for n in range(SLICES)]
 
     def digest(self) -> str:
@@ -170,8 +170,8 @@ def test_what_is_frozen_may_be_shared(process, monkeypatch):
 @pytest.mark.parametrize("built_from", [model, model()], ids=["function", "instance"])
 def test_so_it_has_in_one_process(tmp_path, built_from):
     slab = SlabConfig.new(str(tmp_path), "one-process")
-    assembly = BatchSpec(num_features=1, num_labels=1)
-    run = RunSpec(slab, 0, 1, SLICES, assembly, (6,), threads=1)
+    batch_spec = BatchSpec(num_features=1, num_labels=1)
+    run = RunSpec(slab, 0, 1, SLICES, batch_spec, (6,), threads=1)
     recipe = Recipe(built_from, nn.CrossEntropyLoss(), partial(torch.optim.SGD, lr=0.1), 0)
     writer = PartitionWriter(slab)
     rows = np.random.default_rng(0).normal(size=(6, 200)).astype("float32")

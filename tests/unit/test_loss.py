@@ -131,10 +131,10 @@ def test_unreduced_leaves_the_users_loss_alone() -> None:
 
 
 def test_weigh_multiplies_by_the_class() -> None:
-    policy = TrainingOptions(class_weights=(0.5, 1.0, 4.0))
+    options = TrainingOptions(class_weights=(0.5, 1.0, 4.0))
     table = torch.tensor([0.5, 1.0, 4.0], dtype=torch.float64)
-    assert torch.equal(weigh([CLASSES], None, policy), table[CLASSES])
-    assert torch.equal(weigh([CLASSES], WEIGHTS.float(), policy), WEIGHTS * table[CLASSES])
+    assert torch.equal(weigh([CLASSES], None, options), table[CLASSES])
+    assert torch.equal(weigh([CLASSES], WEIGHTS.float(), options), WEIGHTS * table[CLASSES])
     assert weigh([CLASSES], WEIGHTS, TrainingOptions()) is WEIGHTS
     assert weigh([CLASSES], None, TrainingOptions()) is None
 

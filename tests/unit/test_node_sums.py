@@ -96,8 +96,8 @@ def test_weights_arrive_once_a_node_and_outlive_their_twins(machine):
     for _ in range(6):
         one.summed()
         sizes = {
-            node: {n: copy.weights.nbytes for n, copy in one.copies.get(token, {}).items()}
-            for node, token in (("a", one.token("a")), ("b", one.token("b")))
+            node: {n: copy.weights.nbytes for n, copy in one.copies.get(node_id, {}).items()}
+            for node, node_id in (("a", one.node_id("a")), ("b", one.node_id("b")))
         }
         assert sizes["a"].keys() == {1}
         assert sizes["b"].keys() == {0}
@@ -112,8 +112,8 @@ def test_a_task_that_finds_itself_elsewhere_reports_it(machine):
     before = one.states
     reports = one.summed(combine_on="aaba")
     faults = {fault for report in reports for fault in report.faults}
-    assert {(fault.kind, fault.partition, fault.token) for fault in faults} == {
-        (MOVED, 3, one.token("a"))
+    assert {(fault.kind, fault.partition, fault.node_id) for fault in faults} == {
+        (MOVED, 3, one.node_id("a"))
     }
     assert one.states == before
     assert not any(report.faults for report in one.summed())
@@ -128,7 +128,7 @@ def layout(megabytes: int) -> Layout:
     return Layout((segment,), torch.float32, length)
 
 
-def chosen(megabytes: int, replicas: str, slices: str, **policy):
+def chosen(megabytes: int, replicas: str, slices: str, **options):
 
     run = RunSpec(
         SlabConfig("", ""),
@@ -139,8 +139,8 @@ def chosen(megabytes: int, replicas: str, slices: str, **policy):
         (1,) * len(replicas),
         1,
     )
-    states = [SliceHandle(Reference("", "", token, 0, 0)) for token in slices]
-    return NodeReducePlan(layout(megabytes), run, TrainingOptions(**policy)).chosen(
+    states = [SliceHandle(Reference("", "", node_id, 0, 0)) for node_id in slices]
+    return NodeReducePlan(layout(megabytes), run, TrainingOptions(**options)).chosen(
         tuple(replicas), states
     )
 
@@ -154,8 +154,8 @@ def test_nodes_sum_where_it_saves_more_than_a_stage_costs():
 
 
 @pytest.mark.parametrize(
-    ("replicas", "slices", "policy"),
+    ("replicas", "slices", "options"),
     [("ab", "ab", {}), ("aaaa", "aa", {}), ("aabb", "aabb", {"local_steps": 2})],
 )
-def test_nodes_do_not_sum_where_there_is_nothing_to_gain(replicas, slices, policy):
-    assert chosen(1000, replicas, slices, **policy) is None
+def test_nodes_do_not_sum_where_there_is_nothing_to_gain(replicas, slices, options):
+    assert chosen(1000, replicas, slices, **options) is None

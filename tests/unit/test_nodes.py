@@ -21,8 +21,8 @@ SLICE = SliceBytes(wire=400, flat=400, weights=400)
 
 def even(nodes: int, replicas: int) -> Nodes:
     """``replicas`` a node, side by side, and as many slices."""
-    tokens = tuple(f"node {k}" for k in range(nodes) for _ in range(replicas))
-    return Nodes(tokens, tokens)
+    node_ids = tuple(f"node {k}" for k in range(nodes) for _ in range(replicas))
+    return Nodes(node_ids, node_ids)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3, 8])
@@ -78,12 +78,12 @@ def test_each_slice_has_one_representative_a_node_and_what_leaves_arrives(
     replicas: list[str], slices: list[str]
 ) -> None:
     nodes = Nodes(tuple(replicas), tuple(slices))
-    assert sorted(m for token in nodes.tokens for m in nodes.members(token)) == list(
+    assert sorted(m for node_id in nodes.node_ids for m in nodes.members(node_id)) == list(
         range(len(replicas))
     )
-    for token in nodes.tokens:
+    for node_id in nodes.node_ids:
         for n in range(len(slices)):
-            assert replicas[nodes.representative(token, n)] == token
+            assert replicas[nodes.representative(node_id, n)] == node_id
     plain = planned(nodes, [SLICE] * len(slices), summed=False)
     summed = planned(nodes, [SLICE] * len(slices), summed=True)
     for found in (plain, summed):

@@ -281,7 +281,7 @@ def two_directories(slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.Monkey
     assert first is not None
     second = tmp_path / "disk"
     second.mkdir()
-    root = Root((first.directories[0], second), first.token)
+    root = Root((first.directories[0], second), first.node_id)
     for module in (partition_writer, partition_join):
         monkeypatch.setattr(module, "open_root", lambda config, create=False: root)
     return root

@@ -63,7 +63,7 @@ WEIGHTS: dict[str, tuple[Any, tuple[float, ...]]] = {
 
 @pytest.mark.parametrize(("given", "expected"), WEIGHTS.values(), ids=WEIGHTS)
 def test_weights_of_classes(given: Any, expected: tuple[float, ...]) -> None:
-    assert trainer(class_weights=given).policy.class_weights == expected
+    assert trainer(class_weights=given).options.class_weights == expected
 
 
 def test_names_and_mappings_of_a_trainer() -> None:

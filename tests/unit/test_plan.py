@@ -73,13 +73,13 @@ def test_slices_are_aligned_outside_tables_and_of_nearly_equal_length(
 @given(layouts(), st.integers(1, 12), both)
 def test_pieces_partition_the_segments(layout: Layout, slices: int, whole: bool) -> None:
     plans = slice_specs(layout, slices, whole)
-    pieces = [(plan, piece) for plan in plans for piece in plan.pieces]
-    for plan, piece in pieces:
-        segment = layout.segments[piece.number]
-        assert (piece.kind, piece.sparse) == (segment.kind, segment.sparse)
-        assert 0 <= piece.start <= piece.stop <= plan.length
+    fragments = [(plan, fragment) for plan in plans for fragment in plan.fragments]
+    for plan, fragment in fragments:
+        segment = layout.segments[fragment.number]
+        assert (fragment.kind, fragment.sparse) == (segment.kind, segment.sparse)
+        assert 0 <= fragment.start <= fragment.stop <= plan.length
     for number, segment in enumerate(layout.segments):
-        spans = [(w.start + p.start, w.start + p.stop) for w, p in pieces if p.number == number]
+        spans = [(w.start + p.start, w.start + p.stop) for w, p in fragments if p.number == number]
         covered = list(itertools.chain.from_iterable(range(*span) for span in spans))
         assert covered == list(range(segment.start, segment.stop))
         assert len(spans) <= (1 if whole or not segment.length else slices)
@@ -88,13 +88,15 @@ def test_pieces_partition_the_segments(layout: Layout, slices: int, whole: bool)
 @quick
 @given(layouts(), st.integers(1, 12), both)
 def test_pieces_have_the_shape_of_what_they_are(layout: Layout, slices: int, whole: bool) -> None:
-    for piece in (piece for plan in slice_specs(layout, slices, whole) for piece in plan.pieces):
-        segment = layout.segments[piece.number]
+    for fragment in (
+        fragment for plan in slice_specs(layout, slices, whole) for fragment in plan.fragments
+    ):
+        segment = layout.segments[fragment.number]
         if segment.sparse:
-            assert piece.shape[0] * piece.shape[1] == piece.length
-            assert piece.shape[1] == segment.shape[1]
+            assert fragment.shape[0] * fragment.shape[1] == fragment.length
+            assert fragment.shape[1] == segment.shape[1]
         else:
-            assert piece.shape == (segment.shape if piece.length == segment.length else ())
+            assert fragment.shape == (segment.shape if fragment.length == segment.length else ())
 
 
 @quick
@@ -123,8 +125,8 @@ def test_lengths_end_with_the_last_element_of_their_kind(
 
     trainable, dense = elements((False, True)), elements((False,))
     for plan in slice_specs(layout, slices, whole):
-        filled = [p for p in plan.pieces if p.length]
-        if len(filled) < len(plan.pieces):
+        filled = [p for p in plan.fragments if p.length]
+        if len(filled) < len(plan.fragments):
             continue  # an empty tensor has a place, and no element
         for own, length in ((trainable, plan.trainable_length), (dense, plan.dense_length)):
             inside = [i - plan.start for i in own if plan.start <= i < plan.stop]
@@ -143,13 +145,13 @@ def test_a_segment_across_a_cut() -> None:
     )
     first, second = slice_specs(layout, 2)
     assert (first.start, first.stop, second.start, second.stop) == (0, 32, 32, 64)
-    assert first.pieces == (Fragment(0, "parameter", 0, 32),)
-    assert second.pieces == (Fragment(0, "parameter", 0, 8), Fragment(1, "average", 16, 5, (5,)))
+    assert first.fragments == (Fragment(0, "parameter", 0, 32),)
+    assert second.fragments == (Fragment(0, "parameter", 0, 8), Fragment(1, "average", 16, 5, (5,)))
     assert (first.trainable_length, second.trainable_length) == (32, 8)
     assert (first.buffers_start, second.buffers_start) == (32, 16)
     first, second = slice_specs(layout, 2, whole=True)
-    assert first.pieces == (Fragment(0, "parameter", 0, 40, (5, 8)),)
-    assert second.pieces == (Fragment(1, "average", 0, 5, (5,)),)
+    assert first.fragments == (Fragment(0, "parameter", 0, 40, (5, 8)),)
+    assert second.fragments == (Fragment(1, "average", 0, 5, (5,)),)
 
 
 def test_a_table_across_a_cut() -> None:
@@ -162,13 +164,13 @@ def test_a_table_across_a_cut() -> None:
         80,
     )
     first, second = slice_specs(layout, 2)
-    assert first.pieces == (
+    assert first.fragments == (
         Fragment(0, "parameter", 0, 3, (3,)),
         Fragment(1, "parameter", 16, 20, (4, 5), True, 0),
     )
-    assert second.pieces == (Fragment(1, "parameter", 0, 30, (6, 5), True, 4),)
+    assert second.fragments == (Fragment(1, "parameter", 0, 30, (6, 5), True, 4),)
     assert (first.dense_length, second.dense_length) == (3, 0)
-    assert second.tables == second.pieces
+    assert second.tables == second.fragments
 
 
 @pytest.mark.parametrize("slices", [2, 5])
@@ -176,4 +178,4 @@ def test_more_slices_than_blocks_leave_some_empty(slices: int) -> None:
     layout = Layout((TensorRange("w", "parameter", 0, 3, (3,), torch.float32),), torch.float32, 16)
     plans = slice_specs(layout, slices)
     assert sorted(plan.length for plan in plans) == [0] * (slices - 1) + [16]
-    assert sum(len(plan.pieces) for plan in plans) == 1
+    assert sum(len(plan.fragments) for plan in plans) == 1

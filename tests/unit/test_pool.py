@@ -41,9 +41,9 @@ def pool(config: SlabConfig) -> Iterator[Pool]:
 
 
 def write(
-    pool: Pool, tick: int, floor: int, data: bytes = b"12345678", role: str = "state"
+    pool: Pool, submission: int, oldest_needed: int, data: bytes = b"12345678", role: str = "state"
 ) -> Reference:
-    with pool.claim(role, len(data), tick, floor) as claim:
+    with pool.claim(role, len(data), submission, oldest_needed) as claim:
         claim.bytes[:] = np.frombuffer(data, np.uint8)
         return claim.reference
 
@@ -59,9 +59,9 @@ def buffers(config: SlabConfig) -> list[Path]:
 
 def test_what_is_claimed_and_written_is_read(pool: Pool) -> None:
     data = bytes(range(256)) * 40
-    reference = write(pool, tick=1, floor=1, data=data)
+    reference = write(pool, submission=1, oldest_needed=1, data=data)
     assert (reference.offset, reference.nbytes) == (0, len(data))
-    assert reference.token == pool.token
+    assert reference.node_id == pool.node_id
     assert bytes(pool.read(reference)) == data
 
 
@@ -106,8 +106,8 @@ def test_a_reading_of_numbers_is_aligned(pool: Pool) -> None:
 
 
 def test_a_reference_is_stale_once_its_buffer_is_claimed_again(pool: Pool) -> None:
-    old = write(pool, tick=1, floor=1)
-    with pool.claim("state", 8, tick=2, floor=2) as claim:
+    old = write(pool, submission=1, oldest_needed=1)
+    with pool.claim("state", 8, submission=2, oldest_needed=2) as claim:
         assert claim.reference.path == old.path
         with pytest.raises(StaleReferenceError) as caught:  # from the claim on, not from its end
             pool.read(old)
@@ -157,7 +157,7 @@ def test_a_deleted_buffer_is_a_stale_reference(pool: Pool, config: SlabConfig) -
 def test_no_claim_where_the_root_is_gone(config: SlabConfig) -> None:
     pool = Pool(config)
     remove_root(config)
-    assert pool.token == ""
+    assert pool.node_id == ""
     with (
         pytest.raises(StaleReferenceError) as caught,
         pool.claim("state", 8, 1, 1),
@@ -170,24 +170,24 @@ def test_no_claim_where_the_root_is_gone(config: SlabConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("floor", "same"),
+    ("oldest_needed", "same"),
     [
         (6, True),  # stamped 5: below the floor, free
-        (5, False),  # of the floor's own tick: version t, which is still read
+        (5, False),  # of the floor's own submission: version t, which is still read
         (4, False),
     ],
 )
-def test_only_buffers_below_the_floor_are_free(pool: Pool, floor: int, same: bool) -> None:
-    first = write(pool, tick=5, floor=5)
-    second = write(pool, tick=7, floor=floor)
+def test_only_buffers_below_the_floor_are_free(pool: Pool, oldest_needed: int, same: bool) -> None:
+    first = write(pool, submission=5, oldest_needed=5)
+    second = write(pool, submission=7, oldest_needed=oldest_needed)
     assert (first.path == second.path) == same
     if not same:
         pool.check(first)
 
 
 def test_a_buffer_held_for_writing_is_free_for_nobody(pool: Pool, config: SlabConfig) -> None:
-    """An attempt that the driver has given up may still write when its tick is long past."""
-    with pool.claim("state", 8, tick=1, floor=1) as held:
+    """An attempt that the driver has given up may still write when its submission is long past."""
+    with pool.claim("state", 8, submission=1, oldest_needed=1) as held:
         other = in_child(_write_in_child, config, b"87654321", 9)
         assert other.path != held.reference.path
         held.bytes[:] = 7
@@ -200,9 +200,9 @@ def test_a_buffer_held_for_writing_is_free_for_nobody(pool: Pool, config: SlabCo
 
 
 def test_a_buffer_that_is_used_again_is_held_as_well(pool: Pool, config: SlabConfig) -> None:
-    write(pool, tick=1, floor=1)
-    with pool.claim("state", 8, tick=2, floor=2) as held:
-        assert write(Pool(config), tick=9, floor=9).path != held.reference.path
+    write(pool, submission=1, oldest_needed=1)
+    with pool.claim("state", 8, submission=2, oldest_needed=2) as held:
+        assert write(Pool(config), submission=9, oldest_needed=9).path != held.reference.path
         pool.check(held.reference)
     assert len(buffers(config)) == 2
 
@@ -265,10 +265,10 @@ def test_a_file_in_the_making_is_no_buffer(
 def test_the_number_of_files_stays_bounded(pool: Pool, config: SlabConfig) -> None:
     """Two versions of the state, one gradient, over 1,000 iterations by two processes' pools."""
     pools = [pool, Pool(config)]
-    for tick in range(1, 1001):
-        writer = pools[tick % 2]
-        write(writer, tick, floor=tick, role="gradient")
-        reference = write(writer, tick, floor=tick - 1)
+    for submission in range(1, 1001):
+        writer = pools[submission % 2]
+        write(writer, submission, oldest_needed=submission, role="gradient")
+        reference = write(writer, submission, oldest_needed=submission - 1)
         pools[0].check(reference)
     names = [path.name.split("-")[0] for path in buffers(config)]
     assert sorted(names) == ["gradient", "state", "state"]
@@ -276,12 +276,12 @@ def test_the_number_of_files_stays_bounded(pool: Pool, config: SlabConfig) -> No
 
 
 def test_attempts_of_one_tick_each_have_a_buffer(pool: Pool, config: SlabConfig) -> None:
-    references = [write(pool, tick=1, floor=1) for _ in range(3)]
+    references = [write(pool, submission=1, oldest_needed=1) for _ in range(3)]
     assert len({reference.path for reference in references}) == 3
     for reference in references:
         pool.check(reference)
-    for tick in range(2, 20):
-        write(pool, tick, tick)
+    for submission in range(2, 20):
+        write(pool, submission, submission)
     assert len(buffers(config)) == 3
 
 
@@ -344,7 +344,7 @@ def two_directories(
     assert root is not None
     disk = tmp_path / "disk"
     disk.mkdir()
-    both = Root((root.directories[0], disk), root.token)
+    both = Root((root.directories[0], disk), root.node_id)
     monkeypatch.setattr(module, "open_root", lambda config: both)
     return both.directories[0], disk
 
@@ -458,13 +458,13 @@ def _read_in_child(config: SlabConfig, reference: Reference) -> bytes:
     return bytes(Pool(config).read(reference))
 
 
-def _write_in_child(config: SlabConfig, data: bytes, tick: int = 1) -> Reference:
-    return write(Pool(config), tick, tick, data)
+def _write_in_child(config: SlabConfig, data: bytes, submission: int = 1) -> Reference:
+    return write(Pool(config), submission, submission, data)
 
 
 @contextlib.contextmanager
 def held_by_child(config: SlabConfig) -> Iterator[tuple[Any, str]]:
-    """A process that holds a buffer of tick 1 until it is killed, and the buffer's path."""
+    """A process that holds a buffer of submission 1 until it is killed, and the buffer's path."""
     receiver, sender = FORK.Pipe(duplex=False)
     child = FORK.Process(target=_hold, args=(config, sender))
     child.start()

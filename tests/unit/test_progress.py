@@ -33,8 +33,10 @@ STATE = TrainState(
 FP16, FP32 = TrainingOptions(precision="fp16"), TrainingOptions()
 
 
-def after(state: TrainState, result: IterationResult, policy: TrainingOptions = FP32) -> TrainState:
-    return advance(state, result, policy, (0.1, 0.2), 7.5)
+def after(
+    state: TrainState, result: IterationResult, options: TrainingOptions = FP32
+) -> TrainState:
+    return advance(state, result, options, (0.1, 0.2), 7.5)
 
 
 def test_counters() -> None:

@@ -43,7 +43,7 @@ sys.modules["sparkdl.slab"] = types.ModuleType("sparkdl.slab")
 sys.modules["sparkdl.slab"].__path__ = [sys.argv[3] + "/slab"]
 module = importlib.import_module("sparkdl.slab.root")
 root = module.open_root(module.SlabConfig(sys.argv[1], sys.argv[2]), create=True)
-print(root.token, flush=True)
+print(root.node_id, flush=True)
 sys.stdin.read()
 """
 
@@ -273,13 +273,13 @@ def test_all_files_are_for_this_user_alone(config: SlabConfig) -> None:
 
 def test_processes_of_a_node_read_the_same_token(config: SlabConfig) -> None:
     processes = [start(config) for _ in range(3)]  # all at once: one of them makes it
-    tokens = {token_of(process) for process in processes}
+    node_ids = {token_of(process) for process in processes}
     for process in processes:
         process.communicate()
     root = open_root(config)
     assert root is not None
-    assert tokens == {root.token}
-    assert len(root.token) == 32
+    assert node_ids == {root.node_id}
+    assert len(root.node_id) == 32
     kinds = sorted(path.name.split(".")[0] for path in root_in(config).iterdir())
     assert kinds == ["alive"] * 4 + ["token"]
 
@@ -292,24 +292,24 @@ def test_a_forked_process_reads_the_same_token(config: SlabConfig) -> None:
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_send_token, args=(config, sender))
     child.start()
-    assert receiver.recv() == root.token
+    assert receiver.recv() == root.node_id
     child.join()
 
 
 def _send_token(config: SlabConfig, sender: multiprocessing.connection.Connection) -> None:
     root = open_root(config)
-    sender.send(root.token if root else None)
+    sender.send(root.node_id if root else None)
 
 
 def test_two_directories_have_two_tokens(tmp_path: Path) -> None:
     configs = [SlabConfig(str(tmp_path / node), f"{MARK}same") for node in ("one", "other")]
-    tokens = set()
+    node_ids = set()
     for config in configs:
         module._open_roots.clear()  # each node has processes of its own
         root = open_root(config, create=True)
         assert root is not None
-        tokens.add(root.token)
-    assert len(tokens) == 2
+        node_ids.add(root.node_id)
+    assert len(node_ids) == 2
     module._open_roots.clear()
 
 
@@ -321,7 +321,7 @@ def test_a_root_made_again_has_another_token(config: SlabConfig) -> None:
     second = open_root(config, create=True)
     assert first is not None
     assert second is not None
-    assert first.token != second.token
+    assert first.node_id != second.node_id
 
 
 def test_a_root_deleted_behind_our_back_is_noticed(config: SlabConfig) -> None:
@@ -569,7 +569,7 @@ def test_where_shared_memory_is_full_the_root_is_in_the_local_directory(
     module._open_roots.clear()
     again = open_root(config)  # of another process, which may find room by now
     assert again is not None
-    assert again.token == root.token
+    assert again.node_id == root.node_id
     assert not list(memory.glob("*/token*"))
     remove_root(config)
     assert not list(memory.iterdir())

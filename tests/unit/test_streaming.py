@@ -52,10 +52,10 @@ def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def outcome_of(
-    stream: bool, slices: int, scale: float = 1.0, model: Any = Net, **policy: Any
+    stream: bool, slices: int, scale: float = 1.0, model: Any = Net, **options: Any
 ) -> tuple[np.ndarray, ReplicaResult, str]:
     """The bytes of all sections, what was made, and what is not finite."""
-    live = LiveReplica.of(Recipe(model, loss, torch.optim.SGD, 0, TrainingOptions(**policy)))
+    live = LiveReplica.of(Recipe(model, loss, torch.optim.SGD, 0, TrainingOptions(**options)))
     assert writes_early(live)
     plans = slice_specs(live.flat.layout, slices)
     maps = section_maps(live, plans, ReplicaResult())

@@ -115,7 +115,7 @@ class GangEngine:
         self._setup = RankConfig(
             run, source, built, spare, checksums, parallel, weighted_batches, sums
         )
-        self._tokens: tuple[str, ...] = ()
+        self._node_ids: tuple[str, ...] = ()
         self._writing = False
         self._results = SliceResults(self._call, run.slab, run.slices)
         frames = self._samples[0]
@@ -149,7 +149,7 @@ class GangEngine:
         """Start the gang, if it is not running."""
         if not self._gang.running:
             self._asked.forget()
-            self._tokens = start_ranks(self._gang, self._setup, self._recipe, self._samples)
+            self._node_ids = start_ranks(self._gang, self._setup, self._recipe, self._samples)
 
     @property
     def capacity_note(self) -> str:
@@ -188,7 +188,7 @@ class GangEngine:
         """Score the validation samples, every rank its own partition."""
         validation = self._validation
         assert validation is not None
-        how = (validation.scorer, validation.assembly, validation.batch_size)
+        how = (validation.scorer, validation.batch_spec, validation.batch_size)
         found = self._call("validation", "score", *how)
         return validation.scorer.merge([states for states in found if states is not None])
 
@@ -258,7 +258,7 @@ class GangEngine:
 
         See :class:`sparkdl.loop.engine.RestorableEngine`.
         """
-        holders = tuple(self._tokens.index(token) for token in dict.fromkeys(self._tokens))
+        holders = tuple(self._node_ids.index(node_id) for node_id in dict.fromkeys(self._node_ids))
         files = NodeFiles(f"snapshot-{secrets.token_hex(8)}", holders)
         try:
             found = self._call("taking a snapshot", "snapshots.save", files.name, files.holders)

@@ -128,7 +128,7 @@ class ModelGroup:
 
         The masses are how much each row counts in the loss. For the arguments see :meth:`inputs`.
         """
-        weighted, many = self._live.recipe.policy.weighted, len(self._like.targets)
+        weighted, many = self._live.recipe.options.weighted, len(self._like.targets)
         like = [*self._like.targets, *([torch.empty(0).double()] if weighted else [])]
         known = {
             r: [*batch.targets, *([] if batch.weights is None else [batch.weights.double()])]
@@ -242,7 +242,7 @@ class NodeLocalRows:
             ranks: The ranks whose rows may be needed.
         """
         self._run, self._live = run, live
-        self._tokens = [each.token for each in samples]
+        self._node_ids = [each.node_id for each in samples]
         self._sent = live.recipe.augment is not None
         self._partitions = {
             r: open_partition(samples[r].handle)
@@ -253,7 +253,9 @@ class NodeLocalRows:
 
     def reaches(self, source: int, reader: int) -> bool:
         """Return whether rank ``reader`` reads the rows of rank ``source`` itself."""
-        return source != reader and not self._sent and self._tokens[source] == self._tokens[reader]
+        return (
+            source != reader and not self._sent and self._node_ids[source] == self._node_ids[reader]
+        )
 
     def read(self, work: ReplicaIteration, source: int) -> MiniBatch:
         """Return the rows of rank ``source`` in this iteration, without masses.

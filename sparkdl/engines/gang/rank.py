@@ -106,7 +106,7 @@ class Rank:
         self._setup, self._run, self._member = setup, setup.run, member
         root = open_root(self._run.slab, create=True)
         assert root is not None
-        self._token, self._folder = root.token, root.directories[-1]
+        self._node_id, self._folder = root.node_id, root.directories[-1]
         self._load: Callable[[], Recipe] = setup.recipe.load
         files, residuals = SnapshotFiles(self._folder), member.size * self._run.compressed
         self.snapshots = Snapshots(files, member.rank, self._run.slices, residuals)
@@ -119,9 +119,9 @@ class Rank:
         """Return the status that the driver checks before it continues."""
         train = self._handles[0]
         return RankStatus(
-            SampleLocation(self._token, train),
+            SampleLocation(self._node_id, train),
             self._compared(),
-            tuple(lies_here(handle, self._token) for handle in self._handles),
+            tuple(lies_here(handle, self._node_id) for handle in self._handles),
             train.checksum == self._setup.checksums[self._member.rank],
         )
 
@@ -155,9 +155,9 @@ class Rank:
         self._load = self._setup.recipe.load  # this frees the recipe that was read
         self.snapshots.begin(self._held, self._way)
         self.state = StateCommands(self._held, self._way, self._run, self._member.rank)
-        policy, owners = self._held.live.recipe.policy, self._held.owners.values()
+        options, owners = self._held.live.recipe.options, self._held.owners.values()
         kinds = [type(o) for owner in owners for o in owner.optimizer.schedule_targets()]
-        leaves_out = policy.on_nan == "skip" or policy.scales_loss
+        leaves_out = options.on_nan == "skip" or options.scales_loss
         self._way.needs_all_losses = (
             leaves_out or self._setup.sums or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
         )
@@ -167,7 +167,10 @@ class Rank:
         """Run one iteration, after which this rank's slices have the next version."""
         clock, rank, live = Clock(), self._member.rank, self._held.live
         start, stop = step.rows[rank]
-        work, batch = ReplicaIteration(step, rank, self._run.assembly, self._run.shares[rank]), None
+        work, batch = (
+            ReplicaIteration(step, rank, self._run.batch_spec, self._run.shares[rank]),
+            None,
+        )
         if stop > start:
             (arrays,) = work.mini_batches(live, self._partition)
             batch = to_mini_batch(arrays, live)
@@ -179,14 +182,14 @@ class Rank:
             weight = self._way.count
         finish = functools.partial(self._finish, step, weights, loss, bool(problem))
         slices: list[SliceReport] = []
-        if live.recipe.policy.clips_norm or step.histograms:
+        if live.recipe.options.clips_norm or step.histograms:
             slices = finish(clock)
         else:  # there is nothing to report: update while the driver prepares the next iteration
             self._member.afterwards = functools.partial(self._finish_later, finish)
         count, seconds = stop - start, {**self._before, **clock.seconds}
         self._before = {}
         report = ReplicaReport(
-            rank, count, weight, loss, self._token, seconds, problem, losses=self._way.losses
+            rank, count, weight, loss, self._node_id, seconds, problem, losses=self._way.losses
         )
         return RankReport(report, slices, self.state.writing, self._way.loss_rank)
 
@@ -222,7 +225,7 @@ class Rank:
         total = sum(weights)
         mean = sum(one[0] * w for one, w in zip(found, weights, strict=True) if w)
         loss = mean / total if total else 0.0
-        return update_slices(self._held, self._run, self._token, step, contributions, loss, clock)
+        return update_slices(self._held, self._run, self._node_id, step, contributions, loss, clock)
 
     def _weights(self, step: IterationRows, weight: float) -> list[float]:
         """Return the weight of each rank's mini-batch."""
@@ -230,12 +233,12 @@ class Rank:
             return [float(stop - start) for start, stop in step.rows]
         return [found for (found,) in gathered([weight])]
 
-    def score(self, scorer: Scorer, assembly: BatchSpec, batch_size: int) -> list[Any] | None:
+    def score(self, scorer: Scorer, batch_spec: BatchSpec, batch_size: int) -> list[Any] | None:
         """Return the scorer's states for this rank's partition of the validation samples.
 
         Args:
             scorer: Scores batches.
-            assembly: How batches are made from columns.
+            batch_spec: How batches are made from columns.
             batch_size: The number of samples in a batch.
 
         Returns:
@@ -247,7 +250,7 @@ class Rank:
             if not handle.num_rows:
                 return None
             partition = open_partition(handle)
-            return score_partition(self._held.live, partition, scorer, assembly, batch_size)
+            return score_partition(self._held.live, partition, scorer, batch_spec, batch_size)
 
         batches = math.ceil(handle.num_rows / batch_size)
         return self._way.scored(batches, score, outputs=bool(scorer.metrics))

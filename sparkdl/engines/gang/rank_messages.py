@@ -172,9 +172,9 @@ class RankConfig:
 
 @dataclass(frozen=True)
 class SampleLocation:
-    """The location of a rank's training samples: the token of its node, and their handle."""
+    """The location of a rank's training samples: the id of its node, and their handle."""
 
-    token: str
+    node_id: str
     handle: SampleHandle
 
 

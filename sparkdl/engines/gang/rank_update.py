@@ -19,7 +19,7 @@ from sparkdl.slices.update import SliceUpdater
 def update_slices(
     held: RankState,
     run: RunSpec,
-    token: str,
+    node_id: str,
     step: IterationRows,
     contributions: Mapping[int, list[Section]],
     loss: float,
@@ -30,7 +30,7 @@ def update_slices(
     Args:
         held: The state that this rank holds.
         run: The run.
-        token: The token of this rank's node.
+        node_id: The id of this rank's node.
         step: The iteration.
         contributions: The sections from which each slice is updated.
         loss: The loss of the global batch.
@@ -67,7 +67,7 @@ def update_slices(
         histograms = told.histograms(state, updated.reduced) if step.histograms else {}
         clock.lap("update")
         if held.first:
-            slices.append(SliceReport(n, token, None, norm=updated.norm, histograms=histograms))
+            slices.append(SliceReport(n, node_id, None, norm=updated.norm, histograms=histograms))
     held.share()
     clock.lap("publish")
     return slices

@@ -43,10 +43,10 @@ class RecipeSource:
         """Write ``recipe`` to a file on each node of the ranks, unless it is inline."""
         if self.inline is not None:
             return
-        tokens = gang.call(_NodeOf(self.slab), DOING)
+        node_ids = gang.call(_NodeOf(self.slab), DOING)
         for start in range(0, len(recipe), PIECE_BYTES):
             write = _WritePiece(self.slab, recipe[start : start + PIECE_BYTES], start == 0)
-            first = [tokens.index(token) == rank for rank, token in enumerate(tokens)]
+            first = [node_ids.index(node_id) == rank for rank, node_id in enumerate(node_ids)]
             gang.call_each([write if writes else _Nothing() for writes in first], DOING)
 
     def remove(self, gang: Gang) -> None:
@@ -64,14 +64,14 @@ class RecipeSource:
 
 @dataclass(frozen=True)
 class _NodeOf:
-    """The command that creates the slab root and returns the token of the rank's node."""
+    """The command that creates the slab root and returns the id of the rank's node."""
 
     slab: SlabConfig
 
     def __call__(self, member: RankContext) -> str:
         root = open_root(self.slab, create=True)
         assert root is not None
-        return root.token
+        return root.node_id
 
 
 @dataclass(frozen=True)

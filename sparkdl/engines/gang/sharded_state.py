@@ -99,8 +99,8 @@ class ShardedState:
         self._mine = owner.plan
         owner = replace(owner, plan=replace(owner.plan, index=rank))
         self.owners = {rank: owner}
-        pieces = tuple(p for p in owner.plan.pieces if p.number not in cut.repeated)
-        self.counted = {rank: replace(owner, plan=replace(owner.plan, pieces=pieces))}
+        fragments = tuple(p for p in owner.plan.fragments if p.number not in cut.repeated)
+        self.counted = {rank: replace(owner, plan=replace(owner.plan, fragments=fragments))}
         self._own = cut.live.flat.layout if cut.turned is None else cut.turned.layout
         self._spans = [cut.spans(r) for r in range(run.replicas)]
         self.states: States = {}

@@ -48,8 +48,8 @@ class ShardRange:
 
 def _plan(start: int, stop: int, trainable: int) -> SliceSpec:
     """Return an interval as a slice of its own."""
-    pieces = (Fragment(0, "parameter", 0, trainable),) if trainable else ()
-    return SliceSpec(0, start, stop, pieces)
+    fragments = (Fragment(0, "parameter", 0, trainable),) if trainable else ()
+    return SliceSpec(0, start, stop, fragments)
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> tuple[int, int]:

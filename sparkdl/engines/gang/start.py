@@ -33,7 +33,7 @@ def start_ranks(
         samples: The training samples and, if there are any, the validation samples.
 
     Returns:
-        The token of each rank's node.
+        The id of each rank's node.
 
     Raises:
         sparkdl.TrainingError: If ranks start on other nodes than their samples, again and again.
@@ -65,28 +65,28 @@ def start_ranks(
     theirs = locations if setup.parallel.splits_model else ()
     raise_first(gang.call(CallMethod("begin", (theirs,)), DOING))
     setup.recipe.remove(gang)
-    return tuple(each.token for each in locations)
+    return tuple(each.node_id for each in locations)
 
 
 def node_of(records: list[Any]) -> str:
-    """Return the token of the node that has a partition's samples, or "" if the partition is empty.
+    """Return the id of the node that has a partition's samples, or "" if the partition is empty.
 
     Training samples take precedence over validation samples.
     """
     handles: list[SampleHandle] = [pickle.loads(frame) for frame in frames_of(records)]
-    return next((handle.token for handle in handles if handle.num_rows), "")
+    return next((handle.node_id for handle in handles if handle.num_rows), "")
 
 
 @dataclass(frozen=True)
 class NodeHere:
-    """A callable that returns the token of the node on which it is called."""
+    """A callable that returns the id of the node on which it is called."""
 
     slab: SlabConfig
 
     def __call__(self) -> str:
         root = open_root(self.slab, create=True)
         assert root is not None
-        return root.token
+        return root.node_id
 
 
 def too_few(slots: int, ranks: int) -> str:

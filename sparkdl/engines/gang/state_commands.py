@@ -93,7 +93,7 @@ class StateCommands:
         states = self._held.states
         self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
 
-    def weights(self, which: str, tick: int) -> dict[int, np.ndarray | Left]:
+    def weights(self, which: str, submission: int) -> dict[int, np.ndarray | Left]:
         """Return the weights of the slices that this rank answers for, as NumPy arrays.
 
         Arrays travel with fewer copies than tensors. ``which`` may also be the moving average. For
@@ -103,27 +103,28 @@ class StateCommands:
         states = held.best if which == BEST else held.states
         slices = held.as_slices({n: SliceState(weights_of(s, which)) for n, s in states.items()})
         return {
-            n: left_where_large(pool, s.weights.numpy(), tick)
+            n: left_where_large(pool, s.weights.numpy(), submission)
             for n, s in slices.items()
             if self._answers_for(n)
         }
 
     def map_slices(
-        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str, tick: int
+        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str, submission: int
     ) -> dict[int, Any]:
         """Use the states of the slices that this rank answers for.
 
         Args:
             use: Called as ``use(index, plan, state)``.
             which: The weights to use: the current ones or the best.
-            tick: A number that increases with every request, for the slabs.
+            submission: A number that increases with every request, for the slabs.
 
         Returns:
             The results by slice index. Large ones are left in slabs.
         """
         plans, states, pool = self._held.slices, self._slices(which), open_pool(self._run.slab)
         return {
-            n: left_where_large(pool, use(n, plans[n], state), tick) for n, state in states.items()
+            n: left_where_large(pool, use(n, plans[n], state), submission)
+            for n, state in states.items()
         }
 
     def read_parts(self, parts: Mapping[int, Reference]) -> dict[int, bytes]:

@@ -54,24 +54,24 @@ def compress_here(
     before = _handle(message, work.replica)
     kept = read_residuals(pool, before) if before else {}
     outcome = compress_outcome(live, outcome, work, kept)
-    handle = write_residuals(pool, work.replica, before, outcome.kept, message.tick)
+    handle = write_residuals(pool, work.replica, before, outcome.kept, message.submission)
     if before:
         pool.check(before.reference)
     return outcome, handle
 
 
-def residual_fault(step: IterationMessage, replica: int, token: str) -> Fault | None:
+def residual_fault(step: IterationMessage, replica: int, node_id: str) -> Fault | None:
     """Return a fault if the task does not run on the node that holds its replica's residuals.
 
     Args:
         step: The iteration, with the handles of the residuals.
         replica: The number of the replica.
-        token: The token of the task's node.
+        node_id: The id of the task's node.
     """
     before = _handle(step, replica)
-    if before is None or before.reference.token == token:
+    if before is None or before.reference.node_id == node_id:
         return None
-    return Fault(RESIDUAL_FOREIGN, replica, token)
+    return Fault(RESIDUAL_FOREIGN, replica, node_id)
 
 
 def _handle(step: IterationMessage, replica: int) -> ResidualHandle | None:
@@ -108,12 +108,12 @@ class InitialResiduals:
     Attributes:
         read: Returns a replica's residuals, or None if it has none.
         reported: The exceptions of ``read`` to yield.
-        tick: The tick of the buffers that are written.
+        submission: The submission of the buffers that are written.
     """
 
     read: ReadResiduals
     reported: tuple[type[Exception], ...] = ()
-    tick: int = 0
+    submission: int = 0
 
     def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
         result: ResidualHandle | Exception | None = None
@@ -123,6 +123,6 @@ class InitialResiduals:
             result = error
         else:
             if kept is not None:
-                result = write_residuals(seat.pool, seat.index, None, kept, self.tick)
+                result = write_residuals(seat.pool, seat.index, None, kept, self.submission)
         yield pickle.dumps((seat.index, result))
         finish_task()

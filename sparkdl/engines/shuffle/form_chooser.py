@@ -30,7 +30,7 @@ class FormChooser:
 
     def __init__(self, spec: ShuffleSpec, placement: Placement, stages: str) -> None:
         self._stages, self._placement = stages, placement
-        self._clips_norm = spec.policy.clips_norm
+        self._clips_norm = spec.options.clips_norm
         replicas, slices, slots = (
             spec.run.replicas,
             spec.run.slices,

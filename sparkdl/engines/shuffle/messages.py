@@ -32,13 +32,13 @@ class PendingGradients:
 
     Attributes:
         index: The index of that iteration.
-        tick: Its tick.
+        submission: Its submission.
         hyperparameters: Its hyperparameters.
         headers: For each slice, the headers of all replicas in order.
     """
 
     index: int
-    tick: int
+    submission: int
     hyperparameters: tuple[Mapping[str, Any], ...] | None
     headers: tuple[tuple[GradientHeader, ...], ...]
 
@@ -47,11 +47,11 @@ class PendingGradients:
         """Make one of the reports that a step returned, one per replica in order."""
         by_slice = zip(*[seat.headers for seat in seats], strict=True)
         headers = tuple(tuple(replace(h, report=None) for h in some) for some in by_slice)
-        return PendingGradients(step.index, step.tick, step.hyperparameters, headers)
+        return PendingGradients(step.index, step.submission, step.hyperparameters, headers)
 
 
 NodeCopies = Mapping[str, Mapping[int, SliceHandle]]
-"""The copies of slices' weights on nodes, by node token and slice."""
+"""The copies of slices' weights on nodes, by node id and slice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,13 +60,13 @@ class Version:
 
     Attributes:
         number: The number of updates since the state was loaded.
-        tick: The tick of its buffers.
+        submission: The submission of its buffers.
         states: The handle of every slice.
         copies: The copies of its weights that nodes have of other nodes' slices.
     """
 
     number: int
-    tick: int
+    submission: int
     states: tuple[SliceHandle, ...]
     copies: NodeCopies = field(default_factory=dict)
 
@@ -76,8 +76,8 @@ class IterationMessage(IterationRows):
     """One iteration as the driver submits it to tasks.
 
     Attributes:
-        tick: A number that grows with every submission, including repeated ones.
-        floor: The tick of the oldest version that is kept; state buffers of lower ticks are free.
+        submission: A number that grows with every submission, including repeated ones.
+        oldest_needed: The submission of the oldest version that is kept; older state buffers are free.
         states: The newest version of every slice, which the update is applied to.
         pending: The gradients to apply to ``states`` first; None: nothing.
         reads: The version that replicas compute on, if that is an older one; empty: the newest, which
@@ -88,8 +88,8 @@ class IterationMessage(IterationRows):
             iteration.
     """
 
-    tick: int
-    floor: int
+    submission: int
+    oldest_needed: int
     states: tuple[SliceHandle, ...] = ()
     pending: PendingGradients | None = None
     reads: tuple[SliceHandle, ...] = ()
@@ -110,9 +110,9 @@ class IterationMessage(IterationRows):
         return derive_seed(seed, "update", updated)
 
     @property
-    def gradients_floor(self) -> int:
-        """Return the tick below which gradients are no longer needed."""
-        return self.tick if self.pending is None else self.pending.tick
+    def oldest_gradients(self) -> int:
+        """Return the submission below which gradients are no longer needed."""
+        return self.submission if self.pending is None else self.pending.submission
 
 
 @dataclass(frozen=True)
@@ -182,12 +182,12 @@ class NodeWeights:
     """The report of a task that received weights for its node.
 
     Attributes:
-        token: The token of the node.
+        node_id: The id of the node.
         copies: The copies that the task wrote, by slice.
         reports: The reports of the owners that came with the weights.
     """
 
-    token: str
+    node_id: str
     copies: Mapping[int, SliceHandle]
     reports: tuple[SliceReport, ...] = ()
 

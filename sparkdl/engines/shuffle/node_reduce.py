@@ -10,7 +10,7 @@ to owners on the same node.
 Installing weights comes after synchronization. The owner of a slice sends its new weights to one
 replica's seat on every other node, where a task writes them into a slab. The replicas of that node
 then read this *copy* by reference, as they read the slices of their own node. A copy has the same
-age as the state it was made from and lies in buffers of the same tick, so it lives as long (see
+age as the state it was made from and lies in buffers of the same submission, so it lives as long (see
 [Note: who may write a buffer]).
 """
 
@@ -57,13 +57,13 @@ def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> It
         nodes: The nodes of replicas and owners.
         headers: The replica's headers, one per slice.
     """
-    token = nodes.replicas[replica]
+    node_id = nodes.replicas[replica]
     weight = headers[0].weight if headers[0].section is not None else None
     for target, node in enumerate(nodes.replicas):
         mine = {
             n: header
             for n, header in enumerate(headers)
-            if node == token and nodes.representative(token, n) == target
+            if node == node_id and nodes.representative(node_id, n) == target
         }
         yield from send(target, encode(GradientOffer(replica, weight, mine)))
 
@@ -102,15 +102,15 @@ class ReduceOnNode:
         headers: Mapping[int, GradientHeader],
         shares: Mapping[int, float],
     ) -> Iterator[bytes]:
-        token = self.nodes.replicas[partition]
-        if pool.token != token:
-            fault = Fault(MOVED, partition, pool.token)
+        node_id = self.nodes.replicas[partition]
+        if pool.node_id != node_id:
+            fault = Fault(MOVED, partition, pool.node_id)
             headers = {m: replace(h, fault=h.fault or fault) for m, h in headers.items()}
-        if self.nodes.slices[n] == token or any(header.fault for header in headers.values()):
+        if self.nodes.slices[n] == node_id or any(header.fault for header in headers.values()):
             yield from map(encode, headers.values())
             return
         owner = plans_of(run).owners[n]
-        for block in self.nodes.blocks(token):
+        for block in self.nodes.blocks(node_id):
             for m in block:
                 if headers[m].section is None:
                     yield encode(headers[m])
@@ -177,8 +177,8 @@ def weight_frames(report: SliceReport, run: RunSpec, nodes: Nodes) -> Iterator[b
     news = report.state is not None and not (report.faults or report.skipped)
     weights = report.state.weights if news and report.state is not None else None
     payload = None if weights is None else as_tensor(pool.read(weights), torch.uint8)
-    for place, token in enumerate(nodes.replicas):
-        takes = token != pool.token and nodes.representative(token, report.index) == place
+    for place, node_id in enumerate(nodes.replicas):
+        takes = node_id != pool.node_id and nodes.representative(node_id, report.index) == place
         frame = encode(
             WeightsHeader(
                 report.index, report if place == 0 else None, takes and payload is not None
@@ -202,11 +202,11 @@ class SendWeights:
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
-        token, state = open_pool(run.slab).token, self.states[partition]
-        report = SliceReport(partition, token, state)
-        if state.token != token:
+        node_id, state = open_pool(run.slab).node_id, self.states[partition]
+        report = SliceReport(partition, node_id, state)
+        if state.node_id != node_id:
             report = SliceReport(
-                partition, token, None, faults=(Fault(STATE_FOREIGN, partition, token),)
+                partition, node_id, None, faults=(Fault(STATE_FOREIGN, partition, node_id),)
             )
         yield from weight_frames(report, run, self.nodes)
         finish_task()
@@ -233,9 +233,11 @@ class ReceiveWeights:
             if header.report is not None:
                 reports.append(header.report)
             if header.weights:
-                with pool.claim("weights", len(payload), step.tick, step.floor) as claim:
+                with pool.claim(
+                    "weights", len(payload), step.submission, step.oldest_needed
+                ) as claim:
                     claim.bytes[:] = np.frombuffer(payload, np.uint8)
                 copies[header.index] = SliceHandle(claim.reference)
         assert pool is not None
-        yield pickle.dumps(NodeWeights(pool.token, copies, tuple(reports)))
+        yield pickle.dumps(NodeWeights(pool.node_id, copies, tuple(reports)))
         finish_task()

@@ -26,24 +26,24 @@ per byte (benchmarks/between_nodes.py).
 class NodeReducePlan:
     """The decision made from the nodes of replicas and owners; the bits are the same either way."""
 
-    def __init__(self, layout: Layout, run: RunSpec, policy: TrainingOptions) -> None:
-        wire = (policy.wire_dtype or layout.dtype).itemsize
+    def __init__(self, layout: Layout, run: RunSpec, options: TrainingOptions) -> None:
+        wire = (options.wire_dtype or layout.dtype).itemsize
         flat = layout.dtype.itemsize
         # After local steps, optimizer state travels too; compressed gradients cannot be summed yet.
-        self._possible = policy.local_steps == 1 and not run.compressed
+        self._possible = options.local_steps == 1 and not run.compressed
         self._slices = [
             SliceBytes(plan.dense_length * wire, plan.dense_length * flat, plan.length * flat)
             for plan in slice_specs(layout, run.slices, whole=run.whole_tensors)
         ]
 
-    def chosen(self, tokens: tuple[str, ...], states: Sequence[SliceHandle]) -> Nodes | None:
+    def chosen(self, node_ids: tuple[str, ...], states: Sequence[SliceHandle]) -> Nodes | None:
         """Return the nodes if they should sum; None if each replica should send its own gradients.
 
         Args:
-            tokens: The node token of each replica.
+            node_ids: The node id of each replica.
             states: The committed version of every slice.
         """
-        nodes = Nodes(tokens, tuple(state.token for state in states))
+        nodes = Nodes(node_ids, tuple(state.node_id for state in states))
         if not self._possible or len({*nodes.replicas, *nodes.slices}) == 1:
             return None
         plain, summed = (busiest(planned(nodes, self._slices, way)) for way in (False, True))

@@ -61,10 +61,10 @@ class Placement:
         """Create the RDDs of the run and persist them."""
         samples, run, recipe, resources = spec.samples, spec.run, spec.recipe, spec.resources
         assert samples.rdd is not None
-        self.samples, self._run, self._policy, self._built = (
+        self.samples, self._run, self._options, self._built = (
             samples.rdd,
             run,
-            spec.policy,
+            spec.options,
             spec.built,
         )
         self.few_bytes = spec.layout.nbytes <= FEW_BYTES
@@ -87,7 +87,7 @@ class Placement:
         self._replicas, self.slice_rdd = resources.persist(replicas), resources.persist(owners)
         self._recounted: dict[int, RDD] = {}
         self._resources = resources
-        self.two_stages = not spec.policy.clips_norm or run.slices == 1
+        self.two_stages = not spec.options.clips_norm or run.slices == 1
         self.slices_counted = self.slice_rdd
         if not self.two_stages and run.slices != run.replicas:
             self.slices_counted = resources.persist(map_frames(owners, Recount(run.slices)))
@@ -98,17 +98,17 @@ class Placement:
             with stage_name(self._context, "set up replicas"):
                 seats = zip_frames(self._replicas, self.samples)
                 checked = self.pickled(map_frames(seats, CheckReplica(self._built)))
-            tokens, found, here = zip(*checked, strict=True)
+            node_ids, found, here = zip(*checked, strict=True)
             if all(here):
                 break
             self._write_again(self.samples)
         check_same(found)
-        self.replica_nodes = tokens
+        self.replica_nodes = node_ids
 
     def note_nodes(self, replicas: Sequence[ReplicaReport]) -> None:
         """Note on which nodes the replicas ran, as they report."""
         nodes = dict(enumerate(self.replica_nodes))
-        nodes |= {report.replica: report.token for report in replicas}
+        nodes |= {report.replica: report.node_id for report in replicas}
         self.replica_nodes = tuple(nodes.values())
 
     def replicas_counted(self, count: int) -> RDD:
@@ -219,7 +219,7 @@ class Placement:
     @property
     def everything_travels(self) -> bool:
         """Return whether replicas need the optimizer state beside the weights."""
-        return self._policy.local_steps > 1
+        return self._options.local_steps > 1
 
     def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
         """Return an RDD of the seats; ``counts`` gives the number of records of each."""
@@ -228,8 +228,8 @@ class Placement:
     def has_all_weights(self, states: tuple[SliceHandle, ...], copies: NodeCopies) -> bool:
         """Return whether every replica has all slices, or copies of them, on its node."""
         return all(
-            state.token == token or n in copies.get(token, {})
-            for token in set(self.replica_nodes)
+            state.node_id == node_id or n in copies.get(node_id, {})
+            for node_id in set(self.replica_nodes)
             for n, state in enumerate(states)
         )
 
@@ -243,7 +243,7 @@ class Placement:
 
     def single_node(self, states: tuple[SliceHandle, ...]) -> bool:
         """Return whether all replicas and all slices are on one node."""
-        return len({*self.replica_nodes, *[state.token for state in states]}) == 1
+        return len({*self.replica_nodes, *[state.node_id for state in states]}) == 1
 
     def retry(self, submit: Callable[[], tuple[Any, list[Fault]]], doing: str, samples: RDD) -> Any:
         """Submit a job, again if its tasks run on other nodes than expected, and return its result.
@@ -273,9 +273,9 @@ class Placement:
 
     def _resolve(self, faults: list[Fault], samples: RDD) -> None:
         """Prepare the next submission after tasks have reported faults."""
-        moved = {fault.partition: fault.token for fault in faults if fault.kind == MOVED}
+        moved = {fault.partition: fault.node_id for fault in faults if fault.kind == MOVED}
         self.replica_nodes = tuple(
-            moved.get(i, token) for i, token in enumerate(self.replica_nodes)
+            moved.get(i, node_id) for i, node_id in enumerate(self.replica_nodes)
         )
         if any(fault.kind == SAMPLES_FOREIGN for fault in faults):
             self._write_again(samples)

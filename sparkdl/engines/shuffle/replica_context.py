@@ -53,7 +53,7 @@ class PrepareReplica:
 class CheckReplica:
     """Body over (replica, samples) pairs: build the replica and compare it with the driver's model.
 
-    Yields a pickled (node token, comparison with ``built``, whether the samples are on this node).
+    Yields a pickled (node id, comparison with ``built``, whether the samples are on this node).
     If building fails because of a user's mistake, the exception takes the place of the comparison.
     """
 
@@ -62,7 +62,7 @@ class CheckReplica:
     def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         for replica, samples in list(seats):
             run = pickle.loads(replica).run
-            token = open_pool(run.slab).token
+            node_id = open_pool(run.slab).node_id
             found: Compared | UserError
             try:
                 found = compared(build_replica(run).flat.module, self.built)
@@ -70,7 +70,7 @@ class CheckReplica:
                 found = error
             except ModuleNotFoundError as error:
                 found = model_needs(error, "the executors")
-            yield pickle.dumps((token, found, lies_here(pickle.loads(samples), token)))
+            yield pickle.dumps((node_id, found, lies_here(pickle.loads(samples), node_id)))
         finish_task()
 
 
@@ -142,7 +142,7 @@ class ReplicaContext:
         if states is None:
             message: IterationMessage = posted(handle.run.key)
             states, copies = message.read_states, message.copies
-        mine = copies.get(pool.token, {})
+        mine = copies.get(pool.node_id, {})
         found = pickle.loads(samples)
         return ReplicaContext(
             handle.run, handle.index, found, checksum, states, mine, arrived, pool
@@ -157,7 +157,7 @@ class ReplicaContext:
         """Return the reason why nothing can be done here, if there is one."""
 
         def fault(kind: str) -> Fault:
-            return Fault(kind, self.index, self.pool.token)
+            return Fault(kind, self.index, self.pool.node_id)
 
         if not self._samples_here():
             return fault(SAMPLES_FOREIGN)
@@ -166,7 +166,7 @@ class ReplicaContext:
         for n, state in enumerate(self.near):
             if n in self.arrived and self.arrived[n] is None:
                 return fault(STATE_FOREIGN)
-            if n not in self.arrived and state.token != self.pool.token:
+            if n not in self.arrived and state.node_id != self.pool.node_id:
                 return fault(MOVED)
         return None
 
@@ -175,7 +175,7 @@ class ReplicaContext:
         if not self.samples.num_rows:
             return True
         try:
-            return self.samples.token == self.pool.token and bool(open_partition(self.samples))
+            return self.samples.node_id == self.pool.node_id and bool(open_partition(self.samples))
         except StaleReferenceError:
             return False
 

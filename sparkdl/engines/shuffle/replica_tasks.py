@@ -115,17 +115,17 @@ def contributions(
         step: The iteration.
         nodes: The nodes, if they sum their gradients first: then all gradients go by reference.
     """
-    fault = seat.fault() or residual_fault(step, seat.index, seat.pool.token)
-    if fault is None and nodes is not None and nodes.replicas[seat.index] != seat.pool.token:
-        fault = Fault(MOVED, seat.index, seat.pool.token)
+    fault = seat.fault() or residual_fault(step, seat.index, seat.pool.node_id)
+    if fault is None and nodes is not None and nodes.replicas[seat.index] != seat.pool.node_id:
+        fault = Fault(MOVED, seat.index, seat.pool.node_id)
     if fault is not None:
         return [(GradientHeader(seat.index, fault=fault), None)] * seat.run.slices
     run = seat.run
-    work = ReplicaIteration(step, seat.index, run.assembly, run.shares[seat.index])
+    work = ReplicaIteration(step, seat.index, run.batch_spec, run.shares[seat.index])
     start, stop = work.rows
     if stop > start:
         return _contributions(seat, step, work, everything_here=nodes is not None)
-    report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.token, received=seat.received)
+    report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.node_id, received=seat.received)
     return [(header, None) for header in _headers(seat, ReplicaResult(), report)]
 
 
@@ -142,7 +142,7 @@ def _contributions(
             maps = section_maps(live, plans, outcome)
             sizes = sections_nbytes(live, plans, maps)
             nbytes = buffer_size(sum(sizes), *maps)
-            claim = pool.claim("gradient", nbytes, step.tick, step.gradients_floor)
+            claim = pool.claim("gradient", nbytes, step.submission, step.oldest_gradients)
             return maps, sizes, claims.enter_context(claim)
 
         early, writer = None, None
@@ -162,7 +162,7 @@ def _contributions(
         outcome.count,
         outcome.weight,
         outcome.loss,
-        pool.token,
+        pool.node_id,
         clock.seconds,
         problem,
         seat.received,
@@ -172,7 +172,7 @@ def _contributions(
     sent: list[Sent] = []
     place = 0
     for n, header in enumerate(_headers(seat, outcome, report)):
-        here = everything_here or seat.states[n].token == pool.token
+        here = everything_here or seat.states[n].node_id == pool.node_id
         reference = claim.reference.part(place, sizes[n]) if here else None
         payload = None if here else torch.from_numpy(claim.bytes[place : place + sizes[n]])
         sent.append((replace(header, section=maps[n], reference=reference), payload))
@@ -185,7 +185,7 @@ def _outcome(
 ) -> ReplicaResult:
     """Do the replica's part of the iteration, and return its outcome."""
     live = open_replica(seat.run)
-    local_steps = live.recipe.policy.local_steps
+    local_steps = live.recipe.options.local_steps
     batches = work.mini_batches(live, open_partition(seat.samples), local_steps)
     clock.lap("data")
     if writer is not None and _may_borrow(seat, live):
@@ -209,7 +209,7 @@ def _outcome(
 def _may_borrow(seat: ReplicaContext, live: LiveReplica) -> bool:
     """Return whether the replica can compute with weights in slabs, and that is faster."""
     here = not seat.arrived and live.device.type == "cpu"
-    return here and not live.recipe.policy.compile and live.flat.layout.size >= BORROW_FROM
+    return here and not live.recipe.options.compile and live.flat.layout.size >= BORROW_FROM
 
 
 def _headers(
@@ -237,12 +237,12 @@ class Score:
 
     Attributes:
         scorer: The loss and the metrics.
-        assembly: How rows are assembled into mini-batches.
+        batch_spec: How rows are assembled into mini-batches.
         batch_size: The rows of a forward pass.
     """
 
     scorer: Scorer
-    assembly: BatchSpec
+    batch_spec: BatchSpec
     batch_size: int
 
     def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
@@ -252,7 +252,7 @@ class Score:
         elif seat.samples.num_rows:
             partition = open_partition(seat.samples)
             states = score_partition(
-                seat.replica(), partition, self.scorer, self.assembly, self.batch_size
+                seat.replica(), partition, self.scorer, self.batch_spec, self.batch_size
             )
             yield cloudpickle.dumps((seat.index, states))  # a metric may be defined in __main__
         finish_task()

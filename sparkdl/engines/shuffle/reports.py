@@ -62,17 +62,17 @@ class IterationReports:
         """Return the traffic of each node; ``states`` is the version that replicas computed on."""
         replicas = {report.replica: report for report in self.replicas}
         gradients = [
-            (replicas[m].token, report.token, nbytes)
+            (replicas[m].node_id, report.node_id, nbytes)
             for report in self.slices
             for m, nbytes in report.received.items()
         ]
         to_replicas = [
-            (states[n].token, replica.token, nbytes)
+            (states[n].node_id, replica.node_id, nbytes)
             for replica in self.replicas
             for n, nbytes in replica.received.items()
         ]
         to_nodes = [
-            (self.slices[n].token, node.token, copy.weights.nbytes)
+            (self.slices[n].node_id, node.node_id, copy.weights.nbytes)
             for node in self.installed
             for n, copy in node.copies.items()
         ]
@@ -88,5 +88,5 @@ def copies_by_node(installed: Sequence[NodeWeights]) -> NodeCopies:
     """Return the copies that nodes have of other nodes' slices, by node."""
     found: dict[str, dict[int, SliceHandle]] = {}
     for node in installed:
-        found.setdefault(node.token, {}).update(node.copies)
+        found.setdefault(node.node_id, {}).update(node.copies)
     return found

@@ -64,7 +64,7 @@ class Shuffled:
 
     @staticmethod
     def of(spec: ShuffleSpec, placement: Placement, rdds: IterationRdds) -> Shuffled:
-        node_sums = NodeReducePlan(spec.layout, spec.run, spec.policy)
+        node_sums = NodeReducePlan(spec.layout, spec.run, spec.options)
         return Shuffled(placement, rdds, spec.resources, node_sums)
 
     def submit(self, message: IterationMessage) -> IterationReports:
@@ -104,7 +104,7 @@ class Shuffled:
         """Return a key of everything that the RDDs of an iteration depend on."""
         placement, read = self.placement, message.read_states
         nearby = placement.has_all_weights(read, message.copies)
-        where = placement.replica_nodes, tuple(state.token for state in read)
+        where = placement.replica_nodes, tuple(state.node_id for state in read)
         return placement.samples, where, nodes, nearby
 
     def _build(self, message: IterationMessage, nodes: Nodes | None, inside: bool = False) -> RDD:

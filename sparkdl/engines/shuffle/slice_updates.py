@@ -82,12 +82,12 @@ def read_sections(
     frames = sorted(frames, key=lambda frame: frame[0].replica)
     headers: list[GradientHeader] = [header for header, _ in frames]
     faults = tuple(header.fault for header in headers if header.fault)
-    if not faults and state.token != pool.token:
-        faults = (Fault(STATE_FOREIGN, partition, pool.token),)
+    if not faults and state.node_id != pool.node_id:
+        faults = (Fault(STATE_FOREIGN, partition, pool.node_id),)
     skipped = not faults and not all(header.finite for header in headers)
     report = SliceReport(
         partition,
-        pool.token,
+        pool.node_id,
         state if skipped else None,
         tuple(header.report for header in headers if header.report),
         faults,
@@ -138,7 +138,9 @@ def synchronize(
     if isinstance(found, SliceReport):
         return found
     owner, pool, sections = found.updater, found.pool, found.sections
-    with next_version(pool, found.state, owner.dtype, step.tick, step.floor) as versions:
+    with next_version(
+        pool, found.state, owner.dtype, step.submission, step.oldest_needed
+    ) as versions:
         old, new, to = versions
         known, squares, keep = None, [0.0], None
         if owner.clips_norm:
@@ -188,7 +190,9 @@ def reduce_slice(
     pool.check(at)
     section = owner.reduced_map(reduced)
     nbytes = owner.reduced_nbytes(section)
-    with pool.claim("reduced", buffer_size(nbytes, section), step.tick, step.tick) as to:
+    with pool.claim(
+        "reduced", buffer_size(nbytes, section), step.submission, step.submission
+    ) as to:
         owner.write_reduced(section, reduced, sections, to.bytes[:nbytes])
         reference = to.reference.part(0, nbytes)
     found.check()
@@ -215,15 +219,19 @@ def update_slice(
     assert report is not None
     if report.faults or report.skipped or mine.reference is None:
         return report
-    if mine.reference.token != pool.token:
-        return replace(report, faults=(Fault(STATE_FOREIGN, partition, pool.token),))
+    if mine.reference.node_id != pool.node_id:
+        return replace(report, faults=(Fault(STATE_FOREIGN, partition, pool.node_id),))
     assert mine.section is not None
     owner = plans_of(run).owners[partition]
     alone = open_section(
         owner.plan, owner.dtype, mine.section, pool.read(mine.reference), absent=mine.absent
     )
     state = step.states[partition]
-    with next_version(pool, state, owner.dtype, step.tick, step.floor) as (old, new, to):
+    with next_version(pool, state, owner.dtype, step.submission, step.oldest_needed) as (
+        old,
+        new,
+        to,
+    ):
         keep = None
         if step.histograms:
             keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)

@@ -62,21 +62,21 @@ class RestoreSlice:
     """Body over (snapshot, owner) pairs: write the slice's state into this node's slabs.
 
     Yields a pickled pair: a :class:`SliceReport`, and the handle of the best weights or None.
-    ``tick`` is the tick of the buffers.
+    ``submission`` is the submission of the buffers.
     """
 
-    tick: int
+    submission: int
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         owner, handles, frames = _opened(pairs)
         run: RunSpec = pickle.loads(owner)
         pool = open_pool(run.slab)
         roles = zip(("state", "best"), handles, strict=False)
-        found = [write_copy(pool, handle, frames, role, self.tick) for role, handle in roles]
+        found = [write_copy(pool, handle, frames, role, self.submission) for role, handle in roles]
         best = found[1] if len(found) > 1 else None
         for _ in frames:
             pass
-        yield pickle.dumps((SliceReport(partition, pool.token, found[0]), best))
+        yield pickle.dumps((SliceReport(partition, pool.node_id, found[0]), best))
         finish_task()
 
 
@@ -107,7 +107,7 @@ class RestoreResidual:
     Yields a pickled (replica, handle or None).
     """
 
-    tick: int
+    submission: int
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         seat, (replica, kept), frames = _opened(pairs)
@@ -115,7 +115,7 @@ class RestoreResidual:
         handle = None
         if kept is not None:
             nbytes = kept.reference.nbytes
-            handle = copy_residuals(open_pool(run.slab), replica, nbytes, frames, self.tick)
+            handle = copy_residuals(open_pool(run.slab), replica, nbytes, frames, self.submission)
         for _ in frames:
             pass
         yield pickle.dumps((replica, handle))

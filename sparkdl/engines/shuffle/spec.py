@@ -21,7 +21,7 @@ class ShuffleSpec:
         layout: The layout of the model's flat vector.
         run: The constants of the run.
         recipe: The pickled recipe of the model.
-        policy: The training options of the recipe.
+        options: The training options of the recipe.
         built: The description of the driver's model, which each replica must equal at first.
         resources: The fit's Spark resources.
     """
@@ -30,6 +30,6 @@ class ShuffleSpec:
     layout: Layout
     run: RunSpec
     recipe: bytes
-    policy: TrainingOptions
+    options: TrainingOptions
     built: Description
     resources: FitResources

@@ -66,7 +66,7 @@ class StateReader:
         samples = validation.samples
         rdd = samples.rdd
         assert rdd is not None
-        task = Score(accompanied(validation.scorer), validation.assembly, validation.batch_size)
+        task = Score(accompanied(validation.scorer), validation.batch_spec, validation.batch_size)
         checksums = tuple(handle.checksum for handle in samples.handles)
 
         def submit() -> tuple[dict[int, Any], list[Fault]]:
@@ -91,13 +91,13 @@ class StateReader:
             dtype: The dtype of the weights.
             average: Whether to read their moving average, as far as there is one.
         """
-        pieces = [_weights_of(state, average) for state in states]
+        fragments = [_weights_of(state, average) for state in states]
         flat = torch.empty(
-            sum(r.nbytes for some in pieces for r in some) // dtype.itemsize, dtype=dtype
+            sum(r.nbytes for some in fragments for r in some) // dtype.itemsize, dtype=dtype
         )
         wanted: list[Wanted] = []
         rest = flat.numpy().view(np.uint8)
-        for number, some in enumerate(pieces):
+        for number, some in enumerate(fragments):
             for reference in some:
                 wanted.append((number, reference, rest[: reference.nbytes]))
                 rest = rest[reference.nbytes :]
@@ -108,7 +108,7 @@ class StateReader:
         self,
         states: tuple[SliceHandle, ...],
         use: Callable[[int, SliceSpec, SliceState], Any],
-        tick: int,
+        submission: int,
     ) -> list[Any]:
         """Call ``use`` on every slice with one task per slice, in parallel.
 
@@ -117,10 +117,10 @@ class StateReader:
         Args:
             states: The state of every slice.
             use: The function, see :meth:`sparkdl.loop.engine.Engine.map_slices`.
-            tick: The tick of buffers for large results.
+            submission: The submission of buffers for large results.
         """
         with faults_explained("reading the state"):
-            task = MapSlice(states, use, tick)
+            task = MapSlice(states, use, submission)
             results = self._placement.at_owners(task, "read the state")
         for number, result in enumerate(results):
             if isinstance(result, Left):

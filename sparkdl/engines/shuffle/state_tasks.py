@@ -86,13 +86,13 @@ class InitialState:
             weights of a replica that is built for this purpose, and no optimizer state.
         reported: The exceptions of ``read`` to yield.
         role: The role of the buffers that are written.
-        tick: The tick of the buffers.
+        submission: The submission of the buffers.
     """
 
     read: Callable[[SliceSpec, torch.dtype], SliceState] | None = None
     reported: tuple[type[Exception], ...] = ()
     role: str = "state"
-    tick: int = 0
+    submission: int = 0
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
@@ -109,8 +109,8 @@ class InitialState:
         except reported as error:
             yield pickle.dumps(error)
         else:
-            handle = first_version(pool, state, self.tick, self.role)
-            yield pickle.dumps(SliceReport(partition, pool.token, handle))
+            handle = first_version(pool, state, self.submission, self.role)
+            yield pickle.dumps(SliceReport(partition, pool.node_id, handle))
         finish_task()
 
 
@@ -133,11 +133,11 @@ class PublishWeights:
         pool = open_pool(run.slab)
         states = posted(run.key).read_states if self.states is None else self.states
         handle = states[partition]
-        here = handle.token == pool.token
+        here = handle.node_id == pool.node_id
         by_reference = encode((partition, here, None))
         with_bytes = None
-        for replica, token in enumerate(self.replica_tokens):
-            if token == pool.token or not here:
+        for replica, node_id in enumerate(self.replica_tokens):
+            if node_id == pool.node_id or not here:
                 yield from send(replica, by_reference)
                 continue
             if with_bytes is None:
@@ -155,12 +155,12 @@ class SaveBestWeights:
     """
 
     states: tuple[SliceHandle, ...]
-    tick: int
+    submission: int
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         pool = open_pool(run.slab)
-        yield pickle.dumps(copy_weights(pool, self.states[partition], self.tick))
+        yield pickle.dumps(copy_weights(pool, self.states[partition], self.submission))
         finish_task()
 
 
@@ -168,13 +168,13 @@ class SaveBestWeights:
 class MapSlice:
     """Body over the owner RDD: call ``use(partition, plan, state)`` on the slice's state.
 
-    Yields one frame, the pickled result. A large result is left in a slab with ``tick``, see
+    Yields one frame, the pickled result. A large result is left in a slab with ``submission``, see
     :func:`left_where_large`.
     """
 
     states: tuple[SliceHandle, ...]
     use: Callable[[int, SliceSpec, SliceState], Any]
-    tick: int
+    submission: int
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
@@ -184,7 +184,7 @@ class MapSlice:
         result = self.use(partition, plans.slices[partition], state)
         for reference in handle.references():
             pool.check(reference)
-        yield pickle.dumps(left_where_large(pool, result, self.tick))
+        yield pickle.dumps(left_where_large(pool, result, self.submission))
         finish_task()
 
 

@@ -6,7 +6,7 @@ state of a compression hook.
 [Note: versions of residuals] The replica itself makes version v+1 from version v before it is known
 whether the iteration will be committed; until then v must stay. So versions alternate between two
 roles of buffers. While v is the committed version, everything in the role of v+1 belongs to an
-older version or to a failed attempt, and is free once its tick has passed, see [Note: who may write
+older version or to a failed attempt, and is free once that is over, see [Note: who may write
 a buffer]. A replica without rows in an iteration keeps its version, for any number of iterations.
 """
 
@@ -39,7 +39,7 @@ _ROUND = 4096
 
 @contextlib.contextmanager
 def next_version(
-    pool: Pool, handle: SliceHandle, dtype: torch.dtype, tick: int, floor: int
+    pool: Pool, handle: SliceHandle, dtype: torch.dtype, submission: int, oldest_needed: int
 ) -> Iterator[tuple[SliceState, SliceState, NewVersion]]:
     """Yield version t, buffers for version t+1, and a :class:`NewVersion` to ``seal`` them with.
 
@@ -52,11 +52,11 @@ def next_version(
         pool: The slabs of this node.
         handle: The handle of version t.
         dtype: The dtype of the weights.
-        tick: The tick of the new buffers.
-        floor: The tick below which buffers are free.
+        submission: The submission of the new buffers.
+        oldest_needed: The submission below which buffers are free.
     """
     with contextlib.ExitStack() as claims:
-        to = NewVersion(pool, tick, floor, claims, replaces=handle)
+        to = NewVersion(pool, submission, oldest_needed, claims, replaces=handle)
         old = read_version(pool, handle, dtype)
         new = SliceState(to.like("weights", old.weights), {}, old.held, old.others)
         for name, array in old.arrays.items():
@@ -69,8 +69,8 @@ class NewVersion:
 
     Args:
         pool: The slabs of this node.
-        tick: The tick of the new buffers.
-        floor: The tick below which buffers are free.
+        submission: The submission of the new buffers.
+        oldest_needed: The submission below which buffers are free.
         claims: The stack that the claims of the buffers are entered into.
         role: The role of the buffers.
         replaces: The handle of the version that this one is made from, if any.
@@ -79,13 +79,18 @@ class NewVersion:
     def __init__(
         self,
         pool: Pool,
-        tick: int,
-        floor: int,
+        submission: int,
+        oldest_needed: int,
         claims: contextlib.ExitStack,
         role: str = "state",
         replaces: SliceHandle | None = None,
     ) -> None:
-        self._pool, self._tick, self._floor, self._claims = pool, tick, floor, claims
+        self._pool, self._submission, self._oldest_needed, self._claims = (
+            pool,
+            submission,
+            oldest_needed,
+            claims,
+        )
         self._role, self._replaces = role, replaces
         self._claimed: dict[str, tuple[Claim, torch.Tensor]] = {}
 
@@ -126,21 +131,23 @@ class NewVersion:
 
     def _claim(self, nbytes: int) -> Claim:
         return self._claims.enter_context(
-            self._pool.claim(self._role, nbytes, self._tick, self._floor)
+            self._pool.claim(self._role, nbytes, self._submission, self._oldest_needed)
         )
 
 
-def first_version(pool: Pool, state: SliceState, tick: int, role: str = "state") -> SliceHandle:
+def first_version(
+    pool: Pool, state: SliceState, submission: int, role: str = "state"
+) -> SliceHandle:
     """Write a state that is not in slabs yet.
 
     Args:
         pool: The slabs of this node.
         state: The state.
-        tick: The tick of the buffers.
+        submission: The submission of the buffers.
         role: The role of the buffers.
     """
     with contextlib.ExitStack() as claims:
-        new = NewVersion(pool, tick, tick, claims, role)
+        new = NewVersion(pool, submission, submission, claims, role)
         new.like("weights", state.weights).copy_(state.weights)
         return new.seal(state)
 
@@ -162,23 +169,23 @@ def read_version(pool: Pool, handle: SliceHandle, dtype: torch.dtype) -> SliceSt
     return SliceState(weights, arrays, *rest)
 
 
-def copy_weights(pool: Pool, handle: SliceHandle, tick: int) -> SliceHandle:
+def copy_weights(pool: Pool, handle: SliceHandle, submission: int) -> SliceHandle:
     """Copy a slice's weights into a buffer that only a later such copy reuses.
 
     Args:
         pool: The slabs of this node.
         handle: The handle of the slice's state.
-        tick: The tick of the buffer.
+        submission: The submission of the buffer.
     """
     source = pool.read(handle.weights)
-    with pool.claim("best", len(source), tick, tick) as claim:
+    with pool.claim("best", len(source), submission, submission) as claim:
         claim.bytes[:] = source
         pool.check(handle.weights)
         return SliceHandle(claim.reference)
 
 
 def write_copy(
-    pool: Pool, handle: SliceHandle, frames: Iterator[bytes], role: str, tick: int
+    pool: Pool, handle: SliceHandle, frames: Iterator[bytes], role: str, submission: int
 ) -> SliceHandle:
     """Write the content of ``handle`` into buffers of ``role``, and return the handle of the copy.
 
@@ -187,12 +194,12 @@ def write_copy(
         handle: The handle of the original, which may lie elsewhere.
         frames: The bytes of the original, see :func:`sparkdl.slab.parts.frames_of`.
         role: The role of the buffers.
-        tick: The tick of the buffers; those of earlier ticks are free.
+        submission: The submission of the buffers; those of earlier submissions are free.
     """
     with contextlib.ExitStack() as claims:
 
         def written(reference: Reference, room: int) -> Reference:
-            claim = claims.enter_context(pool.claim(role, room, tick, tick))
+            claim = claims.enter_context(pool.claim(role, room, submission, submission))
             fill(claim.bytes[: reference.nbytes], frames)
             return claim.reference.part(0, reference.nbytes)
 
@@ -219,7 +226,7 @@ _LENGTH = struct.Struct("<q")
 
 
 def write_residuals(
-    pool: Pool, replica: int, before: ResidualHandle | None, kept: ByParameter, tick: int
+    pool: Pool, replica: int, before: ResidualHandle | None, kept: ByParameter, submission: int
 ) -> ResidualHandle:
     """Write the version after ``before``: the length of the pickled specs, the specs, the tensors.
 
@@ -228,7 +235,7 @@ def write_residuals(
         replica: The number of the replica.
         before: The handle of the last version; None for the first.
         kept: The residuals.
-        tick: The tick of the buffer.
+        submission: The submission of the buffer.
     """
     version = before.version + 1 if before else 1
     specs = specs_of(kept)
@@ -236,7 +243,7 @@ def write_residuals(
     start = aligned(_LENGTH.size + len(head))
     nbytes = start + packed_nbytes(specs)
     role = f"residual.{replica}.{version % 2}"
-    with pool.claim(role, _one_of_few(nbytes), tick, floor=tick) as claim:
+    with pool.claim(role, _one_of_few(nbytes), submission, oldest_needed=submission) as claim:
         _LENGTH.pack_into(claim.bytes.data, 0, len(head))
         claim.bytes[_LENGTH.size : _LENGTH.size + len(head)] = memoryview(head)
         copy_packed(open_packed(specs, claim.bytes[start:nbytes]), kept)
@@ -244,7 +251,7 @@ def write_residuals(
 
 
 def copy_residuals(
-    pool: Pool, replica: int, nbytes: int, frames: Iterator[bytes], tick: int
+    pool: Pool, replica: int, nbytes: int, frames: Iterator[bytes], submission: int
 ) -> ResidualHandle:
     """Write a replica's residuals from elsewhere as its first version.
 
@@ -253,9 +260,11 @@ def copy_residuals(
         replica: The number of the replica.
         nbytes: The size of the residuals.
         frames: The bytes of the residuals, see :func:`sparkdl.slab.parts.frames_of`.
-        tick: The tick of the buffer.
+        submission: The submission of the buffer.
     """
-    with pool.claim(f"residual.{replica}.1", _one_of_few(nbytes), tick, floor=tick) as claim:
+    with pool.claim(
+        f"residual.{replica}.1", _one_of_few(nbytes), submission, oldest_needed=submission
+    ) as claim:
         fill(claim.bytes[:nbytes], frames)
         return ResidualHandle(claim.reference.part(0, nbytes), 1)
 

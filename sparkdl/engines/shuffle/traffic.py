@@ -20,7 +20,7 @@ from sparkdl.slices.tree_sum import blocks
 
 @dataclass(frozen=True)
 class Nodes:
-    """The node (its token) of each replica and of each slice's owner."""
+    """The node (its id) of each replica and of each slice's owner."""
 
     replicas: tuple[str, ...]
     slices: tuple[str, ...]
@@ -28,30 +28,30 @@ class Nodes:
     @functools.cached_property
     def _members(self) -> dict[str, list[int]]:
         found: dict[str, list[int]] = {}
-        for replica, token in enumerate(self.replicas):
-            found.setdefault(token, []).append(replica)
+        for replica, node_id in enumerate(self.replicas):
+            found.setdefault(node_id, []).append(replica)
         return found
 
     @property
-    def tokens(self) -> list[str]:
+    def node_ids(self) -> list[str]:
         """Return the nodes that have replicas."""
         return list(self._members)
 
-    def members(self, token: str) -> list[int]:
+    def members(self, node_id: str) -> list[int]:
         """Return the replicas of a node."""
-        return self._members[token]
+        return self._members[node_id]
 
-    def representative(self, token: str, n: int) -> int:
+    def representative(self, node_id: str, n: int) -> int:
         """Return the replica at whose seat the node sums slice ``n`` and receives its weights.
 
         The node's replicas take turns over the slices, so that its task slots share the work.
         """
-        members = self._members[token]
+        members = self._members[node_id]
         return members[n % len(members)]
 
-    def blocks(self, token: str) -> list[range]:
+    def blocks(self, node_id: str) -> list[range]:
         """Return the parts of the sum that the node can compute, see [Note: the shape of a sum]."""
-        return blocks(self._members[token], len(self.replicas))
+        return blocks(self._members[node_id], len(self.replicas))
 
 
 Transfer = tuple[str, str, int]
@@ -116,16 +116,16 @@ def planned(nodes: Nodes, slices: Sequence[SliceBytes], summed: bool) -> dict[st
         summed: Whether each node sums its replicas' gradients and receives new weights once.
     """
     plan = _Plan()
-    for token in nodes.tokens:
-        members = nodes.members(token)
+    for node_id in nodes.node_ids:
+        members = nodes.members(node_id)
         for owner, nbytes in zip(nodes.slices, slices, strict=True):
             if not summed:
-                plan.gradients.append((token, owner, len(members) * nbytes.wire))
-                plan.weights.append((owner, token, len(members) * nbytes.weights))
+                plan.gradients.append((node_id, owner, len(members) * nbytes.wire))
+                plan.weights.append((owner, node_id, len(members) * nbytes.weights))
                 continue
-            for block in nodes.blocks(token):
+            for block in nodes.blocks(node_id):
                 worth = sum_is_smaller(len(block), nbytes.wire, nbytes.flat)
                 sent = nbytes.flat if worth else len(block) * nbytes.wire
-                plan.gradients.append((token, owner, sent))
-            plan.weights.append((owner, token, nbytes.weights))
+                plan.gradients.append((node_id, owner, sent))
+            plan.weights.append((owner, node_id, nbytes.weights))
     return between_nodes(plan.gradients, plan.weights)

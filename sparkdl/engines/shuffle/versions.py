@@ -50,7 +50,7 @@ class SliceVersions:
     def __init__(self, spec: ShuffleSpec, placement: Placement, keep: int = 1) -> None:
         self._placement, self._context = placement, spec.resources.context
         self._replicas, self._keep = spec.run.replicas, keep
-        self._tick = 0
+        self._submission = 0
         self._ring: deque[Version] = deque(maxlen=keep)
         self._pending: PendingGradients | None = None
         self._best: tuple[SliceHandle, ...] = ()
@@ -78,14 +78,14 @@ class SliceVersions:
         return range(max(self._ring[0].number, newest - self._keep + 1), newest + 1)
 
     @property
-    def _floor(self) -> int:
-        """Return the tick of the oldest version; buffers of lower ticks are free."""
-        return self._ring[0].tick
+    def _oldest_needed(self) -> int:
+        """Return the submission of the oldest version; buffers of lower submissions are free."""
+        return self._ring[0].submission
 
     def next_tick(self) -> int:
-        """Return a tick larger than all before."""
-        self._tick += 1
-        return self._tick
+        """Return a submission larger than all before."""
+        self._submission += 1
+        return self._submission
 
     def message(self, iteration: IterationRows, update: Update) -> IterationMessage:
         """Return what tasks are told of an iteration that makes ``update``."""
@@ -93,8 +93,8 @@ class SliceVersions:
         newest = self.newest
         return IterationMessage(
             **iteration.__dict__,
-            tick=self.next_tick(),
-            floor=self._floor,
+            submission=self.next_tick(),
+            oldest_needed=self._oldest_needed,
             states=newest.states,
             pending=self._pending,
             reads=() if update.staleness == 0 or version is None else version.states,
@@ -110,20 +110,20 @@ class SliceVersions:
         if reports.copies:
             self._note_copies(message.read_states, reports.copies)
         if reports.applied:
-            self._append(reports.applied, message.tick)
+            self._append(reports.applied, message.submission)
         self._pending = reports.pending
         if reports.skipped:
             return
         if reports.slices:
             copies = copies_by_node(reports.installed)
-            self._append(states_of(reports.slices), message.tick, copies)
+            self._append(states_of(reports.slices), message.submission, copies)
         self._keep_residuals(reports.replicas)
 
     def _append(
-        self, states: tuple[SliceHandle, ...], tick: int, copies: NodeCopies | None = None
+        self, states: tuple[SliceHandle, ...], submission: int, copies: NodeCopies | None = None
     ) -> None:
         number = self.newest.number + 1
-        made = Version(number=number, tick=tick, states=states, copies=copies or {})
+        made = Version(number=number, submission=submission, states=states, copies=copies or {})
         self._ring.append(made)
 
     def _note_copies(self, states: tuple[SliceHandle, ...], copies: NodeCopies) -> None:
@@ -147,8 +147,8 @@ class SliceVersions:
             index=pending.index,
             epoch=0,
             rows=(),
-            tick=self.next_tick(),
-            floor=self._floor,
+            submission=self.next_tick(),
+            oldest_needed=self._oldest_needed,
             states=self.newest.states,
             pending=pending,
         )
@@ -156,7 +156,7 @@ class SliceVersions:
         with faults_explained(doing):
             reports = self._placement.at_owners(ApplyPending(message), SYNCHRONIZATION)
         raise_unrecoverable([fault for report in reports for fault in report.faults], doing)
-        self._append(states_of(reports), message.tick)
+        self._append(states_of(reports), message.submission)
         self._pending = None
         return self
 
@@ -194,14 +194,16 @@ class SliceVersions:
         with faults_explained("setting up the replicas"):
             if not self._placement.replica_nodes:
                 self._placement.place_replicas()
-            task = InitialState(read, reported, "best" if which == BEST else "state", self._tick)
+            task = InitialState(
+                read, reported, "best" if which == BEST else "state", self._submission
+            )
             results = self._placement.at_owners(task, "write the initial state")
         _raise_first(results)
         states = states_of(sorted(results, key=lambda report: report.index))
         if which == BEST:
             self._best = states
         else:
-            self._begin(Version(number=0, tick=self._tick, states=states))
+            self._begin(Version(number=0, submission=self._submission, states=states))
         self._check_frames()
 
     def _check_frames(self) -> None:
@@ -226,7 +228,7 @@ class SliceVersions:
     ) -> None:
         """Write the replicas' residuals with one task per replica, in parallel."""
         with faults_explained("setting up the replicas"):
-            task = InitialResiduals(read, reported, self._tick)
+            task = InitialResiduals(read, reported, self._submission)
             found = dict(self._placement.at_replicas(task, "write the replicas' residuals"))
         _raise_first(list(found.values()))
         self._residuals = tuple(found[replica] for replica in range(self._replicas))
@@ -234,7 +236,7 @@ class SliceVersions:
     def keep_best(self) -> None:
         """Copy the newest weights where they lie, as the best ones."""
         with faults_explained("keeping the best weights"):
-            task = SaveBestWeights(self.newest.states, self._tick)
+            task = SaveBestWeights(self.newest.states, self._submission)
             self._best = tuple(self._placement.at_owners(task, "keep the best weights"))
 
     def restore(self, snapshot: SnapshotRdds) -> None:
@@ -246,15 +248,15 @@ class SliceVersions:
             if not self._placement.replica_nodes:
                 self._placement.place_replicas()
             found = self._placement.zipped_with_owners(
-                snapshot.slices, snapshot.slice_frames, RestoreSlice(self._tick)
+                snapshot.slices, snapshot.slice_frames, RestoreSlice(self._submission)
             )
             kept: dict[int, ResidualHandle | None] = {}
             if snapshot.residuals is not None:
-                task = RestoreResidual(self._tick)
+                task = RestoreResidual(self._submission)
                 frames = snapshot.residual_frames
                 kept = dict(self._placement.zipped_with_seats(snapshot.residuals, frames, task))
         states = states_of([report for report, _ in found])
-        self._begin(Version(number=0, tick=self._tick, states=states))
+        self._begin(Version(number=0, submission=self._submission, states=states))
         self._best = tuple(best for _, best in found if best is not None)
         self._residuals = tuple(kept.get(m) for m in range(self._replicas))
 
@@ -264,7 +266,7 @@ class SliceVersions:
         self._ring.clear()
         self._pending, self._best = None, ()
         self._residuals = (None,) * self._replicas
-        self._tick += 1
+        self._submission += 1
 
 
 def _raise_first(results: Sequence[Any]) -> None:

@@ -134,12 +134,12 @@ def map_weights(
     flat, layout = live.flat.flat, live.flat.layout
     for plan, handle in zip(plans, states, strict=True):
         values = as_tensor(pool.map_private(handle.weights), layout.dtype)
-        for piece in plan.pieces:
-            segment, own = layout.segments[piece.number], values[piece.start : piece.stop]
-            whole = piece.kind == "parameter" and piece.length == segment.length
-            if not (whole and live.flat.borrow(piece.number, own)):
-                start = plan.start + piece.start
-                flat[start : start + piece.length].copy_(own)
+        for fragment in plan.fragments:
+            segment, own = layout.segments[fragment.number], values[fragment.start : fragment.stop]
+            whole = fragment.kind == "parameter" and fragment.length == segment.length
+            if not (whole and live.flat.borrow(fragment.number, own)):
+                start = plan.start + fragment.start
+                flat[start : start + fragment.length].copy_(own)
     live.flat.refresh()
 
 

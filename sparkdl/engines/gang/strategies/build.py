@@ -58,7 +58,7 @@ def _replicate(build: Build, load: Callable[[], Recipe]) -> dict[str, RankStrate
     """Build the whole model on this rank."""
     recipe = load()
     build.live = LiveReplica.of(recipe, build.device)
-    if recipe.policy.sync_batchnorm:
+    if recipe.options.sync_batchnorm:
         synchronise(build.live.flat.module)
     build.state = ReplicatedState(build.live, build.setup.run, build.rank)
     return _halves(build)

@@ -161,14 +161,14 @@ class FlatAllReduce(SummedGradients):
         dense = self._gradients.dense
         flat = self._vector.filled(dense, self._factor)
         self._vector.count(dense if self._factor else [None] * len(dense))
-        wire, ranks = self._live.recipe.policy.wire_dtype, dist.get_world_size()
+        wire, ranks = self._live.recipe.options.wire_dtype, dist.get_world_size()
         if can_be_summed(flat if wire is None else flat.to(wire), ranks):
             return ""
         return first_not_finite(self._live, self._gradients, self._factor, wire, ranks)
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         """Sum the gradients over the ranks."""
-        flat = self._vector.sum(self._live.recipe.policy.wire_dtype)
+        flat = self._vector.sum(self._live.recipe.options.wire_dtype)
         return flat, self._vector.absent
 
 
@@ -226,7 +226,7 @@ def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedS
     # its graph where buckets end, and it refuses buckets smaller than DDP's default first one.
     wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, 2**20)
     names = {id(parameter): segment.name for segment, parameter in live.flat.parameters}
-    weighted = WeightedSum(names, live.flat.layout.dtype, live.recipe.policy.wire_dtype)
+    weighted = WeightedSum(names, live.flat.layout.dtype, live.recipe.options.wire_dtype)
     wrapped.register_comm_hook(weighted, lambda state, bucket: state.sum(bucket))
     live.call = wrapped
     live.apart = wrapped.no_sync

@@ -65,8 +65,8 @@ class FSDPRank(RankStrategy[FSDP]):
         self._units = units_of(build.module, strategy.units)
 
     def split(self, build: Build) -> None:
-        policy, mesh, piped = build.recipe.policy, build.mesh, "pipe" in build.parallel.parts
-        if policy.sync_batchnorm:
+        options, mesh, piped = build.recipe.options, build.mesh, "pipe" in build.parallel.parts
+        if options.sync_batchnorm:
             synchronise(build.module)
         if self._strategy.cpu_offload:
             build.home = torch.device("cpu")
@@ -80,7 +80,7 @@ class FSDPRank(RankStrategy[FSDP]):
                 units,
                 outermost,
                 build.groups.mesh(*names),
-                policy,
+                options,
                 piped=piped,
                 layers_split="tensor" in build.parallel.parts,
             )
@@ -90,7 +90,7 @@ class FSDPRank(RankStrategy[FSDP]):
 
     def finish(self, build: Build) -> None:
         """Give back freed memory for good if it is scarce."""
-        here = [each.token for each in build.samples].count(build.samples[build.rank].token)
+        here = [each.node_id for each in build.samples].count(build.samples[build.rank].node_id)
         if is_scarce(HEAP_SHARE * build.whole.nbytes // build.mesh.pipe, here):
             build.member.at_end.enter_context(memory_given_back())
 
@@ -104,7 +104,7 @@ def shard_units(
     units: Sequence[nn.Module],
     outermost: nn.Module,
     mesh: DeviceMesh,
-    policy: TrainingOptions,
+    options: TrainingOptions,
     *,
     piped: bool,
     layers_split: bool,
@@ -116,7 +116,7 @@ def shard_units(
         units: The units.
         outermost: The module that contains them.
         mesh: The ranks over which the units are sharded.
-        policy: The options of training.
+        options: The options of training.
         piped: Whether the units are part of a pipeline.
         layers_split: Whether layers have been split before.
     """
@@ -125,7 +125,7 @@ def shard_units(
     # Copies of a pipeline have different numbers of micro-batches, so each step gathers once
     again = strategy.reshard_after_forward and not piped
     dtypes = MixedPrecisionPolicy(
-        param_dtype=computed, reduce_dtype=policy.wire_dtype or (computed and trained)
+        param_dtype=computed, reduce_dtype=options.wire_dtype or (computed and trained)
     )
     offloading = OffloadPolicy()
     if strategy.cpu_offload:
@@ -191,7 +191,7 @@ class ShardedSync(SummedGradients):
         live.flat.refresh()
 
     def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
-        accumulate = self._live.recipe.policy.accumulate
+        accumulate = self._live.recipe.options.accumulate
         parts = min(accumulate, max(stop - start for start, stop in work.step.rows))
         scale = work.step.loss_scale
         return forward_backward(

@@ -149,7 +149,7 @@ class PipelineSync(CopySync):
 
     def _runs(self, rows: int) -> list[tuple[int, int, int]]:
         """See :func:`sparkdl.parallel.stages.micro_batches`."""
-        accumulate = self._live.recipe.policy.accumulate
+        accumulate = self._live.recipe.options.accumulate
         return micro_batches(rows, accumulate, self._strategy.micro_batches)
 
     def _keep_pace(self, times: int) -> None:

@@ -122,7 +122,7 @@ class SummedGradients(GradientSync):
         steps = is_step(self._live.loss)
         with (
             padding_pass(not own),
-            passes_together(steps and self._live.recipe.policy.accumulate == 1),
+            passes_together(steps and self._live.recipe.options.accumulate == 1),
         ):
             loss, count, losses = self._pass(work, batch, own / total if total else 0.0, clock)
         self._counted(count, weights, own)
@@ -220,7 +220,7 @@ class CopySync(SummedGradients):
         flat = self._vector.filled(dense)
         if self._alike is not None:
             self._vector.count(dense)
-            wire, ranks = self._live.recipe.policy.wire_dtype, dist.get_world_size(self._alike)
+            wire, ranks = self._live.recipe.options.wire_dtype, dist.get_world_size(self._alike)
         if can_be_summed(flat if wire is None else flat.to(wire), ranks):
             return ""
         return first_not_finite(self._live, self._gradients, wire=wire, ranks=ranks)
@@ -228,7 +228,7 @@ class CopySync(SummedGradients):
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         if self._alike is None:
             return self._vector.vector, self._gradients.absent
-        flat = self._vector.sum(self._live.recipe.policy.wire_dtype, self._alike)
+        flat = self._vector.sum(self._live.recipe.options.wire_dtype, self._alike)
         return flat, self._vector.absent
 
 
@@ -238,7 +238,7 @@ def factors(live: LiveReplica, share: float) -> tuple[float, float]:
     Together they give the gradients a rank's ``share``. The loss gets it if gradients are exchanged
     within the pass, as in batch norm over the ranks, or where a step has the rows of all ranks.
     """
-    if live.recipe.policy.sync_batchnorm or is_step(live.loss):
+    if live.recipe.options.sync_batchnorm or is_step(live.loss):
         return share, 1.0 if share else 0.0
     return 1.0, share
 
