@@ -1,4 +1,4 @@
-"""From a mapped partition to the arrays of a mini-batch: order, augmentation, padding.
+"""The arrays of a mini-batch, made from a mapped partition: order, augmentation, padding.
 
 The result is a pure function of (batch_spec, partition, epoch, replica, rows), the same on every
 engine.

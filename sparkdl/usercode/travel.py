@@ -22,7 +22,8 @@ _PROCESS = secrets.token_hex(8)
 _loads: dict[str, tuple[Any, int]] = {}
 """On the driver: how often each module was loaded."""
 _right: dict[str, tuple[types.ModuleType, tuple[int, int] | None, OwnModule]] = {}
-"""In a worker: each module that passed the check, its file's state then, and the driver's record."""
+"""The modules that passed the check in this worker, each with its file's state then and the driver's
+record."""
 
 
 @dataclass(frozen=True)
