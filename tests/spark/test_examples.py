@@ -47,7 +47,7 @@ FOUR_SLOTS = {"hybrid": ("accuracy", 0.94)}
 
 
 @pytest.fixture
-def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+def example(request: pytest.FixtureRequest, spark: SparkSession) -> Iterator[ModuleType]:
     """The module of an example; what it defines travels to the workers as from a script."""
     name = f"example_{request.param}"
     path = ROOT / "examples" / f"{request.param}.py"
@@ -58,6 +58,7 @@ def example(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
     spec.loader.exec_module(module)
     cloudpickle.register_pickle_by_value(module)
     yield module
+    spark.catalog.clearCache()
     cloudpickle.unregister_pickle_by_value(module)
     del sys.modules[name]
 
