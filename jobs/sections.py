@@ -230,7 +230,10 @@ class Config:
     """Where run folders go."""
     data: DataSection
     model: Component
-    loss: Component
+    loss: Component | None = None
+    """Of output and label; null with a ``step``."""
+    step: Component | None = None
+    """Instead of ``loss``: a function of module and batch that returns the loss, or named losses."""
     optimizer: Component | dict[str, Component]
     """One for all parameters, or several by the name of a submodule."""
     schedule: Component | None = None

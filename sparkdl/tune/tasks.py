@@ -60,6 +60,7 @@ class RunTrial:
         arguments: Its values, as they are shown.
         pruning: A callback that may stop it, or None.
         best: The best record when the trial was started; the weights of a worse one stay here.
+        logged: The history is wanted in any case.
     """
 
     setup: BroadcastBytes
@@ -68,6 +69,7 @@ class RunTrial:
     arguments: Mapping[str, Any]
     pruning: Callback | None
     best: TrialRecord | None
+    logged: bool = False
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for _ in frames:
@@ -96,7 +98,7 @@ class RunTrial:
         done = fit.run(trainer, callbacks, self.files.slab, setup.threads)
         record = setup.objective.record(self.number, self.arguments, done.history)
         if not setup.objective.is_better(record, self.best):
-            return TrialOutcome(record)
+            return TrialOutcome(record, history=done.history if self.logged else None)
         return TrialOutcome(record, done.weights, done.history)
 
 
