@@ -82,13 +82,15 @@ def arrive(process: str, version: tuple[int, ...], modules: tuple[OwnModule, ...
     # another version may compile the same code differently
     comparable = version == tuple(sys.version_info[:3])
     loaded = [own for own in modules if own.name in sys.modules]
-    if any(_is_stale(own, comparable) for own in loaded):
+    stale = any(_is_stale(own, comparable) for own in loaded)
+    if stale:
         for own in loaded:
             del sys.modules[own.name]
-    importlib.invalidate_caches()
-    for own in modules:
-        if own.needed and own.name not in sys.modules:
-            _import(own)
+    missing = [own for own in modules if own.needed and own.name not in sys.modules]
+    if stale or missing:
+        importlib.invalidate_caches()  # it reads the directories of zip files again: 0.1 to 0.5 s
+    for own in missing:
+        _import(own)
     for own in modules:
         module = sys.modules.get(own.name)
         if module is not None:
