@@ -75,7 +75,9 @@ def _panel(title: str, lines: Sequence[Line]) -> str:
     xs, ys = _all(kept, 0), _all(kept, 1)
     if not ys:
         return ""
-    log = min(ys) > 0 and max(ys) > 20 * min(ys)
+    # single iterations may be far off, such as a last batch of two samples
+    steady = _all([p for p, line in zip(kept, lines, strict=True) if line.width > 1], 1) or ys
+    log = min(ys) > 0 and max(steady) > 20 * min(steady)
     low, high = min(ys), max(ys)
     scale = math.log if log else float
 
@@ -113,7 +115,7 @@ def _panel(title: str, lines: Sequence[Line]) -> str:
     )
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' "
-        "style='font:10px sans-serif' fill='currentColor'>"
+        "style='font:10px sans-serif;margin-right:16px' fill='currentColor'>"
         f"{marks}{''.join(drawn)}{''.join(legend)}</svg>"
     )
 

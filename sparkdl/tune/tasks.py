@@ -10,6 +10,7 @@ from typing import Any
 from sparkdl.data.samples import SampleSet
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.state import TrainState
+from sparkdl.process.labelled_output import label_output
 from sparkdl.process.numerics import Numerics
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.worker import finish_task, task_cancelled
@@ -78,6 +79,7 @@ class RunTrial:
         finish_task()
 
     def _outcome(self) -> TrialOutcome:
+        label_output(f"trial {self.number}")
         try:
             setup: TrialSetup = pickle.loads(self.setup.value)
             return self._trained(setup)
