@@ -31,7 +31,7 @@ class SearchRuns:
       ``space/NAME``, at the end the metrics of the best trial, the table of all trials as
       ``trials.csv``, and with ``log_models`` the best model.
     - When a trial ends, it becomes a nested run with its parameters, the curves of its losses and
-      its validations, and its status. The tags ``sparkdl.status`` and ``sparkdl.reason`` say more.
+      its validations, and its status. The tags ``trial.status`` and ``trial.reason`` say more.
 
     All of it is logged by the driver. If the store fails, a warning says so, and the search goes on.
     """
@@ -75,9 +75,9 @@ class SearchRuns:
         client, ended = self._run.client, int(time.time() * 1000)
         began = ended - int(1000 * record.seconds)
         parent = client.get_run(self.run_id).info
-        tags = {PARENT: self.run_id, "sparkdl.status": record.status}
+        tags = {PARENT: self.run_id, "trial.status": record.status}
         if record.reason:
-            tags["sparkdl.reason"] = record.reason
+            tags["trial.reason"] = record.reason
         run = client.create_run(
             parent.experiment_id, began, tags, run_name=f"trial {record.number}"
         ).info.run_id

@@ -73,15 +73,13 @@ class SearchLogs:
     @staticmethod
     def of(trainer: Trainer, space: Mapping[str, Domain]) -> tuple[SearchLogs, Trainer]:
         """Return the logs that callbacks offer, and the trainer with the other callbacks alone."""
-        logs: list[SearchLog] = []
-        others = []
-        for callback in trainer.callbacks:
-            log = callback.for_search()
-            (others if log is None else logs).append(callback if log is None else log)
+        own = [(callback, callback.for_search()) for callback in trainer.callbacks]
         added = [callback.for_search() for callback in added_callbacks(trainer.callbacks)]
-        logs += [log for log in added if log is not None]
-        without = replace(trainer, callbacks=others) if len(logs) > len(added) else trainer
-        return SearchLogs(logs, trainer, space), without
+        logs: list[SearchLog] = [
+            log for log in (*(log for _, log in own), *added) if log is not None
+        ]
+        others = [callback for callback, log in own if log is None]
+        return SearchLogs(logs, trainer, space), replace(trainer, callbacks=others)
 
     def __bool__(self) -> bool:
         return bool(self._logs)

@@ -438,7 +438,7 @@ def test_a_search_is_a_run_of_mlflow_with_nested_runs(
         assert run.data.tags["mlflow.parentRunId"] == outer.info.run_id
         assert run.data.params["batch_size"] == "20"
     assert (good.data.params["optimizer.lr"], bad.data.params["optimizer.lr"]) == ("0.01", "1e+30")
-    assert bad.data.tags["sparkdl.reason"] == result.trials[1].reason
+    assert bad.data.tags["trial.reason"] == result.trials[1].reason
     assert "optimizer.lr" not in outer.data.params
     assert "0.01" in outer.data.params["space/optimizer.lr"]
     curve = client.get_metric_history(good.info.run_id, "loss")
