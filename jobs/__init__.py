@@ -1,1 +1,1 @@
-"""Jobs for ``spark-submit``: train, evaluate and predict as a YAML file says."""
+"""Jobs for ``spark-submit`` that train, evaluate and predict, configured by a YAML file."""

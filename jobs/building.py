@@ -1,4 +1,6 @@
-"""From a configuration to a trainer, before there is any data; every mistake told at once."""
+"""The trainer that a configuration describes, built before any data is read.
+
+All mistakes of a configuration are reported in one error."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from sparkdl.metrics.named import resolve
 
 @dataclass(frozen=True)
 class EveryEpochs(sparkdl.Trigger):
-    """True at each multiple of ``epochs`` epochs."""
+    """A trigger that is true at each multiple of ``epochs`` epochs."""
 
     epochs: int
 
@@ -34,7 +36,7 @@ class EveryEpochs(sparkdl.Trigger):
 
 
 def trainer_of(config: Config) -> sparkdl.Trainer:
-    """The trainer that ``config`` describes, but for what is known later.
+    """Return the trainer that ``config`` describes, except for what is known later.
 
     The validation has no data, checkpoints without a path of their own have a relative one, and
     schedule and summaries are missing. Raises :class:`sparkdl.ParameterError`.
@@ -146,7 +148,7 @@ def _check_counts(config: Config, problems: list[str]) -> None:
 
 
 def stop_of(config: Config) -> sparkdl.Trigger:
-    """After the epochs, or at whatever else comes first."""
+    """Return the trigger that ends training: the epochs, or another limit that comes first."""
     training, early = config.training, config.early_stopping
     stop = sparkdl.max_epoch(training.epochs)
     if training.max_iterations is not None:
@@ -163,7 +165,7 @@ def stop_of(config: Config) -> sparkdl.Trigger:
 
 
 def every_of(section: ValidationSection | CheckpointSection) -> sparkdl.Trigger:
-    """When any of the ``every_`` keys says so; without one: each epoch."""
+    """Return a trigger for when an ``every_`` key is due; each epoch if none is given."""
     kinds: dict[str, Callable[[Any], sparkdl.Trigger]] = {
         "every_epochs": EveryEpochs,
         "every_iterations": sparkdl.every,
@@ -178,12 +180,12 @@ def every_of(section: ValidationSection | CheckpointSection) -> sparkdl.Trigger:
 
 
 def metrics_of(metrics: list[str | Component]) -> list[Any]:
-    """Names as they are; what a component makes."""
+    """Return the metrics: names as they are, and components as the metrics that they make."""
     return [m.make() if isinstance(m, Component) else m for m in metrics]
 
 
 def validation_of(section: ValidationSection) -> sparkdl.Validation:
-    """Without its data. Raises ParameterError."""
+    """Return the validation without its data. Raises ParameterError."""
     problems = []
     if (section.data is None) == (section.share is None):
         problems.append("give either data, a path, or share, a part of the training data.")
@@ -200,13 +202,13 @@ def validation_of(section: ValidationSection) -> sparkdl.Validation:
 
 
 def checkpoint_of(section: CheckpointSection, folder: Path | None = None) -> sparkdl.Checkpoint:
-    """In its own path, else in that of a run ``folder``. Raises ParameterError."""
+    """Return the checkpoints, at their own path or in the run ``folder``. Raises ParameterError."""
     path = section.path or (folder or Path()) / "checkpoints"
     return sparkdl.Checkpoint(path, every=every_of(section), keep=section.keep)
 
 
 def weights_file(path: str) -> str:
-    """A safetensors file: ``path`` itself, or that of the saved model which is there."""
+    """Return the safetensors file: ``path`` itself, or the file of the model that is saved there."""
     if not Path(path).is_dir():
         return path
     return str(find_model(path)[0] / "model.safetensors")
@@ -217,8 +219,9 @@ SECTIONS = ("training.", "gradients.", "care.", "data.")
 
 
 def search_of(config: Config) -> dict[str, Any]:
-    """The arguments of ``sparkdl.tune.search`` but for trainer, data and path. Raises
-    ParameterError."""
+    """Return the arguments of ``sparkdl.tune.search`` except trainer, data and path.
+
+    Raises ParameterError."""
     section = config.tune
     if section is None or not section.space:
         raise sparkdl.ParameterError(
@@ -250,12 +253,12 @@ def search_of(config: Config) -> dict[str, Any]:
 
 
 def schedule_of(schedule: Component, iterations: int) -> Any:
-    """The scheduler's class, with its arguments; the value "iterations" becomes their number."""
+    """Return the scheduler's class with its arguments; "iterations" becomes their number."""
     arguments = {k: iterations if v == "iterations" else v for k, v in schedule.arguments.items()}
     return Component(schedule.use, arguments).resolve()
 
 
 def training_iterations(training: TrainingSection, batch: int, count: int) -> int:
-    """How many there are for ``count`` samples in global batches of ``batch``, at the most."""
+    """Return the largest number of iterations for ``count`` samples in global batches of ``batch``."""
     iterations = training.epochs * -(-count // batch)
     return max(1, min(iterations, training.max_iterations or iterations))

@@ -22,15 +22,15 @@ from sparkdl.errors import nearest
 
 @dataclass(frozen=True)
 class Component:
-    """Something callable by name, with keyword arguments for it."""
+    """A callable, given by name, with keyword arguments for it."""
 
     use: str
-    """``module:name`` or ``path/to/file.py:name``."""
+    """The name: ``module:name`` or ``path/to/file.py:name``."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(value: Any) -> Component:
-        """From a name, or a mapping with the name under ``use`` and the arguments beside it."""
+        """Read a name, or a mapping with the name under ``use`` and the arguments beside it."""
         if isinstance(value, str):
             return Component(value)
         if _is_named(value):
@@ -41,13 +41,13 @@ class Component:
         raise ParameterError("give module:name, or a mapping with it under use.")
 
     def content(self) -> dict[str, Any]:
-        """The mapping that :meth:`of` reads."""
+        """Return the mapping that :meth:`of` reads."""
         return {"use": self.use, **self.arguments}
 
     def resolve(self) -> Callable[..., Any]:
-        """What the name stands for, with the arguments bound to it. Raises ParameterError.
+        """Return the named object with the arguments bound to it. Raises ParameterError.
 
-        An argument that is itself a mapping with ``use`` is what that names.
+        An argument that is itself a mapping with ``use`` is resolved too.
         """
         found = find(self.use)
         _check_arguments(self.use, found, self.arguments)
@@ -58,7 +58,7 @@ class Component:
         return functools.partial(found, **arguments) if arguments else found
 
     def make(self) -> Any:
-        """What calling it gives. Raises ParameterError."""
+        """Call it and return the result. Raises ParameterError."""
         found = self.resolve()
         try:
             return found()
@@ -70,7 +70,7 @@ class Component:
             ) from error
 
     def resolve_instance(self) -> Callable[..., Any]:
-        """As :meth:`resolve`; a class, such as ``torch.nn:CrossEntropyLoss``, becomes an instance."""
+        """Resolve, and make an instance of a class such as ``torch.nn:CrossEntropyLoss``."""
         found = self.resolve()
         inner = found.func if isinstance(found, functools.partial) else found
         if not isinstance(inner, type):
@@ -79,7 +79,9 @@ class Component:
         return made
 
     def is_torch_loss(self) -> bool:
-        """A loss of ``torch.nn``, its arguments no functions: naming it can run no other code."""
+        """Return whether this is a loss of ``torch.nn`` without functions as arguments.
+
+        Such a name cannot run other code."""
         if any(_is_named(value) for value in self.arguments.values()):
             return False
         module, _, name = self.use.partition(":")
@@ -102,7 +104,7 @@ def _is_named(value: Any) -> bool:
 
 
 def find(use: str) -> Any:
-    """The object that ``use`` names; its module is made ready to travel to the executors.
+    """Return the object that ``use`` names, and prepare its module to travel to the executors.
 
     Raises :class:`sparkdl.ParameterError`.
     """
@@ -124,7 +126,7 @@ def find(use: str) -> Any:
 
 
 def place_of(cause: BaseException | None) -> str:
-    """Where in the user's own code an exception comes from, if it does."""
+    """Return the place in the user's own code that an exception comes from, or "" if it does not."""
     others = [Path(sparkdl.__file__).parent, Path(__file__).parent]
     others += [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib")]
     for frame in reversed(traceback.extract_tb(cause.__traceback__) if cause else ()):
@@ -135,9 +137,9 @@ def place_of(cause: BaseException | None) -> str:
 
 
 def ship(module: str) -> None:
-    """Let functions and classes of ``module`` travel by value where it is not installed.
+    """Let functions and classes of ``module`` travel by value if it is not installed.
 
-    Executors have what is in site-packages; a module of this checkout they do not have.
+    Executors have the modules in site-packages, but not those of this folder.
     """
     from pyspark import cloudpickle
 

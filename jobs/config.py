@@ -1,4 +1,4 @@
-"""A job's configuration: YAML, ``--set key=value``, and every mistake in it told at once."""
+"""The configuration of a job: YAML and ``--set key=value``, with all mistakes in one error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparkdl.errors import nearest, raise_all
 
 
 def read_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
-    """The configuration in the YAML file ``path`` with ``key=value`` changes made to it.
+    """Return the configuration in the YAML file ``path`` after the ``key=value`` changes.
 
     Raises :class:`sparkdl.ParameterError` that lists every mistake, and FileNotFoundError.
     """
@@ -39,7 +39,7 @@ def read_config(path: str | Path, changes: Sequence[str] = ()) -> Config:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises ParameterError, FileNotFoundError."""
+    """Return the mapping in a YAML file. Raises ParameterError, FileNotFoundError."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no configuration file {path}.")
     try:
@@ -53,7 +53,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def apply_change(content: dict[str, Any], change: str) -> None:
-    """``a.b=value`` -> ``content["a"]["b"] = value``, the value read as YAML."""
+    """Apply ``a.b=value``: set ``content["a"]["b"]`` to the value, which is read as YAML."""
     key, equals, text = change.partition("=")
     if not equals or not key.strip():
         raise ParameterError(f'--set "{change}": give NAME=VALUE, such as training.epochs=5.')
@@ -74,7 +74,7 @@ def apply_change(content: dict[str, Any], change: str) -> None:
 
 
 def parse(content: dict[str, Any]) -> Config:
-    """The configuration from plain values. Raises ParameterError that lists every mistake."""
+    """Parse plain values as a configuration. Raises ParameterError that lists every mistake."""
     problems = [
         f"{key} was redacted when it was written: give it again, with --set {key}=..."
         for key, value in _leaves(content, "")
@@ -104,7 +104,7 @@ _WANTED = {
 
 
 def _section(kind: type[Any], content: Any, prefix: str, problems: list[str]) -> Any:
-    """A ``kind`` of dataclass from a mapping; what is wrong is added to ``problems``."""
+    """Make a dataclass of ``kind`` from a mapping, and add its mistakes to ``problems``."""
     hints = typing.get_type_hints(kind)
     if not isinstance(content, dict):
         problems.append(f"{prefix[:-1]}: give a mapping with {', '.join(hints)}.")
@@ -142,15 +142,15 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 
 def _section_of(hint: Any) -> Any:
-    """The section that ``hint`` stands for, which may be optional; None for a value."""
+    """Return the section that ``hint`` stands for, optional or not; None if it stands for a value."""
     found = [o for o in _options(hint) if dataclasses.is_dataclass(o) and o is not Component]
     return found[0] if found else None
 
 
 def _converted(hint: Any, value: Any) -> Any:
-    """``value`` as the first type of ``hint`` that takes it.
+    """Convert ``value`` to the first type of ``hint`` that accepts it.
 
-    Raises TypeError where none does, ParameterError for what is no component.
+    Raises TypeError if none does, and ParameterError for a wrong component.
     """
     if value is None and type(None) in _options(hint):
         return None
@@ -219,7 +219,7 @@ def _shown(kind: Any) -> str:
 
 
 def _elsewhere(key: str) -> str:
-    """Where a key would be right that stands in a wrong section."""
+    """Name the section in which a misplaced key would be right."""
     for name, hint in typing.get_type_hints(Config).items():
         section = _section_of(hint)
         close = section and nearest(key, typing.get_type_hints(section))
@@ -242,7 +242,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML, where 1e-3 is a number and a key given twice is an error."""
+    """A loader of safe YAML, in which 1e-3 is a number and a repeated key is an error."""
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What the jobs share at the console: the session, exit statuses, tables, progress."""
+"""The console of the jobs: session, exit statuses, tables, progress."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ _interrupted = threading.Event()
 
 
 def run(job: Callable[[], None]) -> NoReturn:
-    """Run ``job`` and leave: 0; 2 with ``error: ...`` for a mistake of the user; 130 where it was
-    interrupted; 1 for a fault."""
+    """Run ``job`` and exit.
+
+    The status is 0, 2 with ``error: ...`` for a mistake of the user, 130 after an interrupt, or 1
+    for a fault."""
     try:
         job()
     except (Exception, KeyboardInterrupt) as error:
@@ -45,7 +47,7 @@ def run(job: Callable[[], None]) -> NoReturn:
 
 
 def _ended_by(error: BaseException) -> tuple[int, str | None]:
-    """The exit status and what to say; None: its trace says more."""
+    """Return the exit status and the message; no message if the traceback says more."""
     if isinstance(error, KeyboardInterrupt) or _interrupted.is_set():
         return 130, "interrupted."  # in the midst of a call Py4J makes another error of it
     if isinstance(error, (sparkdl.UserError, sparkdl.CheckpointError, OSError)):
@@ -76,7 +78,7 @@ def config_parser(prog: str, description: str, example: str) -> argparse.Argumen
 def session(
     app: str, master: str | None = None, settings: Mapping[str, Any] | None = None
 ) -> Iterator[SparkSession]:
-    """A session, stopped in the end. A master given to ``spark-submit`` goes before ``master``."""
+    """Open a session, stopped at the end. A master given to ``spark-submit`` precedes ``master``."""
     given = {k: v for k, v in (settings or {}).items() if v is not None}
     given.setdefault("spark.app.name", app)
     submitted = _submitted_master()
@@ -93,7 +95,10 @@ def session(
 
 
 def _quietly(interrupt: Any) -> Callable[..., None]:
-    """PySpark's handler calls the JVM, in the midst of another call: Py4J logs the stacks of both."""
+    """Silence Py4J's log during an interrupt.
+
+    PySpark's handler calls the JVM in the middle of another call, and Py4J logs both stacks.
+    """
 
     def quiet(*arguments: Any) -> None:
         _interrupted.set()
@@ -124,7 +129,7 @@ def _hush(spark: SparkSession) -> None:
 
 
 def _submitted_master() -> str | None:
-    """The master that ``spark-submit`` was told; its own default, local[*], does not count."""
+    """Return the master given to ``spark-submit``; its own default, local[*], does not count."""
     if "PYSPARK_GATEWAY_PORT" not in os.environ:
         return None
     from pyspark import SparkConf, SparkContext
@@ -138,7 +143,7 @@ def _submitted_master() -> str | None:
 
 
 def table(rows: Mapping[str, Any]) -> str:
-    """Names and values as two columns; numbers readable."""
+    """Format names and values as two columns, with readable numbers."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}   {_readable(value)}" for name, value in rows.items())
 
@@ -150,9 +155,9 @@ def _readable(value: Any) -> str:
 
 
 class EpochLines(Callback):
-    """About ten lines a run, for logs; nothing where the progress bar is drawn.
+    """A callback that prints about ten lines for a log; none if the progress bar is drawn.
 
-    ``state`` is the last one seen, and ``shown`` tells whether there are lines.
+    ``state`` is the last state that it saw; ``shown`` is true if it prints lines.
     """
 
     def __init__(self, epochs: int, progress: str = "auto") -> None:
@@ -198,7 +203,7 @@ class EpochLines(Callback):
 
 
 def read_options(pairs: list[str]) -> dict[str, str]:
-    """``["key=value", ...]`` -> a mapping. Raises ParameterError."""
+    """Parse ``["key=value", ...]`` as a mapping. Raises ParameterError."""
     options = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

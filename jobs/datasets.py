@@ -23,19 +23,19 @@ _DEFAULTS = {"csv": {"header": "true", "inferSchema": "true"}}
 
 
 def read(spark: SparkSession, path: str, format: str, options: dict[str, Any]) -> DataFrame:
-    """The data at ``path``; a CSV has a header and typed columns unless ``options`` differ."""
+    """Read the data at ``path``; a CSV has a header and typed columns unless ``options`` differ."""
     options = {**_DEFAULTS.get(format, {}), **options}
     with told(f"{path} cannot be read"):
         return spark.read.format(format).options(**options).load(path)
 
 
 def write(data: DataFrame, path: str, format: str, mode: str) -> None:
-    """Write ``data`` such that :func:`read` reads it without options."""
+    """Write ``data`` so that :func:`read` needs no options."""
     data.write.mode(mode).format(format).options(**_DEFAULTS.get(format, {})).save(path)
 
 
 def check_apart(data: DataFrame, output: str, kept: Path) -> None:
-    """Refuse an ``output`` that holds files which ``data`` is read from, or the folder ``kept``.
+    """Refuse an ``output`` that contains files of ``data``, or the folder ``kept``.
 
     Spark deletes what it overwrites before it reads. Raises ParameterError.
     """
@@ -50,7 +50,7 @@ def check_apart(data: DataFrame, output: str, kept: Path) -> None:
 
 
 def _place(spark: SparkSession, path: str) -> PurePosixPath:
-    """With the scheme and host of its file system; without symbolic links where that is local."""
+    """Return the path with its scheme and host, and without symbolic links if it is local."""
     assert spark._jvm is not None
     found = spark._jvm.org.apache.hadoop.fs.Path(path)
     system = found.getFileSystem(spark._jsparkSession.sessionState().newHadoopConf())
@@ -60,10 +60,10 @@ def _place(spark: SparkSession, path: str) -> PurePosixPath:
 
 
 def split(data: DataFrame, share: float, seed: int) -> tuple[DataFrame, DataFrame]:
-    """``data`` without about ``share`` of its rows, and these.
+    """Split off about ``share`` of the rows; return the remaining rows and these.
 
-    Which rows is decided by a hash of their content and the seed, so it is the same wherever and
-    however often the data is read, on any number of cores; equal rows stay together.
+    A hash of their content and the seed selects the rows. The selection is therefore the same in
+    every reading of the data, on any number of cores, and equal rows stay together.
     """
     from pyspark.sql import functions as f
 
@@ -73,7 +73,7 @@ def split(data: DataFrame, share: float, seed: int) -> tuple[DataFrame, DataFram
 
 
 def prepare(data: DataSection) -> None:
-    """Write the data set ``data.prepare`` where its files do not exist. Raises ParameterError."""
+    """Write the data set ``data.prepare`` if its files do not exist. Raises ParameterError."""
     if data.prepare is None:
         return
     if data.prepare not in _WRITERS:
@@ -94,8 +94,10 @@ def prepare(data: DataSection) -> None:
 
 
 def _write_digits(train: Path, test: Path) -> None:
-    """scikit-learn's 1,797 handwritten digits: features array<float> (64 pixels from 0 to 16, row
-    by row) and label bigint; four fifths to train on, the same ones each time."""
+    """Write scikit-learn's 1,797 handwritten digits.
+
+    The columns are features array<float> (64 pixels from 0 to 16, row by row) and label bigint. The
+    same four fifths are for training each time."""
     try:
         from sklearn.datasets import load_digits
         from sklearn.model_selection import train_test_split

@@ -1,7 +1,7 @@
 """Evaluate a saved model: ``spark-submit jobs/evaluate.py --model runs/... --data test.parquet``.
 
-Prints the loss and the metrics, and writes them to ``evaluation.json`` in the run folder; where
-``best/``, ``ema/`` or another model's folder is given, in that.
+The job prints the loss and the metrics, and writes them to ``evaluation.json`` in the run folder, or
+in the folder of the model (``best/``, ``ema/`` or another) that is given.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from torch import nn
 class DigitsConvNet(nn.Module):
     """A small convolutional network for 8x8 grey images.
 
-    Input: (batch, 64) pixels from 0 to 16, row by row. Output: (batch, 10), one score a digit.
+    The input is (batch, 64) pixels from 0 to 16, row by row; the output is (batch, 10), a score for
+    each digit.
     """
 
     def __init__(self, width: int = 32, dropout: float = 0.5) -> None:
@@ -35,5 +36,5 @@ class DigitsConvNet(nn.Module):
 
 
 def digits_convnet(width: int = 32, dropout: float = 0.5) -> nn.Module:
-    """A :class:`DigitsConvNet`."""
+    """Return a :class:`DigitsConvNet`."""
     return DigitsConvNet(width, dropout)

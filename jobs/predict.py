@@ -1,6 +1,6 @@
 """Predict: ``spark-submit jobs/predict.py --model runs/... --data new.parquet --output predicted``.
 
-Writes the data with a column of predictions, and prints a few rows.
+The job writes the data with a column of predictions, and prints a few rows.
 """
 
 from __future__ import annotations

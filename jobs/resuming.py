@@ -1,4 +1,4 @@
-"""``--resume``: from a run folder, or from the latest one, to its checkpoints."""
+"""The checkpoints that ``--resume`` goes on from: those of a run folder, or of the latest one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LATEST = "latest"
 
 
 def config_file(config: str | None, resume: str | None) -> Path:
-    """The file that is told, else that of the run folder to resume. Raises ParameterError."""
+    """Return the given file, or else that of the run folder to resume. Raises ParameterError."""
     if config is not None:
         return Path(config)
     if resume is not None and (Path(resume) / "config.yaml").is_file():
@@ -23,10 +23,10 @@ def config_file(config: str | None, resume: str | None) -> Path:
 
 
 def resume_point(resume: str, config: Config) -> str | None:
-    """What ``Trainer.fit(resume=...)`` is given: checkpoints, or None where ``latest`` has none.
+    """Return the value for ``Trainer.fit(resume=...)``; None if ``latest`` finds no checkpoint.
 
-    ``resume``: a run folder, a folder of checkpoints, one checkpoint, or "latest": that of
-    ``checkpoint.path``, else of the newest run of this name that has any. Raises ParameterError.
+    ``resume`` is a run folder, a folder of checkpoints, one checkpoint, or "latest": the newest at
+    ``checkpoint.path``, or else of the newest run of this name that has one. Raises ParameterError.
     """
     if resume != LATEST:
         return _of_folder(Path(resume), config) or resume
@@ -39,12 +39,12 @@ def resume_point(resume: str, config: Config) -> str | None:
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a run folder has a complete one."""
+    """Return whether a run folder has a complete checkpoint."""
     return any(folder.glob("checkpoints/*/manifest.json"))
 
 
 def _of_folder(folder: Path, config: Config) -> str | None:
-    """The checkpoints of a run folder; None where it is none."""
+    """Return the checkpoints of a run folder; None if ``folder`` is none."""
     if not (folder / "config.yaml").is_file():
         return None
     told = (read_yaml(folder / "config.yaml").get("checkpoint") or {}).get("path")
@@ -66,7 +66,7 @@ def _of_folder(folder: Path, config: Config) -> str | None:
 
 
 def _runs(runs: Path, name: str) -> list[Path]:
-    """The run folders of a name, the oldest first."""
+    """Return the run folders of a name, the oldest first."""
     found = []
     for folder in runs.glob(f"{name}-*"):
         stamp = re.fullmatch(r"(\d{8}-\d{6})(?:-(\d+))?", folder.name[len(name) + 1 :])

@@ -36,13 +36,13 @@ from sparkdl.codec.redaction import REDACTED, is_secret, without_credentials
 class RunFolder(Callback):
     """A new folder ``<runs>/<name>-<YYYYmmdd-HHMMSS>``; an existing one is never written to.
 
-    A callback of the training: so it knows whether there is anything to lose.
+    It is a callback of the training, so it knows whether there is anything to lose.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.trained = False
-        """Whether an iteration has ended, or all of a training that was complete when resumed."""
+        """True if an iteration has ended, or if the training was complete when it was resumed."""
 
     def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
         self.trained = True
@@ -52,9 +52,9 @@ class RunFolder(Callback):
     @staticmethod
     @contextlib.contextmanager
     def create(runs: str, name: str) -> Iterator[RunFolder]:
-        """Make the folder; take it away again where a mistake of the user ends the block.
+        """Make the folder, and remove it if a mistake of the user ends the block.
 
-        Unless something was trained by then: all of it stays, and that is said.
+        If something was trained by then, all of it stays, and a message says so.
         """
         if not re.fullmatch(r"[\w][\w.+-]*", name):
             raise ParameterError(f'name: "{name}" cannot be part of a folder name.')
@@ -80,7 +80,7 @@ class RunFolder(Callback):
             raise
 
     def write_config(self, config: Config) -> None:
-        """``config.yaml``: every key with its value, secrets redacted; it can be run again."""
+        """Write ``config.yaml``, which can be run again: every key, with secrets redacted."""
         import pyspark
         import torch
 
@@ -94,7 +94,7 @@ class RunFolder(Callback):
         )
 
     def write_training(self, trained: TrainedModel) -> None:
-        """``model/``, ``best/`` and ``ema/`` where there are such, the history and its curves."""
+        """Write ``model/``, and ``best/`` and ``ema/`` if there are any, the history and its curves."""
         for suffix in ("json", "csv"):
             trained.history.save(self.path / f"history.{suffix}")
         for name, one in models_of(trained).items():
@@ -102,19 +102,20 @@ class RunFolder(Callback):
         draw_curves(trained.history, self.path / "curves.png")
 
     def write_summary(self, summary: dict[str, Any]) -> None:
-        """``summary.json``."""
+        """Write ``summary.json``."""
         (self.path / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
 
 def models_of(trained: TrainedModel) -> dict[str, TrainedModel]:
-    """By the folder's name: the last, that of the best validation, the moving average."""
+    """Return the models by their folders' names: the last, the best, and the moving average."""
     found = {"model": trained, "best": trained.best, "ema": trained.ema}
     return {name: one for name, one in found.items() if one is not None}
 
 
 def redacted(value: Any, key: str = "") -> Any:
-    """``value`` with what stands under keys that speak of secrets hidden, and credentials in texts;
-    see :mod:`sparkdl.codec.describe`. ``key``: where it stands, all keys on the way."""
+    """Return ``value`` with secrets hidden: values under keys that name secrets, credentials in texts.
+
+    See :mod:`sparkdl.codec.describe`. ``key`` is the place of the value, with all keys on the way."""
     if isinstance(value, dict):
         if key == ".data.columns":  # a column may well be named "tokens"
             return {k: redacted(v, "") for k, v in value.items()}
@@ -136,7 +137,7 @@ def _without_secrets(arguments: list[str]) -> list[str]:
 
 
 def find_model(path: str | Path) -> tuple[Path, Path | None]:
-    """(model folder, run folder or None) of a run folder or a model folder."""
+    """Return (model folder, run folder or None) of a run folder or a model folder."""
     given = Path(path)
     for model in (given, given / "model"):
         if (model / "model.json").is_file():
@@ -153,7 +154,7 @@ def find_model(path: str | Path) -> tuple[Path, Path | None]:
 
 
 def draw_curves(history: History, path: Path) -> None:
-    """``curves.png``; matplotlib says nothing about its fonts."""
+    """Draw ``curves.png``, without messages of matplotlib about its fonts."""
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     from sparkdl.summaries import plot_history
 

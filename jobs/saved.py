@@ -1,4 +1,4 @@
-"""A saved model for a job: found in a run folder, loaded, ready to travel."""
+"""The saved model of a job: found in a run folder, loaded, ready to travel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jobs.run_folder import find_model
 
 @dataclass(frozen=True)
 class Saved:
-    """A loaded model, the folder for what is found out about it, and the metrics of its run."""
+    """A loaded model, the folder for results about it, and the metrics of its run."""
 
     trained: sparkdl.TrainedModel
     folder: Path
@@ -24,7 +24,7 @@ class Saved:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What evaluating and predicting have in common."""
+    """Add the arguments that evaluating and predicting share."""
     parser.add_argument("--model", required=True, metavar="FOLDER", help="a run folder, or a model")
     parser.add_argument("--data", required=True, metavar="PATH", help="what to read")
     parser.add_argument("--format", default="parquet", metavar="NAME", help="default: parquet")
@@ -44,8 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def load(
     path: str, trust: bool = False, loss: str | None = None, needs_loss: bool = False
 ) -> Saved:
-    """The model at ``path``. Without ``trust`` no code runs but that of modules of ``torch.nn`` and
-    of functions that say that they build a module. Raises :class:`sparkdl.UserError`."""
+    """Load the model at ``path``.
+
+    Without ``trust``, only code of modules of ``torch.nn`` runs, and of functions that are annotated
+    to build a module. Raises :class:`sparkdl.UserError`."""
     model, run = find_model(path)
     config = read_yaml(run / "config.yaml") if run else {}
     import_from_here()
@@ -62,7 +64,7 @@ def load(
 
 
 def _metrics(config: dict[str, Any], trust: bool) -> list[Any]:
-    """Those of the run; what a component makes, which is code of the folder's choice, with trust."""
+    """Return the metrics of the run; components, which are code of the folder, only with trust."""
     found = config.get("metrics") or []
     return [
         Component.of(m).make() if isinstance(m, dict) else m

@@ -1,4 +1,4 @@
-"""What a training job can be told, section by section: the keys of its YAML file."""
+"""The configuration of a training job, section by section: the keys of its YAML file."""
 
 from __future__ import annotations
 
@@ -10,195 +10,199 @@ from typing import Any
 from jobs.components import Component
 
 Single = str | int | float | bool | datetime.date | datetime.datetime | None
-"""What Spark takes as text: no list and no mapping."""
+"""A value that Spark takes as text: no list and no mapping."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SparkSection:
-    """The session."""
+    """The Spark session."""
 
     master: str | None = None
-    """Used where ``spark-submit`` gives none; null: all cores of this machine."""
+    """The master if ``spark-submit`` gives none; null: all cores of this machine."""
     settings: dict[str, Single] = field(default_factory=dict)
-    """Any Spark settings, also those of sparkdl."""
+    """Settings of Spark, and of sparkdl."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """Where the samples are, and what becomes of their columns."""
+    """The samples, and the conversion of their columns."""
 
     train: str
-    """Path of the training data."""
+    """The path of the training data."""
     test: str | None = None
-    """Path of held-out data, to evaluate on after training."""
+    """The path of held-out data that the model is evaluated on after training."""
     format: str = "parquet"
-    """Any format that ``spark.read`` knows."""
+    """The format; any that ``spark.read`` knows."""
     options: dict[str, Single] = field(default_factory=dict)
     """Options of ``spark.read``."""
     prepare: str | None = None
-    """A known data set to write to ``train`` and ``test`` where these do not exist."""
+    """A known data set, which is written to ``train`` and ``test`` if these do not exist."""
     features: str | list[str] | dict[str, str] = "features"
-    """Input column, a list of them, or the column of each keyword of the model."""
+    """The input column, a list of columns, or a mapping from the model's keywords to columns."""
     label: str | list[str] | None = "label"
-    """Label column, a list of them, or null."""
+    """The label column, a list of columns, or null."""
     weight: str | None = None
-    """Column with the weight of each sample."""
+    """The column with the weight of each sample."""
     class_weights: list[float] | dict[int, float] | None = None
-    """How much a sample of each class counts."""
+    """The weight of the samples of each class."""
     columns: dict[str, Component] = field(default_factory=dict)
-    """How a column becomes a tensor: sparkdl:Image, sparkdl:Sequence or sparkdl:Convert."""
+    """The conversion of columns to tensors: sparkdl:Image, sparkdl:Sequence, sparkdl:Convert or
+    sparkdl:Text."""
     augment: Component | None = None
-    """``function(*features, rng)``, called for a sample each time it is trained on."""
+    """A function ``function(*features, rng)`` that is called each time a sample is trained on."""
     bucketing: int | None = None
-    """Bring samples of like length together, within so many."""
+    """The number of samples among which those of similar length are brought together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSection:
-    """How long, in what batches, by how many."""
+    """The length of training, its batches and its replicas."""
 
     epochs: int = 10
-    """Passes over the training data."""
+    """The number of passes over the training data."""
     max_iterations: int | None = None
-    """Stop after so many iterations, if that comes first."""
+    """Stop after this many iterations, if that comes first."""
     max_seconds: float | None = None
-    """Likewise, after so many seconds of training."""
+    """Stop after this many seconds of training, if that comes first."""
     min_loss: float | None = None
-    """Likewise, once the loss of a batch is no higher."""
+    """Stop when the loss of a batch is at most this, if that comes first."""
     batch_size: int = 256
-    """The global batch: samples of all replicas together."""
+    """The global batch: the number of samples of all replicas together."""
     replicas: int | None = None
-    """Copies of the model; null: the cluster's task slots."""
+    """The number of replicas of the model; null: as many as the cluster has task slots."""
     min_ranks: int | None = None
-    """Of a gang: how few task slots will do where executors are lost for good; null: one a replica."""
+    """For a gang: the smallest number of task slots that training goes on with if executors are lost
+    for good; null: one for each replica."""
     slices: int | None = None
-    """Parts of the parameter vector; null: as many as replicas."""
+    """The number of slices of the parameter vector; null: as many as replicas."""
     engine: str = "shuffle"
-    """shuffle, gang (all replicas at once), or local for debugging."""
+    """The engine: shuffle, gang (all replicas at once), or local for debugging."""
     strategy: str | Component = "ddp"
-    """Of a gang: ddp, zero1, fsdp, tensor or pipeline; or sparkdl:FSDP, say, with its arguments."""
+    """For a gang: the name of a strategy, such as ddp or fsdp, or its class with arguments, such as
+    sparkdl:FSDP."""
     mesh: dict[str, int] | None = None
-    """Of a gang: ranks along data, pipe, shard and tensor, by name; null: all along the strategy's."""
+    """For a gang: the number of ranks along each axis (data, pipe, shard, tensor); null: all ranks
+    along the axis of the strategy."""
     sync_batchnorm: bool = False
-    """Of a gang: batch norm over the samples of all replicas."""
+    """For a gang: compute batch norm over the samples of all replicas."""
     precision: str = "fp32"
-    """What forward and backward compute in: fp32, bf16 or fp16."""
+    """The precision of forward and backward: fp32, bf16 or fp16."""
     schedule_per: str = "iteration"
-    """How often the schedule steps: iteration or epoch."""
+    """The period of the schedule: iteration or epoch."""
     schedule_metric: str | None = None
-    """The metric of the validation that ReduceLROnPlateau follows."""
+    """The validation metric that ReduceLROnPlateau follows."""
     seed: int = 0
-    """Of the weights, the shuffling and dropout."""
+    """The seed of the initial weights, the shuffling and dropout."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationSection:
-    """Validation while training."""
+    """Validation during training."""
 
     data: str | None = None
-    """Path of the validation data, of the training data's format."""
+    """The path of the validation data, in the format of the training data."""
     share: float | None = None
-    """Instead of that: so much of the training data, chosen by the content of its rows."""
+    """A share of the training data to validate on instead, chosen by the content of its rows."""
     metrics: list[str | Component] = field(default_factory=list)
-    """Beside the loss."""
+    """The metrics; the loss is always computed."""
     every_epochs: int | None = None
-    """How often; with no ``every_`` key: each epoch."""
+    """The interval in epochs; 1 if no ``every_`` key is given."""
     every_iterations: int | None = None
-    """Likewise, in iterations."""
+    """The interval in iterations."""
     best: str | None = None
-    """The metric whose best model is kept too."""
+    """The metric by which the best model is kept too."""
     batch_size: int = 1024
-    """Rows a forward pass of one replica."""
+    """The number of rows in a forward pass of one replica."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStoppingSection:
-    """When to stop because of the validation."""
+    """An early end of training, decided by the validation."""
 
     metric: str = "loss"
-    """Of the validation."""
+    """The validation metric that decides."""
     patience: int | None = None
-    """Stop after so many validations in a row without a better value."""
+    """Stop after this many validations in a row without a better value."""
     min_delta: float = 0.0
-    """By how much a value must be better to count."""
+    """The least difference by which a better value counts."""
     target: float | None = None
     """Stop as soon as the metric is as good as this."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """Checkpoints, to go on from with ``--resume``."""
+    """Checkpoints, from which ``--resume`` goes on."""
 
     path: str | None = None
     """A folder that all nodes share; null: checkpoints in the run folder."""
     every_epochs: int | None = None
-    """How often; with no ``every_`` key: each epoch."""
+    """The interval in epochs; 1 if no ``every_`` key is given."""
     every_iterations: int | None = None
-    """Likewise, in iterations."""
+    """The interval in iterations."""
     every_seconds: float | None = None
-    """Likewise, in seconds of training."""
+    """The interval in seconds of training."""
     keep: int | None = 3
-    """How many, the newest; null: all."""
+    """The number of newest checkpoints that are kept; null: all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientsSection:
-    """What happens to gradients before the optimizer has them."""
+    """The treatment of gradients before the optimizer's step."""
 
     clip_norm: float | None = None
-    """Scale them so that their norm over all parameters is at most this."""
+    """Scale gradients so that their norm over all parameters is at most this."""
     clip_value: float | None = None
-    """Bring each element into [-clip_value, clip_value]."""
+    """Clip each element to [-clip_value, clip_value]."""
     accumulate: int = 1
-    """Micro-batches that a replica's mini-batch goes through in."""
+    """The number of micro-batches into which a replica divides its mini-batch."""
     local_steps: int = 1
-    """Optimizer steps of each replica before the replicas are averaged."""
+    """The number of optimizer steps of each replica between averages of the replicas."""
     l1: float | dict[str, float] = 0.0
-    """Strength of the L1 penalty, or a mapping of parameter patterns to it."""
+    """The strength of the L1 penalty, or a mapping from patterns of parameter names to strengths."""
     l2: float | dict[str, float] = 0.0
-    """Likewise, L2."""
+    """The strength of the L2 penalty, in the same form as ``l1``."""
     on_nan: str = "raise"
-    """What is done about a NaN: raise, or skip the update."""
+    """The reaction to a gradient that is not finite: raise, or skip the update."""
     wire: str = "fp32"
-    """What gradients travel in: fp32, bf16 or fp16."""
+    """The precision in which gradients travel: fp32, bf16 or fp16."""
     compression: Component | None = None
-    """What makes them smaller before: sparkdl:TopK, sparkdl:PowerSGD, or a function of your own."""
+    """The compression of gradients: sparkdl:TopK, sparkdl:PowerSGD, or a function of your own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CareSection:
-    """How the model is treated."""
+    """The model's initial weights, its frozen parameters, and how it is run."""
 
     weights: str | None = None
-    """Weights to start from: a safetensors file, a run folder or a saved model."""
+    """The initial weights: a safetensors file, a run folder or a saved model."""
     strict_weights: bool = True
-    """Whether those must have every name of the model and no other."""
+    """Require that ``weights`` have every name of the model and no other."""
     freeze: list[str] = field(default_factory=list)
-    """Parameters that are not trained: names or patterns."""
+    """The parameters that are not trained: names or patterns."""
     unfreeze: list[str] = field(default_factory=list)
     """Exceptions from ``freeze``."""
     activation_checkpointing: list[str] = field(default_factory=list)
-    """Submodules whose activations are computed again in backward."""
+    """The submodules whose activations are computed again in backward."""
     compile: bool | dict[str, Any] = False
-    """``torch.compile``; a mapping holds its options."""
+    """Compile the model with ``torch.compile``; a mapping holds its options."""
     ema: float | None = None
-    """Decay of a moving average of the weights, which is saved too."""
+    """The decay of a moving average of the weights, which is saved too."""
     output: str | int | None = None
-    """The part of what the model returns that is its output: a name or a number; null: all."""
+    """The field of the model's result that is its output: a name or a number; null: all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SummariesSection:
-    """What is shown of a run beside its history and curves."""
+    """The records of a run beside its history and curves."""
 
     csv: bool = False
-    """``history.csv``, which grows while training goes on."""
+    """Write ``history.csv`` while training goes on."""
     tensorboard: bool = False
-    """Events in the folder ``tensorboard``."""
+    """Write events to the folder ``tensorboard``."""
     mlflow: bool = False
-    """An MLflow run of the run folder's name."""
+    """Log an MLflow run with the run folder's name."""
     histograms: int | None = None
-    """Histograms of weights and gradients at each so many iterations, for TensorBoard."""
+    """The number of iterations between histograms of weights and gradients, for TensorBoard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,28 +210,29 @@ class TuneSection:
     """The values that ``jobs/tune.py`` varies."""
 
     space: dict[str, list[Any] | Component] = field(default_factory=dict)
-    """By the name of an argument of the trainer or of a component: a list of values, or
+    """The values of each argument of the trainer or of a component, by its name: a list, or
     sparkdl.tune:uniform, :loguniform or :integers with low and high."""
     metric: str = "loss"
-    """The metric of the validation that is to be good."""
+    """The validation metric by which trials are compared."""
     trials: int | None = None
-    """How many; null: all of a grid, else 16."""
+    """The number of trials; null: all of a grid, else 16."""
     algorithm: str | Component = "random"
-    """random, grid, optuna, or sparkdl.tune:Optuna with its arguments."""
+    """The algorithm: random, grid, optuna, or sparkdl.tune:Optuna with its arguments."""
     parallel: int | None = None
-    """How many at once, a task each; null: all task slots; 1: one after another, distributed."""
+    """The number of trials at a time, a task each; null: all task slots; 1: one distributed trial
+    after another."""
     seed: int = 0
-    """The seed of the values."""
+    """The seed of the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Everything that a training job is told."""
+    """The configuration of a training job."""
 
     name: str = "run"
     """The run folder is ``<runs>/<name>-<time>``."""
     runs: str = "runs"
-    """Where run folders go."""
+    """The folder of the run folders."""
     data: DataSection
     model: Component
     loss: Component | None = None
@@ -235,9 +240,9 @@ class Config:
     step: Component | None = None
     """Instead of ``loss``: a function of module and batch that returns the loss, or named losses."""
     optimizer: Component | dict[str, Component]
-    """One for all parameters, or several by the name of a submodule."""
+    """One optimizer for all parameters, or several by the name of a submodule."""
     schedule: Component | None = None
-    """Learning-rate schedule; an argument ``iterations`` stands for their number."""
+    """The learning-rate schedule; an argument ``iterations`` stands for the number of iterations."""
     training: TrainingSection = TrainingSection()
     validation: ValidationSection | None = None
     early_stopping: EarlyStoppingSection | None = None
@@ -245,16 +250,16 @@ class Config:
     gradients: GradientsSection = GradientsSection()
     care: CareSection = CareSection()
     metrics: list[str | Component] = field(default_factory=list)
-    """Computed on the test data, beside the loss."""
+    """The metrics on the test data; the loss is always computed."""
     summaries: SummariesSection = SummariesSection()
     tune: TuneSection | None = None
-    """For ``jobs/tune.py``; other jobs ignore it."""
+    """The search of ``jobs/tune.py``; other jobs ignore it."""
     callbacks: list[Component] = field(default_factory=list)
-    """Of your own: classes that extend sparkdl.Callback."""
+    """Callbacks: classes of your own that extend sparkdl.Callback."""
     spark: SparkSection = SparkSection()
 
     def content(self) -> dict[str, Any]:
-        """As plain values, defaults included: what :func:`jobs.config.parse` reads."""
+        """Return plain values, with all defaults, that :func:`jobs.config.parse` reads."""
         plain: dict[str, Any] = _plain(self)
         return plain
 

@@ -1,4 +1,4 @@
-"""What Spark and Java say of a mistake, in a line instead of a stack trace."""
+"""One line, instead of a stack trace, for mistakes that Spark and Java report."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ _INPUT_OUTPUT = re.compile(
 
 
 def status_of(error: PySparkException | Py4JJavaError) -> tuple[int, str | None]:
-    """2 and what to say of a mistake that Spark found (a path, a column, a file that cannot be read or
-    written), or that an executor found in a row; 1 and None for a fault."""
+    """Return the exit status and the message of an exception of Spark.
+
+    The status is 2 for a mistake that Spark found (a path, a column, a file that cannot be read or
+    written) or that an executor found in a row; 1, without a message, for a fault."""
     text = str(error)
     found = re.search(r"sparkdl\.errors\.\w*Error: (.*?)(?:\n\s*\n|\n\tat |\Z)", text, re.DOTALL)
     if found:
@@ -37,7 +39,7 @@ def status_of(error: PySparkException | Py4JJavaError) -> tuple[int, str | None]
 
 @contextlib.contextmanager
 def told(what: str) -> Iterator[None]:
-    """Whatever Java says inside is a mistake of the user: ``what``, and its message."""
+    """Turn any exception of Java inside into a mistake of the user: ``what``, and its message."""
     try:
         yield
     except AnalysisException:
@@ -50,5 +52,5 @@ def told(what: str) -> Iterator[None]:
 
 
 def _short(message: str) -> str:
-    """Without the name and the state of Spark's condition."""
+    """Return the message without the name and the state of Spark's condition."""
     return re.sub(r"^\[[A-Z0-9_.]+\] | SQLSTATE: \w+.*$", "", message).strip()

@@ -1,6 +1,6 @@
-"""Train a model as a YAML file says: ``spark-submit jobs/train.py --config conf/digits.yaml``.
+"""Train a model that a YAML file describes: ``spark-submit jobs/train.py --config conf/digits.yaml``.
 
-Writes a new folder, ``runs/<name>-<time>``: config.yaml, history.json and .csv, curves.png,
+The job writes a new folder, ``runs/<name>-<time>``: config.yaml, history.json and .csv, curves.png,
 summary.json, model/ (the last), best/ (of the best validation), ema/, checkpoints/. Any key can be
 changed on the command line: ``--set training.epochs=5 --set model.width=16``. ``--resume`` goes on
 from the checkpoints of an earlier run, in a new folder. Ctrl-C ends the training after its iteration:
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | None = None) -> None:
-    """Train, write the run folder, evaluate, and say how it went."""
+    """Train, write the run folder, evaluate, and print the results."""
     data = config.data
     samples, held = read_samples(spark, config)
     test = data.test and datasets.read(spark, data.test, data.format, data.options)
@@ -94,7 +94,7 @@ def train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | No
 
 
 def read_samples(spark: Any, config: Config) -> tuple[Any, Any]:
-    """The training data and the validation data, or None."""
+    """Return the training data and the validation data, or None."""
     data, validation = config.data, config.validation
     samples = datasets.read(spark, data.train, data.format, data.options)
     if validation is None:
@@ -105,7 +105,7 @@ def read_samples(spark: Any, config: Config) -> tuple[Any, Any]:
 
 
 def summaries_of(config: Config, folder: Path) -> list[sparkdl.Callback]:
-    """The callbacks that ``config.summaries`` asks for."""
+    """Return the callbacks that ``config.summaries`` asks for."""
     section = config.summaries
     found: list[sparkdl.Callback] = []
     if section.csv:
@@ -120,7 +120,7 @@ def summaries_of(config: Config, folder: Path) -> list[sparkdl.Callback]:
 def summarize(
     trained: sparkdl.TrainedModel, count: int, state: sparkdl.TrainState, config: Config
 ) -> dict[str, Any]:
-    """The figures of the table in the end."""
+    """Return the figures of the final table."""
     epochs = trained.history.epochs()
     found = {
         "samples": count,

@@ -1,10 +1,10 @@
-"""Search for good values as a YAML file says: ``spark-submit jobs/tune.py --config conf/digits.yaml``.
+"""Search for good values: ``spark-submit jobs/tune.py --config conf/digits.yaml``.
 
-The section ``tune`` names what varies. Writes a new folder, ``runs/<name>-tune-<time>``: config.yaml,
-trials.csv, trials.png, summary.json, model/ (the best, with history.json, history.csv and curves.png),
-and trials/, with which ``--resume`` goes on in a new folder. Any key can be changed on the command
-line: ``--set tune.trials=8 --set training.epochs=5``. Ctrl-C ends the search with what is finished,
-and the exit status is 130.
+The section ``tune`` of the file names what varies. The job writes a new folder,
+``runs/<name>-tune-<time>``: config.yaml, trials.csv, trials.png, summary.json, model/ (the best, with
+history.json, history.csv and curves.png), and trials/, with which ``--resume`` goes on in a new
+folder. Any key can be changed on the command line: ``--set tune.trials=8 --set training.epochs=5``.
+Ctrl-C ends the search with what is finished, and the exit status is 130.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jobs.sections import Config
 from jobs.train import read_samples
 
 SHOWN = 10
-"""The most trials in the table on the console."""
+"""The largest number of trials in the table on the console."""
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def tune(
     search: dict[str, Any],
     resume: str | None = None,
 ) -> None:
-    """Search, write the run folder, evaluate the best model, and say how it went."""
+    """Search, write the run folder, evaluate the best model, and print the results."""
     samples, held = read_samples(spark, config)
     iterations = building.training_iterations(
         config.training, trainer.batch_size * trainer.local_steps, samples.count()

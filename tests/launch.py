@@ -131,6 +131,15 @@ def soak_but(quick: Sequence[Any], rows: Iterable[Any]) -> list[Any]:
     ]
 
 
+def in_turn(cases: Iterable[Any], others: Sequence[Any]) -> list[Any]:
+    """Return each case with each of ``others`` as parameters; all but one of these, in turn, soak."""
+    return [
+        pytest.param(case, other, marks=() if number % len(others) == n else pytest.mark.soak)
+        for number, case in enumerate(cases)
+        for n, other in enumerate(others)
+    ]
+
+
 def _spark_home(folder: Path) -> Path:
     """The installed Spark by links: executors of a local-cluster make their folders in it."""
     home = folder / "spark"

@@ -24,9 +24,9 @@ class Checkpoint:
     supports (``hdfs://``, ``s3://``, ``gs://``, ...). It is created if it does not exist."""
     _: KW_ONLY
     every: Trigger = EVERY_EPOCH
-    """When to write a checkpoint: a trigger such as ``sparkdl.every(100)``."""
+    """The trigger that writes a checkpoint, such as ``sparkdl.every(100)``."""
     keep: int | None = 3
-    """How many of the newest checkpoints to keep; None: all."""
+    """The number of newest checkpoints that are kept; None: all."""
     asynchronous: bool = False
     """Write while training continues, for ``engine="gang"``: ranks copy their state, and write the
     copy. Each checkpoint is complete before the next is begun, and at the end of the fit."""

@@ -113,7 +113,7 @@ class Manifest:
     files: tuple[SliceFile, ...] = ()
     """One for each slice."""
     residuals: tuple[ReplicaFile, ...] = ()
-    """If gradients are compressed: one for each replica that keeps a residual."""
+    """The files of residuals if gradients are compressed: one for each replica that keeps any."""
     loss_scale: float = 1.0
     skipped: int = 0
     validations: tuple[Validated, ...] = ()
@@ -123,7 +123,7 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Other state of the loop (such as the age of the loss scale), as nested plain values."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """How to build the model and which columns it takes, as in a saved model's ``model.json``, for
+    """The recipe of the model and its columns, as in a saved model's ``model.json``, for
     :func:`sparkdl.load`; empty in checkpoints of older versions."""
     history: StoredFile | None = None
     """Set when the checkpoint is committed."""

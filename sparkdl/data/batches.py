@@ -1,6 +1,7 @@
-"""From a mapped partition to the arrays of a mini-batch: order, augmentation, padding.
+"""The arrays of a mini-batch, made from a mapped partition: order, augmentation, padding.
 
-The result is a pure function of (batch_spec, partition, epoch, replica, rows), the same on every engine.
+The result is a pure function of (batch_spec, partition, epoch, replica, rows), the same on every
+engine.
 
 Bucketing puts rows of similar length into one batch, which wastes little on padding. The buckets come
 from windows of a random permutation, which keeps the epoch random: Khomenko et al., "Accelerating

@@ -1,4 +1,4 @@
-"""From a DataFrame or an RDD of samples to the sample RDD: one handle a partition, persisted."""
+"""The sample RDD, made from a DataFrame or an RDD of samples: one handle a partition, persisted."""
 
 from __future__ import annotations
 

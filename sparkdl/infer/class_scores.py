@@ -1,4 +1,4 @@
-"""From the output of a classifier to classes and probabilities, on the executors."""
+"""Classes and probabilities, computed from the output of a classifier on the executors."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class PeriodicTask(Protocol):
     hook: str
     """The callbacks' hook that is called after it."""
     every: Trigger
-    """When it is due."""
+    """The trigger."""
 
     def __call__(self, previous: TrainState, state: TrainState) -> TrainState:
         """Do the work if it is due, and return the state with its results; otherwise return

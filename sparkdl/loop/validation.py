@@ -35,9 +35,9 @@ class Validation:
     data: DataFrame | RDD[Any]
     """Read once, with the trainer's columns, into slabs beside the training samples."""
     metrics: Sequence[Any] | Mapping[str, Any] = ()
-    """As for ``trained.evaluate``; "loss" is always included."""
+    """The metrics, as for ``trained.evaluate``; "loss" is always included."""
     every: Trigger = EVERY_EPOCH
-    """When to validate; by default after each epoch."""
+    """The trigger of a validation; by default each epoch."""
     best: str | None = None
     """A metric: the weights with its best value are kept, and returned as ``trained.best``."""
     batch_size: int = 1024

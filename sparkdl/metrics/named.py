@@ -133,7 +133,7 @@ def resolve(metrics: Metrics) -> list[Metric]:
 
 @dataclass(frozen=True, kw_only=True)
 class Judging:
-    """How an accuracy interprets output and label: in the way that the loss does. A saved model,
+    """The interpretation of output and label by an accuracy: that of the loss. A saved model,
     which has no loss, stores this.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""From a module's output to columns: classes with their probabilities, and numbers."""
+"""Columns made from a module's output: classes with their probabilities, and numbers."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ALONE = (
     "A step returns one loss, by which all parameters are updated at once. Optimizers that take turns "
     f"(as in a GAN) need a loop of their own in sparkdl.gang.run: see {EXAMPLE}."
 )
-"""What a step cannot do, and who can."""
+"""The message on what a step cannot do, and on what can."""
 
 
 @dataclass(frozen=True)

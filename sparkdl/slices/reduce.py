@@ -1,4 +1,4 @@
-"""From the sections of the replicas to the gradient that is applied. Pure torch, one slice.
+"""The gradient that is applied to a slice, made from the sections of the replicas. Pure torch.
 
 The order is: reduce (average, summed in the shape of a tree), add penalties, clip by value, clip by
 global norm.

@@ -1,4 +1,4 @@
-"""From a trainer to its engine: the engine's inputs, the state that it begins with, and its end."""
+"""The engine of a trainer: its inputs, the state that it begins with, and its end."""
 
 from __future__ import annotations
 

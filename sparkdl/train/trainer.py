@@ -68,7 +68,7 @@ class Trainer:
     for each row. :class:`sparkdl.ModelLoss` stands for the loss that the model itself computes, and
     :class:`sparkdl.PerReplica` for one that each replica computes over its own rows."""
     step: Callable[..., Any] | None = None
-    """Instead of ``loss``: a function ``step(module, batch)`` that returns the loss, or named losses.
+    """A function ``step(module, batch)`` that returns the loss, or named losses, in place of ``loss``.
 
     The batch is a dictionary of tensors: inputs by keyword, or by column where the model takes them by
     position, and labels by column. Each loss is a mean over the rows or ``(sum, count)``. Of a mapping

@@ -29,6 +29,7 @@ from gang_training import (
     without_norm,
 )
 from gang_training import trainer_of as any_trainer
+from launch import in_turn
 from pyspark import cloudpickle
 from torch import nn
 
@@ -175,8 +176,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("sizes", [(20, 12), (30, 2), (0, 24)], ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "sizes"), in_turn(CASES, [(20, 12), (30, 2), (0, 24)]), ids=str)
 def test_it_is_the_training_of_one_process(frames, case, sizes):
     """Also where a rank has few rows, or none."""
     df, run = frames(*sizes), trainer_of(**CASES[case])

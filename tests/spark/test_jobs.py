@@ -188,6 +188,7 @@ def test_a_broken_run_goes_on(trained: Path, work: Path) -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.soak
 def test_a_search(work: Path) -> None:
     """Its run folder has the table, a picture and the best model, which other jobs read."""
     done = job(
@@ -298,6 +299,7 @@ def test_the_curves_are_an_image(trained: Path) -> None:
     assert pixels.std() > 0.01
 
 
+@pytest.mark.soak
 def test_evaluate(trained: Path, work: Path) -> None:
     done = job("evaluate", "--model", trained, "--data", "data/digits/test.parquet", cwd=work)
     assert (done.status, done.err) == (0, "")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launch import in_turn
 from pyspark import cloudpickle
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import Row, functions
@@ -815,8 +816,9 @@ def compiled() -> nn.Module:
     return torch.compile(linear(), backend="eager")  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("make", [parametrized, Locked, compiled])
-@pytest.mark.parametrize("given", ["a function", "a module"])
+@pytest.mark.parametrize(
+    ("make", "given"), in_turn([parametrized, compiled, Locked], ["a function", "a module"])
+)
 def test_any_module_that_trains_is_used_and_saved(
     table: Any, tmp_path: Path, make: Any, given: str
 ) -> None:

@@ -216,26 +216,3 @@ def test_libraries_and_what_travels_by_value_are_left_alone(folder: Folder) -> N
         assert not modules_behind([module.says])
     finally:
         cloudpickle.unregister_pickle_by_value(module)
-
-
-COUNTS = """
-import importlib
-calls = []
-
-def watch():
-    before = importlib.invalidate_caches
-    importlib.invalidate_caches = lambda: (calls.append(0), before())
-
-def count():
-    return len(calls)
-"""
-
-
-def test_folders_are_looked_at_again_only_for_an_import(worker: Worker, folder: Folder) -> None:
-    """It takes as long as a small group's fit if zip files are on the path, as PySpark's is."""
-    counts = folder.load("counts_looks", COUNTS)
-    worker.says(counts.watch)
-    assert worker.says(counts.count) == 0
-    other = folder.load("other_looks", "def one():\n    return 1\n")
-    assert worker.says(other.one) == 1
-    assert worker.says(counts.count) == 1
