@@ -236,9 +236,9 @@ class Config:
     data: DataSection
     model: Component
     loss: Component | None = None
-    """Of output and label; null with a ``step``."""
+    """The function of output and label to minimize; null with a ``step``."""
     step: Component | None = None
-    """Instead of ``loss``: a function of module and batch that returns the loss, or named losses."""
+    """A function of module and batch that returns the loss, or named losses, instead of ``loss``."""
     optimizer: Component | dict[str, Component]
     """One optimizer for all parameters, or several by the name of a submodule."""
     schedule: Component | None = None
