@@ -53,7 +53,8 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
     data, training, gradients, care = config.data, config.training, config.gradients, config.care
     found = {
         "model": of("model", config.model.resolve),
-        "loss": of("loss", config.loss.resolve_instance),
+        "loss": config.loss and of("loss", config.loss.resolve_instance),
+        "step": config.step and of("step", config.step.resolve_instance),
         "optimizer": of("optimizer", functools.partial(_optimizer, config.optimizer)),
         "compression": gradients.compression
         and of("gradients.compression", gradients.compression.resolve_instance),
@@ -135,6 +136,8 @@ def _check_counts(config: Config, problems: list[str]) -> None:
             value = getattr(content, name, None)
             if value is not None and value < 1:
                 problems.append(f"{section}.{name}={value}: give a whole number of at least 1.")
+    if config.loss is None and config.step is None:
+        problems.append("loss: give module:name of a loss, or step: with that of a training step.")
     if not config.optimizer:
         problems.append("optimizer: give module:name, or a mapping with it under use.")
     early = config.early_stopping

@@ -235,7 +235,10 @@ class Config:
     """The folder of the run folders."""
     data: DataSection
     model: Component
-    loss: Component
+    loss: Component | None = None
+    """The function of output and label to minimize; null with a ``step``."""
+    step: Component | None = None
+    """A function of module and batch that returns the loss, or named losses, instead of ``loss``."""
     optimizer: Component | dict[str, Component]
     """One optimizer for all parameters, or several by the name of a submodule."""
     schedule: Component | None = None

@@ -24,9 +24,15 @@ def two_columns(rows: Mapping[str, str], numbers: bool = False) -> str:
     return f"<table>{cells}</table>"
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table with a head; its first column holds names, and the others values."""
-    sides = (_LEFT, *[_RIGHT] * (len(head) - 1))
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False) -> str:
+    """Return a table with a head.
+
+    Args:
+        head: The names of the columns.
+        rows: The values.
+        numbers: Align all columns but the first at the right.
+    """
+    sides = (_LEFT, *[_RIGHT if numbers else _LEFT] * (len(head) - 1))
     top = "".join(
         f"<th style='{s}'>{html.escape(t)}</th>" for s, t in zip(sides, head, strict=True)
     )

@@ -232,7 +232,8 @@ def predict_dataframe(
     body: PredictColumn = accompanied(
         PredictColumn(module, inputs, batch_size, finish, dimensions, signature)
     )
-    udf = arrow_udf(body, len(inputs), output.sql_type)
+    # not deterministic: Spark would compute it again for each filter on a prediction
+    udf = arrow_udf(body, len(inputs), output.sql_type).asNondeterministic()
     return data.withColumn(prediction_col, udf(*[functions.col(quoted(c.name)) for c in inputs]))
 
 

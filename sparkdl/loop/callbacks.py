@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from sparkdl.loop.state import TrainState
@@ -62,8 +64,17 @@ class Callback:
     def on_result(self, trainer: Any, trained: Any) -> None:
         """Handle the result: the :class:`sparkdl.TrainedModel` that ``fit`` is about to return."""
 
+    def for_search(self) -> Any:
+        """Return the log of a search, which then takes the place of this callback in the trials.
+
+        It has the methods of :class:`sparkdl.tune.logs.SearchLog`. None, the default, leaves this
+        callback in each trial.
+        """
+        return None
+
 
 _OF_EVERY_FIT: dict[type[Callback], Callable[[], Callback]] = {}
+_ADDED = ContextVar("_ADDED", default=True)
 
 
 def add_to_every_fit(kind: type[Callback], make: Callable[[], Callback]) -> None:
@@ -83,6 +94,16 @@ def remove_from_every_fit(kind: type[Callback]) -> None:
 
 def added_callbacks(own: Sequence[Callback]) -> Iterator[Callback]:
     """Yield a new callback of each type that every fit has and that is not in ``own``."""
-    for kind, make in _OF_EVERY_FIT.items():
+    for kind, make in _OF_EVERY_FIT.items() if _ADDED.get() else ():
         if not any(isinstance(callback, kind) for callback in own):
             yield make()
+
+
+@contextlib.contextmanager
+def none_added() -> Iterator[None]:
+    """Give fits in the block, in this thread, no callbacks but those of their trainers."""
+    token = _ADDED.set(False)
+    try:
+        yield
+    finally:
+        _ADDED.reset(token)

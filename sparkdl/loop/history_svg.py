@@ -13,7 +13,7 @@ WIDTH, HEIGHT = 300, 150
 _LEFT, _TOP, _BOTTOM = 52, 22, 18
 MOST_POINTS = 400
 """The most points of a line; a longer one is drawn with every n-th of them."""
-_THIN, _THICK = "#a9c4de", "#1f4e79"
+_THIN, _THICK = "#7ba5cf", "#1f4e79"
 _COLOURS = ("#c8553d", "#588157", "#8e5aa8", "#d99a2b", "#2a9d8f", "#8d6e63")
 Points = Sequence[tuple[float, float]]
 
@@ -48,7 +48,10 @@ def curves(
     ends = itertools.accumulate(
         (epoch["iterations"] for epoch in epochs), initial=iterations[0] - 1
     )
-    means = [(end, epoch["loss"]) for end, epoch in zip(list(ends)[1:], epochs, strict=True)]
+    means = [
+        ((before + 1 + end) / 2, epoch["loss"])  # in the middle of the epoch
+        for (before, end), epoch in zip(itertools.pairwise(ends), epochs, strict=True)
+    ]
     validated: dict[str, list[tuple[float, float]]] = {}
     for record in validations:
         for name, value in record["metrics"].items():
@@ -72,7 +75,9 @@ def _panel(title: str, lines: Sequence[Line]) -> str:
     xs, ys = _all(kept, 0), _all(kept, 1)
     if not ys:
         return ""
-    log = min(ys) > 0 and max(ys) > 20 * min(ys)
+    # single iterations may be far off, such as a last batch of two samples
+    steady = _all([p for p, line in zip(kept, lines, strict=True) if line.width > 1], 1) or ys
+    log = min(ys) > 0 and max(steady) > 20 * min(steady)
     low, high = min(ys), max(ys)
     scale = math.log if log else float
 
@@ -83,6 +88,7 @@ def _panel(title: str, lines: Sequence[Line]) -> str:
         return _LEFT + across * (WIDTH - _LEFT - 8), _TOP + (1 - up) * inner
 
     drawn, legend, at = [], [], max(_LEFT, 6.2 * len(title) + 12)
+    axis = "log scale" if log else ""
     for line, points in zip(lines, kept, strict=True):
         placed = [place(point) for point in points]
         text = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
@@ -102,13 +108,14 @@ def _panel(title: str, lines: Sequence[Line]) -> str:
         f"<text x='{_LEFT - 4}' y='{_TOP + 4}' text-anchor='end'>{high:.3g}</text>"
         f"<text x='{_LEFT - 4}' y='{HEIGHT - _BOTTOM}' text-anchor='end'>{low:.3g}</text>"
         f"<text x='4' y='12'>{html.escape(title)}</text>"
+        f"<text x='{WIDTH - 8}' y='12' text-anchor='end' fill='#999'>{axis}</text>"
         f"<text x='{_LEFT}' y='{HEIGHT - 4}'>{min(xs):,.0f}</text>"
         f"<text x='{WIDTH - 8}' y='{HEIGHT - 4}' text-anchor='end'>iteration {max(xs):,.0f}</text>"
         f"<path d='M{_LEFT},{_TOP}V{HEIGHT - _BOTTOM}H{WIDTH - 8}' fill='none' stroke='#999'/>"
     )
     return (
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' "
-        "style='font:10px sans-serif' fill='currentColor'>"
+        "style='font:10px sans-serif;margin-right:16px' fill='currentColor'>"
         f"{marks}{''.join(drawn)}{''.join(legend)}</svg>"
     )
 

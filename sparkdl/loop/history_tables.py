@@ -151,4 +151,5 @@ def timings_as_html(found: Mapping[str, Mapping[str, float]]) -> str:
         )
         for name, row in found.items()
     ]
-    return table(("activity", "mean ms", "median ms", "share"), rows) if rows else ""
+    head = "activity", "mean ms", "median ms", "share"
+    return table(head, rows, numbers=True) if rows else ""

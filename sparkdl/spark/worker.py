@@ -27,6 +27,7 @@ import sys
 import traceback
 from typing import Any
 
+from sparkdl.process.labelled_output import label_output
 from sparkdl.process.numerics import put_back
 from sparkdl.process.system import has_hung_up
 
@@ -34,9 +35,13 @@ _tasks = 0
 
 
 def finish_task() -> None:
-    """Restore torch's settings; in a worker, also freeze objects and silence closed connections."""
+    """Restore torch's settings and end the label of what is printed.
+
+    In a worker, also freeze objects and silence closed connections.
+    """
     global _tasks
     put_back()
+    label_output("")
     if not quiet_hang_ups():
         return
     _tasks += 1

@@ -28,6 +28,7 @@ from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.model.flat import filled
 from sparkdl.model.signature import Signature
+from sparkdl.process.labelled_output import label_output
 from sparkdl.process.numerics import Numerics
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.engine_inputs import run_spec
@@ -68,6 +69,7 @@ class FitGroup:
     def __call__(self, key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
         began, found = time.perf_counter(), History()
         weights, reason = None, None
+        label_output(f"group {', '.join(str(one.as_py()) for one in key)}")
         try:
             handle = self._written(rows)
             try:
@@ -77,6 +79,7 @@ class FitGroup:
                 _remove(handle)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
+        label_output("")
         epochs = found.epochs()
         result = {
             "rows": rows.num_rows,

@@ -76,7 +76,7 @@ class OneByOne:
             raise SearchInterrupted
         record = self._objective.record(number, arguments, trained.history)
         if not self._objective.is_better(record, best):
-            return Ended(TrialOutcome(record))
+            return Ended(TrialOutcome(record, history=trained.history))
         weights = weights_of(trained) if self._keep else {}
         return Ended(TrialOutcome(record, weights, trained.history, trained))
 

@@ -159,7 +159,7 @@ class TrialOutcome:
     Attributes:
         record: The row of the table.
         weights: The flat vector of the weights by kind, if the trial is the best so far; else empty.
-        history: The history of its training, likewise.
+        history: The history of its training, likewise, or if the search is logged.
         trained: The result itself, if the trial was made by this process.
     """
 

@@ -18,6 +18,7 @@ from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.gang.slots import SLOT_SECONDS, task_slots
 from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.callbacks import none_added
 from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
@@ -31,6 +32,7 @@ from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Random
 from sparkdl.tune.checks import problems_of_search
 from sparkdl.tune.folder import SearchFolder
+from sparkdl.tune.logs import SearchLogs
 from sparkdl.tune.one_by_one import OneByOne
 from sparkdl.tune.optuna_search import Optuna, OptunaSearch
 from sparkdl.tune.placements import Placements
@@ -117,12 +119,13 @@ def search(
     )
     domains = domains_of(space)
     objective = _objective(trainer, metric)
+    logs, own = SearchLogs.of(trainer, domains)
     together = parallel != 1
     if together:
-        trainer_here = replace(trainer, engine="local", replicas=trainer.replicas or 1)
+        trainer_here = replace(own, engine="local", replicas=own.replicas or 1)
         slots = parallel or task_slots(context, seconds=min(SLOT_SECONDS, settings.timeout or 30))
     else:
-        trainer_here, slots = trainer, 1
+        trainer_here, slots = own, 1
     folder = None
     if path is not None:
         told = _described(trainer, domains, objective, algorithm, together, seed)
@@ -133,15 +136,20 @@ def search(
         stack.enter_context(warming_up(context))
         stack.enter_context(own_properties(context))
         placements = stack.enter_context(Placements(data, list(domains), folder))
+        stack.enter_context(logs)
         runner: Runner
         if together:
+            group = f"sparkdl-{search_id}"
             side_by_side = SideBySide(
-                context, trainer_here, domains, objective, placements, slots, f"sparkdl-{search_id}"
+                context, trainer_here, domains, objective, placements, slots, group, bool(logs)
             )
             runner = stack.enter_context(side_by_side)
         else:
-            runner = OneByOne(context, trainer, domains, objective, placements, folder is not None)
-        trial_table = TrialTable(objective, folder, settings.progress, chosen.trials)
+            keep = folder is not None
+            runner = OneByOne(context, trainer_here, domains, objective, placements, keep)
+            if logs:
+                stack.enter_context(none_added())
+        trial_table = TrialTable(objective, folder, settings.progress, chosen.trials, logs)
         asked = interruptible(_TOLD) if together else contextlib.nullcontext(Interrupt())
         with asked as interrupt, trial_table:
             stopped = _make_trials(chosen, runner, trial_table, interrupt)
@@ -152,8 +160,9 @@ def search(
         elif trial_table.records:
             first = trial_table.records[min(trial_table.records)]
             logger.warning("no trial was completed; the first one says: %s", first.reason)
-    records = tuple(trial_table.records[number] for number in sorted(trial_table.records))
-    return SearchResult(records, best, stopped, objective, domains, trainer, model)
+        records = tuple(trial_table.records[number] for number in sorted(trial_table.records))
+        logs.result = SearchResult(records, best, stopped, objective, domains, trainer, model)
+    return logs.result
 
 
 def _make_trials(

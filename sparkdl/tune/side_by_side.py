@@ -47,6 +47,7 @@ class SideBySide:
         placements: Placements,
         slots: int,
         name: str,
+        logged: bool,
     ) -> None:
         """Create a runner.
 
@@ -58,10 +59,12 @@ class SideBySide:
             placements: The samples.
             slots: The number of trials that run at once.
             name: The name of the job group.
+            logged: Outcomes have the history in any case.
         """
         self.slots = slots
         self._context, self._trainer, self._space = context, trainer, space
         self._objective, self._placements, self._name = objective, placements, name
+        self._logged = logged
         self._setups: dict[int, tuple[BroadcastBytes, SampleFiles]] = {}
         self._broadcasts: list[BroadcastBytes] = []
 
@@ -79,7 +82,7 @@ class SideBySide:
             return Ended(TrialOutcome(failed(number, arguments, error)))
         self._placements.check_data()
         setup, files = self._setup(placed)
-        task = RunTrial(setup, files, number, arguments, pruning, best)
+        task = RunTrial(setup, files, number, arguments, pruning, best, self._logged)
         shown = " · ".join(f"{name} {value}" for name, value in arguments.items())
         self._context.setJobGroup(self._name, f"sparkdl: trial {number} · {shown}")
         with stage_name(self._context, f"trial {number}"):

@@ -7,6 +7,7 @@ from typing import Any
 
 from sparkdl.loop.progress import LOG_SECONDS, log_line, shows_bar
 from sparkdl.tune.folder import SearchFolder
+from sparkdl.tune.logs import SearchLogs
 from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord
 
 
@@ -22,7 +23,12 @@ class TrialTable:
     """
 
     def __init__(
-        self, objective: Objective, folder: SearchFolder | None, progress: str, trials: int
+        self,
+        objective: Objective,
+        folder: SearchFolder | None,
+        progress: str,
+        trials: int,
+        logs: SearchLogs,
     ) -> None:
         """Create a table.
 
@@ -31,7 +37,9 @@ class TrialTable:
             folder: The folder of the search, or None.
             progress: The setting ``spark.sparkdl.progress``.
             trials: The number of trials to make.
+            logs: The logs of the search.
         """
+        self._logs = logs
         self._objective, self._trials, self._progress = objective, trials, progress
         self.folder = folder
         self.earlier = {} if folder is None else dict(folder.records)
@@ -46,6 +54,7 @@ class TrialTable:
         if self.folder is not None:
             self.folder.add(outcome)
         record = outcome.record
+        self._logs.add(record, outcome.history)
         if self._note(record):
             self.best_outcome = outcome
         now = time.monotonic()
@@ -56,6 +65,7 @@ class TrialTable:
     def add_earlier(self, number: int) -> TrialRecord:
         """Add a trial that the folder has, and return it."""
         record = self.earlier[number]
+        self._logs.add(record, None)
         if self._note(record):
             self.best_outcome = None
         return record

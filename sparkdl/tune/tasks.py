@@ -10,6 +10,7 @@ from typing import Any
 from sparkdl.data.samples import SampleSet
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.state import TrainState
+from sparkdl.process.labelled_output import label_output
 from sparkdl.process.numerics import Numerics
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.worker import finish_task, task_cancelled
@@ -60,6 +61,7 @@ class RunTrial:
         arguments: Its values, as they are shown.
         pruning: A callback that may stop it, or None.
         best: The best record when the trial was started; the weights of a worse one stay here.
+        logged: The history is wanted in any case.
     """
 
     setup: BroadcastBytes
@@ -68,6 +70,7 @@ class RunTrial:
     arguments: Mapping[str, Any]
     pruning: Callback | None
     best: TrialRecord | None
+    logged: bool = False
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for _ in frames:
@@ -76,6 +79,7 @@ class RunTrial:
         finish_task()
 
     def _outcome(self) -> TrialOutcome:
+        label_output(f"trial {self.number}")
         try:
             setup: TrialSetup = pickle.loads(self.setup.value)
             return self._trained(setup)
@@ -96,7 +100,7 @@ class RunTrial:
         done = fit.run(trainer, callbacks, self.files.slab, setup.threads)
         record = setup.objective.record(self.number, self.arguments, done.history)
         if not setup.objective.is_better(record, self.best):
-            return TrialOutcome(record)
+            return TrialOutcome(record, history=done.history if self.logged else None)
         return TrialOutcome(record, done.weights, done.history)
 
 

@@ -298,6 +298,15 @@ def test_transform_after_transform_and_sql(spark: Any, table: Any) -> None:
     assert rows[0].n == 20
 
 
+def test_a_filter_on_predictions_does_not_compute_them_twice(table: Any) -> None:
+    model = trained(linear())
+    scored = model.transform(table).where("prediction[0] > 0").where("prediction[1] < 1")
+    plan = scored._jdf.queryExecution().optimizedPlan().toString()
+    assert plan.count("predict(") == 1
+    found = model.module(inputs_of(table, "x"))
+    assert scored.count() == int(((found[:, 0] > 0) & (found[:, 1] < 1)).sum())
+
+
 # Structured Streaming
 
 

@@ -226,10 +226,12 @@ def test_only_the_adapter_travels(reviews: DataFrame, tmp_path: Path) -> None:
     whole = sum(p.numel() for p in module.parameters())
     assert trainable < whole / 8
     assert layout_of(module).num_parameters == trainable, "what travels and has optimizer state"
-    for name, model in (("adapter", with_adapter), ("all", encoder)):
+    runs = {"adapter": {}, "shuffle": {"engine": "shuffle"}, "all": {"model": encoder}}
+    for name, changes in runs.items():
         place = sparkdl.Checkpoint(tmp_path / name, every=sparkdl.every(3))
-        replace(TRAINER, model=model, checkpoint=place).fit(reviews)
+        replace(TRAINER, checkpoint=place, **changes).fit(reviews)
         checkpoints[name] = bytes_of(tmp_path / name)
+    assert checkpoints["shuffle"] == checkpoints["adapter"]
     fixed = 1_000  # buffers, gaps between parameters, and Adam's counters of steps
     assert 3 * 4 * trainable <= checkpoints["adapter"] < 3 * 4 * trainable + fixed
     assert checkpoints["all"] > 3 * 4 * (whole - trainable)

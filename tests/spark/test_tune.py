@@ -22,6 +22,8 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
+import sparkdl.mlflow
+import sparkdl.summaries
 from sparkdl import tune
 
 if TYPE_CHECKING:
@@ -400,3 +402,60 @@ def test_a_task_that_dies_is_a_failed_trial(
     result = tune.search(own, frames[0], {"batch_size": [50, 100, 200]}, algorithm="grid")
     assert [one.status for one in result.trials] == ["completed", "failed", "completed"]
     assert "The Python worker died" in result.trials[1].reason
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_a_search_is_a_run_of_mlflow_with_nested_runs(
+    trainer: sparkdl.Trainer,
+    frames: tuple[DataFrame, DataFrame],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parallel: int,
+) -> None:
+    """Parameters, curves and status of each trial; the best model and the table in the outer run."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    own = replace(trainer, engine="local", replicas=1)
+    space = {"optimizer.lr": [0.01, 1e30], "batch_size": [20]}
+    search = partial(tune.search, data=frames[0], space=space, metric="accuracy", algorithm="grid")
+    if parallel == 1:  # every fit is logged, but those of a search as parts of it
+        sparkdl.mlflow.autolog()
+        try:
+            result = search(own, parallel=1)
+        finally:
+            sparkdl.mlflow.autolog(disable=True)
+    else:
+        callback = sparkdl.summaries.MLflow("tries", log_models=True)
+        result = search(replace(own, callbacks=[callback]), parallel=2, path=tmp_path / "search")
+    client = mlflow.MlflowClient()
+    runs = {run.info.run_name: run for run in client.search_runs(["0"])}
+    good, bad = (runs.pop(f"trial {number}") for number in (0, 1))
+    (outer,) = runs.values()
+    assert mlflow.active_run() is None
+    assert [run.info.status for run in (outer, good, bad)] == ["FINISHED", "FINISHED", "FAILED"]
+    for run in (good, bad):
+        assert run.data.tags["mlflow.parentRunId"] == outer.info.run_id
+        assert run.data.params["batch_size"] == "20"
+    assert (good.data.params["optimizer.lr"], bad.data.params["optimizer.lr"]) == ("0.01", "1e+30")
+    assert bad.data.tags["trial.reason"] == result.trials[1].reason
+    assert "optimizer.lr" not in outer.data.params
+    assert "0.01" in outer.data.params["space/optimizer.lr"]
+    curve = client.get_metric_history(good.info.run_id, "loss")
+    assert [(one.step, one.value) for one in curve] == [
+        (step, result.best_model.history.losses[step - 1]) for step in (10, 20)
+    ]
+    curve = client.get_metric_history(good.info.run_id, "validation/accuracy")
+    assert [one.value for one in curve] == [score.value for score in result.best.scores]
+    assert outer.data.metrics["validation/accuracy"] == result.best.value
+    names = {file.path for file in client.list_artifacts(outer.info.run_id)}
+    assert names == {"trials.csv"}
+    (model,) = outer.outputs.model_outputs  # logged once, and not by the trials
+    loaded = sparkdl.mlflow.load_model(f"models:/{model.model_id}")
+    assert list(loaded.history) == list(result.best_model.history)
+    assert not good.outputs.model_outputs
+    if parallel == 2:  # what was finished before belongs to the search, too
+        search(replace(own, callbacks=[callback]), parallel=2, path=tmp_path / "search")
+        again = [run for run in client.search_runs(["0"]) if run.info.run_name == "trial 0"]
+        assert len(again) == 2
+        assert again[0].data.metrics["validation/accuracy"] == result.best.value

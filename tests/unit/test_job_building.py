@@ -100,15 +100,34 @@ def test_every_field_of_the_trainer_can_be_set() -> None:
         and getattr(trainer, field.name) == field.default
     }
     # The schedule's length is set by the data; state cannot be kept for another process; what all
-    # tasks are given is for spark-submit to say; a job has a loss instead of a step.
-    elsewhere = {"schedule", "keep_optimizer_state", "resource_profile", "step"}
-    assert same == elsewhere | {"wire", "compression", "sync_batchnorm", "min_ranks"}
+    # tasks are given is for spark-submit to say. A step takes the place of the loss.
+    elsewhere = {"schedule", "keep_optimizer_state", "resource_profile"}
+    assert same == elsewhere | {"wire", "compression", "sync_batchnorm", "min_ranks", "step"}
     assert (other.wire, other.compression) == ("bf16", sparkdl.TopK(0.1))
     cut = {"use": "sparkdl:FSDP", "units": ["0"]}
     gang = {"engine": "gang", "strategy": cut, "sync_batchnorm": True, "min_ranks": 2}
     found = trainer_of(parse(smallest(training=gang)))
     assert (found.strategy, found.sync_batchnorm) == (sparkdl.FSDP(units=["0"]), True)
     assert found.min_ranks == 2
+
+
+def weighted_step(module: Any, batch: Any, factor: float = 1.0) -> Any:
+    return factor * module(batch["features"]).mean()
+
+
+def test_a_step_takes_the_place_of_the_loss() -> None:
+    weighted = {"use": f"{__name__}:weighted_step", "factor": 2.0}
+    trainer = trainer_of(parse(smallest(loss=None, step=weighted)))
+    assert trainer.loss is None
+    batch = {"features": torch.ones(1, 1)}
+    assert trainer.step is not None
+    assert trainer.step(nn.Identity(), batch) == 2
+    each = {"use": "sparkdl:PerReplica", "loss": weighted}
+    assert isinstance(trainer_of(parse(smallest(loss=None, step=each))).step, sparkdl.PerReplica)
+    with pytest.raises(ParameterError, match="loss: give module:name of a loss, or step:"):
+        trainer_of(parse(smallest(loss=None)))
+    with pytest.raises(ParameterError, match="loss= and step="):
+        trainer_of(parse(smallest(step=weighted)))
 
 
 def test_what_the_fields_are_set_to() -> None:

@@ -115,9 +115,8 @@ def test_missing_keys() -> None:
     with pytest.raises(ParameterError) as caught:
         parse({"model": "torch.nn:Identity", "data": {}})
     assert str(caught.value).splitlines() == [
-        "3 problems:",
+        "2 problems:",
         "  - data.train is missing.",
-        "  - loss is missing.",
         "  - optimizer is missing.",
     ]
 

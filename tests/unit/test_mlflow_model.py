@@ -196,7 +196,7 @@ def test_a_store_that_fails_costs_no_fit(
     store: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """What could not be logged meanwhile is logged when the store works again."""
-    monkeypatch.setattr(sparkdl.summaries.mlflow, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(sparkdl.summaries.mlflow_run, "PAUSE_SECONDS", 0.0)
     callback = sparkdl.summaries.MLflow(every=sparkdl.every(1))
     trainer, states = runs.a_trainer(), runs.states()
     callback.on_fit_start(trainer, states[0])

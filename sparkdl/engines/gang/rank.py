@@ -46,6 +46,7 @@ from sparkdl.gang.rank_task import RankContext
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import generators_lent
+from sparkdl.process.labelled_output import label_output
 from sparkdl.process.memory import memory_given_back
 from sparkdl.process.numerics import put_back
 from sparkdl.replica.compare import Compared, compared
@@ -166,6 +167,7 @@ class Rank:
     def run(self, step: IterationRows) -> RankReport:
         """Run one iteration, after which this rank's slices have the next version."""
         clock, rank, live = Clock(), self._member.rank, self._held.live
+        label_output(f"rank {rank}, iteration {step.index + 1}")
         start, stop = step.rows[rank]
         work, batch = (
             ReplicaIteration(step, rank, self._run.batch_spec, self._run.shares[rank]),
@@ -245,6 +247,7 @@ class Rank:
             The states, or None if the partition is empty.
         """
         handle = self._handles[1]
+        label_output(f"rank {self._member.rank}, validation")
 
         def score() -> list[Any] | None:
             if not handle.num_rows:

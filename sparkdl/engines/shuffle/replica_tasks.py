@@ -31,6 +31,7 @@ from sparkdl.engines.shuffle.update_tasks import apply_pending
 from sparkdl.engines.shuffle.weights import joined_state
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
+from sparkdl.process.labelled_output import label_output
 from sparkdl.replica.gradient_writer import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Fault, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
@@ -133,6 +134,7 @@ def _contributions(
     seat: ReplicaContext, step: IterationMessage, work: ReplicaIteration, everything_here: bool
 ) -> list[Sent]:
     pool, clock = seat.pool, Clock()
+    label_output(f"replica {seat.index}, iteration {step.index + 1}")
     clock.seconds["fetch"] = seat.waited
     live, plans = open_replica(seat.run), plans_of(seat.run).slices
     residual = None
@@ -250,6 +252,7 @@ class Score:
         if fault is not None:
             yield pickle.dumps((seat.index, fault))
         elif seat.samples.num_rows:
+            label_output(f"replica {seat.index}, validation")
             partition = open_partition(seat.samples)
             states = score_partition(
                 seat.replica(), partition, self.scorer, self.batch_spec, self.batch_size
