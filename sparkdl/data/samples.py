@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -191,13 +191,11 @@ def _sample_set(
     handles: list[SampleHandle],
     rows: tuple[list[Rows], list[Rows]],
 ) -> SampleSet:
-    fields = next(handle.fields for handle in handles if handle.num_rows)
     weighted = source.weight is not None
-    if weighted:
-        check_total_weight(handles, len(fields) - 1, f'{source.noun} "{fields[-1].name}"')
     if isinstance(source.data, DataFrame):
         num_features = len(source.features)
     else:
+        fields = fields_of_handles(handles)
         num_features = sum(field.name.startswith("features") for field in fields)
         unknown = [name for name in source.columns if name not in [f.name for f in fields]]
         if unknown:
@@ -205,6 +203,38 @@ def _sample_set(
                 f'columns names "{unknown[0]}", which is not a field of the records. They have: '
                 f"{', '.join(f.name for f in fields)}."
             )
+    return sample_set(rdd, handles, num_features, weighted, rows, source.noun)
+
+
+def fields_of_handles(handles: Sequence[SampleHandle]) -> tuple[Field, ...]:
+    """Return the fields of the samples, at least one of which must be there."""
+    return next(handle.fields for handle in handles if handle.num_rows)
+
+
+def sample_set(
+    rdd: RDD | None,
+    handles: Sequence[SampleHandle],
+    num_features: int,
+    weighted: bool,
+    rows: tuple[list[Rows], list[Rows]],
+    noun: str = "column",
+) -> SampleSet:
+    """Return the description of samples in place.
+
+    Args:
+        rdd: The RDD of their handles, or None.
+        handles: The handle of each partition.
+        num_features: The number of inputs of a sample.
+        weighted: Whether the last field is the weight.
+        rows: The rows to try the model on, and these with the additional ones.
+        noun: The word by which messages call a part of a sample.
+
+    Raises:
+        DataError: All weights are 0.
+    """
+    fields = fields_of_handles(handles)
+    if weighted:
+        check_total_weight(handles, len(fields) - 1, f'{noun} "{fields[-1].name}"')
     num_labels = len(fields) - num_features - weighted
     preview, more = rows
     return SampleSet(rdd, tuple(handles), fields, num_features, preview, num_labels, weighted, more)
@@ -223,7 +253,7 @@ def _check_specs(source: Source) -> None:
 
 def _write_table(source: Source) -> tuple[RDD, bool]:
     """Return the RDD of a DataFrame's handles, and whether rows changed partitions."""
-    chosen, columns = _chosen(source)
+    chosen, columns = chosen_columns(source)
     task = WriteDataFrame(source.slab, columns)
     context = chosen.sparkSession._sc
     stay = partitions_of_rdds(chosen) == source.replicas
@@ -244,7 +274,7 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
 
 def _bring_table(source: Source) -> list[SampleHandle]:
     """Write a DataFrame's partitions in this process and return their handles."""
-    chosen, columns = _chosen(source)
+    chosen, columns = chosen_columns(source)
     if partitions_of_rdds(chosen) == source.replicas:
         chosen = chosen.select("*", functions.spark_partition_id().alias("partition"))
     else:
@@ -261,8 +291,8 @@ def _bring_table(source: Source) -> list[SampleHandle]:
     return [join_partition(source.slab, some) for some in parts]
 
 
-def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
-    """Select the columns of a sample."""
+def chosen_columns(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
+    """Select the columns of a sample from a DataFrame."""
     data = source.data
     assert isinstance(data, DataFrame)
     unknown = [name for name in source.columns if name not in (*source.features, *source.label)]

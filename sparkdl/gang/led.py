@@ -78,7 +78,6 @@ class LedRanks(ConnectedRanks):
         except Exception as error:  # if it comes afterwards, the next command fails with it
             self._failed = {0: failure_of(error)}
 
-
     @contextlib.contextmanager
     def _printed(self) -> Iterator[None]:
         """Print what is printed in the block as that of rank 0."""
@@ -135,7 +134,9 @@ class LedGang(StartableGroup):
     def come_together(self) -> None:
         """See :meth:`start`. Afterwards the gang takes commands, but does not count as running."""
         if self._ended:
-            raise StateLostError("the ranks have ended, and the task of rank 0 cannot start others.")
+            raise StateLostError(
+                "the ranks have ended, and the task of rank 0 cannot start others."
+            )
         if self._ranks is not None:
             return
         arrivals = ArrivedRanks(JOB, self.size, first=1)

@@ -18,6 +18,7 @@ from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError
+from sparkdl.gang.connect import is_connected
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
@@ -26,6 +27,7 @@ from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.carried import CarriedRun, chosen_state, has_rows
+from sparkdl.train.connected import run_connected
 from sparkdl.train.course import FinishedEngine, Start, run_course, with_state
 from sparkdl.train.engine_inputs import engine_inputs
 from sparkdl.train.fit_result import trained_model
@@ -54,6 +56,8 @@ def fit(
             "them."
         )
     kept = chosen_state(start, optimizer_state)
+    if is_connected(data):
+        return run_connected(trainer, data, resume, start, kept, any_data=any_data).trained
     with warming_up(context_of(data_of(data))):
         return run(trainer, data, resume=resume, start=start, kept=kept, any_data=any_data).trained
 
@@ -69,8 +73,11 @@ def partial_fit(
         resume = None
         # this pass steps its schedule; if the pass fails, the next one makes a new schedule
         trainer._carried[:] = [replace(before, schedule=None)]
-    with warming_up(context_of(data)):
-        done = run(trainer, data, resume=resume, carried=before, one_pass=True)
+    if is_connected(data):
+        done = run_connected(trainer, data, resume, carried=before, one_pass=True)
+    else:
+        with warming_up(context_of(data)):
+            done = run(trainer, data, resume=resume, carried=before, one_pass=True)
     trainer._carried[:] = [done]
     return done.trained
 

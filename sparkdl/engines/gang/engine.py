@@ -141,9 +141,7 @@ class GangEngine:
         """Start the gang, if it is not running."""
         if not self._gang.running:
             self._asked.forget()
-            self._node_ids = start_ranks(
-                self._gang, self._setup, self._recipe, self._place_again
-            )
+            self._node_ids = start_ranks(self._gang, self._setup, self._recipe, self._place_again)
 
     @property
     def capacity_note(self) -> str:

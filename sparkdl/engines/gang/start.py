@@ -103,9 +103,7 @@ def gang_of_rdds(
     hosting = None
     if min_ranks is not None:
         hosting = Oversubscription(min_ranks, node_of, NodeHere(resources.slab))
-    gang = Gang(
-        resources.context, frames, name, timeout=timeout, profile=profile, hosting=hosting
-    )
+    gang = Gang(resources.context, frames, name, timeout=timeout, profile=profile, hosting=hosting)
     resources.closing(gang)
     return gang, lambda number: compute_again(samples[number])
 
