@@ -14,7 +14,7 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from pyspark.errors import PySparkException
@@ -32,6 +32,7 @@ SILENT_SECONDS = 60.0
 slots that do not exist."""
 NEWS_SECONDS = 30.0
 """The time between two lines of the log that say how long a query has been running."""
+Tell = Callable[[float], None] | None
 _MANY = 1 << 16
 _LOST = ("barrier task", "ExecutorLostFailure", "StateLostError", "Python worker exited")
 """Texts in Spark's report of a query that has failed because a rank was lost."""
@@ -71,7 +72,7 @@ def check_slots_of(session: Any, ranks: int, profile: ResourceProfile | None) ->
 
 
 def run_led(
-    frame: Any, task: LedTask, ranks: int, profile: ResourceProfile | None, news: str = ""
+    frame: Any, task: LedTask, ranks: int, profile: ResourceProfile | None, tell: Tell = None
 ) -> dict[str, bytes]:
     """Run a gang over a DataFrame of Spark Connect, and return what its rank 0 has yielded, by kind.
 
@@ -80,7 +81,7 @@ def run_led(
         task: The body of the tasks.
         ranks: The number of ranks.
         profile: The resources of the tasks, if they differ from those of other tasks.
-        news: What the log says now and then while the query is running, "" for nothing.
+        tell: A function that is told now and then for how many seconds the query has been running.
 
     Raises:
         sparkdl.StateLostError: If a rank was lost.
@@ -91,7 +92,7 @@ def run_led(
     query = frame.mapInArrow(accompanied(task), SCHEMA, barrier=True, profile=profile)
     session.addTag(tag)
     try:
-        with _watched(session, tag, ranks, news):
+        with _watched(session, tag, ranks, tell):
             table = _collected(query)
     except PySparkException:
         raise
@@ -101,6 +102,11 @@ def run_led(
         raise
     finally:
         session.removeTag(tag)
+    return _contents(table)
+
+
+def _contents(table: Any) -> dict[str, bytes]:
+    """Return the contents of the rows by kind; log, print and raise what rank 0 has."""
     parts: dict[str, list[tuple[int, bytes]]] = {}
     for row in table.to_pylist():
         parts.setdefault(row["kind"], []).append((row["part"], bytes(row["data"])))
@@ -128,7 +134,7 @@ def _collected(query: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _watched(session: Any, tag: str, ranks: int, news: str) -> Iterator[None]:
+def _watched(session: Any, tag: str, ranks: int, tell: Tell) -> Iterator[None]:
     """Interrupt the query of the block if Spark does not begin with it; tell how long it runs."""
     heard, over, silent = threading.Event(), threading.Event(), threading.Event()
 
@@ -143,9 +149,9 @@ def _watched(session: Any, tag: str, ranks: int, news: str) -> Iterator[None]:
                 silent.set()
                 session.interruptTag(tag)
                 return
-            if news and now - told >= NEWS_SECONDS:
+            if tell is not None and now - told >= NEWS_SECONDS:
                 told = now
-                logger.info("%s, for %.0f s so far", news, now - began)
+                tell(now - began)
 
     session.registerProgressHandler(hear)
     thread = threading.Thread(target=watch, name="sparkdl-query", daemon=True)

@@ -12,16 +12,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import signal
 import socket
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from pyspark import cloudpickle
 
-from sparkdl.errors import SessionError, StateLostError, TrainingError
+from sparkdl.errors import SessionError, StalledError, StateLostError, TrainingError
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.environment import Where
 from sparkdl.gang.process_group import form_group
@@ -62,7 +65,8 @@ class LedRanks(ConnectedRanks):
     def _await(self, doing: str, failed: Any = None) -> None:
         """Run the next command of rank 0, then await the others."""
         if not self._told[0] and not self._failed:
-            self._run(self._commands.popleft())
+            with _bounded(self._timeout, lambda: self._late(doing, [0])):
+                self._run(self._commands.popleft())
         super()._await(doing, self._failed if not self._told[0] else {})
 
     def _run(self, content: bytes) -> None:
@@ -75,6 +79,9 @@ class LedRanks(ConnectedRanks):
             if self._own.afterwards is not None:
                 work, self._own.afterwards = self._own.afterwards, None
                 work()
+        except StalledError:
+            self.close()
+            raise
         except Exception as error:  # if it comes afterwards, the next command fails with it
             self._failed = {0: failure_of(error)}
 
@@ -91,6 +98,28 @@ class LedRanks(ConnectedRanks):
         finally:
             if text.getvalue():
                 self._print(0, text.getvalue().removesuffix("\n"))
+
+
+@contextlib.contextmanager
+def _bounded(seconds: float | None, late: Callable[[], StalledError]) -> Iterator[None]:
+    """Raise ``late()`` in the block after so many seconds, as soon as Python runs again in it.
+
+    Whatever waits for other ranks has a limit of its own.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise late()
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class LedGang(StartableGroup):

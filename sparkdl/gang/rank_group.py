@@ -224,10 +224,12 @@ class ConnectedRanks(RankGroup):
             )
             lost_group.add_note(failure.trace)
             raise lost_group
-        late = [rank for rank in self._told if rank not in answered]
-        raise StalledError(
-            f"{doing}: waited {self._timeout:g} s for "
-            f"{', '.join(f'{noun} {rank} on {hosts[rank]}' for rank in late)}. Where it takes so long "
+        raise self._late(doing, [rank for rank in self._told if rank not in answered])
+
+    def _late(self, doing: str, ranks: Sequence[int]) -> StalledError:
+        names = ", ".join(f"{self._noun} {rank} on {self._hosts[rank]}" for rank in ranks)
+        return StalledError(
+            f"{doing}: waited {self._timeout:g} s for {names}. Where it takes so long "
             "by right, raise the timeout (of a fit: spark.sparkdl.timeout.seconds)."
         )
 

@@ -25,7 +25,7 @@ from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.data.arrow_tasks import WriteDataFrame
-from sparkdl.data.fields import Field
+from sparkdl.data.fields import NO_ROWS, Field
 from sparkdl.data.samples import Source, chosen_columns
 from sparkdl.data.table_parts import WriteBoth, both_parts
 from sparkdl.engines.resources import clean_here
@@ -44,6 +44,7 @@ from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.shipped_module import INLINE_BYTES, Artifact
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import added_callbacks
+from sparkdl.loop.progress import log_line
 from sparkdl.model.pickling import dumps
 from sparkdl.session import settings_of
 from sparkdl.settings import Settings
@@ -114,8 +115,10 @@ def run_connected(
     frame, write, weighted = _rows(trainer, data, ranks, model.float_dtype, slab)
     order = _order(trainer, model, start, kept, carried, one_pass, any_data, settings)
     features = len(trainer.feature_columns)
-    fit = LedFit(slab, write, features, weighted, _sent(order, session), resume)
+    fit = LedFit(slab, write, features, weighted, _sent(order, session), resume, MAX_ROWS_BYTES)
     rows = _Submissions(session, trainer, settings, frame, ranks, fit, found).rows()
+    if not rows:  # Spark runs no task for rows of which it knows that there are none
+        raise DataError(NO_ROWS)
     if STORED in rows:
         rows = pickle.loads(rows[STORED]).fetch(session)
     end: FitEnd = pickle.loads(rows[RESULT])
@@ -187,7 +190,9 @@ def _rows(
     write, other = WriteBoth(WriteDataFrame(slab, columns), None), None
     if trainer.validation is not None:
         # where a rank reads the validation rows, it does not know the fields of the training yet
-        fields: list[Any] = [Field(c.name, c.dtype, ()) if c.spec is None else None for c in columns]
+        fields: list[Any] = [
+            Field(c.name, c.dtype, ()) if c.spec is None else None for c in columns
+        ]
         theirs = replace(training, data=trainer.validation.data, fields=tuple(fields))
         try:
             other, columns = chosen_columns(theirs)
@@ -342,7 +347,7 @@ class _Submissions:
     def rows(self) -> dict[str, bytes]:
         """Return what rank 0 has yielded. Raises what it has raised."""
         fit, losses, last = self.fit, 0, self.before
-        news = "" if self.settings.progress == "false" else f"training with {self.ranks} ranks"
+        news = None if self.settings.progress == "false" else self._tell
         while True:
             task = LedTask(fit, timeout=self.settings.timeout)
             try:
@@ -365,6 +370,9 @@ class _Submissions:
             except BaseException:
                 self._clean()
                 raise
+
+    def _tell(self, seconds: float) -> None:
+        log_line(f"training with {self.ranks} ranks, for {seconds:.0f} s so far")
 
     def _newest(self) -> _Found:
         if self.trainer.checkpoint is None:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from sparkdl.infer.trained_model import TrainedModel
     from sparkdl.train.trainer import Trainer
 
-MAX_ROWS_BYTES = 64 << 20
+MAX_ROWS_BYTES = 64_000_000
 """The largest result that comes back as rows of the query: the server holds all rows of a task at
 once."""
 STORED = "stored"
@@ -117,6 +117,7 @@ class LedFit:
         weighted: Whether samples have weights.
         order: The pickled :class:`FitOrder`, or the artifact that has it.
         resume: The checkpoint to resume from, or None.
+        most: The bytes of the largest result that comes back as rows.
         again: Whether the gang was submitted before, and lost.
     """
 
@@ -126,6 +127,7 @@ class LedFit:
     weighted: bool
     order: bytes | Artifact
     resume: str | None
+    most: int = MAX_ROWS_BYTES
     again: bool = False
 
     def begin(self, batches: Iterable[pa.RecordBatch]) -> list[Any]:
@@ -191,7 +193,7 @@ class LedFit:
 
     def _rows(self, trainer: Trainer, rows: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
         """Yield the rows, or where they are if they are too large."""
-        if sum(map(len, rows.values())) <= MAX_ROWS_BYTES or trainer.checkpoint is None:
+        if sum(map(len, rows.values())) <= self.most or trainer.checkpoint is None:
             yield from rows.items()
             return
         stored: StoredRows = store_rows(trainer.checkpoint.path, rows)

@@ -1,11 +1,10 @@
-"""Script: what a session of Spark Connect does with saved models, and says of what it cannot do."""
+"""Script: what a session of Spark Connect does with saved models, and how it trains."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
-
-import torch
 
 import sparkdl
 
@@ -22,15 +21,8 @@ def connected() -> Any:
     return builder.getOrCreate()
 
 
-def told(call: Any) -> str:
-    try:
-        call()
-    except sparkdl.SessionError as error:
-        return str(error)
-    raise AssertionError("no error")
-
-
 def main() -> None:
+    import train_connected as cases
     from launch import answer, spec
 
     given = spec()
@@ -58,17 +50,14 @@ def main() -> None:
         data.createOrReplaceTempView("data")
         found = spark.sql("SELECT score(x) AS prediction FROM data ORDER BY number").collect()
         result["function"] = [row.prediction for row in found]
-        trainer = sparkdl.Trainer(
-            model=model.module,
-            loss=torch.nn.MSELoss(),
-            optimizer=torch.optim.Adam,
-            features="x",
-            label="y",
-            batch_size=4,
-            stop=sparkdl.max_epoch(1),
-        )
-        result["fit"] = told(lambda: trainer.fit(data))
-        result["gang"] = told(lambda: sparkdl.gang.run(print, spark=spark))
+        result["sends"] = cases.sends(spark, data, model)
+        folder, table = Path(given["folder"]), spark.read.parquet(given["data"])
+        (folder / "slabs").mkdir()
+        spark.conf.set("spark.sparkdl.slab.dir", str(folder / "slabs"))
+        result["training"] = cases.training(spark, folder, table)
+        result["interrupted"] = cases.interrupted(spark, folder, table)
+        result["pipeline"] = cases.pipeline(table)
+        result["gangs"] = cases.gangs(spark)
     finally:
         spark.stop()
     answer(result)

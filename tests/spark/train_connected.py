@@ -1,0 +1,176 @@
+"""Cases of training in a session of Spark Connect, which ``score_connected`` runs in its session."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import connected_fits
+import torch
+import torch.distributed as dist
+from launch import digest
+from torch import nn
+
+import sparkdl
+import sparkdl.gang.connect
+import sparkdl.train.connected
+
+
+def told(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (sparkdl.SparkdlError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error")
+
+
+def digests(trained: Any) -> list[str]:
+    found = [trained, trained.ema, trained.best]
+    return [digest(one.module) for one in found if one is not None]
+
+
+def training(spark: Any, folder: Path, data: Any) -> dict[str, Any]:
+    """The digests of all fits, and what else fits do."""
+    trainers = connected_fits.fits(data)
+    result: dict[str, Any] = {"digests": {}}
+    for name, trainer in trainers.items():
+        result["digests"][name] = digests(trainer.fit(data))
+    good = trainers["perceptron"]
+    result["messages"] = {name: told(call) for name, call in connected_fits.bad_fits(data).items()}
+    note = connected_fits.Note(folder / "note")
+    replace(good, callbacks=[note]).fit(data)
+    process, *noted = (folder / "note").read_text().split()
+    result["noted"] = [int(process) != os.getpid(), *noted]
+    lock: Any = threading.Lock()
+    note.path = lock
+    result["callback"] = told(lambda: replace(good, callbacks=[note]).fit(data))
+    result["classic only"] = {
+        "local": told(lambda: replace(good, engine="local").fit(data)),
+        "min_ranks": told(lambda: replace(good, min_ranks=1).fit(data)),
+        "placed": told(lambda: sparkdl.PlacedSamples.of(good, data)),
+        "tune": told(lambda: _search(good, data)),
+    }
+    result["slots"] = told(lambda: replace(good, replicas=9).fit(data))
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sparkdl").addHandler(handler)
+    result["default engine"] = digests(replace(good, engine="shuffle").fit(data))
+    two = [good.partial_fit(data.where(f"kind % 2 = {i}")) for i in (0, 1)]
+    result["passes"] = [digest(trained.module) for trained in two]
+    result["killed"] = {}
+    for name, where in {"beginning": None, "checkpoint": sparkdl.Checkpoint(folder / "c")}.items():
+        kill = connected_fits.Kill(folder / f"killed {name}", 7)
+        trained = replace(good, callbacks=[kill], checkpoint=where).fit(data)
+        result["killed"][name] = [*digests(trained), len(trained.history.last(1000))]
+    result["log"] = records
+    sparkdl.train.connected.MAX_ROWS_BYTES = 10
+    result["no path"] = told(lambda: good.fit(data))
+    stored = replace(good, checkpoint=sparkdl.Checkpoint(folder / "stored")).fit(data)
+    result["stored"] = digests(stored)
+    result["left"] = [name for name in os.listdir(folder / "stored") if "result" in name]
+    result["slabs"] = os.listdir(folder / "slabs")
+    return result
+
+
+def _search(trainer: Any, data: Any) -> Any:
+    import sparkdl.tune
+
+    return sparkdl.tune.search(trainer, data, {"batch_size": [8]}, metric="loss")
+
+
+def sends(spark: Any, data: Any, model: Any) -> list[int]:
+    """How many files evaluations of a large model and a prediction send."""
+    sent: list[Any] = []
+    add = type(spark).addArtifacts
+    type(spark).addArtifacts = lambda self, *paths, **kinds: (
+        sent.append(paths),
+        add(self, *paths, **kinds),
+    )
+    counts = []
+    try:
+        for _ in range(2):
+            model.evaluate(data, metrics=["mse"])
+            model.transform(data).count()
+            counts.append(len(sent))
+    finally:
+        type(spark).addArtifacts = add
+    return counts
+
+
+def pipeline(data: Any) -> list[str]:
+    import sparkdl.ml
+
+    stage = sparkdl.ml.TorchClassifier(
+        model=lambda: nn.Linear(5, 2),
+        optimizer=torch.optim.Adam,
+        featuresCol="x",
+        labelCol="y",
+        maxEpochs=1,
+        replicas=2,
+    )
+    return stage.fit(data).transform(data).columns
+
+
+def interrupted(spark: Any, folder: Path, data: Any) -> dict[str, Any]:
+    """An interrupt in the middle of a long fit: when its slots are free again, and what is left."""
+    trainer = replace(connected_fits.fits(data)["perceptron"], stop=sparkdl.max_epoch(100_000))
+    threading.Timer(3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    try:
+        trainer.fit(data)
+    except KeyboardInterrupt:
+        at = time.monotonic()
+    ranks = sparkdl.gang.run(os.getpid, ranks=2, spark=spark)
+    return {
+        "ranks": len(ranks),
+        "seconds": time.monotonic() - at,
+        "slabs": os.listdir(folder / "slabs"),
+    }
+
+
+def summed(value: float) -> Any:
+    tensor = torch.ones(1) * (dist.get_rank() + value)
+    dist.all_reduce(tensor)
+    print("of", os.environ["WORLD_SIZE"])
+    return {"sum": tensor, "rank": int(os.environ["LOCAL_RANK"])}
+
+
+def fails() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no luck")
+    dist.barrier()
+
+
+def dies(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def gangs(spark: Any) -> dict[str, Any]:
+    """Functions on ranks."""
+    import contextlib
+    import io
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        found = sparkdl.gang.run(summed, 1.0, ranks=2, spark=spark, output=True)
+    result: dict[str, Any] = {
+        "results": [[each["sum"].item(), each["rank"]] for each in found],
+        "printed": sorted(printed.getvalue().splitlines()),
+        "slots": len(sparkdl.gang.run(os.getpid)),
+        "fails": told(lambda: sparkdl.gang.run(fails, ranks=2, spark=spark)),
+        "dies": [told(lambda r=r: sparkdl.gang.run(dies, r, ranks=2, spark=spark)) for r in (0, 1)],
+        "late": told(lambda: sparkdl.gang.run(time.sleep, 30, ranks=2, spark=spark, timeout=2)),
+    }
+    sparkdl.gang.connect.SILENT_SECONDS = 3.0
+    sparkdl.gang.connect._seen[spark.session_id] = 9  # as where nobody can tell the slots
+    result["silent"] = told(lambda: sparkdl.gang.run(os.getpid, ranks=9, spark=spark))
+    return result
