@@ -22,7 +22,7 @@ from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError, StateLostError
 from sparkdl.gang.led_task import FAILED, LOG, OUTPUT, SCHEMA, LedTask
-from sparkdl.gang.slots import too_few_slots
+from sparkdl.gang.slots import no_dynamic_allocation, too_few_slots
 from sparkdl.spark.failures import explain, of_python, reading_explained
 from sparkdl.usercode import accompanied
 
@@ -57,11 +57,17 @@ def slots_of(session: Any) -> int:
 
 
 def check_slots_of(session: Any, ranks: int, profile: ResourceProfile | None) -> None:
-    """Raise ParameterError if the session has too few slots for a gang, as far as it tells.
+    """Raise an error if the session has too few slots for a gang, as far as it tells.
 
     With a profile, or ``spark.default.parallelism``, nobody can tell: the query then ends after
     :data:`SILENT_SECONDS`.
+
+    Raises:
+        ParameterError: There are too few slots.
+        SessionError: The session has dynamic allocation.
     """
+    if session.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
+        raise no_dynamic_allocation()
     if ranks <= _seen.get(session.session_id, 0) or profile is not None:
         return
     if session.conf.get("spark.default.parallelism", None) is not None:

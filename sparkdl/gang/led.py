@@ -29,7 +29,7 @@ from sparkdl.gang.channel import Listener
 from sparkdl.gang.environment import Where
 from sparkdl.gang.process_group import form_group
 from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, StartableGroup
-from sparkdl.gang.rank_task import Command, Failure, RankContext, failure_of, packed_result
+from sparkdl.gang.rank_task import Command, Failure, RankContext, describe_failure, packed_result
 
 REACH_SECONDS = 30.0
 """The time in which every rank must reach rank 0, and every other rank."""
@@ -83,7 +83,7 @@ class LedRanks(ConnectedRanks):
             self.close()
             raise
         except Exception as error:  # if it comes afterwards, the next command fails with it
-            self._failed = {0: failure_of(error)}
+            self._failed = {0: describe_failure(error)}
 
     @contextlib.contextmanager
     def _printed(self) -> Iterator[None]:

@@ -174,7 +174,7 @@ def _failures_told(channel: Channel) -> Iterator[None]:
         pass
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         with contextlib.suppress(ChannelError):
-            channel.send((ERROR, failure_of(error)))
+            channel.send((ERROR, describe_failure(error)))
 
 
 def _serve(channel: Channel, member: RankContext, rest: Callable[[], None]) -> None:
@@ -249,7 +249,7 @@ def gpus_here(kind: str, context: BarrierTaskContext) -> tuple[list[Gpu], bool]:
     return found, gpu is not None
 
 
-def failure_of(error: BaseException) -> Failure:
+def describe_failure(error: BaseException) -> Failure:
     """Describe an exception, or its cause if its text begins with an empty line.
 
     Torch adds such a text to what a pipeline stage has raised.

@@ -104,10 +104,7 @@ def check_slots(
         ParameterError: If it still has too few slots.
     """
     if conf_of(context).get("spark.dynamicAllocation.enabled", "false") == "true":
-        raise SessionError(
-            "a gang needs all of its ranks at once, which Spark does not do with dynamic allocation: "
-            "set spark.dynamicAllocation.enabled=false and a fixed number of executors."
-        )
+        raise no_dynamic_allocation()
     if profile is not None:
         check_profile(context, profile)
     given, began, fixed = in_java(context, profile), time.monotonic(), is_local(context)
@@ -120,6 +117,14 @@ def check_slots(
             raise ParameterError(too_few_slots(ranks, slots, min_slots))
         time.sleep(0.5)
     return ranks
+
+
+def no_dynamic_allocation() -> SessionError:
+    """Return the error to raise if a session with dynamic allocation is to have a gang."""
+    return SessionError(
+        "a gang needs all of its ranks at once, which Spark does not do with dynamic allocation: "
+        "set spark.dynamicAllocation.enabled=false and a fixed number of executors."
+    )
 
 
 def _count(context: SparkContext, given: Any) -> int:

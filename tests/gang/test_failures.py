@@ -22,7 +22,7 @@ from sparkdl.engines.gang.in_flight import InFlight
 from sparkdl.engines.gang.node_files import SnapshotFiles, unpack_kept
 from sparkdl.engines.gang.snapshots import Snapshots
 from sparkdl.errors import StateLostError, TrainingError
-from sparkdl.gang.rank_task import Failure, failure_of
+from sparkdl.gang.rank_task import Failure, describe_failure
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -59,7 +59,7 @@ def failure_of(stage: nn.Module, alone: Any) -> Failure:
     try:
         ScheduleGPipe(made, 1).step(x)
     except Exception as error:
-        return failure_of(error)
+        return describe_failure(error)
     raise AssertionError("the stage did not fail")
 
 

@@ -51,11 +51,12 @@ def main() -> None:
         found = spark.sql("SELECT score(x) AS prediction FROM data ORDER BY number").collect()
         result["function"] = [row.prediction for row in found]
         result["sends"] = cases.sends(spark, data, model)
-        folder, table = Path(given["folder"]), spark.read.parquet(given["data"])
+        folder, table = Path(given["place"]), spark.read.parquet(given["data"])
         (folder / "slabs").mkdir()
         spark.conf.set("spark.sparkdl.slab.dir", str(folder / "slabs"))
         result["training"] = cases.training(spark, folder, table)
         result["interrupted"] = cases.interrupted(spark, folder, table)
+        result["guide"] = cases.guide(spark, folder)
         result["pipeline"] = cases.pipeline(table)
         result["gangs"] = cases.gangs(spark)
     finally:

@@ -63,7 +63,7 @@ def found(rows: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
         models[name] = str(trained.save(folder / name))
     written = str(folder / "written")
     data = connected_fits.write_data(folder / "data.parquet")
-    given = {"models": models, "written": written, "data": data, "folder": str(folder)}
+    given = {"models": models, "written": written, "data": data, "place": str(folder)}
     return {**launch(Path(script.__file__), folder, rows=rows, **given), "folder": folder}
 
 
@@ -181,6 +181,10 @@ def test_slabs_are_gone_and_slots_free_after_an_interrupt(found: Any) -> None:
     assert interrupted["ranks"] == 2
     assert interrupted["slabs"] == []
     assert interrupted["seconds"] < 15  # 4 on a quiet machine, with the start of new ranks
+
+
+def test_the_page_of_the_guide_runs_there(found: Any) -> None:
+    assert found["guide"] == ["accuracy", "loss"]
 
 
 def test_an_estimator_of_pyspark_ml_trains(found: Any) -> None:

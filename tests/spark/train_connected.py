@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import connected_fits
 import torch
 import torch.distributed as dist
-from launch import digest
+from launch import ROOT, digest
 from torch import nn
 
 import sparkdl
@@ -103,6 +104,20 @@ def sends(spark: Any, data: Any, model: Any) -> list[int]:
     finally:
         type(spark).addArtifacts = add
     return counts
+
+
+def guide(spark: Any, folder: Path) -> list[str]:
+    """Run the page of the guide, and return the metrics that it finds."""
+    text = (ROOT / "docs" / "guide" / "connect.md").read_text()
+    namespace: dict[str, Any] = {"spark": spark, "__name__": "__main__"}
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            exec(block, namespace)
+    finally:
+        os.chdir(before)
+    return sorted(namespace["scores"])
 
 
 def pipeline(data: Any) -> list[str]:
