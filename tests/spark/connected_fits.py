@@ -58,8 +58,8 @@ class Words(nn.Module):
         super().__init__()
         self.table, self.out = nn.Embedding(8, 4), nn.Linear(4, 2)
 
-    def forward(self, words: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        return self.out(self.table(words).sum(1) / lengths.unsqueeze(1))
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(words).sum(1))
 
 
 def _perceptron() -> nn.Module:
@@ -149,7 +149,6 @@ def bad_fits(data: Any) -> dict[str, Any]:
         "a column": lambda: replace(good, features="X1").fit(data),
         "no rows": lambda: good.fit(data.where("kind > 100")),
         "the model": lambda: replace(good, model=partial(nn.Linear, 3, 2)).fit(data),
-        "the loss": lambda: replace(good, loss=nn.CrossEntropyLoss(reduction="none")).fit(data),
         "the validation": lambda: replace(
             good, validation=sparkdl.Validation(data.where("kind > 100"))
         ).fit(data),

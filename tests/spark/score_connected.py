@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import sparkdl
+from sparkdl.settings import SPARK_SETTINGS
 
 
 def connected() -> Any:
@@ -16,7 +18,8 @@ def connected() -> Any:
 
     os.environ["SPARK_TESTING"] = "1"  # any free port
     builder = SparkSession.builder.remote("local[2]")
-    for key, value in QUIET.items():
+    quick = {key: value for key, (value, _) in SPARK_SETTINGS.items()}
+    for key, value in {**quick, **QUIET}.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
 
@@ -25,7 +28,7 @@ def main() -> None:
     import train_connected as cases
     from launch import answer, spec
 
-    given = spec()
+    given, began = spec(), time.monotonic()
     spark = connected()
     try:
         # Numbered: an order that the predictions can be compared in.
@@ -51,14 +54,18 @@ def main() -> None:
         found = spark.sql("SELECT score(x) AS prediction FROM data ORDER BY number").collect()
         result["function"] = [row.prediction for row in found]
         result["sends"] = cases.sends(spark, data, model)
+        seconds = {"scored": time.monotonic() - began}
         folder, table = Path(given["place"]), spark.read.parquet(given["data"])
         (folder / "slabs").mkdir()
         spark.conf.set("spark.sparkdl.slab.dir", str(folder / "slabs"))
-        result["training"] = cases.training(spark, folder, table)
+        result["training"] = cases.training(folder, table, given["names"])
+        seconds["trained"] = time.monotonic() - began
         result["interrupted"] = cases.interrupted(spark, folder, table)
         result["guide"] = cases.guide(spark, folder)
         result["pipeline"] = cases.pipeline(table)
+        seconds["others"] = time.monotonic() - began
         result["gangs"] = cases.gangs(spark)
+        result["seconds"] = {**seconds, "gangs": time.monotonic() - began}
     finally:
         spark.stop()
     answer(result)

@@ -13,7 +13,7 @@ import pytest
 import score_connected as script
 import torch
 import train_connected as cases
-from launch import digest, launch
+from launch import asked_for, digest, launch, soak_but
 from torch import nn
 
 import sparkdl
@@ -43,7 +43,7 @@ def rows() -> list[tuple[list[float], float]]:
 
 
 @pytest.fixture(scope="module")
-def found(rows: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(request: Any, rows: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("connect")
     models = {}
     for name, ballast in BALLAST_BYTES.items():
@@ -64,7 +64,11 @@ def found(rows: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     written = str(folder / "written")
     data = connected_fits.write_data(folder / "data.parquet")
     given = {"models": models, "written": written, "data": data, "place": str(folder)}
-    return {**launch(Path(script.__file__), folder, rows=rows, **given), "folder": folder}
+    names = ["perceptron", *(name for name in asked_for(request, "name") if name != "perceptron")]
+    return {
+        **launch(Path(script.__file__), folder, rows=rows, names=names, **given),
+        "folder": folder,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +109,10 @@ def test_a_large_model_is_sent_once(found: Any) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["perceptron", "mixed", "weighted", "sequence", "clipped", "perceptron, fsdp", "mixed, fsdp"],
+    soak_but(
+        ["perceptron", "mixed", "sequence", "mixed, fsdp"],
+        [*"perceptron mixed weighted sequence clipped".split(), "perceptron, fsdp", "mixed, fsdp"],
+    ),
 )
 def test_a_fit_has_the_bits_of_a_classic_gang(found: Any, data: DataFrame, name: str) -> None:
     trained = connected_fits.fits(data)[name].fit(data)

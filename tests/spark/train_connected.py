@@ -37,12 +37,12 @@ def digests(trained: Any) -> list[str]:
     return [digest(one.module) for one in found if one is not None]
 
 
-def training(spark: Any, folder: Path, data: Any) -> dict[str, Any]:
+def training(folder: Path, data: Any, names: list[str]) -> dict[str, Any]:
     """The digests of all fits, and what else fits do."""
     trainers = connected_fits.fits(data)
     result: dict[str, Any] = {"digests": {}}
-    for name, trainer in trainers.items():
-        result["digests"][name] = digests(trainer.fit(data))
+    for name in names:
+        result["digests"][name] = digests(trainers[name].fit(data))
     good = trainers["perceptron"]
     result["messages"] = {name: told(call) for name, call in connected_fits.bad_fits(data).items()}
     note = connected_fits.Note(folder / "note")
@@ -72,10 +72,11 @@ def training(spark: Any, folder: Path, data: Any) -> dict[str, Any]:
         trained = replace(good, callbacks=[kill], checkpoint=where).fit(data)
         result["killed"][name] = [*digests(trained), len(trained.history.last(1000))]
     result["log"] = records
-    sparkdl.train.connected.MAX_ROWS_BYTES = 10
+    most, sparkdl.train.connected.MAX_ROWS_BYTES = sparkdl.train.connected.MAX_ROWS_BYTES, 10
     result["no path"] = told(lambda: good.fit(data))
     stored = replace(good, checkpoint=sparkdl.Checkpoint(folder / "stored")).fit(data)
     result["stored"] = digests(stored)
+    sparkdl.train.connected.MAX_ROWS_BYTES = most
     result["left"] = [name for name in os.listdir(folder / "stored") if "result" in name]
     result["slabs"] = os.listdir(folder / "slabs")
     return result
