@@ -6,51 +6,40 @@ submits it again if a rank was lost, and makes the result. See :mod:`sparkdl.tra
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
 import pickle
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import pyarrow as pa
 import torch
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import ModelIdentity
-from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
-from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.checkpoint.resume import LATEST
 from sparkdl.data.arrow_tasks import WriteDataFrame
 from sparkdl.data.fields import NO_ROWS, Field
 from sparkdl.data.samples import Source, chosen_columns
 from sparkdl.data.table_parts import WriteBoth, both_parts
-from sparkdl.engines.resources import clean_here
 from sparkdl.errors import (
     DataError,
     ModelError,
     ParameterError,
     SessionError,
-    SparkdlError,
-    StateLostError,
     cannot_travel,
 )
-from sparkdl.gang.connect import check_slots_of, is_connected, run_led, slots_of
-from sparkdl.gang.led_task import RESULT, LedTask
+from sparkdl.gang.connect import check_slots_of, is_connected, slots_of
+from sparkdl.gang.led_task import RESULT
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.shipped_module import INLINE_BYTES, Artifact
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import added_callbacks
-from sparkdl.loop.progress import log_line
 from sparkdl.model.pickling import dumps
 from sparkdl.session import settings_of
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.failures import reading_explained
-from sparkdl.spark.worker import finish_task
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.connected_rank import MAX_ROWS_BYTES, STORED, FitEnd, FitOrder, LedFit
 from sparkdl.train.course import with_state
@@ -58,15 +47,11 @@ from sparkdl.train.fit_result import result_maker, trained_model
 from sparkdl.train.place_samples import source
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.sizes import check_mesh, check_sizes
+from sparkdl.train.submissions import NewestCheckpoint, Submissions, look
 from sparkdl.usercode import accompanied
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
-
-MAX_LOSSES = 16
-"""The number of times that ranks may be lost without a new checkpoint, if the run writes any."""
-LOSSES_FROM_START = 4
-"""The same of a run without checkpoints, which begins again each time."""
 
 logger = logging.getLogger("sparkdl")
 
@@ -100,12 +85,12 @@ def run_connected(
     if kept is not None:
         kept.check(ModelIdentity.of(model.layout), model.optimizers)
     resume = None if resume is None else _absolute(resume)
-    found = _Found("", 0, None)
+    found = NewestCheckpoint("", 0, None)
     if trainer.checkpoint is not None:
         path = _absolute(trainer.checkpoint.path)
         trainer = replace(trainer, checkpoint=replace(trainer.checkpoint, path=path))
     if trainer.checkpoint is not None or resume is not None:
-        found = _look(session, trainer, resume, one_pass or any_data)
+        found = look(session, trainer, resume, one_pass or any_data)
     ranks = trainer.replicas or found.replicas or slots_of(session)
     check_sizes(trainer, model.layout, ranks, None, settings.slab_dir)
     check_mesh(trainer, model, ranks)
@@ -116,7 +101,7 @@ def run_connected(
     order = _order(trainer, model, start, kept, carried, one_pass, any_data, settings)
     features = len(trainer.feature_columns)
     fit = LedFit(slab, write, features, weighted, _sent(order, session), resume, MAX_ROWS_BYTES)
-    rows = _Submissions(session, trainer, settings, frame, ranks, fit, found).rows()
+    rows = Submissions(session, trainer, settings, frame, ranks, fit, found).rows()
     if not rows:  # Spark runs no task for rows of which it knows that there are none
         raise DataError(NO_ROWS)
     if STORED in rows:
@@ -248,139 +233,3 @@ def _sent(order: bytes, session: Any) -> bytes | Artifact:
         return order
     name = hashlib.blake2b(order, digest_size=16).hexdigest()
     return Artifact.of(order, f"sparkdl-{name}.fit", session)
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The newest checkpoint of a run's folder.
-
-    Attributes:
-        uri: Its folder, or "".
-        iteration: The number of its iteration.
-        replicas: M of the checkpoint to resume from, or None.
-    """
-
-    uri: str
-    iteration: int
-    replicas: int | None
-
-
-@dataclass(frozen=True)
-class _Look:
-    """The task that looks for checkpoints, where the executors see them."""
-
-    checkpoint: Any
-    resume: str | None
-    any_data: bool
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for _ in batches:
-            pass
-        found: Any
-        try:
-            found = self._found()
-        except SparkdlError as error:
-            found = error
-        yield pa.RecordBatch.from_arrays(
-            [pa.array([pickle.dumps(found)], pa.binary())], names=["found"]
-        )
-        finish_task()
-
-    def _found(self) -> _Found:
-        uri, iteration, replicas = "", 0, None
-        if self.checkpoint is not None:
-            for place, manifest in CheckpointStore(self.checkpoint.path).candidates():
-                uri, iteration = place, manifest.iteration
-                break
-        if self.resume is not None:
-            replicas = ResumeCandidates(self.checkpoint, self.resume, self.any_data).replicas
-        return _Found(uri, iteration, replicas)
-
-
-def _look(session: Any, trainer: Trainer, resume: str | None, any_data: bool) -> _Found:
-    look = accompanied(_Look(trainer.checkpoint, resume, any_data))
-    with reading_explained("looking for checkpoints"):
-        table = session.range(0, 1, 1, 1).mapInArrow(look, "found binary").toArrow()
-    found: Any = pickle.loads(table.to_pylist()[0]["found"])
-    if isinstance(found, SparkdlError):
-        raise found
-    assert isinstance(found, _Found)
-    return found
-
-
-@dataclass(frozen=True)
-class _Clean:
-    """The task that removes what killed ranks have left on its node."""
-
-    slab: SlabConfig
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for _ in batches:
-            pass
-        clean_here(self.slab)
-        finish_task()
-        yield from ()
-
-
-@dataclass(frozen=True)
-class _Submissions:
-    """The submissions of a fit: one, and another for each time that ranks are lost.
-
-    Attributes:
-        session: The session.
-        trainer: The trainer.
-        settings: The settings of the session.
-        frame: The rows, with a partition for each rank.
-        ranks: The number of ranks.
-        fit: The work of the ranks.
-        before: The newest checkpoint before the run.
-    """
-
-    session: Any
-    trainer: Trainer
-    settings: Settings
-    frame: DataFrame
-    ranks: int
-    fit: LedFit
-    before: _Found
-
-    def rows(self) -> dict[str, bytes]:
-        """Return what rank 0 has yielded. Raises what it has raised."""
-        fit, losses, last = self.fit, 0, self.before
-        news = None if self.settings.progress == "false" else self._tell
-        while True:
-            task = LedTask(fit, timeout=self.settings.timeout)
-            try:
-                return run_led(self.frame, task, self.ranks, self.trainer.resource_profile, news)
-            except StateLostError as lost:
-                losses += 1
-                newest = self._newest()
-                if newest.uri != last.uri:
-                    losses, last = 1, newest
-                if losses >= (MAX_LOSSES if self.trainer.checkpoint else LOSSES_FROM_START):
-                    raise
-                resume, where = self.fit.resume, "the beginning"
-                if newest.uri != self.before.uri:
-                    resume, where = LATEST, f"the checkpoint after iteration {newest.iteration}"
-                elif resume is not None:
-                    where = "the checkpoint that it began with"
-                reason = str(lost).partition("\n")[0].rstrip(".")
-                logger.warning("%s. Submitted again, from %s.", reason, where)
-                fit = replace(fit, resume=resume, again=True)
-            except BaseException:
-                self._clean()
-                raise
-
-    def _tell(self, seconds: float) -> None:
-        log_line(f"training with {self.ranks} ranks, for {seconds:.0f} s so far")
-
-    def _newest(self) -> _Found:
-        if self.trainer.checkpoint is None:
-            return self.before
-        return _look(self.session, self.trainer, None, any_data=False)
-
-    def _clean(self) -> None:
-        """Remove what the ranks have left, as far as tasks get to their nodes."""
-        with contextlib.suppress(PySparkException):
-            tasks = self.session.range(0, self.ranks, 1, self.ranks)
-            tasks.mapInArrow(_Clean(self.fit.slab), "nothing int").toArrow()

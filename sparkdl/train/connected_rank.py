@@ -58,7 +58,7 @@ STORED = "stored"
 
 @dataclass(frozen=True)
 class FitOrder:
-    """What rank 0 is to train.
+    """The order that rank 0 gets: what it is to train, and how.
 
     Attributes:
         trainer: The trainer, without the data of its validation.

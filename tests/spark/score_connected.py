@@ -58,7 +58,9 @@ def main() -> None:
         folder, table = Path(given["place"]), spark.read.parquet(given["data"])
         (folder / "slabs").mkdir()
         spark.conf.set("spark.sparkdl.slab.dir", str(folder / "slabs"))
-        result["training"] = cases.training(folder, table, given["names"])
+        result["training"] = cases.training(
+            folder, table, given["names"], given["mistakes"], given["kills"]
+        )
         seconds["trained"] = time.monotonic() - began
         result["interrupted"] = cases.interrupted(spark, folder, table)
         result["guide"] = cases.guide(spark, folder)

@@ -37,16 +37,24 @@ def digests(trained: Any) -> list[str]:
     return [digest(one.module) for one in found if one is not None]
 
 
-def training(folder: Path, data: Any, names: list[str]) -> dict[str, Any]:
+def training(
+    folder: Path, data: Any, names: list[str], mistakes: list[str], kills: list[str]
+) -> dict[str, Any]:
     """The digests of all fits, and what else fits do."""
     trainers = connected_fits.fits(data)
     result: dict[str, Any] = {"digests": {}}
     for name in names:
         result["digests"][name] = digests(trainers[name].fit(data))
     good = trainers["perceptron"]
-    result["messages"] = {name: told(call) for name, call in connected_fits.bad_fits(data).items()}
+    bad = connected_fits.bad_fits(data)
+    result["messages"] = {name: told(bad[name]) for name in mistakes}
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sparkdl").addHandler(handler)
     note = connected_fits.Note(folder / "note")
-    replace(good, callbacks=[note]).fit(data)
+    by_default = replace(good, engine="shuffle", callbacks=[note])
+    result["default engine"] = digests(by_default.fit(data))
     process, *noted = (folder / "note").read_text().split()
     result["noted"] = [int(process) != os.getpid(), *noted]
     lock: Any = threading.Lock()
@@ -59,25 +67,21 @@ def training(folder: Path, data: Any, names: list[str]) -> dict[str, Any]:
         "tune": told(lambda: _search(good, data)),
     }
     result["slots"] = told(lambda: replace(good, replicas=9).fit(data))
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("sparkdl").addHandler(handler)
-    result["default engine"] = digests(replace(good, engine="shuffle").fit(data))
     two = [good.partial_fit(data.where(f"kind % 2 = {i}")) for i in (0, 1)]
     result["passes"] = [digest(trained.module) for trained in two]
     result["killed"] = {}
-    for name, where in {"beginning": None, "checkpoint": sparkdl.Checkpoint(folder / "c")}.items():
-        kill = connected_fits.Kill(folder / f"killed {name}", 7)
-        trained = replace(good, callbacks=[kill], checkpoint=where).fit(data)
-        result["killed"][name] = [*digests(trained), len(trained.history.last(1000))]
-    result["log"] = records
     most, sparkdl.train.connected.MAX_ROWS_BYTES = sparkdl.train.connected.MAX_ROWS_BYTES, 10
     result["no path"] = told(lambda: good.fit(data))
-    stored = replace(good, checkpoint=sparkdl.Checkpoint(folder / "stored")).fit(data)
-    result["stored"] = digests(stored)
+    for name in kills:
+        if name == "the beginning":
+            sparkdl.train.connected.MAX_ROWS_BYTES = most
+        kill = connected_fits.Kill(folder / f"killed {name}", 7)
+        where = None if name == "the beginning" else sparkdl.Checkpoint(folder / "checkpoints")
+        trained = replace(good, callbacks=[kill], checkpoint=where).fit(data)
+        result["killed"][name] = [*digests(trained), len(trained.history.last(1000))]
     sparkdl.train.connected.MAX_ROWS_BYTES = most
-    result["left"] = [name for name in os.listdir(folder / "stored") if "result" in name]
+    result["log"] = records
+    result["left"] = [name for name in os.listdir(folder / "checkpoints") if "result" in name]
     result["slabs"] = os.listdir(folder / "slabs")
     return result
 
