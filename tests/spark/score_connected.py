@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ def main() -> None:
     import train_connected as cases
     from launch import answer, spec
 
-    given, began = spec(), time.monotonic()
+    given = spec()
     spark = connected()
     try:
         # Numbered: an order that the predictions can be compared in.
@@ -54,20 +53,16 @@ def main() -> None:
         found = spark.sql("SELECT score(x) AS prediction FROM data ORDER BY number").collect()
         result["function"] = [row.prediction for row in found]
         result["sends"] = cases.sends(spark, data, model)
-        seconds = {"scored": time.monotonic() - began}
         folder, table = Path(given["place"]), spark.read.parquet(given["data"])
         (folder / "slabs").mkdir()
         spark.conf.set("spark.sparkdl.slab.dir", str(folder / "slabs"))
         result["training"] = cases.training(
             folder, table, given["names"], given["mistakes"], given["kills"]
         )
-        seconds["trained"] = time.monotonic() - began
         result["interrupted"] = cases.interrupted(spark, folder, table)
         result["guide"] = cases.guide(spark, folder)
         result["pipeline"] = cases.pipeline(table)
-        seconds["others"] = time.monotonic() - began
         result["gangs"] = cases.gangs(spark)
-        result["seconds"] = {**seconds, "gangs": time.monotonic() - began}
     finally:
         spark.stop()
     answer(result)

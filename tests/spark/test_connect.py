@@ -79,10 +79,6 @@ def data(spark: SparkSession, found: Any) -> DataFrame:
     return spark.read.parquet(str(found["folder"] / "data.parquet"))
 
 
-def test_seconds(found):
-    print("SECONDS", found["seconds"])
-
-
 def test_it_is_a_session_of_spark_connect(found: Any) -> None:
     assert found["session"] == "pyspark.sql.connect.session"
 
@@ -116,7 +112,7 @@ def test_a_large_model_is_sent_once(found: Any) -> None:
 @pytest.mark.parametrize(
     "name",
     soak_but(
-        ["perceptron", "mixed", "sequence", "mixed, fsdp"],
+        ["perceptron", "mixed", "mixed, fsdp"],
         [*"perceptron mixed weighted sequence clipped".split(), "perceptron, fsdp", "mixed, fsdp"],
     ),
 )
@@ -212,8 +208,8 @@ def test_functions_run_on_ranks(found: Any) -> None:
     assert re.match(
         r"TrainingError: fails: rank 1 on \S+ failed. ValueError: no luck\n", gangs["fails"]
     )
-    assert all(text.startswith("StateLostError: a rank of the gang") for text in gangs["dies"])
-    assert gangs["late"].startswith("StalledError: sleep: waited 2 s for rank 0")
+    assert gangs["dies"].startswith("StateLostError: a rank of the gang went away: ")
+    assert gangs["late"].startswith("StalledError: sleep: waited 1.5 s for rank 0")
 
 
 def test_too_few_slots_are_an_error_at_once_or_soon(found: Any) -> None:
