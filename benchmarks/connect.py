@@ -1,11 +1,11 @@
-"""A gang over Spark Connect beside one in a classic session: the same model, rows, batches and machine.
+"""A gang over Spark Connect beside one in a classic session: same model, rows, batches and machine.
 
     python benchmarks/connect.py [--works mlp:256,mlp:1024] [--steps 200] [--rounds 3]
 
-Each in a fresh process and a fresh ``local[2]``, whose workers have torch loaded; over Connect the server
-is a JVM of its own. "fit" is a fit of as many steps as is said, in a session that has made one before;
-"rest" is what is left of it without the steps: reading the rows, bringing the ranks together, the model's
-way back. A step is from the end of one to the end of the next; medians, the first quarter left out.
+Each in a fresh process and a fresh ``local[2]``, whose workers have torch loaded. "fit" is a fit of as
+many steps as is said, in a session that has made one before; "rest" is what is left of it without the
+steps: reading the rows, bringing the ranks together, the model's way back. A step is from the end of one
+to the end of the next; medians, the first quarter left out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 from harness import (
+    HERE,
     hardware,
     in_fresh_process,
     laps,
@@ -39,6 +40,8 @@ from sparkdl.settings import SPARK_SETTINGS
 def connected() -> SparkSession:
     """The client's session of a server beside it."""
     os.environ["SPARK_TESTING"] = "1"  # any free port
+    paths = [str(HERE), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     builder = SparkSession.builder.remote("local[2]")
     for key, (value, _) in SPARK_SETTINGS.items():
         builder = builder.config(key, value)

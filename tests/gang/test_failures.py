@@ -110,7 +110,7 @@ def test_a_snapshot_that_ends_the_ranks_costs_the_state() -> None:
         raise TrainingError("taking a snapshot: rank 1 on node failed. MemoryError: ")
 
     engine: Any = GangEngine.__new__(GangEngine)
-    engine._tokens, engine._gang = ["node", "node"], SimpleNamespace(call=call)
+    engine._node_ids, engine._gang = ["node", "node"], SimpleNamespace(call=call)
     engine._asked = InFlight(engine._gang, engine._step)
     with pytest.raises(StateLostError, match="rank 1 on node failed"):
         engine.take_snapshot()
