@@ -4,7 +4,7 @@
 
 Each in a fresh process and a fresh ``local[2]``, whose workers have torch loaded. "fit" is a fit of as
 many steps as is said, in a session that has made one before; "rest" is what is left of it without the
-steps: reading the rows, bringing the ranks together, the model's way back. A step is from the end of one
+steps: reading the rows, bringing the ranks together, the way back. A step is from the end of one
 to the end of the next; medians, the first quarter left out.
 """
 

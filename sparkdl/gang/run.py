@@ -60,7 +60,7 @@ def run(
         timeout: The seconds that the ranks may take to connect, that they wait for each other, and
             that the function may take. None means no limit.
         output: Whether to print here, line by line, what ranks print.
-        spark: The session. None means the active one.
+        spark: The session, classic or of Spark Connect. None means the active one.
         resource_profile: The resources of each rank's task, if they differ from those of other
             tasks: cores, GPUs, fractions of GPUs (``pyspark.resource``). It may contain task
             resources only, and needs a cluster.
