@@ -60,8 +60,9 @@ def main() -> None:
             folder, table, given["names"], given["mistakes"], given["kills"]
         )
         result["interrupted"] = cases.interrupted(spark, folder, table)
-        result["guide"] = cases.guide(spark, folder)
-        result["pipeline"] = cases.pipeline(table)
+        if given["soaks"]:
+            result["guide"] = cases.guide(spark, folder)
+            result["pipeline"] = cases.pipeline(table)
         result["gangs"] = cases.gangs(spark)
     finally:
         spark.stop()

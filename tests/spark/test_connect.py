@@ -66,9 +66,19 @@ def found(request: Any, rows: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     given = {"models": models, "written": written, "data": data, "place": str(folder)}
     asked = {"mistakes": asked_for(request, "mistake"), "kills": ["the checkpoint"]}
     asked["kills"] += [kill for kill in asked_for(request, "kill") if kill not in asked["kills"]]
+    run = {item.name for item in request.session.items if item.path == request.path}
+    soaks = {"test_the_page_of_the_guide_runs_there", "test_an_estimator_of_pyspark_ml_trains"}
     names = ["perceptron", *(name for name in asked_for(request, "name") if name != "perceptron")]
     return {
-        **launch(Path(script.__file__), folder, rows=rows, names=names, **asked, **given),
+        **launch(
+            Path(script.__file__),
+            folder,
+            rows=rows,
+            names=names,
+            soaks=bool(soaks & run),
+            **asked,
+            **given,
+        ),
         "folder": folder,
     }
 
@@ -192,10 +202,12 @@ def test_slabs_are_gone_and_slots_free_after_an_interrupt(found: Any) -> None:
     assert interrupted["seconds"] < 15  # 4 on a quiet machine, with the start of new ranks
 
 
+@pytest.mark.soak
 def test_the_page_of_the_guide_runs_there(found: Any) -> None:
     assert found["guide"] == ["accuracy", "loss"]
 
 
+@pytest.mark.soak
 def test_an_estimator_of_pyspark_ml_trains(found: Any) -> None:
     assert "probability" in found["pipeline"]
 
