@@ -68,7 +68,7 @@ class ModelError(UserError):
 
 
 class SessionError(UserError):
-    """The Spark session cannot train (it is one of Spark Connect, say), or the master is not valid."""
+    """The Spark session cannot do this (one of Spark Connect, say), or the master is not valid."""
 
 
 class TrustError(UserError):

@@ -142,8 +142,9 @@ def context_of(data: Any) -> SparkContext:
         return _running(data.sparkSession._sc)
     if type(data).__module__.startswith("pyspark.sql.connect"):
         raise SessionError(
-            "this DataFrame belongs to a Spark Connect session, which has no RDDs, but training "
-            "needs them. Start a classic session on the cluster: sparkdl.session(master), or "
+            "this DataFrame belongs to a Spark Connect session, which has no RDDs, and this needs "
+            "them. There, Trainer.fit and partial_fit train, and sparkdl.gang.run runs functions. For "
+            "anything else start a classic session on the cluster: sparkdl.session(master), or "
             "spark-submit your script; do not set spark.remote or SPARK_REMOTE."
         )
     raise wrong_data(
@@ -172,16 +173,20 @@ def conf_of(context: SparkContext) -> SparkConf:
     return context._conf
 
 
-def settings_of(context: SparkContext, session: SparkSession | None = None) -> Settings:
+def settings_of(context: SparkContext | None, session: SparkSession | None = None) -> Settings:
     """Return the checked ``spark.sparkdl.*`` settings.
 
     They are those of ``session`` (``spark.conf.set``), which begin as those of its application, or
-    those of the application if ``session`` is None.
+    those of the application if ``session`` is None. A session of Spark Connect has no ``context``.
 
     Raises:
         ParameterError: A key is unknown, or a value is not allowed.
     """
-    found = conf_of(context).getAll() if session is None else session.conf.getAll.items()
+    if session is None:
+        assert context is not None
+        found = conf_of(context).getAll()
+    else:
+        found = list(session.conf.getAll.items())
     given = {key: value for key, value in found if key.startswith(PREFIX)}
     return Settings.read(lambda key, default: given.get(key) or default, list(given))
 

@@ -110,6 +110,9 @@ class SampleHandle:
     problem: BadRow | None = None
 
 
+NO_ROWS = "the data is empty: it has no rows."
+
+
 def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:
     """Raise :class:`DataError` for a problem of one partition, or of all of them together."""
     for partition, handle in enumerate(handles):
@@ -119,7 +122,7 @@ def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:
             raise DataError(problem.message(f"partition {number}", noun))
     filled = [(i, handle) for i, handle in enumerate(handles) if handle.num_rows]
     if not filled:
-        raise DataError("the data is empty: it has no rows.")
+        raise DataError(NO_ROWS)
     first_partition, first = filled[0]
     for partition, handle in filled[1:]:
         names, wanted_names = ([field.name for field in h.fields] for h in (handle, first))

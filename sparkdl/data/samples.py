@@ -23,12 +23,13 @@ from sparkdl.data.arrow_tasks import (
     ship_batches,
 )
 from sparkdl.data.columns.base import Column, Specs
-from sparkdl.data.fields import Field, SampleHandle, check_handles, check_total_weight
+from sparkdl.data.fields import Field, SampleHandle, check_handles
 from sparkdl.data.partition_join import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.records import Names, Sample, record_array, split_record
+from sparkdl.data.sample_set import SampleSet, fields_of_handles, sample_set
 from sparkdl.data.schema import read_schema
 from sparkdl.errors import DataError
 from sparkdl.slab.root import SlabConfig
@@ -53,35 +54,6 @@ __all__ = [
     "select_columns",
     "split_record",
 ]
-
-
-@dataclass(frozen=True)
-class SampleSet:
-    """The persisted sample RDD and the driver's description of it.
-
-    Attributes:
-        rdd: One frame a partition, a pickled :class:`SampleHandle`; None if the samples are in this
-            process.
-        handles: The handle of each partition.
-        fields: The fields of a sample: ``num_features`` inputs, ``num_labels`` labels and, if samples
-            are ``weighted``, the weight.
-        preview: A few rows to try the model on, one array (or :class:`Ragged`) a field.
-        more: The rows of ``preview`` and some others, on which a loss is compared with its parts.
-    """
-
-    rdd: RDD | None
-    handles: tuple[SampleHandle, ...]
-    fields: tuple[Field, ...]
-    num_features: int
-    preview: list[Rows]
-    num_labels: int = 0
-    weighted: bool = False
-    more: list[Rows] = field(default_factory=list)
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """Return the rows of each partition."""
-        return tuple(handle.num_rows for handle in self.handles)
 
 
 @dataclass(frozen=True)
@@ -191,13 +163,11 @@ def _sample_set(
     handles: list[SampleHandle],
     rows: tuple[list[Rows], list[Rows]],
 ) -> SampleSet:
-    fields = next(handle.fields for handle in handles if handle.num_rows)
     weighted = source.weight is not None
-    if weighted:
-        check_total_weight(handles, len(fields) - 1, f'{source.noun} "{fields[-1].name}"')
     if isinstance(source.data, DataFrame):
         num_features = len(source.features)
     else:
+        fields = fields_of_handles(handles)
         num_features = sum(field.name.startswith("features") for field in fields)
         unknown = [name for name in source.columns if name not in [f.name for f in fields]]
         if unknown:
@@ -205,9 +175,7 @@ def _sample_set(
                 f'columns names "{unknown[0]}", which is not a field of the records. They have: '
                 f"{', '.join(f.name for f in fields)}."
             )
-    num_labels = len(fields) - num_features - weighted
-    preview, more = rows
-    return SampleSet(rdd, tuple(handles), fields, num_features, preview, num_labels, weighted, more)
+    return sample_set(rdd, handles, num_features, weighted, rows, source.noun)
 
 
 def _check_specs(source: Source) -> None:
@@ -223,7 +191,7 @@ def _check_specs(source: Source) -> None:
 
 def _write_table(source: Source) -> tuple[RDD, bool]:
     """Return the RDD of a DataFrame's handles, and whether rows changed partitions."""
-    chosen, columns = _chosen(source)
+    chosen, columns = chosen_columns(source)
     task = WriteDataFrame(source.slab, columns)
     context = chosen.sparkSession._sc
     stay = partitions_of_rdds(chosen) == source.replicas
@@ -244,7 +212,7 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
 
 def _bring_table(source: Source) -> list[SampleHandle]:
     """Write a DataFrame's partitions in this process and return their handles."""
-    chosen, columns = _chosen(source)
+    chosen, columns = chosen_columns(source)
     if partitions_of_rdds(chosen) == source.replicas:
         chosen = chosen.select("*", functions.spark_partition_id().alias("partition"))
     else:
@@ -261,8 +229,8 @@ def _bring_table(source: Source) -> list[SampleHandle]:
     return [join_partition(source.slab, some) for some in parts]
 
 
-def _chosen(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
-    """Select the columns of a sample."""
+def chosen_columns(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
+    """Select the columns of a sample from a DataFrame."""
     data = source.data
     assert isinstance(data, DataFrame)
     unknown = [name for name in source.columns if name not in (*source.features, *source.label)]

@@ -13,12 +13,15 @@ from sparkdl.data.batches import preview_batch
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.gang.engine import GangEngine
+from sparkdl.engines.gang.start import gang_of_rdds
 from sparkdl.engines.local import LocalEngine
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.errors import StateLostError
+from sparkdl.gang.rank_group import StartableGroup
 from sparkdl.loop.engine import TrainingEngine
 from sparkdl.model.layout import Layout
 from sparkdl.model.loss import ClassLoss, Loss
@@ -48,12 +51,13 @@ class EngineInputs:
         built: The description of the driver's model, which executors compare theirs with.
         batch_size: The rows of an iteration's global batch, local steps included.
         sums: Whether the loss returns ``(sum, count)``.
-        resources: The fit's Spark resources.
+        resources: The fit's Spark resources; None inside a gang that one of its ranks leads.
         settings: The settings of the session.
         strategies: The strategies of a gang by mesh dimension.
         mesh: The sizes of the mesh dimensions, as given by the user.
         resource_profile: The resources that the task of each rank requests from Spark.
         min_ranks: The fewest tasks that the ranks of a gang may share; None: one task per rank.
+        gang: The ranks, if they are there already.
     """
 
     run: RunSpec
@@ -66,17 +70,23 @@ class EngineInputs:
     built: Description
     batch_size: int
     sums: bool
-    resources: FitResources
+    resources: FitResources | None
     settings: Settings
     strategies: Mapping[str, ParallelStrategy]
     mesh: Mapping[str, int] | None
     resource_profile: Any
     min_ranks: int | None
+    gang: StartableGroup | None = None
 
     @property
     def snapshot_seconds(self) -> float | None:
-        """Return the seconds between snapshots; None in local mode, which cannot lose an executor."""
-        return None if is_local(self.resources.context) else self.settings.snapshot_seconds
+        """Return the seconds between snapshots.
+
+        None in local mode, which cannot lose an executor, and where a lost rank ends all of them.
+        """
+        if self.resources is None or is_local(self.resources.context):
+            return None
+        return self.settings.snapshot_seconds
 
 
 def build_engine(name: str, inputs: EngineInputs) -> TrainingEngine:
@@ -98,6 +108,7 @@ def _local(inputs: EngineInputs) -> TrainingEngine:
 
 
 def _shuffle(inputs: EngineInputs) -> TrainingEngine:
+    assert inputs.resources is not None
     spec = ShuffleSpec(
         samples=inputs.samples,
         layout=inputs.layout,
@@ -119,7 +130,10 @@ def _gang(inputs: EngineInputs) -> TrainingEngine:
     rows = to_tensors(spare.inputs, torch.device("cpu"))
     parallel = parallel_of(inputs.strategies, inputs.mesh, run.replicas)
     parallel = parallel.planned(inputs.module, rows, recipe.options)
+    gang, place_again = (inputs.gang, _stay) if inputs.gang else _gang_of_rdds(inputs)
     engine = GangEngine(
+        gang,
+        place_again,
         samples,
         inputs.validation,
         inputs.layout,
@@ -128,15 +142,30 @@ def _gang(inputs: EngineInputs) -> TrainingEngine:
         inputs.built,
         spare,
         inputs.batch_size,
-        inputs.resources,
-        inputs.settings.timeout,
         parallel,
         recipe.options.weighted or _labels_differ(recipe.loss, samples),
         inputs.sums,
+    )
+    return RecoveringEngine(engine, inputs.snapshot_seconds)
+
+
+def _gang_of_rdds(inputs: EngineInputs) -> tuple[StartableGroup, Callable[[int], None]]:
+    assert inputs.resources is not None
+    found = [inputs.samples, *([] if inputs.validation is None else [inputs.validation.samples])]
+    rdds = [samples.rdd for samples in found if samples.rdd is not None]
+    return gang_of_rdds(
+        inputs.resources,
+        f"{inputs.run.slab.name}-gang",
+        rdds,
+        inputs.settings.timeout,
         inputs.resource_profile,
         inputs.min_ranks,
     )
-    return RecoveringEngine(engine, inputs.snapshot_seconds)
+
+
+def _stay(number: int) -> None:
+    """Raise an error: a rank that has written its samples itself finds them."""
+    raise StateLostError("the samples of a rank are no longer on its node.")
 
 
 ENGINES: Mapping[str, Callable[[EngineInputs], TrainingEngine]] = {

@@ -135,7 +135,7 @@ class FitResources:
                 self._clean_nodes()
         if self._watch is not None:
             self._watch.stop()
-        _clean_here(self.slab)
+        clean_here(self.slab)
         if alive:
             self.shuffled(None)
             for rdd in (*self._rdds, *self._passing):
@@ -211,12 +211,13 @@ class CleanNode:
     def __call__(self, frames: Iterable[bytes]) -> Iterator[bytes]:
         for _ in frames:
             pass
-        _clean_here(self.slab)
+        clean_here(self.slab)
         finish_task()
         return iter(())
 
 
-def _clean_here(slab: SlabConfig) -> None:
+def clean_here(slab: SlabConfig) -> None:
+    """Remove a run's slabs from this node, and release them in this process."""
     forget(slab.name)
     close_partitions()
     close_pool(slab)

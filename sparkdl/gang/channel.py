@@ -184,7 +184,9 @@ class Listener:
         self._socket.close()
 
 
-def connect(host: str, port: int, key: bytes, hello: Any) -> Channel:
+def connect(
+    host: str, port: int, key: bytes, hello: Any, seconds: float = CONNECT_SECONDS
+) -> Channel:
     """Connect a rank to the driver.
 
     Args:
@@ -192,11 +194,12 @@ def connect(host: str, port: int, key: bytes, hello: Any) -> Channel:
         port: The driver's port.
         key: The key of the gang.
         hello: The first message.
+        seconds: The longest time that the connection may take.
 
     Raises:
         ConnectionError: If nobody listens any more.
     """
-    connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+    connection = socket.create_connection((host, port), timeout=seconds)
     connection.settimeout(None)  # the driver may be busy before it answers
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)

@@ -36,7 +36,7 @@ from sparkdl.gang.oversubscribe import (
     gpus_shared_out,
 )
 from sparkdl.gang.process_group import form_group
-from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, RankGroup
+from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, StartableGroup
 from sparkdl.gang.rank_task import Command, Rendezvous
 from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now
 from sparkdl.session import conf_of
@@ -45,7 +45,7 @@ from sparkdl.spark.frames import collect_and_forget, map_frames, stage_name
 YEAR_SECONDS = 365 * 86400.0
 
 
-class Gang(RankGroup):
+class Gang(StartableGroup):
     """Ranks 0 to M-1, one for each partition of ``source``, from :meth:`start` to :meth:`close`.
 
     After an error of a command the gang has ended.
@@ -57,6 +57,8 @@ class Gang(RankGroup):
     run too few tasks: if a rank ends successfully just after another has failed, it runs only the
     failed one again (seen with Spark 4.3). The driver then submits the job again.
     """
+
+    ahead = True
 
     def __init__(
         self,

@@ -9,7 +9,8 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pyspark import cloudpickle
@@ -74,6 +75,41 @@ class RankGroup(ABC):
         return self.answers(doing)[0]
 
 
+class StartableGroup(RankGroup):
+    """Ranks that are started when they are needed.
+
+    Attributes:
+        size: The number of ranks.
+        tasks: The number of tasks that they are.
+        ahead: Whether commands may be sent before the results of earlier ones have been awaited.
+    """
+
+    size: int
+    tasks: int
+    ahead: bool
+
+    @property
+    @abstractmethod
+    def running(self) -> bool:
+        """Return whether the ranks have been started, and nobody has left them since."""
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the ranks, or start them again if some were lost.
+
+        Raises:
+            sparkdl.SparkdlError: If they cannot be had.
+        """
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Give up what the ranks have done. The next :meth:`start` begins anew."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the ranks."""
+
+
 class ConnectedRanks(RankGroup):
     """All ranks of a gang, once they have connected. After an error their connections are closed.
 
@@ -85,11 +121,11 @@ class ConnectedRanks(RankGroup):
 
     def __init__(self, arrivals: ArrivedRanks, timeout: float | None, noun: str = "rank") -> None:
         self.size, self._timeout, self._noun = len(arrivals.come), timeout, noun
-        come = [arrivals.come[rank] for rank in range(self.size)]
-        self._channels: list[Channel] = [channel for channel, _ in come]
-        self._hosts = [hello.host for _, hello in come]
-        self._told: list[deque[tuple[bytes, float]]] = [deque() for _ in come]
-        for channel in self._channels:
+        come = sorted(arrivals.come.items())
+        self._channels: dict[int, Channel] = {rank: channel for rank, (channel, _) in come}
+        self._hosts = {rank: hello.host for rank, (_, hello) in come}
+        self._told: dict[int, deque[tuple[bytes, float]]] = {rank: deque() for rank, _ in come}
+        for channel in self._channels.values():
             if timeout is not None:
                 channel.bound_sends(timeout)
 
@@ -102,27 +138,29 @@ class ConnectedRanks(RankGroup):
 
     def answers(self, doing: str) -> tuple[list[Any], float]:
         self._await(doing)
-        contents, ended = zip(*(told.popleft() for told in self._told), strict=True)
+        contents, ended = zip(*(told.popleft() for told in self._told.values()), strict=True)
         return [cloudpickle.loads(content) for content in contents], max(ended)
 
     def close(self) -> None:
         """Close the connections, which ends the ranks."""
-        for channel in self._channels:
+        for channel in self._channels.values():
             channel.close()
 
     def _send(self, contents: Sequence[list[bytes]]) -> None:
         """Send some commands to each rank."""
-        for channel, content in zip(self._channels, contents, strict=True):
+        for rank, channel in self._channels.items():
             with contextlib.suppress(ChannelError):  # the rank is gone; it may have sent the reason
-                channel.send(content)
+                channel.send(contents[rank])
 
-    def _await(self, doing: str) -> None:
-        """Wait for the next result of every rank."""
-        failures: dict[int, Failure] = {}
+    def _await(self, doing: str, failed: Mapping[int, Failure] = MappingProxyType({})) -> None:
+        """Wait for the next result of every rank. ``failed`` has failures that are known already."""
+        failures = dict(failed)
         lost: list[int] = []
         deadline = time.monotonic() + (self._timeout or math.inf)
+        if failures:
+            deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         with selectors.DefaultSelector() as selector:
-            for rank, channel in enumerate(self._channels):
+            for rank, channel in self._channels.items():
                 if not self._told[rank]:
                     selector.register(channel, selectors.EVENT_READ, rank)
             while selector.get_map():
@@ -148,8 +186,8 @@ class ConnectedRanks(RankGroup):
                     else:
                         lost.append(rank)
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        if not all(self._told):
-            answered = [rank for rank, told in enumerate(self._told) if told]
+        if failed or not all(self._told.values()):
+            answered = [rank for rank, told in self._told.items() if told]
             self._fail(doing, failures, lost, answered)
 
     def _fail(
@@ -186,10 +224,12 @@ class ConnectedRanks(RankGroup):
             )
             lost_group.add_note(failure.trace)
             raise lost_group
-        late = [rank for rank in range(self.size) if rank not in answered]
-        raise StalledError(
-            f"{doing}: waited {self._timeout:g} s for "
-            f"{', '.join(f'{noun} {rank} on {hosts[rank]}' for rank in late)}. Where it takes so long "
+        raise self._late(doing, [rank for rank in self._told if rank not in answered])
+
+    def _late(self, doing: str, ranks: Sequence[int]) -> StalledError:
+        names = ", ".join(f"{self._noun} {rank} on {self._hosts[rank]}" for rank in ranks)
+        return StalledError(
+            f"{doing}: waited {self._timeout:g} s for {names}. Where it takes so long "
             "by right, raise the timeout (of a fit: spark.sparkdl.timeout.seconds)."
         )
 
@@ -199,15 +239,15 @@ class ConnectedRanks(RankGroup):
 
 
 class ArrivedRanks:
-    """The ranks of job number ``job`` that have connected so far."""
+    """The ranks of job number ``job`` that have connected so far; ``first`` is the first to come."""
 
-    def __init__(self, job: int, size: int) -> None:
-        self._job, self._size = job, size
+    def __init__(self, job: int, size: int, first: int = 0) -> None:
+        self._job, self._size, self._first = job, size, first
         self.come: dict[int, tuple[Channel, Introduction]] = {}
 
     @property
     def missing(self) -> list[int]:
-        return [rank for rank in range(self._size) if rank not in self.come]
+        return [rank for rank in range(self._first, self._size) if rank not in self.come]
 
     @property
     def too_few(self) -> bool:

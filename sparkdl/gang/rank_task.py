@@ -125,7 +125,7 @@ class Rendezvous:
             partition, self.job, context.taskAttemptId(), ranks, socket.gethostname()
         )
         own = list(frames)
-        self.serve(hello, lambda at_end: self._member(context, own, at_end))
+        self.serve(hello, lambda at_end: self.member_of(context, own, at_end))
         give_back()
         finish_task()
         yield from ()  # a generator of nothing
@@ -138,6 +138,12 @@ class Rendezvous:
             channel = connect(self.host, self.port, self.key, hello)
         except ConnectionError:  # the driver no longer waits for this gang
             return
+        self.attend(channel, member)
+
+    def attend(
+        self, channel: Channel, member: Callable[[contextlib.ExitStack], RankContext]
+    ) -> None:
+        """Run the commands that come through ``channel``; see :meth:`serve`."""
         with (
             contextlib.closing(channel),
             output_sent(channel if self.output else None) as rest,
@@ -147,9 +153,10 @@ class Rendezvous:
         ):
             _serve(channel, member(at_end), rest)
 
-    def _member(
+    def member_of(
         self, context: BarrierTaskContext, frames: list[Any], at_end: contextlib.ExitStack
     ) -> RankContext:
+        """Return the context of the rank that the task of ``context`` is."""
         infos, rank = context.getTaskInfos(), context.partitionId()
         address = infos[rank].address.rpartition(":")[0]
         device = device_of(self.device, context)
@@ -167,7 +174,7 @@ def _failures_told(channel: Channel) -> Iterator[None]:
         pass
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         with contextlib.suppress(ChannelError):
-            channel.send((ERROR, _failure(error)))
+            channel.send((ERROR, describe_failure(error)))
 
 
 def _serve(channel: Channel, member: RankContext, rest: Callable[[], None]) -> None:
@@ -179,7 +186,7 @@ def _serve(channel: Channel, member: RankContext, rest: Callable[[], None]) -> N
     try:
         while (content := commands.next()) is not None:
             command: Command = cloudpickle.loads(content)
-            result = _packed(command(member))
+            result = packed_result(command(member))
             rest()
             results.add(result, more=commands.waiting)
             if member.afterwards is not None:
@@ -197,7 +204,7 @@ def _serve(channel: Channel, member: RankContext, rest: Callable[[], None]) -> N
         rest()
 
 
-def _packed(result: Any) -> bytes:
+def packed_result(result: Any) -> bytes:
     """Pickle a result: importable objects by name, which is faster, and others by value."""
     try:
         return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
@@ -242,7 +249,7 @@ def gpus_here(kind: str, context: BarrierTaskContext) -> tuple[list[Gpu], bool]:
     return found, gpu is not None
 
 
-def _failure(error: BaseException) -> Failure:
+def describe_failure(error: BaseException) -> Failure:
     """Describe an exception, or its cause if its text begins with an empty line.
 
     Torch adds such a text to what a pipeline stage has raised.

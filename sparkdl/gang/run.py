@@ -6,19 +6,24 @@ import contextlib
 import functools
 import math
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pyspark import SparkContext
+from pyspark import SparkContext, cloudpickle
 from pyspark.resource import ResourceProfile
 from pyspark.sql import SparkSession
+from pyspark.sql.utils import is_remote
 
 from sparkdl.codec.safe import mapped
 from sparkdl.errors import ParameterError, SessionError, kind_of
+from sparkdl.gang.connect import check_slots_of, is_connected, run_led, slots_of
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.environment import check_unshared
-from sparkdl.gang.rank_task import RankContext
+from sparkdl.gang.led import LedGang
+from sparkdl.gang.led_task import RESULT, LedTask
+from sparkdl.gang.rank_task import RankContext, packed_result
 from sparkdl.gang.slots import task_slots
 from sparkdl.plain import plain
 from sparkdl.spark.frames import is_local
@@ -55,7 +60,7 @@ def run(
         timeout: The seconds that the ranks may take to connect, that they wait for each other, and
             that the function may take. None means no limit.
         output: Whether to print here, line by line, what ranks print.
-        spark: The session. None means the active one.
+        spark: The session, classic or of Spark Connect. None means the active one.
         resource_profile: The resources of each rank's task, if they differ from those of other
             tasks: cores, GPUs, fractions of GPUs (``pyspark.resource``). It may contain task
             resources only, and needs a cluster.
@@ -83,6 +88,10 @@ def run(
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout < math.inf):
         raise ParameterError(f"timeout = {timeout!r}: give a number of seconds, or None.")
+    session = _connected(spark)
+    if session is not None:
+        work = _LedCall(accompanied(fn), args, kwargs, ranks is None)
+        return _run_led(session, work, ranks, device, timeout, output, resource_profile)
     context = _context_of(spark)
     count = ranks or task_slots(context, resource_profile)
     if ranks is None and device != "cpu" and is_local(context):
@@ -108,14 +117,68 @@ def run(
 def _context_of(spark: SparkSession | None) -> SparkContext:
     """Return the SparkContext of the session, or the active one."""
     context = SparkContext._active_spark_context if spark is None else getattr(spark, "_sc", None)
-    if context is None and spark is not None:
-        raise SessionError(
-            f"spark is a {type(spark).__module__}.{type(spark).__qualname__}, and ranks are tasks of a "
-            "classic SparkSession: Spark Connect has no RDDs. Start one, with sparkdl.session(master)."
-        )
     if context is None or context._jsc is None:
         raise SessionError("no Spark session is active: start one, with sparkdl.session(master).")
     return context
+
+
+def _connected(spark: SparkSession | None) -> Any:
+    """Return the session if it is one of Spark Connect, else None."""
+    if spark is None and is_remote():
+        spark = SparkSession.getActiveSession()
+    return spark if is_connected(spark) else None
+
+
+@dataclass(frozen=True)
+class _LedCall:
+    """The call of a function on every rank, as the work of a gang that rank 0 leads.
+
+    Attributes:
+        fn: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        by_slots: Whether the number of ranks is that of the slots.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    by_slots: bool
+
+    def begin(self, batches: Iterable[Any]) -> list[Any]:
+        """See :class:`sparkdl.gang.led_task.LedWork`, also for the methods below."""
+        for _ in batches:
+            pass
+        return []
+
+    def lead(self, gang: LedGang, frames: list[list[Any]]) -> Iterator[tuple[str, bytes]]:
+        gang.start()
+        if self.by_slots:
+            check_unshared(gang.where)
+        name = getattr(self.fn, "__name__", type(self.fn).__name__)
+        call = functools.partial(_call, accompanied(self.fn), self.args, self.kwargs)
+        yield RESULT, packed_result(gang.call(call, name))
+
+    def end(self) -> None:
+        pass
+
+
+def _run_led(
+    session: Any,
+    work: _LedCall,
+    ranks: int | None,
+    device: str,
+    timeout: float | None,
+    output: bool,
+    profile: ResourceProfile | None,
+) -> list[Any]:
+    """Run ``work`` in a session of Spark Connect; see :func:`run`."""
+    count = ranks or slots_of(session)
+    check_slots_of(session, count, profile)
+    task = LedTask(work, device, timeout, output)
+    found = run_led(session.range(0, count, 1, count), task, count, profile)
+    results: list[Any] = cloudpickle.loads(found[RESULT])
+    return results
 
 
 def _call(fn: Callable[..., Any], args: Any, kwargs: Any, member: RankContext) -> Any:

@@ -104,10 +104,7 @@ def check_slots(
         ParameterError: If it still has too few slots.
     """
     if conf_of(context).get("spark.dynamicAllocation.enabled", "false") == "true":
-        raise SessionError(
-            "a gang needs all of its ranks at once, which Spark does not do with dynamic allocation: "
-            "set spark.dynamicAllocation.enabled=false and a fixed number of executors."
-        )
+        raise no_dynamic_allocation()
     if profile is not None:
         check_profile(context, profile)
     given, began, fixed = in_java(context, profile), time.monotonic(), is_local(context)
@@ -117,16 +114,31 @@ def check_slots(
         if min_slots is not None and slots >= min_slots and known:
             return slots
         if fixed or waited >= seconds:
-            raise ParameterError(_too_few(ranks, slots, min_slots))
+            raise ParameterError(too_few_slots(ranks, slots, min_slots))
         time.sleep(0.5)
     return ranks
+
+
+def no_dynamic_allocation() -> SessionError:
+    """Return the error to raise if a session with dynamic allocation is to have a gang."""
+    return SessionError(
+        "a gang needs all of its ranks at once, which Spark does not do with dynamic allocation: "
+        "set spark.dynamicAllocation.enabled=false and a fixed number of executors."
+    )
 
 
 def _count(context: SparkContext, given: Any) -> int:
     return int(context._jsc.sc().maxNumConcurrentTasks(given))
 
 
-def _too_few(ranks: int, slots: int, min_slots: int | None) -> str:
+def too_few_slots(ranks: int, slots: int, min_slots: int | None = None) -> str:
+    """Return the message that a gang has too few slots.
+
+    Args:
+        ranks: The number of its ranks.
+        slots: The number of slots.
+        min_slots: The number that would be enough, if it is not that of the ranks.
+    """
     if min_slots is None:
         return (
             f"a gang of {ranks} ranks needs {ranks} task slots at once, and this session has "

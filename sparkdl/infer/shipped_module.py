@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from pyspark import SparkContext, SparkFiles
@@ -39,6 +40,10 @@ INLINE_BYTES = 1 << 20
 MAX_LOADED = 2
 
 
+_sent: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+"""The names of the files that each session of Spark Connect has."""
+
+
 @dataclass(frozen=True)
 class Artifact:
     """A file that a Spark Connect session sends to its server, in place of a broadcast.
@@ -50,17 +55,20 @@ class Artifact:
 
     @staticmethod
     def of(data: bytes, name: str, session: Any) -> Artifact:
-        """Send bytes as a file, and return the artifact.
+        """Send bytes as a file, unless the session has it, and return the artifact.
 
         Args:
             data: The bytes.
             name: A name that belongs to these bytes alone, since a session replaces no file.
             session: The session of Spark Connect.
         """
-        with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
-            path = Path(folder, name)
-            path.write_bytes(data)
-            session.addArtifacts(path.as_uri(), file=True)
+        sent = _sent.setdefault(session, set())
+        if name not in sent:
+            with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
+                path = Path(folder, name)
+                path.write_bytes(data)
+                session.addArtifacts(path.as_uri(), file=True)
+            sent.add(name)
         return Artifact(name)
 
     @property

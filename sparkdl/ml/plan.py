@@ -148,7 +148,7 @@ class FitPlan:
         Raises:
             ParameterError: The validation indicator is not there, or not boolean.
         """
-        if not isinstance(data, DataFrame) or not hasattr(data.sparkSession, "_sc"):
+        if not isinstance(data, DataFrame):
             return data, None  # the fit says what is wrong
         training, validation = self._chosen(data), None
         if self.indicator is not None:

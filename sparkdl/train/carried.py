@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError
+from sparkdl.gang.connect import is_connected
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
@@ -61,7 +62,8 @@ def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> St
 
 def has_rows(data: Any) -> bool:
     """Return whether the data has rows. Raises what a fit raises if ``data`` cannot be read."""
-    context_of(data)
+    if not is_connected(data):
+        context_of(data)
     with reading_explained():
         return not data.isEmpty()
 

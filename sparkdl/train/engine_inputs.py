@@ -14,7 +14,7 @@ from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import TrainingError
-from sparkdl.gang.slots import cpus_of
+from sparkdl.gang.rank_group import StartableGroup
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.loop.advance import first_state
 from sparkdl.loop.engine import BEST, Engine, ReadState
@@ -38,7 +38,10 @@ def engine_inputs(
     model: PreparedModel,
     samples: SampleSet,
     validation: ValidationSet | None,
-    resources: FitResources,
+    slab: SlabConfig,
+    threads: int,
+    resources: FitResources | None,
+    gang: StartableGroup | None = None,
 ) -> EngineInputs:
     """Return the argument of :func:`sparkdl.engines.registry.build_engine`.
 
@@ -48,10 +51,12 @@ def engine_inputs(
         model: The recipe and what follows from it.
         samples: The training samples, in place.
         validation: The validation samples, or None.
-        resources: What the fit owns in Spark.
+        slab: The slabs of the run.
+        threads: torch's threads in a task.
+        resources: What the fit owns in Spark, if it runs on the driver.
+        gang: The ranks, if they are there already.
     """
-    profile = trainer.resource_profile if trainer.engine == "gang" else None
-    run = run_spec(trainer, model, samples, resources.slab, cpus_of(resources.context, profile))
+    run = run_spec(trainer, model, samples, slab, threads)
     return EngineInputs(
         run=run,
         samples=samples,
@@ -69,6 +74,7 @@ def engine_inputs(
         mesh=trainer.mesh,
         resource_profile=trainer.resource_profile,
         min_ranks=trainer.min_ranks,
+        gang=gang,
     )
 
 
@@ -152,7 +158,7 @@ def load_start(
     resuming: ResumeCandidates | None,
     kept: StoredState | None,
     carried: CarriedRun | None,
-    resources: FitResources,
+    resources: FitResources | None,
     anew: bool,
 ) -> tuple[TrainState, History]:
     """Load the first state into the engine; return where the run stands, and its history.
@@ -170,7 +176,7 @@ def load_start(
 
     def read(packed: tuple[bytes, ...]) -> ReadState:
         large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine == "shuffle"
-        carried = ReadCarried(resources.broadcast(packed) if large else packed)
+        carried = ReadCarried(resources.broadcast(packed) if resources and large else packed)
         return WithoutAverage(carried) if trainer.ema is None else carried
 
     if carried is not None:

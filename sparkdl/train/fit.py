@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import time
 from dataclasses import replace
@@ -16,44 +14,27 @@ from torch import nn
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.data.samples import SampleSet
-from sparkdl.engines.registry import build_engine
+from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
+from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError
-from sparkdl.infer.checkpoint_model import manifest_of_model
+from sparkdl.gang.connect import is_connected
+from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
-from sparkdl.loop.advance import catch_up
-from sparkdl.loop.callbacks import added_callbacks
-from sparkdl.loop.config import LoopConfig
-from sparkdl.loop.engine import (
-    BEST,
-)
-from sparkdl.loop.history_tables import counted
-from sparkdl.loop.interrupt import interruptible
-from sparkdl.loop.loop import train
-from sparkdl.loop.progress import progress_of
-from sparkdl.loop.state import recent_validations
-from sparkdl.loop.triggers import MaxEpoch
-from sparkdl.model.recipe import weights_digest
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
-from sparkdl.slices.slice_file import PackSlice
 from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.carried import CarriedRun, chosen_state, has_rows
-from sparkdl.train.engine_inputs import engine_inputs, load_start, packed_state
-from sparkdl.train.fit_result import result_maker, trained_model, wanted_weights
-from sparkdl.train.periodic_tasks import run_identity, stages_of
-from sparkdl.train.place_samples import validation_set
+from sparkdl.train.connected import run_connected
+from sparkdl.train.course import FinishedEngine, Start, run_course, with_state
+from sparkdl.train.engine_inputs import engine_inputs
+from sparkdl.train.fit_result import trained_model
 from sparkdl.train.placed_samples import PlacedSamples, data_of, replicas_of, session_of
-from sparkdl.train.preflight import preflight, with_dimensions
 from sparkdl.train.prepare import PreparedModel, prepare
-from sparkdl.train.rescue import Rescue
 from sparkdl.train.sizes import check_gang, check_sizes
 from sparkdl.train.trainer import Trainer
-
-logger = logging.getLogger("sparkdl")
 
 
 def fit(
@@ -75,6 +56,8 @@ def fit(
             "them."
         )
     kept = chosen_state(start, optimizer_state)
+    if is_connected(data):
+        return run_connected(trainer, data, resume, start, kept, any_data=any_data).trained
     with warming_up(context_of(data_of(data))):
         return run(trainer, data, resume=resume, start=start, kept=kept, any_data=any_data).trained
 
@@ -90,8 +73,11 @@ def partial_fit(
         resume = None
         # this pass steps its schedule; if the pass fails, the next one makes a new schedule
         trainer._carried[:] = [replace(before, schedule=None)]
-    with warming_up(context_of(data)):
-        done = run(trainer, data, resume=resume, carried=before, one_pass=True)
+    if is_connected(data):
+        done = run_connected(trainer, data, resume, carried=before, one_pass=True)
+    else:
+        with warming_up(context_of(data)):
+            done = run(trainer, data, resume=resume, carried=before, one_pass=True)
     trainer._carried[:] = [done]
     return done.trained
 
@@ -155,64 +141,35 @@ def run(
     ):
         if placed is None:
             placed = PlacedSamples.within(resources, trainer, given, replicas, model.float_dtype)
-        samples = placed.training
-        validation = validation_set(trainer, placed.validation, model.float_dtype)
-        output, sums = preflight(trainer, model, samples, validation, endless=one_pass)
-        model = replace(model, sums=sums)
-        validation = with_dimensions(validation, output)
-        engine = build_engine(
-            trainer.engine,
-            engine_inputs(trainer, settings, model, samples, validation, resources),
-        )
-        identity = run_identity(trainer, model, samples.handles)
-        result = result_maker(trainer, model, samples, output)
-        state, history = load_start(
-            trainer, engine, identity, resuming, kept, carried, resources, anew=one_pass
-        )
-        if one_pass:
-            trainer = replace(trainer, stop=MaxEpoch(state.epoch + 1))
-        if carried is not None and carried.schedule is not None:
-            schedule = carried.schedule
-            schedule.after(schedule.at, state)
-        else:
-            schedule = model.schedule
-            state = catch_up(schedule, state, history)
-        if one_pass and not schedule.follows_validations:
-            state = replace(state, validations=recent_validations(state.validations))
-        manifest_model = manifest_of_model(
-            result(module=model.module, history=history), trainer.freeze, trainer.unfreeze
-        )
-        stages = stages_of(
-            trainer, engine, validation, identity, manifest_model, state, history, one_pass
-        )
-        facts = _facts(trainer, model, samples)
-        progress = progress_of(settings.progress, facts, began, one_pass)
-        model = replace(model, module=nn.Module())  # the preflight's module takes memory
-        rescue = Rescue(trainer, engine, identity, manifest_model, history, one_pass)
-        with interruptible() as interrupt, rescue, contextlib.closing(progress):
-            own = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
-            callbacks = [rescue, *own, progress]
-            config = LoopConfig.of(trainer)
-            state = train(
-                trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
+        prepared, model = [model], replace(model, module=nn.Module())
+        ready, profile = placed, trainer.resource_profile if trainer.engine == "gang" else None
+        threads = cpus_of(context, profile)
+
+        def inputs(tried: PreparedModel, validation: ValidationSet | None) -> EngineInputs:
+            samples = ready.training
+            return engine_inputs(
+                trainer, settings, tried, samples, validation, slab, threads, resources
             )
-            kinds = wanted_weights(trainer, state)
-            trained = trained_model(result, model.payload, kinds, engine.weights, history)
-            wanted = trainer.keep_optimizer_state or one_pass
-            packed = packed_state(engine, lose_it=not one_pass) if wanted else None
-            best = BEST in kinds and one_pass
-            packed_best = tuple(engine.map_slices(PackSlice(), BEST)) if best else None
-    if packed is not None:
-        digest = weights_digest(trained.module)
-        trained.optimizer_state = StoredState(packed, identity.model, model.optimizers, digest)
-    for callback in own:
+
+        def take(done: FinishedEngine) -> TrainedModel:
+            return trained_model(
+                done.make, model.payload, done.kinds, done.engine.weights, done.history
+            )
+
+        finished = run_course(
+            trainer,
+            prepared,
+            placed.training,
+            placed.validation,
+            Start(resuming, kept, carried, one_pass),
+            inputs,
+            take,
+            settings.progress,
+            began,
+            resources,
+        )
+    trained = with_state(finished.result, finished.packed, model)
+    for callback in finished.callbacks:
         callback.on_result(trainer, trained)
-    return CarriedRun(trained, state, packed_best, schedule if one_pass else None)
-
-
-def _facts(trainer: Trainer, model: PreparedModel, samples: SampleSet) -> str:
-    """Return the model, the rows, the replicas and the engine in words, for the log."""
-    kind = type(model.module).__name__
-    size = counted(sum(parameter.numel() for parameter in model.module.parameters()), "parameter")
-    rows, replicas = counted(sum(samples.counts), "row"), counted(len(samples.counts), "replica")
-    return f'{kind} of {size} on {rows}: {replicas}, engine="{trainer.engine}"'
+    schedule = finished.schedule if one_pass else None
+    return CarriedRun(trained, finished.state, finished.packed_best, schedule)

@@ -99,6 +99,20 @@ def place_validation(
         found = place(trainer, mine, resources)
     except DataError as error:
         raise DataError(f"validation data: {error}") from None
+    check_validation(samples, found)
+    return found
+
+
+def check_validation(samples: SampleSet, found: SampleSet) -> None:
+    """Check that the validation samples are like those of the training.
+
+    Args:
+        samples: The training samples.
+        found: The validation samples.
+
+    Raises:
+        DataError: They are unlike.
+    """
     inputs, here = samples.num_features, found.num_features
     if (here, len(found.fields)) != (inputs, len(samples.fields)):
         raise DataError(
@@ -114,7 +128,6 @@ def place_validation(
                 f'validation data: "{one.name}" is {one}, in the training data {other}.'
                 f"{_remedy(one, other)}"
             )
-    return found
 
 
 def validation_set(

@@ -6,9 +6,9 @@ import gc
 import importlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
@@ -79,13 +79,23 @@ class PreparedModel:
         return str(self.layout.dtype).removeprefix("torch.")
 
 
-def prepare(trainer: Trainer, start: TrainedModel | None) -> PreparedModel:
+def prepare(
+    trainer: Trainer,
+    start: TrainedModel | None,
+    check_data: Callable[[Any], Any] = context_of,
+) -> PreparedModel:
     """Build everything that needs no data, and check it.
 
-    Raises :class:`sparkdl.UserError`.
+    Args:
+        trainer: The user's trainer.
+        start: The earlier result with whose weights to begin, or None.
+        check_data: Raises an error for validation data that this fit cannot read.
+
+    Raises:
+        UserError: Something cannot work.
     """
     if trainer.validation is not None:
-        _check_data(trainer.validation.data)
+        _check_data(trainer.validation.data, check_data)
         check_metrics(resolve(trainer.validation.metrics))
     weights = _weights_file(trainer) if start is None else start.module.state_dict()
     options = replace(
@@ -152,10 +162,10 @@ def _import_compiler() -> None:
             gc.enable()
 
 
-def _check_data(data: object) -> None:
+def _check_data(data: object, check: Callable[[Any], Any]) -> None:
     """Raise :class:`sparkdl.UserError` if ``data`` cannot be validated on."""
     try:
-        context_of(data)
+        check(data)
     except (DataError, SessionError) as error:
         raise type(error)(f"validation data: {error}") from None
 

@@ -30,7 +30,7 @@ SMALL_BYTES = 64 << 20
 
 
 def check_sizes(
-    trainer: Trainer, layout: Layout, replicas: int, context: SparkContext, slab_dir: str
+    trainer: Trainer, layout: Layout, replicas: int, context: SparkContext | None, slab_dir: str
 ) -> None:
     """Raise an error if the model is too large for the driver, or for the slabs of a single node.
 
@@ -40,7 +40,7 @@ def check_sizes(
         trainer: The user's trainer.
         layout: The layout of the model's flat vector.
         replicas: M, the number of replicas.
-        context: The SparkContext.
+        context: The SparkContext, if there is one.
         slab_dir: The directory of slabs, or "auto".
 
     Raises:
@@ -59,7 +59,7 @@ def check_sizes(
             f"{_gb(left)}. Give the driver's machine or container more memory, or freeze a part of "
             "the model."
         )
-    if trainer.engine == "shuffle" and is_local(context):
+    if trainer.engine == "shuffle" and context is not None and is_local(context):
         _check_room(trainer, layout, replicas, context, slab_dir)
 
 
@@ -118,11 +118,26 @@ def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ra
         ModelError: The model cannot be cut for this many ranks.
         SessionError: The ranks cannot run at once.
     """
-    raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, ranks)))
-    parallel = parallel_of(trainer.parts, trainer.mesh, ranks)
-    for part in parallel.parts.values():
-        part.check_mesh(model.module, parallel.mesh)
+    check_mesh(trainer, model, ranks)
     profile, least = trainer.resource_profile, trainer.min_ranks
     slots = check_slots(context, ranks, profile=profile, min_slots=least)
     if slots < ranks:
         logger.warning("%s.", too_few(slots, ranks))
+
+
+def check_mesh(trainer: Trainer, model: PreparedModel, ranks: int) -> None:
+    """Raise an error if this many ranks cannot share the work as the trainer says.
+
+    Args:
+        trainer: The user's trainer.
+        model: The prepared model.
+        ranks: The number of ranks.
+
+    Raises:
+        ParameterError: The ranks cannot share the work.
+        ModelError: The model cannot be cut for this many ranks.
+    """
+    raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, ranks)))
+    parallel = parallel_of(trainer.parts, trainer.mesh, ranks)
+    for part in parallel.parts.values():
+        part.check_mesh(model.module, parallel.mesh)

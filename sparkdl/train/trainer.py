@@ -344,9 +344,9 @@ class Trainer:
         second interrupt raises KeyboardInterrupt at once.
 
         Args:
-            data: A DataFrame; or an RDD of ``(features, label)`` pairs, of :class:`sparkdl.Sample`,
-                or of records with the names of the columns (``Row``, named tuples, mappings). Or
-                :class:`sparkdl.PlacedSamples`, which serve several fits.
+            data: A DataFrame, also of Spark Connect; or an RDD of ``(features, label)`` pairs, of
+                :class:`sparkdl.Sample`, or of records with the names of the columns (``Row``, named
+                tuples, mappings). Or :class:`sparkdl.PlacedSamples`, which serve several fits.
             resume: Continue from a checkpoint: a path, or "latest" in the path of ``checkpoint``
                 (from the beginning if there is none). The bits are those of a run without a break.
             start: Begin with the weights of an earlier result.

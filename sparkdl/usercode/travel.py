@@ -18,12 +18,21 @@ from sparkdl.usercode.behind import modules_behind
 from sparkdl.usercode.code import codes_of_file, functions_of
 
 _PROCESS = secrets.token_hex(8)
-"""Identifies this process and those forked from it, which have its modules."""
+"""Identifies this process, which has its modules."""
 _loads: dict[str, tuple[Any, int]] = {}
 """On the driver: how often each module was loaded."""
 _right: dict[str, tuple[types.ModuleType, tuple[int, int] | None, OwnModule]] = {}
 """The modules that passed the check in this worker, each with its file's state then and the driver's
 record."""
+
+
+def _begin_process() -> None:
+    """Give a forked process, such as a Python worker, an identity of its own: it may import others."""
+    global _PROCESS
+    _PROCESS = secrets.token_hex(8)
+
+
+os.register_at_fork(after_in_child=_begin_process)
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ def arrive(process: str, version: tuple[int, ...], modules: tuple[OwnModule, ...
     """Make sure, on unpickling, that the user's modules are present and equal to the driver's.
 
     Args:
-        process: Identifies the sending process; processes forked from it have its modules already.
+        process: Identifies the sending process, which has its modules already.
         version: Its Python version; code is compared only between equal versions.
         modules: The modules.
 

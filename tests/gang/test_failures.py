@@ -22,7 +22,7 @@ from sparkdl.engines.gang.in_flight import InFlight
 from sparkdl.engines.gang.node_files import SnapshotFiles, unpack_kept
 from sparkdl.engines.gang.snapshots import Snapshots
 from sparkdl.errors import StateLostError, TrainingError
-from sparkdl.gang.rank_task import Failure, _failure
+from sparkdl.gang.rank_task import Failure, describe_failure
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -59,7 +59,7 @@ def failure_of(stage: nn.Module, alone: Any) -> Failure:
     try:
         ScheduleGPipe(made, 1).step(x)
     except Exception as error:
-        return _failure(error)
+        return describe_failure(error)
     raise AssertionError("the stage did not fail")
 
 
@@ -110,7 +110,7 @@ def test_a_snapshot_that_ends_the_ranks_costs_the_state() -> None:
         raise TrainingError("taking a snapshot: rank 1 on node failed. MemoryError: ")
 
     engine: Any = GangEngine.__new__(GangEngine)
-    engine._tokens, engine._gang = ["node", "node"], SimpleNamespace(call=call)
+    engine._node_ids, engine._gang = ["node", "node"], SimpleNamespace(call=call)
     engine._asked = InFlight(engine._gang, engine._step)
     with pytest.raises(StateLostError, match="rank 1 on node failed"):
         engine.take_snapshot()

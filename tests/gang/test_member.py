@@ -170,7 +170,7 @@ class Unreadable:
 def test_a_message_that_cannot_be_read_is_told(begin):
     """It does not fit into the memory, say; and the rank ends with the driver."""
     team, process = begin()
-    (channel,) = team._channels
+    (channel,) = team._channels.values()
     channel.send(Unreadable())
     with pytest.raises(TrainingError, match="ZeroDivisionError"):
         team.answers("reading")

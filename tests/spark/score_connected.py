@@ -1,13 +1,13 @@
-"""Script: what a session of Spark Connect does with saved models, and says of what it cannot do."""
+"""Script: what a session of Spark Connect does with saved models, and how it trains."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
-import torch
-
 import sparkdl
+from sparkdl.settings import SPARK_SETTINGS
 
 
 def connected() -> Any:
@@ -17,20 +17,14 @@ def connected() -> Any:
 
     os.environ["SPARK_TESTING"] = "1"  # any free port
     builder = SparkSession.builder.remote("local[2]")
-    for key, value in QUIET.items():
+    quick = {key: value for key, (value, _) in SPARK_SETTINGS.items()}
+    for key, value in {**quick, **QUIET}.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
 
 
-def told(call: Any) -> str:
-    try:
-        call()
-    except sparkdl.SessionError as error:
-        return str(error)
-    raise AssertionError("no error")
-
-
 def main() -> None:
+    import train_connected as cases
     from launch import answer, spec
 
     given = spec()
@@ -58,17 +52,18 @@ def main() -> None:
         data.createOrReplaceTempView("data")
         found = spark.sql("SELECT score(x) AS prediction FROM data ORDER BY number").collect()
         result["function"] = [row.prediction for row in found]
-        trainer = sparkdl.Trainer(
-            model=model.module,
-            loss=torch.nn.MSELoss(),
-            optimizer=torch.optim.Adam,
-            features="x",
-            label="y",
-            batch_size=4,
-            stop=sparkdl.max_epoch(1),
+        result["sends"] = cases.sends(spark, data, model)
+        folder, table = Path(given["place"]), spark.read.parquet(given["data"])
+        (folder / "slabs").mkdir()
+        spark.conf.set("spark.sparkdl.slab.dir", str(folder / "slabs"))
+        result["training"] = cases.training(
+            folder, table, given["names"], given["mistakes"], given["kills"]
         )
-        result["fit"] = told(lambda: trainer.fit(data))
-        result["gang"] = told(lambda: sparkdl.gang.run(print, spark=spark))
+        result["interrupted"] = cases.interrupted(spark, folder, table)
+        if given["soaks"]:
+            result["guide"] = cases.guide(spark, folder)
+            result["pipeline"] = cases.pipeline(table)
+        result["gangs"] = cases.gangs(spark)
     finally:
         spark.stop()
     answer(result)

@@ -1,21 +1,28 @@
-"""Spark Connect, with a real server: models that were saved score there, and nothing trains."""
+"""Spark Connect, with a real server: models that were saved score there, and the gang trains."""
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import connected_fits
 import numpy as np
 import pytest
 import score_connected as script
 import torch
-from launch import launch
+import train_connected as cases
+from launch import asked_for, digest, launch, soak_but
 from torch import nn
 
 import sparkdl
 from sparkdl.data.fields import Field
 from sparkdl.infer.output import Output
 from sparkdl.infer.shipped_module import INLINE_BYTES
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 BALLAST_BYTES = {"small": 0, "large": 4 * INLINE_BYTES}
@@ -36,7 +43,7 @@ def rows() -> list[tuple[list[float], float]]:
 
 
 @pytest.fixture(scope="module")
-def found(rows: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(request: Any, rows: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("connect")
     models = {}
     for name, ballast in BALLAST_BYTES.items():
@@ -55,7 +62,31 @@ def found(rows: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
         )
         models[name] = str(trained.save(folder / name))
     written = str(folder / "written")
-    return launch(Path(script.__file__), folder, rows=rows, models=models, written=written)
+    data = connected_fits.write_data(folder / "data.parquet")
+    given = {"models": models, "written": written, "data": data, "place": str(folder)}
+    asked = {"mistakes": asked_for(request, "mistake"), "kills": ["the checkpoint"]}
+    asked["kills"] += [kill for kill in asked_for(request, "kill") if kill not in asked["kills"]]
+    run = {item.name for item in request.session.items if item.path == request.path}
+    soaks = {"test_the_page_of_the_guide_runs_there", "test_an_estimator_of_pyspark_ml_trains"}
+    names = ["perceptron", *(name for name in asked_for(request, "name") if name != "perceptron")]
+    return {
+        **launch(
+            Path(script.__file__),
+            folder,
+            rows=rows,
+            names=names,
+            soaks=bool(soaks & run),
+            **asked,
+            **given,
+        ),
+        "folder": folder,
+    }
+
+
+@pytest.fixture(scope="module")
+def data(spark: SparkSession, found: Any) -> DataFrame:
+    """The data of the training, in a classic session."""
+    return spark.read.parquet(str(found["folder"] / "data.parquet"))
 
 
 def test_it_is_a_session_of_spark_connect(found: Any) -> None:
@@ -83,13 +114,119 @@ def test_any_model_scores_as_column_as_files_and_in_sql(found: Any) -> None:
     assert found["function"] == expected
 
 
-def test_training_says_that_there_are_no_rdds(found: Any) -> None:
-    assert found["fit"] == (
-        "this DataFrame belongs to a Spark Connect session, which has no RDDs, but training needs "
-        "them. Start a classic session on the cluster: sparkdl.session(master), or spark-submit "
-        "your script; do not set spark.remote or SPARK_REMOTE."
+def test_a_large_model_is_sent_once(found: Any) -> None:
+    """It was sent for the predictions before."""
+    assert found["sends"] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    soak_but(
+        ["perceptron", "mixed", "mixed, fsdp"],
+        [*"perceptron mixed weighted sequence clipped".split(), "perceptron, fsdp", "mixed, fsdp"],
+    ),
+)
+def test_a_fit_has_the_bits_of_a_classic_gang(found: Any, data: DataFrame, name: str) -> None:
+    trained = connected_fits.fits(data)[name].fit(data)
+    assert found["training"]["digests"][name] == cases.digests(trained)
+
+
+def test_passes_over_parts_of_the_data_have_the_bits_too(found: Any, data: DataFrame) -> None:
+    trainer = connected_fits.fits(data)["perceptron"]
+    passes = [trainer.partial_fit(data.where(f"kind % 2 = {i}")) for i in (0, 1)]
+    assert found["training"]["passes"] == [digest(one.module) for one in passes]
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    soak_but(
+        ["a row", "a column", "no rows", "a callback", "the mesh"],
+        ["a row", "a column", "no rows", "the model", "the validation", "a callback", "the mesh"],
+    ),
+)
+def test_a_mistake_has_the_message_of_a_classic_session(
+    found: Any, data: DataFrame, mistake: str
+) -> None:
+    message = cases.told(connected_fits.bad_fits(data)[mistake])
+    row = re.compile(r"row \d+ of partition \d+")  # partitions are read otherwise
+    assert row.sub("row", found["training"]["messages"][mistake]) == row.sub("row", message)
+
+
+def test_callbacks_run_in_rank_0(found: Any) -> None:
+    training = found["training"]
+    (expected,) = training["digests"]["perceptron"]
+    assert training["noted"] == [True, "10", expected]
+    assert training["callback"].startswith("ParameterError: the callback Note cannot be pickled")
+
+
+@pytest.mark.parametrize("kill", soak_but(["the checkpoint"], ["the checkpoint", "the beginning"]))
+def test_a_lost_rank_costs_no_bits(found: Any, kill: str) -> None:
+    """The gang is submitted again, from the checkpoint after the first of two epochs."""
+    training = found["training"]
+    assert training["killed"][kill] == [*training["digests"]["perceptron"], 10]
+    assert any(f"Submitted again, from {kill}" in line for line in training["log"])
+
+
+def test_its_checkpoint_continues_in_a_classic_session(found: Any, data: DataFrame) -> None:
+    trainer = connected_fits.fits(data)["perceptron"]
+    resumed = replace(trainer, engine="shuffle").fit(data, resume=found["folder"] / "checkpoints")
+    assert cases.digests(resumed) == found["training"]["digests"]["perceptron"]
+
+
+def test_the_default_engine_is_taken_as_the_gang(found: Any) -> None:
+    training = found["training"]
+    assert training["default engine"] == training["digests"]["perceptron"]
+    assert training["log"][0].startswith('training with engine="gang": the engine "shuffle" needs')
+
+
+def test_a_large_result_comes_through_the_folder_of_checkpoints(found: Any) -> None:
+    """That of the fit whose rank was lost."""
+    assert found["training"]["left"] == []
+    assert "give Trainer(checkpoint=" in found["training"]["no path"]
+
+
+def test_what_needs_rdds_says_so(found: Any) -> None:
+    messages = found["training"]["classic only"]
+    assert all(text.startswith("SessionError: ") for text in messages.values())
+    assert 'use engine="gang"' in messages["local"]
+    assert "leave it out" in messages["min_ranks"]
+    assert messages["placed"] == messages["tune"]
+    assert "Trainer.fit and partial_fit train" in messages["tune"]
+
+
+def test_slabs_are_gone_and_slots_free_after_an_interrupt(found: Any) -> None:
+    assert found["training"]["slabs"] == []
+    interrupted = found["interrupted"]
+    assert interrupted["ranks"] == 2
+    assert interrupted["slabs"] == []
+    assert interrupted["seconds"] < 15  # 4 on a quiet machine, with the start of new ranks
+
+
+@pytest.mark.soak
+def test_the_page_of_the_guide_runs_there(found: Any) -> None:
+    assert found["guide"] == ["accuracy", "loss"]
+
+
+@pytest.mark.soak
+def test_an_estimator_of_pyspark_ml_trains(found: Any) -> None:
+    assert "probability" in found["pipeline"]
+
+
+def test_functions_run_on_ranks(found: Any) -> None:
+    gangs = found["gangs"]
+    assert gangs["results"] == [[3.0, 0], [3.0, 1]]
+    assert gangs["printed"] == ["[rank 0] of 2", "[rank 1] of 2"]
+    assert gangs["slots"] == 2
+    assert re.match(
+        r"TrainingError: fails: rank 1 on \S+ failed. ValueError: no luck\n", gangs["fails"]
     )
-    assert found["gang"] == (
-        "spark is a pyspark.sql.connect.session.SparkSession, and ranks are tasks of a classic "
-        "SparkSession: Spark Connect has no RDDs. Start one, with sparkdl.session(master)."
+    assert gangs["dies"].startswith("StateLostError: a rank of the gang went away: ")
+    assert gangs["late"].startswith("StalledError: sleep: waited 1.5 s for rank 0")
+
+
+def test_too_few_slots_are_an_error_at_once_or_soon(found: Any) -> None:
+    assert found["training"]["slots"] == (
+        "ParameterError: a gang of 9 ranks needs 9 task slots at once, and this session has 2: ask "
+        "for at most 2 ranks, or for more executors or cores."
     )
+    assert found["gangs"]["silent"].startswith("SessionError: Spark did not begin with the gang's")

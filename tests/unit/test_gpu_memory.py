@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparkdl.engines.resources import _clean_here
+from sparkdl.engines.resources import clean_here
 from sparkdl.replica import run
 from sparkdl.replica.run import live_replica
 from sparkdl.slab import gpu_memory
@@ -107,7 +107,7 @@ def test_the_replica_of_a_run_goes_with_the_run(monkeypatch, tmp_path):
     for _ in range(2):
         assert run.build_replica(made) == "replica"
     assert [thread.name for thread in threading.enumerate()].count("sparkdl-gpu") == 1
-    _clean_here(slab)
+    clean_here(slab)
     assert not run._live
     until = time.monotonic() + 10
     while run._holding[slab.name].is_alive():

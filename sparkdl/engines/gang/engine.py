@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from pyspark.core.rdd import RDD
-from pyspark.resource import ResourceProfile
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
@@ -27,12 +25,10 @@ from sparkdl.engines.gang.rank import CallMethod
 from sparkdl.engines.gang.rank_messages import RankConfig
 from sparkdl.engines.gang.recipe_files import RecipeSource
 from sparkdl.engines.gang.slice_results import SliceResults
-from sparkdl.engines.gang.start import NodeHere, node_of, raise_first, start_ranks, too_few
-from sparkdl.engines.resources import FitResources
+from sparkdl.engines.gang.start import raise_first, start_ranks, too_few
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import StalledError, StateLostError, TrainingError
-from sparkdl.gang.driver import Gang
-from sparkdl.gang.oversubscribe import Oversubscription
+from sparkdl.gang.rank_group import StartableGroup
 from sparkdl.loop.engine import (
     CURRENT,
     IterationResult,
@@ -50,7 +46,6 @@ from sparkdl.replica.iteration import Iteration, IterationRows
 from sparkdl.replica.run import RunSpec
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
-from sparkdl.spark.frames import zip_frames
 
 
 @dataclass(frozen=True)
@@ -75,10 +70,10 @@ class InBackground:
 class GangEngine:
     """The engine that trains on a gang of ranks. See the note in :mod:`sparkdl.engines.gang.rank`."""
 
-    begins_ahead = True
-
     def __init__(
         self,
+        gang: StartableGroup,
+        place_again: Callable[[int], None],
         samples: SampleSet,
         validation: ValidationSet | None,
         layout: Layout,
@@ -87,29 +82,31 @@ class GangEngine:
         built: Description,
         spare: Batch,
         batch_size: int,
-        resources: FitResources,
-        timeout: float | None,
         parallel: ParallelPlan,
         weighted_batches: bool,
         sums: bool,
-        profile: ResourceProfile | None = None,
-        min_ranks: int | None = None,
     ) -> None:
         """Create the engine without starting the ranks.
 
         Args:
+            gang: The ranks. The record of each has the handle of its partition of the training
+                samples or, with validation, a pair of handles.
+            place_again: A function that has samples placed again which do not lie on the nodes of
+                their ranks: 0 for those of the training, 1 for those of the validation.
+            samples: The training samples.
+            validation: The validation samples, or None.
+            layout: The layout of the model's flat vector.
+            run: The constants of the run.
+            recipe: The recipe, pickled.
+            built: The description of the new model, which the ranks compare with what they build.
             spare: See :class:`sparkdl.engines.gang.rank_messages.RankConfig`.
+            batch_size: The rows of an iteration's global batch.
+            parallel: The plan of how the ranks share the work.
             weighted_batches: See :class:`sparkdl.engines.gang.rank_messages.RankConfig`.
             sums: See :class:`sparkdl.engines.gang.rank_messages.RankConfig`.
-            min_ranks: The smallest number of task slots that is enough. None means one for each rank.
         """
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run, self._validation = layout, run, validation
-        assert samples.rdd is not None
-        self._samples: list[RDD] = [samples.rdd]
-        if validation is not None:
-            assert validation.samples.rdd is not None
-            self._samples.append(validation.samples.rdd)
         checksums = tuple(handle.checksum for handle in samples.handles)
         self._recipe, source = recipe, RecipeSource.of(run.slab, recipe)
         self._setup = RankConfig(
@@ -118,18 +115,13 @@ class GangEngine:
         self._node_ids: tuple[str, ...] = ()
         self._writing = False
         self._results = SliceResults(self._call, run.slab, run.slices)
-        frames = self._samples[0]
-        if validation is not None:
-            frames = zip_frames(frames, self._samples[1])
-        name = f"{run.slab.name}-gang"
-        hosting = None
-        if min_ranks is not None:
-            hosting = Oversubscription(min_ranks, node_of, NodeHere(run.slab))
-        self._gang = Gang(
-            resources.context, frames, name, timeout=timeout, profile=profile, hosting=hosting
-        )
+        self._gang, self._place_again = gang, place_again
         self._asked = InFlight(self._gang, self._step)
-        resources.closing(self._gang)
+
+    @property
+    def begins_ahead(self) -> bool:
+        """See :class:`sparkdl.loop.engine.Engine`."""
+        return self._gang.ahead
 
     def load(
         self,
@@ -149,7 +141,7 @@ class GangEngine:
         """Start the gang, if it is not running."""
         if not self._gang.running:
             self._asked.forget()
-            self._node_ids = start_ranks(self._gang, self._setup, self._recipe, self._samples)
+            self._node_ids = start_ranks(self._gang, self._setup, self._recipe, self._place_again)
 
     @property
     def capacity_note(self) -> str:

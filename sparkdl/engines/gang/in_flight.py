@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from sparkdl.engines.gang.rank import CallMethod
 from sparkdl.engines.gang.rank_messages import RankReport
-from sparkdl.gang.driver import Gang
+from sparkdl.gang.rank_group import RankGroup
 from sparkdl.replica.iteration import Iteration, IterationRows
 
 
@@ -49,7 +49,7 @@ class InFlight:
         step: Makes the message to the ranks from an iteration.
     """
 
-    def __init__(self, gang: Gang, step: Callable[[Iteration], IterationRows]) -> None:
+    def __init__(self, gang: RankGroup, step: Callable[[Iteration], IterationRows]) -> None:
         self._gang, self._step = gang, step
         self._waiting: deque[_Asked] = deque()
         self._ended = 0.0

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdl.errors import SlabFullError
-from sparkdl.gang.driver import Gang
+from sparkdl.gang.rank_group import RankGroup
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.run import RECIPE
@@ -39,7 +39,7 @@ class RecipeSource:
     def of(slab: SlabConfig, recipe: bytes) -> RecipeSource:
         return RecipeSource(slab, recipe if len(recipe) <= INLINE_BYTES else None)
 
-    def bring(self, gang: Gang, recipe: bytes) -> None:
+    def bring(self, gang: RankGroup, recipe: bytes) -> None:
         """Write ``recipe`` to a file on each node of the ranks, unless it is inline."""
         if self.inline is not None:
             return
@@ -49,7 +49,7 @@ class RecipeSource:
             first = [node_ids.index(node_id) == rank for rank, node_id in enumerate(node_ids)]
             gang.call_each([write if writes else _Nothing() for writes in first], DOING)
 
-    def remove(self, gang: Gang) -> None:
+    def remove(self, gang: RankGroup) -> None:
         """Delete the files. Call this after every rank has built its replica."""
         if self.inline is None:
             gang.call(_Remove(self.slab), DOING)

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pyspark.core.rdd import RDD
+from pyspark.resource import ResourceProfile
 
 from sparkdl.data.fields import SampleHandle
 from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
 from sparkdl.engines.gang.rank_messages import RankConfig, RankStatus
-from sparkdl.engines.resources import MAX_SUBMISSIONS, compute_again, samples_changed
+from sparkdl.engines.resources import (
+    MAX_SUBMISSIONS,
+    FitResources,
+    compute_again,
+    samples_changed,
+)
 from sparkdl.errors import TrainingError, UserError
 from sparkdl.gang.driver import Gang
+from sparkdl.gang.oversubscribe import Oversubscription
+from sparkdl.gang.rank_group import StartableGroup
 from sparkdl.replica.compare import check_same
 from sparkdl.slab.root import SlabConfig, open_root
+from sparkdl.spark.frames import zip_frames
 
 DOING = "setting up the ranks"
 
 
 def start_ranks(
-    gang: Gang, setup: RankConfig, recipe: bytes, samples: Sequence[RDD]
+    gang: StartableGroup,
+    setup: RankConfig,
+    recipe: bytes,
+    place_again: Callable[[int], None],
 ) -> tuple[str, ...]:
     """Start the ranks, let each build what it holds, and check that they can train together.
 
@@ -30,7 +42,8 @@ def start_ranks(
         gang: The gang.
         setup: The configuration of every rank.
         recipe: The recipe, pickled, which the ranks get as ``setup`` says.
-        samples: The training samples and, if there are any, the validation samples.
+        place_again: A function that has the training samples (0) or the validation samples (1) placed
+            again, because they do not lie on the nodes of their ranks.
 
     Returns:
         The id of each rank's node.
@@ -48,9 +61,9 @@ def start_ranks(
         if all(all(standing.here) for standing in found):
             break
         gang.close()
-        for number, rdd in enumerate(samples):
+        for number in range(len(found[0].here)):
             if not all(standing.here[number] for standing in found):
-                compute_again(rdd)
+                place_again(number)
     else:
         raise TrainingError(
             f"{DOING}: after {MAX_SUBMISSIONS} times some still find themselves on other nodes than "
@@ -66,6 +79,33 @@ def start_ranks(
     raise_first(gang.call(CallMethod("begin", (theirs,)), DOING))
     setup.recipe.remove(gang)
     return tuple(each.node_id for each in locations)
+
+
+def gang_of_rdds(
+    resources: FitResources,
+    name: str,
+    samples: Sequence[RDD],
+    timeout: float | None,
+    profile: ResourceProfile | None = None,
+    min_ranks: int | None = None,
+) -> tuple[Gang, Callable[[int], None]]:
+    """Return a gang for the partitions of samples, and what places these again.
+
+    Args:
+        resources: What the fit owns in Spark; it closes the gang.
+        name: The job group of the gang.
+        samples: The RDDs of the training samples and, if there are any, of the validation samples.
+        timeout: The seconds in which a command must end. None means no limit.
+        profile: The resources of the ranks' tasks, if they differ from those of other tasks.
+        min_ranks: The smallest number of task slots that is enough. None means one for each rank.
+    """
+    frames = samples[0] if len(samples) == 1 else zip_frames(*samples)
+    hosting = None
+    if min_ranks is not None:
+        hosting = Oversubscription(min_ranks, node_of, NodeHere(resources.slab))
+    gang = Gang(resources.context, frames, name, timeout=timeout, profile=profile, hosting=hosting)
+    resources.closing(gang)
+    return gang, lambda number: compute_again(samples[number])
 
 
 def node_of(records: list[Any]) -> str:

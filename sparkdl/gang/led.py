@@ -1,0 +1,255 @@
+"""A gang that its own rank 0 leads, where there is no driver that ranks can reach.
+
+[Note: a gang without a driver] The client of Spark Connect cannot be reached from executors, so rank 0
+does what the driver does elsewhere: the others connect to it and serve its commands. Its own commands
+rank 0 runs in the same thread, between sending them and awaiting the results of the others: no second
+process takes memory, and nobody else draws random numbers. Therefore it must not send commands ahead:
+it would await the results of the first only after it has run the last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import signal
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from pyspark import cloudpickle
+
+from sparkdl.errors import SessionError, StalledError, StateLostError, TrainingError
+from sparkdl.gang.channel import Listener
+from sparkdl.gang.environment import Where
+from sparkdl.gang.process_group import form_group
+from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, StartableGroup
+from sparkdl.gang.rank_task import Command, Failure, RankContext, describe_failure, packed_result
+
+REACH_SECONDS = 30.0
+"""The time in which every rank must reach rank 0, and every other rank."""
+JOB = 1
+"""The job number of the ranks, which are never started again."""
+YEAR_SECONDS = 365 * 86400.0
+
+
+class LedRanks(ConnectedRanks):
+    """The ranks of a gang, as rank 0 leads them; see the note above.
+
+    Args:
+        arrivals: The other ranks.
+        timeout: The seconds in which a command must end. None means no limit.
+        own: The context of rank 0.
+        output: Whether what rank 0 prints is printed as that of the others is.
+    """
+
+    def __init__(
+        self, arrivals: ArrivedRanks, timeout: float | None, own: RankContext, output: bool
+    ) -> None:
+        super().__init__(arrivals, timeout)
+        self.size, self._own, self._output = own.size, own, output
+        self._hosts = {0: socket.gethostname(), **self._hosts}
+        self._told = {0: deque(), **self._told}
+        self._commands: deque[bytes] = deque()
+        self._failed: dict[int, Failure] = {}
+
+    def _send(self, contents: Sequence[list[bytes]]) -> None:
+        self._commands.extend(contents[0])
+        super()._send(contents)
+
+    def _await(self, doing: str, failed: Any = None) -> None:
+        """Run the next command of rank 0, then await the others."""
+        if not self._told[0] and not self._failed:
+            with _bounded(self._timeout, lambda: self._late(doing, [0])):
+                self._run(self._commands.popleft())
+        super()._await(doing, self._failed if not self._told[0] else {})
+
+    def _run(self, content: bytes) -> None:
+        """Run a command as :class:`sparkdl.gang.rank_task.Rendezvous` does, with copies."""
+        try:
+            command: Command = cloudpickle.loads(content)
+            with self._printed():
+                result = packed_result(command(self._own))
+            self._told[0].append((result, time.monotonic()))
+            if self._own.afterwards is not None:
+                work, self._own.afterwards = self._own.afterwards, None
+                work()
+        except StalledError:
+            self.close()
+            raise
+        except Exception as error:  # if it comes afterwards, the next command fails with it
+            self._failed = {0: describe_failure(error)}
+
+    @contextlib.contextmanager
+    def _printed(self) -> Iterator[None]:
+        """Print what is printed in the block as that of rank 0."""
+        if not self._output:
+            yield
+            return
+        text = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+                yield
+        finally:
+            if text.getvalue():
+                self._print(0, text.getvalue().removesuffix("\n"))
+
+
+@contextlib.contextmanager
+def _bounded(seconds: float | None, late: Callable[[], StalledError]) -> Iterator[None]:
+    """Raise ``late()`` in the block after so many seconds, as soon as Python runs again in it.
+
+    Whatever waits for other ranks has a limit of its own.
+    """
+    if seconds is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise late()
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class LedGang(StartableGroup):
+    """A gang that the rank of this process leads.
+
+    The ranks come together once. After an error of a command the gang has ended.
+
+    Args:
+        listener: The end that the other ranks connect to.
+        own: The context of rank 0.
+        timeout: The seconds in which a command must end. None means no limit.
+        output: Whether to print what ranks print.
+    """
+
+    ahead = False
+
+    def __init__(
+        self, listener: Listener, own: RankContext, timeout: float | None, output: bool = False
+    ) -> None:
+        self.size = self.tasks = own.size
+        self._listener, self._own, self._timeout = listener, own, timeout
+        self._output = output
+        self._ranks: LedRanks | None = None
+        self._started, self._ended = False, False
+        self.where: list[Where] = []
+
+    @property
+    def running(self) -> bool:
+        return self._started
+
+    def start(self) -> None:
+        """Bring the ranks together, unless they are.
+
+        Raises:
+            sparkdl.SessionError: If ranks do not reach each other.
+            sparkdl.StateLostError: If ranks were lost: only a new gang can have others.
+        """
+        self.come_together()
+        self._started = True
+
+    def come_together(self) -> None:
+        """See :meth:`start`. Afterwards the gang takes commands, but does not count as running."""
+        if self._ended:
+            raise StateLostError(
+                "the ranks have ended, and the task of rank 0 cannot start others."
+            )
+        if self._ranks is not None:
+            return
+        arrivals = ArrivedRanks(JOB, self.size, first=1)
+        until = time.monotonic() + REACH_SECONDS
+        while arrivals.missing and time.monotonic() < until:
+            arrived = self._listener.accept(0.5)
+            if arrived is not None:
+                arrivals.admit(*arrived)
+        if arrivals.missing:
+            arrivals.disconnect()
+            raise unreached(arrivals.missing, f"rank 0 at {self._own.address}")
+        self._ranks = LedRanks(arrivals, self._timeout, self._own, self._output)
+        joining = functools.partial(self.call, doing="joining the process group")
+        doors = joining(_open_door)
+        for rank, missed in enumerate(joining(_Knock(tuple(doors)))):
+            if missed:
+                self.close()
+                raise unreached(missed, f"rank {rank} at {doors[rank][0]}")
+        self.where = form_group(joining, self._timeout or YEAR_SECONDS)
+
+    def send_each(self, commands: Iterable[Command]) -> None:
+        """See :class:`sparkdl.gang.rank_group.RankGroup`, also for the two methods below."""
+        assert self._ranks is not None
+        self._ranks.send_each(commands)
+
+    def send(self, commands: Sequence[Command]) -> None:
+        assert self._ranks is not None
+        self._ranks.send(commands)
+
+    def answers(self, doing: str) -> tuple[list[Any], float]:
+        assert self._ranks is not None
+        try:
+            return self._ranks.answers(doing)
+        except TrainingError:
+            self.close()
+            raise
+
+    def leave(self) -> None:
+        """See :class:`sparkdl.gang.rank_group.StartableGroup`. The ranks wait for what comes next."""
+        self._started = False
+
+    def close(self) -> None:
+        self._started = False
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ended, self._ranks = True, None
+        self._listener.close()
+
+
+def unreached(ranks: Sequence[int], where: str) -> SessionError:
+    """Return the error to raise if ranks cannot reach one of them.
+
+    Args:
+        ranks: The ranks that do not reach it.
+        where: The one that they do not reach.
+    """
+    names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+    return SessionError(
+        f"{names} could not reach {where} within {REACH_SECONDS:.0f} s. The executors of a gang "
+        "exchange data by TCP, on ports that the system chooses: this compute must allow connections "
+        "between its executors."
+    )
+
+
+def _open_door(member: RankContext) -> tuple[str, int]:
+    """Listen on a port until the rank ends, for :class:`_Knock`; return address and port."""
+    family = socket.getaddrinfo(member.address, 0, type=socket.SOCK_STREAM)[0][0]
+    door = socket.create_server((member.address, 0), family=family, backlog=1024)
+    member.kept["door"] = member.at_end.enter_context(door)
+    return member.address, int(door.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class _Knock:
+    """The command that returns the ranks which this one cannot reach; ``doors`` are those of all."""
+
+    doors: tuple[tuple[str, int], ...]
+
+    def __call__(self, member: RankContext) -> list[int]:
+        missed, until = [], time.monotonic() + REACH_SECONDS
+        for rank, door in enumerate(self.doors):
+            try:
+                left = max(1.0, until - time.monotonic())
+                socket.create_connection(door, timeout=left).close()
+            except OSError:
+                missed.append(rank)
+        return missed

@@ -1,0 +1,244 @@
+"""A fit in a session of Spark Connect, as its tasks see it: rank 0 does what else a driver does."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark import BarrierTaskContext, cloudpickle
+from torch import nn
+
+from sparkdl.checkpoint.resume import ResumeCandidates
+from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.data.fields import SampleHandle, check_handles
+from sparkdl.data.preview import Preview
+from sparkdl.data.ragged import Rows
+from sparkdl.data.samples import SampleSet, sample_set
+from sparkdl.data.table_parts import WriteBoth
+from sparkdl.engines.gang.rank import frames_of
+from sparkdl.engines.registry import EngineInputs
+from sparkdl.engines.resources import clean_here
+from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.errors import DataError
+from sparkdl.gang.led import LedGang
+from sparkdl.gang.led_task import RESULT
+from sparkdl.gang.rank_task import RankContext
+from sparkdl.infer.kept_state import StoredState
+from sparkdl.infer.output import Output
+from sparkdl.infer.shipped_module import Artifact
+from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.history import History
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState
+from sparkdl.process.numerics import Numerics
+from sparkdl.settings import Settings
+from sparkdl.slab.root import SlabConfig
+from sparkdl.train.carried import CarriedRun
+from sparkdl.train.course import FinishedEngine, Start, run_course, with_state
+from sparkdl.train.engine_inputs import engine_inputs
+from sparkdl.train.fit_result import trained_model
+from sparkdl.train.large_result import StoredRows, store_rows
+from sparkdl.train.place_samples import check_validation
+from sparkdl.train.prepare import PreparedModel, prepare
+
+if TYPE_CHECKING:
+    from sparkdl.infer.trained_model import TrainedModel
+    from sparkdl.train.trainer import Trainer
+
+MAX_ROWS_BYTES = 64_000_000
+"""The largest result that comes back as rows of the query: the server holds all rows of a task at
+once."""
+STORED = "stored"
+"""The kind of the row that says where a larger result is."""
+
+
+@dataclass(frozen=True)
+class FitOrder:
+    """The order that rank 0 gets: what it is to train, and how.
+
+    Attributes:
+        trainer: The trainer, without the data of its validation.
+        start: The earlier result with whose weights to begin, or None.
+        kept: The optimizer state to begin with, or None.
+        carried: The end of the previous pass, for ``partial_fit``.
+        one_pass: True for ``partial_fit``.
+        any_data: The checkpoint may come from other data.
+        settings: The settings of the session.
+        numerics: The client's numeric settings of torch.
+    """
+
+    trainer: Trainer
+    start: TrainedModel | None
+    kept: StoredState | None
+    carried: CarriedRun | None
+    one_pass: bool
+    any_data: bool
+    settings: Settings
+    numerics: Numerics = field(default_factory=Numerics.here)
+
+
+@dataclass(frozen=True)
+class FitEnd:
+    """The end of a fit, without its weights, which are in rows of their own.
+
+    Attributes:
+        samples: The description of the training samples.
+        output: The model's output for one sample, or None.
+        state: The state in which the run ended.
+        history: The history of the run.
+        kinds: The kinds of weights.
+        packed: The packed state of each slice, if it was collected.
+        packed_best: The packed slices of the best weights, if they are kept.
+        schedule: The schedule as it stands, for the next pass.
+    """
+
+    samples: SampleSet
+    output: Output | None
+    state: TrainState
+    history: History
+    kinds: list[str]
+    packed: tuple[bytes, ...] | None
+    packed_best: tuple[bytes, ...] | None
+    schedule: Schedule | None
+
+
+@dataclass(frozen=True)
+class LedFit:
+    """A fit, as the work of a gang that its rank 0 leads; see :class:`sparkdl.gang.led_task.LedWork`.
+
+    Attributes:
+        slab: The slabs of the run.
+        write: Writes the rows of a task.
+        num_features: The number of inputs of a sample.
+        weighted: Whether samples have weights.
+        order: The pickled :class:`FitOrder`, or the artifact that has it.
+        resume: The checkpoint to resume from, or None.
+        most: The bytes of the largest result that comes back as rows.
+        again: Whether the gang was submitted before, and lost.
+    """
+
+    slab: SlabConfig
+    write: WriteBoth
+    num_features: int
+    weighted: bool
+    order: bytes | Artifact
+    resume: str | None
+    most: int = MAX_ROWS_BYTES
+    again: bool = False
+
+    def begin(self, batches: Iterable[pa.RecordBatch]) -> list[Any]:
+        frames = [pickle.dumps(handle) for handle in self.write(batches)]
+        return [tuple(frames)]
+
+    def end(self) -> None:
+        clean_here(self.slab)
+
+    def lead(self, gang: LedGang, frames: list[list[Any]]) -> Iterator[tuple[str, bytes]]:
+        began = time.monotonic()
+        parts = [[pickle.loads(frame) for frame in frames_of(records)] for records in frames]
+        training = [handles[0] for handles in parts]
+        check_handles(training, "column")
+        order: FitOrder = pickle.loads(
+            self.order if isinstance(self.order, bytes) else self.order.value
+        )
+        trainer = order.trainer
+        order.numerics.use()
+        model = prepare(trainer, order.start, check_data=lambda data: None)
+        start = self._start(order)
+        gang.come_together()
+        samples = self._samples(gang, training, 0)
+        validation = None
+        if trainer.validation is not None:
+            validation = self._validation(gang, [handles[1] for handles in parts], samples)
+        threads = BarrierTaskContext.get().cpus()
+
+        def inputs(tried: PreparedModel, scored: ValidationSet | None) -> EngineInputs:
+            settings = order.settings
+            return engine_inputs(
+                trainer, settings, tried, samples, scored, self.slab, threads, None, gang
+            )
+
+        def take(done: FinishedEngine) -> tuple[FinishedEngine, dict[str, Any]]:
+            return done, {kind: done.engine.weights(kind) for kind in done.kinds}
+
+        payload, prepared = model.payload, [model]
+        model = replace(model, module=nn.Module())
+        finished = run_course(
+            trainer, prepared, samples, validation, start, inputs, take, "false", began
+        )
+        done, weights = finished.result
+        if any(type(each).on_result is not Callback.on_result for each in finished.callbacks):
+            make, kinds = done.make, done.kinds
+            trained = trained_model(make, payload, kinds, weights.__getitem__, done.history)
+            with_state(trained, finished.packed, model)
+            for callback in finished.callbacks:
+                callback.on_result(trainer, trained)
+        end = FitEnd(
+            replace(samples, handles=(), preview=[], more=[]),
+            done.output,
+            finished.state,
+            done.history,
+            done.kinds,
+            finished.packed,
+            finished.packed_best,
+            finished.schedule if order.one_pass else None,
+        )
+        rows = {RESULT: cloudpickle.dumps(end)}
+        rows.update((kind, flat.numpy().tobytes()) for kind, flat in weights.items())
+        yield from self._rows(trainer, rows)
+
+    def _rows(self, trainer: Trainer, rows: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+        """Yield the rows, or where they are if they are too large."""
+        if sum(map(len, rows.values())) <= self.most or trainer.checkpoint is None:
+            yield from rows.items()
+            return
+        stored: StoredRows = store_rows(trainer.checkpoint.path, rows)
+        yield STORED, pickle.dumps(stored)
+
+    def _start(self, order: FitOrder) -> Start:
+        """Return the state in which the run begins, once its checkpoints can be written."""
+        trainer, resuming = order.trainer, None
+        if self.resume is not None:
+            any_data = order.one_pass or order.any_data
+            resuming = ResumeCandidates(trainer.checkpoint, self.resume, any_data)
+        if trainer.checkpoint is not None:
+            store = CheckpointStore(trainer.checkpoint.path)
+            store.prepare()
+            if resuming is None and order.carried is None and not self.again:
+                store.tell_of_another_run(trainer.checkpoint.keep)
+        return Start(resuming, order.kept, order.carried, order.one_pass)
+
+    def _validation(
+        self, gang: LedGang, handles: list[SampleHandle], samples: SampleSet
+    ) -> SampleSet:
+        try:
+            check_handles(handles, "column")
+            found = self._samples(gang, handles, 1)
+        except DataError as error:
+            raise DataError(f"validation data: {error}") from None
+        check_validation(samples, found)
+        return found
+
+    def _samples(self, gang: LedGang, handles: list[SampleHandle], part: int) -> SampleSet:
+        preview = Preview.of(handles)
+        read = gang.call(_ReadPreview(preview, part), "looking at the first samples")
+        rows = preview.join([read[partition] for partition in preview.rows])
+        return sample_set(None, handles, self.num_features, self.weighted, rows)
+
+
+@dataclass(frozen=True)
+class _ReadPreview:
+    """The command that reads a rank's rows of a preview, of the training (0) or the validation (1)."""
+
+    preview: Preview
+    part: int
+
+    def __call__(self, member: RankContext) -> list[Rows] | None:
+        if member.rank not in self.preview.rows:
+            return None
+        handle = pickle.loads(frames_of(member.frames)[self.part])
+        return self.preview.read(member.rank, handle)

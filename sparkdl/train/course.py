@@ -1,0 +1,202 @@
+"""The course of a fit: what comes between the placement of its samples and its result.
+
+It needs no Spark: it runs on the driver, or in rank 0 of a gang that has no driver.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+from torch import nn
+
+from sparkdl.checkpoint.identity import ModelIdentity
+from sparkdl.checkpoint.resume import ResumeCandidates
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.registry import EngineInputs, build_engine
+from sparkdl.engines.resources import FitResources
+from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.infer.checkpoint_model import manifest_of_model
+from sparkdl.infer.kept_state import StoredState
+from sparkdl.infer.output import Output
+from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.advance import catch_up
+from sparkdl.loop.callbacks import Callback, added_callbacks
+from sparkdl.loop.config import LoopConfig
+from sparkdl.loop.engine import BEST, Engine
+from sparkdl.loop.history import History
+from sparkdl.loop.history_tables import counted
+from sparkdl.loop.interrupt import interruptible
+from sparkdl.loop.loop import train
+from sparkdl.loop.progress import progress_of
+from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.state import TrainState, recent_validations
+from sparkdl.loop.triggers import MaxEpoch
+from sparkdl.model.recipe import weights_digest
+from sparkdl.slices.slice_file import PackSlice
+from sparkdl.train.carried import CarriedRun
+from sparkdl.train.engine_inputs import load_start, packed_state
+from sparkdl.train.fit_result import result_maker, wanted_weights
+from sparkdl.train.periodic_tasks import run_identity, stages_of
+from sparkdl.train.place_samples import validation_set
+from sparkdl.train.preflight import preflight, with_dimensions
+from sparkdl.train.prepare import PreparedModel
+from sparkdl.train.rescue import Rescue
+from sparkdl.train.trainer import Trainer
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Start:
+    """The state in which a run begins, if that is not the recipe's.
+
+    Attributes:
+        resuming: The checkpoints to resume from, or None.
+        kept: The optimizer state to begin with, or None.
+        carried: The end of the previous pass, for ``partial_fit``.
+        one_pass: True for ``partial_fit``: one pass over the data, which is a part of all data.
+    """
+
+    resuming: ResumeCandidates | None = None
+    kept: StoredState | None = None
+    carried: CarriedRun | None = None
+    one_pass: bool = False
+
+
+@dataclass(frozen=True)
+class FinishedCourse(Generic[Result]):
+    """The end of a course.
+
+    Attributes:
+        result: The result that ``take`` has made of the engine.
+        state: The state in which the run ended.
+        schedule: The schedule as it stands.
+        packed: The packed state of each slice, if it is wanted and could be collected.
+        packed_best: The packed slices of the best weights, if they are kept for another pass.
+        callbacks: The callbacks of the run.
+    """
+
+    result: Result
+    state: TrainState
+    schedule: Schedule
+    packed: tuple[bytes, ...] | None
+    packed_best: tuple[bytes, ...] | None
+    callbacks: list[Callback]
+
+
+@dataclass(frozen=True)
+class FinishedEngine:
+    """An engine that has trained, and what its result is made of.
+
+    Attributes:
+        engine: The engine.
+        kinds: The kinds of weights that the result holds.
+        make: Makes the :class:`TrainedModel` from a ``module`` and a ``history``.
+        output: The model's output for one sample, or None.
+        history: The history of the run.
+    """
+
+    engine: Engine
+    kinds: list[str]
+    make: Callable[..., TrainedModel]
+    output: Output | None
+    history: History
+
+
+def run_course(
+    trainer: Trainer,
+    prepared: list[PreparedModel],
+    samples: SampleSet,
+    validation_samples: SampleSet | None,
+    start: Start,
+    inputs: Callable[[PreparedModel, ValidationSet | None], EngineInputs],
+    take: Callable[[FinishedEngine], Result],
+    progress_mode: str,
+    began: float,
+    resources: FitResources | None = None,
+) -> FinishedCourse[Result]:
+    """Try the model out, build the engine, train, and take the result from the engine.
+
+    Args:
+        trainer: The user's trainer.
+        prepared: A list with the prepared model, which is taken out of it: its module takes memory.
+        samples: The training samples, in place.
+        validation_samples: The validation samples, in place, or None.
+        start: The state in which the run begins.
+        inputs: Makes the inputs of the engine, once the model has been tried out.
+        take: Takes the result from the engine.
+        progress_mode: The value of ``spark.sparkdl.progress``.
+        began: The time when ``fit`` was called, by ``time.monotonic()``.
+        resources: What the fit owns in Spark, if it runs on the driver.
+    """
+    model, one_pass, carried = prepared.pop(), start.one_pass, start.carried
+    validation = validation_set(trainer, validation_samples, model.float_dtype)
+    output, sums = preflight(trainer, model, samples, validation, endless=one_pass)
+    model = replace(model, sums=sums)
+    validation = with_dimensions(validation, output)
+    engine = build_engine(trainer.engine, inputs(model, validation))
+    identity = run_identity(trainer, model, samples.handles)
+    make = result_maker(trainer, model, samples, output)
+    state, history = load_start(
+        trainer, engine, identity, start.resuming, start.kept, carried, resources, anew=one_pass
+    )
+    if one_pass:
+        trainer = replace(trainer, stop=MaxEpoch(state.epoch + 1))
+    if carried is not None and carried.schedule is not None:
+        schedule = carried.schedule
+        schedule.after(schedule.at, state)
+    else:
+        schedule = model.schedule
+        state = catch_up(schedule, state, history)
+    if one_pass and not schedule.follows_validations:
+        state = replace(state, validations=recent_validations(state.validations))
+    manifest_model = manifest_of_model(
+        make(module=model.module, history=history), trainer.freeze, trainer.unfreeze
+    )
+    stages = stages_of(
+        trainer, engine, validation, identity, manifest_model, state, history, one_pass
+    )
+    progress = progress_of(progress_mode, _facts(trainer, model, samples), began, one_pass)
+    model = replace(model, module=nn.Module())  # the preflight's module takes memory
+    rescue = Rescue(trainer, engine, identity, manifest_model, history, one_pass)
+    with interruptible() as interrupt, rescue, contextlib.closing(progress):
+        own: list[Callback] = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
+        callbacks = [rescue, *own, progress]
+        config = LoopConfig.of(trainer)
+        state = train(
+            trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
+        )
+        kinds = wanted_weights(trainer, state)
+        result = take(FinishedEngine(engine, kinds, make, output, history))
+        wanted = trainer.keep_optimizer_state or one_pass
+        packed = packed_state(engine, lose_it=not one_pass) if wanted else None
+        best = BEST in kinds and one_pass
+        packed_best = tuple(engine.map_slices(PackSlice(), BEST)) if best else None
+    return FinishedCourse(result, state, schedule, packed, packed_best, own)
+
+
+def with_state(
+    trained: TrainedModel, packed: tuple[bytes, ...] | None, model: PreparedModel
+) -> TrainedModel:
+    """Return ``trained`` with its optimizer state, if that was collected.
+
+    Args:
+        trained: The trained model.
+        packed: The packed state of each slice, or None.
+        model: The prepared model.
+    """
+    if packed is not None:
+        digest, identity = weights_digest(trained.module), ModelIdentity.of(model.layout)
+        trained.optimizer_state = StoredState(packed, identity, model.optimizers, digest)
+    return trained
+
+
+def _facts(trainer: Trainer, model: PreparedModel, samples: SampleSet) -> str:
+    """Return the model, the rows, the replicas and the engine in words, for the log."""
+    kind = type(model.module).__name__
+    size = counted(sum(parameter.numel() for parameter in model.module.parameters()), "parameter")
+    rows, replicas = counted(sum(samples.counts), "row"), counted(len(samples.counts), "replica")
+    return f'{kind} of {size} on {rows}: {replicas}, engine="{trainer.engine}"'

@@ -1,0 +1,185 @@
+"""The submissions of a fit in a session of Spark Connect, and the queries around them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame
+
+from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
+from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.engines.resources import clean_here
+from sparkdl.errors import SparkdlError, StateLostError
+from sparkdl.gang.connect import run_led
+from sparkdl.gang.led_task import LedTask
+from sparkdl.loop.progress import log_line
+from sparkdl.settings import Settings
+from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.failures import reading_explained
+from sparkdl.spark.worker import finish_task
+from sparkdl.train.connected_rank import LedFit
+from sparkdl.usercode import accompanied
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+logger = logging.getLogger("sparkdl")
+MAX_LOSSES = 16
+"""The number of times that ranks may be lost without a new checkpoint, if the run writes any."""
+LOSSES_FROM_START = 4
+"""The same of a run without checkpoints, which begins again each time."""
+
+
+@dataclass(frozen=True)
+class NewestCheckpoint:
+    """The newest checkpoint of a run's folder.
+
+    Attributes:
+        uri: Its folder, or "".
+        iteration: The number of its iteration.
+        replicas: M of the checkpoint to resume from, or None.
+    """
+
+    uri: str
+    iteration: int
+    replicas: int | None
+
+
+@dataclass(frozen=True)
+class _Look:
+    """The task that looks for checkpoints, where the executors see them."""
+
+    checkpoint: Any
+    resume: str | None
+    any_data: bool
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in batches:
+            pass
+        found: Any
+        try:
+            found = self._found()
+        except SparkdlError as error:
+            found = error
+        yield pa.RecordBatch.from_arrays(
+            [pa.array([pickle.dumps(found)], pa.binary())], names=["found"]
+        )
+        finish_task()
+
+    def _found(self) -> NewestCheckpoint:
+        uri, iteration, replicas = "", 0, None
+        if self.checkpoint is not None:
+            for place, manifest in CheckpointStore(self.checkpoint.path).candidates():
+                uri, iteration = place, manifest.iteration
+                break
+        if self.resume is not None:
+            replicas = ResumeCandidates(self.checkpoint, self.resume, self.any_data).replicas
+        return NewestCheckpoint(uri, iteration, replicas)
+
+
+def look(session: Any, trainer: Trainer, resume: str | None, any_data: bool) -> NewestCheckpoint:
+    """Return what the executors see of a run's checkpoints.
+
+    Args:
+        session: The session.
+        trainer: The trainer, which says where they are.
+        resume: The checkpoint to resume from, or None.
+        any_data: The checkpoint may come from other data.
+
+    Raises:
+        UserError: There is no checkpoint to resume from.
+        CheckpointError: The folder cannot be read.
+    """
+    task = accompanied(_Look(trainer.checkpoint, resume, any_data))
+    with reading_explained("looking for checkpoints"):
+        table = session.range(0, 1, 1, 1).mapInArrow(task, "found binary").toArrow()
+    found: Any = pickle.loads(table.to_pylist()[0]["found"])
+    if isinstance(found, SparkdlError):
+        raise found
+    assert isinstance(found, NewestCheckpoint)
+    return found
+
+
+@dataclass(frozen=True)
+class _Clean:
+    """The task that removes what killed ranks have left on its node."""
+
+    slab: SlabConfig
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in batches:
+            pass
+        clean_here(self.slab)
+        finish_task()
+        yield from ()
+
+
+@dataclass(frozen=True)
+class Submissions:
+    """The submissions of a fit: one, and another for each time that ranks are lost.
+
+    Attributes:
+        session: The session.
+        trainer: The trainer.
+        settings: The settings of the session.
+        frame: The rows, with a partition for each rank.
+        ranks: The number of ranks.
+        fit: The work of the ranks.
+        before: The newest checkpoint before the run.
+    """
+
+    session: Any
+    trainer: Trainer
+    settings: Settings
+    frame: DataFrame
+    ranks: int
+    fit: LedFit
+    before: NewestCheckpoint
+
+    def rows(self) -> dict[str, bytes]:
+        """Return what rank 0 has yielded. Raises what it has raised."""
+        fit, losses, last = self.fit, 0, self.before
+        news = None if self.settings.progress == "false" else self._tell
+        while True:
+            task = LedTask(fit, timeout=self.settings.timeout)
+            try:
+                return run_led(self.frame, task, self.ranks, self.trainer.resource_profile, news)
+            except StateLostError as lost:
+                losses += 1
+                newest = self._newest()
+                if newest.uri != last.uri:
+                    losses, last = 1, newest
+                if losses >= (MAX_LOSSES if self.trainer.checkpoint else LOSSES_FROM_START):
+                    raise
+                resume, where = self.fit.resume, "the beginning"
+                if newest.uri != self.before.uri:
+                    resume, where = LATEST, f"the checkpoint after iteration {newest.iteration}"
+                elif resume is not None:
+                    where = "the checkpoint that it began with"
+                reason = str(lost).partition("\n")[0].rstrip(".")
+                logger.warning("%s. Submitted again, from %s.", reason, where)
+                fit = replace(fit, resume=resume, again=True)
+            except BaseException:
+                self._clean()
+                raise
+
+    def _tell(self, seconds: float) -> None:
+        log_line(f"training with {self.ranks} ranks, for {seconds:.0f} s so far")
+
+    def _newest(self) -> NewestCheckpoint:
+        if self.trainer.checkpoint is None:
+            return self.before
+        return look(self.session, self.trainer, None, any_data=False)
+
+    def _clean(self) -> None:
+        """Remove what the ranks have left, as far as tasks get to their nodes."""
+        with contextlib.suppress(PySparkException):
+            tasks = self.session.range(0, self.ranks, 1, self.ranks)
+            tasks.mapInArrow(_Clean(self.fit.slab), "nothing int").toArrow()

@@ -1,0 +1,196 @@
+"""Cases of training in a session of Spark Connect, which ``score_connected`` runs in its session."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import connected_fits
+import torch
+import torch.distributed as dist
+from launch import ROOT, digest
+from torch import nn
+
+import sparkdl
+import sparkdl.gang.connect
+import sparkdl.train.connected
+
+
+def told(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (sparkdl.SparkdlError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("no error")
+
+
+def digests(trained: Any) -> list[str]:
+    found = [trained, trained.ema, trained.best]
+    return [digest(one.module) for one in found if one is not None]
+
+
+def training(
+    folder: Path, data: Any, names: list[str], mistakes: list[str], kills: list[str]
+) -> dict[str, Any]:
+    """The digests of all fits, and what else fits do."""
+    trainers = connected_fits.fits(data)
+    result: dict[str, Any] = {"digests": {}}
+    for name in names:
+        result["digests"][name] = digests(trainers[name].fit(data))
+    good = trainers["perceptron"]
+    bad = connected_fits.bad_fits(data)
+    result["messages"] = {name: told(bad[name]) for name in mistakes}
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("sparkdl").addHandler(handler)
+    note = connected_fits.Note(folder / "note")
+    by_default = replace(good, engine="shuffle", callbacks=[note])
+    result["default engine"] = digests(by_default.fit(data))
+    process, *noted = (folder / "note").read_text().split()
+    result["noted"] = [int(process) != os.getpid(), *noted]
+    lock: Any = threading.Lock()
+    note.path = lock
+    result["callback"] = told(lambda: replace(good, callbacks=[note]).fit(data))
+    result["classic only"] = {
+        "local": told(lambda: replace(good, engine="local").fit(data)),
+        "min_ranks": told(lambda: replace(good, min_ranks=1).fit(data)),
+        "placed": told(lambda: sparkdl.PlacedSamples.of(good, data)),
+        "tune": told(lambda: _search(good, data)),
+    }
+    result["slots"] = told(lambda: replace(good, replicas=9).fit(data))
+    two = [good.partial_fit(data.where(f"kind % 2 = {i}")) for i in (0, 1)]
+    result["passes"] = [digest(trained.module) for trained in two]
+    result["killed"] = {}
+    most, sparkdl.train.connected.MAX_ROWS_BYTES = sparkdl.train.connected.MAX_ROWS_BYTES, 10
+    result["no path"] = told(lambda: good.fit(data))
+    for name in kills:
+        if name == "the beginning":
+            sparkdl.train.connected.MAX_ROWS_BYTES = most
+        kill = connected_fits.Kill(folder / f"killed {name}", 7)
+        where = None if name == "the beginning" else sparkdl.Checkpoint(folder / "checkpoints")
+        trained = replace(good, callbacks=[kill], checkpoint=where).fit(data)
+        result["killed"][name] = [*digests(trained), len(trained.history.last(1000))]
+    sparkdl.train.connected.MAX_ROWS_BYTES = most
+    result["log"] = records
+    result["left"] = [name for name in os.listdir(folder / "checkpoints") if "result" in name]
+    result["slabs"] = os.listdir(folder / "slabs")
+    return result
+
+
+def _search(trainer: Any, data: Any) -> Any:
+    import sparkdl.tune
+
+    return sparkdl.tune.search(trainer, data, {"batch_size": [8]}, metric="loss")
+
+
+def sends(spark: Any, data: Any, model: Any) -> list[int]:
+    """How many files evaluations of a large model and a prediction send."""
+    sent: list[Any] = []
+    add = type(spark).addArtifacts
+    type(spark).addArtifacts = lambda self, *paths, **kinds: (
+        sent.append(paths),
+        add(self, *paths, **kinds),
+    )
+    counts = []
+    try:
+        for _ in range(2):
+            model.evaluate(data, metrics=["mse"])
+            model.transform(data).count()
+            counts.append(len(sent))
+    finally:
+        type(spark).addArtifacts = add
+    return counts
+
+
+def guide(spark: Any, folder: Path) -> list[str]:
+    """Run the page of the guide, and return the metrics that it finds."""
+    text = (ROOT / "docs" / "guide" / "connect.md").read_text()
+    namespace: dict[str, Any] = {"spark": spark, "__name__": "__main__"}
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            exec(block, namespace)
+    finally:
+        os.chdir(before)
+    return sorted(namespace["scores"])
+
+
+def pipeline(data: Any) -> list[str]:
+    import sparkdl.ml
+
+    stage = sparkdl.ml.TorchClassifier(
+        model=lambda: nn.Linear(5, 2),
+        optimizer=torch.optim.Adam,
+        featuresCol="x",
+        labelCol="y",
+        maxEpochs=1,
+        replicas=2,
+    )
+    return stage.fit(data).transform(data).columns
+
+
+def interrupted(spark: Any, folder: Path, data: Any) -> dict[str, Any]:
+    """An interrupt in the middle of a long fit: when its slots are free again, and what is left."""
+    trainer = replace(connected_fits.fits(data)["perceptron"], stop=sparkdl.max_epoch(100_000))
+    threading.Timer(2.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+    try:
+        trainer.fit(data)
+    except KeyboardInterrupt:
+        at = time.monotonic()
+    ranks = sparkdl.gang.run(os.getpid, ranks=2, spark=spark)
+    return {
+        "ranks": len(ranks),
+        "seconds": time.monotonic() - at,
+        "slabs": os.listdir(folder / "slabs"),
+    }
+
+
+def summed(value: float) -> Any:
+    tensor = torch.ones(1) * (dist.get_rank() + value)
+    dist.all_reduce(tensor)
+    print("of", os.environ["WORLD_SIZE"])
+    return {"sum": tensor, "rank": int(os.environ["LOCAL_RANK"])}
+
+
+def fails() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("no luck")
+    dist.barrier()
+
+
+def dies() -> None:
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def gangs(spark: Any) -> dict[str, Any]:
+    """Functions on ranks."""
+    import contextlib
+    import io
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        found = sparkdl.gang.run(summed, 1.0, ranks=2, spark=spark, output=True)
+    result: dict[str, Any] = {
+        "results": [[each["sum"].item(), each["rank"]] for each in found],
+        "printed": sorted(printed.getvalue().splitlines()),
+        "slots": len(sparkdl.gang.run(os.getpid)),
+        "fails": told(lambda: sparkdl.gang.run(fails, ranks=2, spark=spark)),
+        "dies": told(lambda: sparkdl.gang.run(dies, ranks=2, spark=spark)),
+        "late": told(lambda: sparkdl.gang.run(time.sleep, 30, ranks=2, spark=spark, timeout=1.5)),
+    }
+    sparkdl.gang.connect.SILENT_SECONDS = 1.5
+    sparkdl.gang.connect._seen[spark.session_id] = 9  # as where nobody can tell the slots
+    result["silent"] = told(lambda: sparkdl.gang.run(os.getpid, ranks=9, spark=spark))
+    return result
