@@ -53,6 +53,8 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         "model": of("model", config.model.resolve),
         "loss": of("loss", config.loss.resolve_instance),
         "optimizer": of("optimizer", functools.partial(_optimizer, config.optimizer)),
+        "consistency": gradients.consistency
+        and of("gradients.consistency", gradients.consistency.make),
         "compression": gradients.compression
         and of("gradients.compression", gradients.compression.resolve_instance),
         "strategy": of("training.strategy", training.strategy.make)

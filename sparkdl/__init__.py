@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl import gang, optim
 from sparkdl.checkpoint import Checkpoint
+from sparkdl.consistency.stale_synchronous import StaleSynchronous
+from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data import Sample
 from sparkdl.data.columns.convert import Convert
 from sparkdl.data.columns.image import Image
@@ -91,9 +93,11 @@ __all__ = [
     "Sequence",
     "SessionError",
     "SparkdlError",
+    "StaleSynchronous",
     "StalledError",
     "StateLostError",
     "StopTraining",
+    "Synchronous",
     "Tensor",
     "Text",
     "TopK",

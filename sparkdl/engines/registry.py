@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl.consistency.base import Consistency
 from sparkdl.data.batches import preview_batch
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
@@ -47,6 +48,8 @@ class EngineInputs:
         layout: The layout of its flat vector.
         built: The description of the driver's model, which executors compare theirs with.
         batch_size: The rows of an iteration's global batch, local steps included.
+        consistency: The consistency model.
+        replays: Whether the run repeats the decisions of a history.
         sums: Whether the loss returns ``(sum, count)``.
         resources: The fit's Spark resources.
         settings: The settings of the session.
@@ -65,6 +68,8 @@ class EngineInputs:
     layout: Layout
     built: Description
     batch_size: int
+    consistency: Consistency
+    replays: bool
     sums: bool
     resources: FitResources
     settings: Settings
@@ -75,8 +80,13 @@ class EngineInputs:
 
     @property
     def snapshot_seconds(self) -> float | None:
-        """Return the seconds between snapshots; None in local mode, which cannot lose an executor."""
-        return None if is_local(self.resources.context) else self.settings.snapshot_seconds
+        """Return the seconds between snapshots; None if there are to be none.
+
+        In local mode no executor can be lost. In a replay a snapshot would end versions that the
+        history has read.
+        """
+        never = self.replays or is_local(self.resources.context)
+        return None if never else self.settings.snapshot_seconds
 
 
 def build_engine(name: str, inputs: EngineInputs) -> TrainingEngine:
@@ -93,7 +103,12 @@ def build_engine(name: str, inputs: EngineInputs) -> TrainingEngine:
 
 def _local(inputs: EngineInputs) -> TrainingEngine:
     return LocalEngine(
-        inputs.samples, inputs.run, inputs.payload, inputs.batch_size, inputs.validation
+        inputs.samples,
+        inputs.run,
+        inputs.payload,
+        inputs.batch_size,
+        inputs.validation,
+        inputs.consistency,
     )
 
 
@@ -107,7 +122,9 @@ def _shuffle(inputs: EngineInputs) -> TrainingEngine:
         built=inputs.built,
         resources=inputs.resources,
     )
-    engine = ShuffleEngine(spec, inputs.batch_size, inputs.settings.stages, inputs.validation)
+    engine = ShuffleEngine(
+        spec, inputs.batch_size, inputs.settings.stages, inputs.validation, inputs.consistency
+    )
     return RecoveringEngine(engine, inputs.snapshot_seconds)
 
 

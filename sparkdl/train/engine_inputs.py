@@ -39,6 +39,7 @@ def engine_inputs(
     samples: SampleSet,
     validation: ValidationSet | None,
     resources: FitResources,
+    replays: bool = False,
 ) -> EngineInputs:
     """Return the argument of :func:`sparkdl.engines.registry.build_engine`.
 
@@ -49,6 +50,7 @@ def engine_inputs(
         samples: The training samples, in place.
         validation: The validation samples, or None.
         resources: What the fit owns in Spark.
+        replays: Whether the run repeats the decisions of a history.
     """
     profile = trainer.resource_profile if trainer.engine == "gang" else None
     run = run_spec(trainer, model, samples, resources.slab, cpus_of(resources.context, profile))
@@ -61,7 +63,9 @@ def engine_inputs(
         module=model.module,
         layout=model.layout,
         built=model.built,
-        batch_size=trainer.batch_size * trainer.local_steps,
+        batch_size=trainer.batch_size * trainer.options.local_steps,
+        consistency=trainer.consistency_model,
+        replays=replays,
         sums=model.sums,
         resources=resources,
         settings=settings,

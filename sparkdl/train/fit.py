@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,7 @@ from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import (
     BEST,
 )
+from sparkdl.loop.history import History
 from sparkdl.loop.history_tables import counted
 from sparkdl.loop.interrupt import interruptible
 from sparkdl.loop.loop import train
@@ -63,6 +65,7 @@ def fit(
     start: TrainedModel | None = None,
     optimizer_state: bool | None = None,
     any_data: bool = False,
+    replay: History | None = None,
 ) -> TrainedModel:
     """Train a model; see :meth:`sparkdl.Trainer.fit`."""
     if any_data and resume is None:
@@ -74,9 +77,36 @@ def fit(
             "resume= and start= cannot be combined: a resumed run has its own weights. Pass one of "
             "them."
         )
+    recorded = recorded_staleness(trainer, replay)
     kept = chosen_state(start, optimizer_state)
     with warming_up(context_of(data_of(data))):
-        return run(trainer, data, resume=resume, start=start, kept=kept, any_data=any_data).trained
+        return run(
+            trainer,
+            data,
+            resume=resume,
+            start=start,
+            kept=kept,
+            any_data=any_data,
+            recorded=recorded,
+        ).trained
+
+
+def recorded_staleness(trainer: Trainer, replay: History | None) -> dict[int, int] | None:
+    """Return the staleness of each iteration of a history; None without a history.
+
+    Raises:
+        ParameterError: The consistency model keeps too few versions to repeat it.
+    """
+    if replay is None:
+        return None
+    recorded = replay.staleness
+    most, keep = max(recorded.values(), default=0), trainer.consistency_model.keep
+    if most >= keep:
+        raise ParameterError(
+            f"replay: the history has gradients that are {most} versions old, and this trainer keeps "
+            f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
+        )
+    return recorded
 
 
 def partial_fit(
@@ -105,6 +135,7 @@ def run(
     carried: CarriedRun | None = None,
     one_pass: bool = False,
     any_data: bool = False,
+    recorded: Mapping[int, int] | None = None,
 ) -> CarriedRun:
     """Train, and return the result and the state in which the run ended.
 
@@ -117,6 +148,7 @@ def run(
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``: one pass over ``data``, which is a part of all data.
         any_data: The checkpoint may come from other data.
+        recorded: The staleness to repeat, by the number of the iteration; None: no replay.
     """
     began = time.monotonic()
     placed, given = (data, data.data) if isinstance(data, PlacedSamples) else (None, data)
@@ -162,7 +194,15 @@ def run(
         validation = with_dimensions(validation, output)
         engine = build_engine(
             trainer.engine,
-            engine_inputs(trainer, settings, model, samples, validation, resources),
+            engine_inputs(
+                trainer,
+                settings,
+                model,
+                samples,
+                validation,
+                resources,
+                replays=recorded is not None,
+            ),
         )
         identity = run_identity(trainer, model, samples.handles)
         result = result_maker(trainer, model, samples, output)
@@ -192,7 +232,7 @@ def run(
         with interruptible() as interrupt, rescue, contextlib.closing(progress):
             own = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
             callbacks = [rescue, *own, progress]
-            config = LoopConfig.of(trainer)
+            config = LoopConfig.of(trainer, recorded)
             state = train(
                 trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
             )

@@ -43,7 +43,8 @@ def run_identity(
         constants={
             "replicas": len(handles),
             "batch_size": trainer.batch_size,
-            "local_steps": trainer.local_steps,
+            "local_steps": trainer.options.local_steps,
+            "consistency": describe(trainer.consistency_model),
             "seed": trainer.seed,
         },
         optimizers=model.optimizers,
