@@ -154,7 +154,7 @@ class GradientsSection:
     local_steps: int = 1
     """Optimizer steps of each replica before the replicas are averaged."""
     consistency: Component | None = None
-    """How replicas agree: sparkdl:Synchronous (null) or sparkdl:StaleSynchronous."""
+    """How replicas agree: sparkdl:Synchronous (null), sparkdl:StaleSynchronous or sparkdl:DiLoCo."""
     l1: float | dict[str, float] = 0.0
     """Strength of the L1 penalty, or a mapping of parameter patterns to it."""
     l2: float | dict[str, float] = 0.0

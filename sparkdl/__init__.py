@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl import gang, optim
 from sparkdl.checkpoint import Checkpoint
+from sparkdl.consistency.diloco import DiLoCo
 from sparkdl.consistency.stale_synchronous import StaleSynchronous
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data import Sample
@@ -75,6 +76,7 @@ __all__ = [
     "Convert",
     "DamagedCheckpoint",
     "DataError",
+    "DiLoCo",
     "GradBucket",
     "GroupModels",
     "History",

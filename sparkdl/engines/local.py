@@ -37,6 +37,7 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import torch_threads
 from sparkdl.replica.gradient_writer import GradientWriter, writes_early
+from sparkdl.replica.inner_state import open_inner
 from sparkdl.replica.iteration import Clock, Iteration, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.run import OpenRun, RunSpec
@@ -131,7 +132,7 @@ class LocalEngine:
                     report, mine, outcome = self._replica_step(step, replica, weights)
                     reports.append(report)
                     sections.append(mine)
-                    if outcome.compressed is not None:
+                    if outcome.compressed is not None or outcome.kept:
                         kept[replica] = outcome.kept
             slices: list[SliceReport] = []
             if not any(report.not_finite for report in reports):
@@ -162,11 +163,15 @@ class LocalEngine:
             maps = section_maps(live, self._plans.slices, ReplicaResult())
             memory = self._section_memory(replica, maps)
             writer = GradientWriter(live, self._plans.slices, maps, memory)
-        if local_steps == 1:
+        if not live.recipe.options.steps_on_replicas:
             clock.lap("fetch")
             outcome = one_gradient(live, batches[0], work, clock, writer)
         else:
-            state = join_states(self._plans.slices, self._states, live.flat.flat.device)
+            device, mine = live.flat.flat.device, self._residuals.get(replica, {})
+            if live.recipe.options.outer:
+                state = open_inner(self._plans.whole.plan, mine, device)
+            else:
+                state = join_states(self._plans.slices, self._states, device)
             clock.lap("fetch")
             outcome = several_steps(live, batches, work, state, self._plans.whole, clock)
         if live.recipe.compression is not None:

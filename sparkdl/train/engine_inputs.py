@@ -89,7 +89,7 @@ def run_spec(
         threads: torch's threads in a task.
     """
     total, replicas = sum(samples.counts), len(samples.counts)
-    compressed = trainer.compression is not None
+    compressed, optimizer = trainer.compression is not None, model.slice_optimizer
     return RunSpec(
         slab,
         trainer.seed,
@@ -98,8 +98,8 @@ def run_spec(
         batch_spec(trainer, samples, model.float_dtype),
         tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
         threads,
-        whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate) or compressed,
-        compressed=compressed,
+        whole_tensors=not (optimizer.elementwise and optimizer.separate) or compressed,
+        compressed=compressed or model.outer is not None,
         numerics=Numerics.here(),
     )
 
@@ -128,7 +128,7 @@ def _slices(trainer: Trainer, model: PreparedModel, replicas: int) -> int:
     if trainer.slices is not None:
         return trainer.slices
     sharded = all(part.shards_update for part in trainer.parts.values())
-    return replicas if model.optimizer.separate and sharded else 1
+    return replicas if model.slice_optimizer.separate and sharded else 1
 
 
 def packed_state(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:

@@ -51,7 +51,7 @@ def run_identity(
         options=trainer.options,
         frozen=frozen_digest(model.module),
         metric=trainer.validation.best if trainer.validation else None,
-        compression=describe(trainer.compression),
+        compression=describe(trainer.consistency if trainer.options.outer else trainer.compression),
         config=describe_trainer(trainer),
     )
 
