@@ -56,6 +56,8 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         "loss": config.loss and of("loss", config.loss.resolve_instance),
         "step": config.step and of("step", config.step.resolve_instance),
         "optimizer": of("optimizer", functools.partial(_optimizer, config.optimizer)),
+        "consistency": gradients.consistency
+        and of("gradients.consistency", gradients.consistency.make),
         "compression": gradients.compression
         and of("gradients.compression", gradients.compression.resolve_instance),
         "strategy": of("training.strategy", training.strategy.make)

@@ -51,7 +51,7 @@ def train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | No
     samples, held = read_samples(spark, config)
     test = data.test and datasets.read(spark, data.test, data.format, data.options)
     count = samples.count()
-    batch = trainer.batch_size * trainer.local_steps
+    batch = trainer.batch_size * trainer.options.local_steps
     iterations = building.training_iterations(config.training, batch, count)
     lines = console.EpochLines(
         config.training.epochs, spark.conf.get("spark.sparkdl.progress", "auto")

@@ -54,7 +54,7 @@ def tune(
     """Search, write the run folder, evaluate the best model, and print the results."""
     samples, held = read_samples(spark, config)
     iterations = building.training_iterations(
-        config.training, trainer.batch_size * trainer.local_steps, samples.count()
+        config.training, trainer.batch_size * trainer.options.local_steps, samples.count()
     )
     with RunFolder.create(config.runs, f"{config.name}-tune") as folder:
         folder.write_config(config)

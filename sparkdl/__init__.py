@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl import gang, optim
 from sparkdl.checkpoint import Checkpoint
+from sparkdl.consistency.diloco import DiLoCo
+from sparkdl.consistency.stale_synchronous import StaleSynchronous
+from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data import Sample
 from sparkdl.data.columns.convert import Convert
 from sparkdl.data.columns.image import Image
@@ -73,6 +76,7 @@ __all__ = [
     "Convert",
     "DamagedCheckpoint",
     "DataError",
+    "DiLoCo",
     "GradBucket",
     "GroupModels",
     "History",
@@ -91,9 +95,11 @@ __all__ = [
     "Sequence",
     "SessionError",
     "SparkdlError",
+    "StaleSynchronous",
     "StalledError",
     "StateLostError",
     "StopTraining",
+    "Synchronous",
     "Tensor",
     "Text",
     "TopK",

@@ -29,7 +29,7 @@ MANIFEST = "manifest.json"
 INCOMPLETE = "it has no manifest, so it was never completed"
 FORMAT = "sparkdl-checkpoint"
 VERSION = 1
-CONSTANTS = ("replicas", "batch_size", "local_steps", "seed")
+CONSTANTS = ("replicas", "batch_size", "local_steps", "consistency", "seed")
 """The constants that a resumed run must have in common with the checkpoint."""
 
 
@@ -103,6 +103,8 @@ class Manifest:
     batch_size: int
     seed: int
     local_steps: int = 1
+    consistency: str = "Synchronous()"
+    """The consistency model as text."""
     layout: ModelIdentity
     data: DataIdentity
     optimizers: tuple[str, ...] = ()
@@ -258,7 +260,7 @@ class RunIdentity:
         model: Names, shapes and dtypes of the model's tensors.
         data: Rows and checksums of the training partitions.
         constants: The values that determine how rows are divided into batches: replicas,
-            batch_size, local_steps, seed.
+            batch_size, local_steps, consistency, seed.
         optimizers: Class names of the optimizers.
         options: How gradients are computed and applied.
         frozen: Digest of the parameters that are not trained.

@@ -7,6 +7,7 @@ bits.
 from __future__ import annotations
 
 import pickle
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 
 from sparkdl.codec.packed import ByParameter
+from sparkdl.consistency.base import Consistency, next_update
+from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.partition_reader import MappedPartition, open_partition
 from sparkdl.data.samples import SampleSet
@@ -34,6 +37,7 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import torch_threads
 from sparkdl.replica.gradient_writer import GradientWriter, writes_early
+from sparkdl.replica.inner_state import open_inner
 from sparkdl.replica.iteration import Clock, Iteration, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.run import OpenRun, RunSpec
@@ -57,6 +61,7 @@ class LocalEngine:
         recipe: The pickled recipe of the model.
         batch_size: The rows of a global batch, local steps included.
         validation: The validation samples; None without validation.
+        consistency: The rule for the version of the weights that replicas compute on.
     """
 
     recoveries = 0
@@ -69,6 +74,7 @@ class LocalEngine:
         recipe: bytes,
         batch_size: int,
         validation: ValidationSet | None = None,
+        consistency: Consistency | None = None,
     ) -> None:
         self._validation = validation
         self._validation_partitions = [] if validation is None else _open(validation.samples)
@@ -80,6 +86,8 @@ class LocalEngine:
         self._plans = OpenRun.of(self._replica, run)
         self._states: list[SliceState] = []
         self._best: list[SliceState] = []
+        self._consistency = consistency or Synchronous()
+        self._older: deque[list[torch.Tensor]] = deque(maxlen=self._consistency.keep - 1)
         self._residuals: dict[int, ByParameter] = {}
         self._memory: dict[int, np.ndarray] = {}
 
@@ -107,31 +115,39 @@ class LocalEngine:
             self._best = states
         else:
             self._states = states
+            self._older.clear()
 
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """Run every replica and update every slice in this process."""
         with torch_threads(self._run.threads):
             started = Clock()
             step = iteration.with_rows(self.plan.rows(iteration.batch))
+            readable = range(len(self._older) + 1)
+            update = next_update(self._consistency, readable, iteration.staleness)
+            newest = [state.weights for state in self._states]
+            weights = [*self._older, newest][update.version]
             reports, sections, kept = [], [], {}
             for replica, (start, stop) in enumerate(step.rows):
                 if stop > start:
-                    report, mine, outcome = self._replica_step(step, replica)
+                    report, mine, outcome = self._replica_step(step, replica, weights)
                     reports.append(report)
                     sections.append(mine)
-                    if outcome.compressed is not None:
+                    if outcome.compressed is not None or outcome.kept:
                         kept[replica] = outcome.kept
             slices: list[SliceReport] = []
             if not any(report.not_finite for report in reports):
+                if self._consistency.keep > 1:
+                    self._older.append([each.clone() for each in newest])
                 slices = self._synchronize(step, reports, sections)
                 self._residuals |= kept
             started.lap("iteration")
             seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
             seconds = {**seconds, **started.seconds}
-            return summarize(reports, slices, self._plans.layout, seconds)
+            result = summarize(reports, slices, self._plans.layout, seconds)
+            return replace(result, staleness=update.staleness)
 
     def _replica_step(
-        self, step: IterationRows, replica: int
+        self, step: IterationRows, replica: int, weights: Sequence[torch.Tensor]
     ) -> tuple[ReplicaReport, list[Section], ReplicaResult]:
         """Do the work of one task of the forward-backward job."""
         live, clock = self._replica, Clock()
@@ -141,17 +157,21 @@ class LocalEngine:
         local_steps = live.recipe.options.local_steps
         batches = work.mini_batches(live, partition, local_steps)
         clock.lap("data")
-        self._load_weights()
+        self._load_weights(weights)
         memory, writer = None, None
         if writes_early(live):
             maps = section_maps(live, self._plans.slices, ReplicaResult())
             memory = self._section_memory(replica, maps)
             writer = GradientWriter(live, self._plans.slices, maps, memory)
-        if local_steps == 1:
+        if not live.recipe.options.steps_on_replicas:
             clock.lap("fetch")
             outcome = one_gradient(live, batches[0], work, clock, writer)
         else:
-            state = join_states(self._plans.slices, self._states, live.flat.flat.device)
+            device, mine = live.flat.flat.device, self._residuals.get(replica, {})
+            if live.recipe.options.outer:
+                state = open_inner(self._plans.whole.plan, mine, device)
+            else:
+                state = join_states(self._plans.slices, self._states, device)
             clock.lap("fetch")
             outcome = several_steps(live, batches, work, state, self._plans.whole, clock)
         if live.recipe.compression is not None:
@@ -225,7 +245,7 @@ class LocalEngine:
         validation = self._validation
         assert validation is not None
         with torch_threads(self._run.threads):
-            self._load_weights()
+            self._load_weights([state.weights for state in self._states])
             states = [
                 score_partition(
                     self._replica,
@@ -251,7 +271,8 @@ class LocalEngine:
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
     ) -> list[Any]:
-        """Apply ``use`` to one slice after another."""
+        """Apply ``use`` to one slice after another, and give up older versions, as other engines do."""
+        self._older.clear()
         plans, states = self._plans.slices, self._best if which == BEST else self._states
         return [use(n, plans[n], state) for n, state in enumerate(states)]
 
@@ -266,11 +287,11 @@ class LocalEngine:
         """Apply ``use`` to the residuals of one replica after another."""
         return [use(replica, kept) for replica, kept in sorted(self._residuals.items())]
 
-    def _load_weights(self) -> None:
-        """Copy the current weights into the live module."""
+    def _load_weights(self, weights: Sequence[torch.Tensor]) -> None:
+        """Copy the weights of all slices into the live module."""
         flat = self._replica.flat
-        for plan, state in zip(self._plans.slices, self._states, strict=True):
-            flat.flat[plan.start : plan.stop].copy_(state.weights)
+        for plan, part in zip(self._plans.slices, weights, strict=True):
+            flat.flat[plan.start : plan.stop].copy_(part)
         flat.refresh()
 
     def _section_memory(self, replica: int, maps: Sequence[SectionLayout]) -> np.ndarray:

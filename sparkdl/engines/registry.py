@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl.consistency.base import Consistency
 from sparkdl.data.batches import preview_batch
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
@@ -50,6 +51,8 @@ class EngineInputs:
         layout: The layout of its flat vector.
         built: The description of the driver's model, which executors compare theirs with.
         batch_size: The rows of an iteration's global batch, local steps included.
+        consistency: The consistency model.
+        replays: Whether the run repeats the decisions of a history.
         sums: Whether the loss returns ``(sum, count)``.
         resources: The fit's Spark resources; None inside a gang that one of its ranks leads.
         settings: The settings of the session.
@@ -69,6 +72,8 @@ class EngineInputs:
     layout: Layout
     built: Description
     batch_size: int
+    consistency: Consistency
+    replays: bool
     sums: bool
     resources: FitResources | None
     settings: Settings
@@ -80,11 +85,12 @@ class EngineInputs:
 
     @property
     def snapshot_seconds(self) -> float | None:
-        """Return the seconds between snapshots.
+        """Return the seconds between snapshots; None if there are to be none.
 
-        None in local mode, which cannot lose an executor, and where a lost rank ends all of them.
+        In local mode no executor can be lost, and in a gang that a rank leads a lost rank ends all of
+        them. In a replay a snapshot would end versions that the history has read.
         """
-        if self.resources is None or is_local(self.resources.context):
+        if self.resources is None or self.replays or is_local(self.resources.context):
             return None
         return self.settings.snapshot_seconds
 
@@ -103,7 +109,12 @@ def build_engine(name: str, inputs: EngineInputs) -> TrainingEngine:
 
 def _local(inputs: EngineInputs) -> TrainingEngine:
     return LocalEngine(
-        inputs.samples, inputs.run, inputs.payload, inputs.batch_size, inputs.validation
+        inputs.samples,
+        inputs.run,
+        inputs.payload,
+        inputs.batch_size,
+        inputs.validation,
+        inputs.consistency,
     )
 
 
@@ -118,7 +129,9 @@ def _shuffle(inputs: EngineInputs) -> TrainingEngine:
         built=inputs.built,
         resources=inputs.resources,
     )
-    engine = ShuffleEngine(spec, inputs.batch_size, inputs.settings.stages, inputs.validation)
+    engine = ShuffleEngine(
+        spec, inputs.batch_size, inputs.settings.stages, inputs.validation, inputs.consistency
+    )
     return RecoveringEngine(engine, inputs.snapshot_seconds)
 
 

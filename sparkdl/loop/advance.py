@@ -68,13 +68,16 @@ def catch_up(schedule: Schedule, state: TrainState, history: History) -> TrainSt
     return state
 
 
-def next_iteration(state: TrainState, schedule: Schedule, histograms: bool) -> Iteration:
+def next_iteration(
+    state: TrainState, schedule: Schedule, histograms: bool, staleness: int | None = None
+) -> Iteration:
     """Return the iteration that follows ``state``.
 
     Args:
         state: The state of the run.
         schedule: The schedule, which stands at ``state``.
         histograms: Whether the iteration reports histograms.
+        staleness: The staleness to repeat; None: the engine decides.
     """
     return Iteration(
         index=state.iteration,
@@ -84,6 +87,7 @@ def next_iteration(state: TrainState, schedule: Schedule, histograms: bool) -> I
         description=describe(state),
         loss_scale=state.loss_scale,
         histograms=histograms,
+        staleness=staleness,
     )
 
 
@@ -126,6 +130,7 @@ def advance(
         loss_scale_age=age,
         timings=result.seconds,
         bytes_sent=busiest(result.traffic),
+        staleness=result.staleness,
         histograms=result.histograms,
     )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdl.loop.state import TrainState, next_counters
@@ -18,16 +19,32 @@ class LoopConfig:
         stop: When training ends.
         options: How gradients that are not finite, and the loss scale, are handled.
         histograms: When an iteration reports histograms; None: never.
+        recorded: The staleness of each iteration that is to be repeated, by its number from 1.
     """
 
     stop: Trigger
     options: TrainingOptions
     histograms: Trigger | None = None
+    recorded: Mapping[int, int] = field(default_factory=dict)
 
     @staticmethod
-    def of(trainer: Any) -> LoopConfig:
-        """Take the constants from the fields of a trainer."""
-        return LoopConfig(stop=trainer.stop, options=trainer.options, histograms=trainer.histograms)
+    def of(trainer: Any, recorded: Mapping[int, int] | None = None) -> LoopConfig:
+        """Take the constants from the fields of a trainer.
+
+        Args:
+            trainer: The trainer.
+            recorded: See :class:`LoopConfig`.
+        """
+        return LoopConfig(
+            stop=trainer.stop,
+            options=trainer.options,
+            histograms=trainer.histograms,
+            recorded=recorded or {},
+        )
+
+    def recorded_staleness(self, state: TrainState) -> int | None:
+        """Return the staleness to repeat in the iteration after ``state``; None: there is none."""
+        return self.recorded.get(state.iteration + 1)
 
     def wants_histograms(self, previous: TrainState, state: TrainState) -> bool:
         """Return whether the iteration after ``state``, which came after ``previous``, reports

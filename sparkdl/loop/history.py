@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import pandas
 
 _TIMINGS, _LOSSES = "timings/", "losses/"
+_STALENESS = "staleness"
 _NO_NORM = -1.0  # a norm is never negative; NaN is a measured value
 _CODES: dict[type, Any] = {int: "q", float: "d", bool: "q"}  # "skipped" is kept as a count
 
@@ -39,6 +40,7 @@ class History:
         self._columns = {name: array(_CODES[kind]) for name, kind in KINDS.items()}
         self._timings: dict[str, array[float]] = {}
         self._losses: dict[str, array[float]] = {}
+        self._versions: dict[str, array[int]] = {}  # no column as long as all are 0
         self._length = 0
         self._validations: list[Validated] = []
         self._validated = 0
@@ -65,7 +67,7 @@ class History:
         """
         history = History()
         history._columns, history._timings = dict(self._columns), dict(self._timings)
-        history._losses = dict(self._losses)
+        history._losses, history._versions = dict(self._losses), dict(self._versions)
         history._length = self._length
         history._validations, history._validated = self._validations, self._validated
         history._start = dict(self._start)
@@ -118,6 +120,10 @@ class History:
                     columns[name] = array("d", [math.nan]) * self._length
             for name, column in columns.items():
                 column.append(values.get(name, math.nan))
+        if state.staleness and not self._versions:
+            self._versions[_STALENESS] = array("q", [0]) * self._length
+        for column in self._versions.values():
+            column.append(state.staleness)
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(value)
         self._length += 1
@@ -131,7 +137,7 @@ class History:
 
     @property
     def _tables(self) -> tuple[dict[str, array[Any]], ...]:
-        return self._columns, self._timings, self._losses
+        return self._columns, self._timings, self._losses, self._versions
 
     @property
     def _known(self) -> list[Validated]:
@@ -164,8 +170,8 @@ class History:
         Its keys are iteration (from 1), epoch, loss, learning_rate (of the first parameter group),
         samples (seen so far), seconds (since the start), gradient_norm (before clipping; None if it
         was not measured), loss_scale, skipped (whether the update of this iteration was skipped),
-        bytes_sent (between nodes), timings (seconds by activity) and, if a step returns named
-        losses, losses (by name), see :class:`sparkdl.TrainState`.
+        bytes_sent (between nodes), timings (seconds by activity); if a step returns named losses,
+        losses (by name); and staleness, if any is above 0. See :class:`sparkdl.TrainState`.
         """
         return self._records(0)
 
@@ -184,7 +190,17 @@ class History:
             record["timings"] = {k: v for k, v in timings.items() if not math.isnan(v)}
             if self._losses:
                 record["losses"] = {name: column[i] for name, column in self._losses.items()}
+            for name, versions in self._versions.items():
+                record[name] = versions[i]
             yield record
+
+    @property
+    def staleness(self) -> dict[int, int]:
+        """Return for each iteration, by its number from 1, by how many versions its gradients were
+        behind the weights that they were applied to, see :class:`sparkdl.StaleSynchronous`."""
+        numbers = self._columns["iteration"][: self._length]
+        found = self._versions.get(_STALENESS) or array("q", [0]) * self._length
+        return dict(zip(numbers, found[: self._length], strict=True))
 
     @property
     def losses(self) -> list[float]:
@@ -304,6 +320,7 @@ class History:
         """Return the whole history as a safetensors file, for a checkpoint."""
         named = {_TIMINGS + name: column for name, column in self._timings.items()}
         named |= {_LOSSES + name: column for name, column in self._losses.items()}
+        named |= {name: array("d", column) for name, column in self._versions.items()}
         rest = {
             "validations": self.validations,
             "timings": list(self._timings),
@@ -331,6 +348,8 @@ class History:
         history._timings = {name: columns.pop(_TIMINGS + name) for name in rest["timings"]}
         losses = rest.get("losses", [])
         history._losses = {name: columns.pop(_LOSSES + name) for name in losses}
+        if _STALENESS in columns:
+            history._versions[_STALENESS] = array("q", map(int, columns.pop(_STALENESS)))
         if columns:
             raise ValueError(f"it has no {', '.join(columns)}")
         history._length = len(history._columns["loss"])
@@ -356,6 +375,7 @@ class History:
         for row in rows:
             del row["timings"]
             row.pop("losses", None)
+            row.pop(_STALENESS, None)
         named = {name: _or_none(column) for name, column in self.named_losses.items()}
         return {
             "iterations": rows,
@@ -365,6 +385,7 @@ class History:
                 name: _or_none(column[: self._length]) for name, column in self._timings.items()
             },
             **({"losses": named} if named else {}),
+            **({_STALENESS: list(self.staleness.values())} if self._versions else {}),
             "start": dict(self._start),
             "stopped": self.stopped,
         }
@@ -382,7 +403,7 @@ class History:
         history = History()
         history._read_rest(content)
         timings, losses = content.get("timings", {}), content.get("losses", {})
-        skipped = history._start["skipped"]
+        skipped, behind = history._start["skipped"], content.get(_STALENESS)
         for i, row in enumerate(content["iterations"]):
             skipped += row.get("skipped", False)
             state = TrainState(
@@ -395,6 +416,7 @@ class History:
                 loss_scale=row.get("loss_scale", 1.0),
                 skipped=skipped,
                 bytes_sent=row.get("bytes_sent") or 0,
+                staleness=int(behind[i]) if behind else 0,
                 timings={k: v[i] for k, v in timings.items() if v[i] is not None},
                 losses={k: v[i] for k, v in losses.items() if v[i] is not None},
             )

@@ -61,6 +61,9 @@ class TrainState:
     bytes_sent: int = 0
     """Bytes of gradients and weights that the last iteration sent between nodes, without headers,
     for the busiest node and its busiest direction (out or in). 0 on one node."""
+    staleness: int = 0
+    """The number of versions by which the weights that the last gradients were computed on were older
+    than those that they were applied to; 0 unless ``Trainer(consistency=)`` allows more."""
     histograms: Mapping[str, Histogram] | None = None
     """Histograms of the last iteration, if ``Trainer.histograms`` requested them: "weights/NAME"
     and "gradients/NAME" for each trainable parameter."""

@@ -31,6 +31,18 @@ class TrainingOptions:
     sync_batchnorm: bool = False
     activation_checkpointing: tuple[str, ...] = ()
     compile: bool | Mapping[str, object] = False
+    outer: bool = False
+    """An outer optimizer is given the distance that local steps have moved the weights."""
+
+    @property
+    def steps_on_replicas(self) -> bool:
+        """Return whether replicas take the steps of the user's optimizer themselves."""
+        return self.outer or self.local_steps > 1
+
+    @property
+    def averages(self) -> bool:
+        """Return whether replicas are averaged, with their optimizer state, after local steps."""
+        return self.steps_on_replicas and not self.outer
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -46,7 +58,7 @@ class TrainingOptions:
 
         After local steps replicas clip their own.
         """
-        return self.clip_norm is not None and self.local_steps == 1
+        return self.clip_norm is not None and not self.steps_on_replicas
 
     @property
     def scales_loss(self) -> bool:

@@ -38,6 +38,7 @@ class Recipe:
         augment: Changes a sample's inputs before each use.
         compression: Changes a gradient before it is sent.
         buffers: Initial buffers that go with ``weights`` and are in no state_dict.
+        outer_optimizer: The optimizer of the slices, if replicas take the steps of ``optimizer``.
         signature: Says how to call the model, and what its output is.
     """
 
@@ -54,6 +55,7 @@ class Recipe:
     compression: Callable[..., Any] | None = None
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     signature: Signature = BY_POSITION
+    outer_optimizer: Callable[..., Any] | None = None
 
     def build(self) -> nn.Module:
         """Build the module with its initial weights, the same in every process.
@@ -70,6 +72,12 @@ class Recipe:
             take_buffers(module, self.buffers)
         freeze(module, self.frozen, self.unfrozen)
         return module
+
+    @property
+    def for_slices(self) -> Recipe:
+        """Return the recipe with the optimizer with which slices are updated."""
+        outer = self.outer_optimizer
+        return self if outer is None else replace(self, optimizer=outer)
 
     def without_weights(self) -> Recipe:
         """Return the recipe of a module that is already built, and so has the weights."""

@@ -34,7 +34,8 @@ def writes_early(live: LiveReplica) -> bool:
     """Return whether the sizes of this replica's sections are known before backward."""
     recipe = live.recipe
     tables = any(segment.sparse for segment in live.flat.layout.segments)
-    return recipe.options.local_steps == 1 and recipe.compression is None and not tables
+    steps = recipe.options.steps_on_replicas
+    return not steps and recipe.compression is None and not tables
 
 
 class GradientWriter:

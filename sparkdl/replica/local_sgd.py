@@ -1,8 +1,11 @@
-"""Local SGD: a replica takes several optimizer steps by itself before the replicas are averaged.
+"""Local steps: a replica takes several optimizer steps by itself before the replicas meet.
 
 Stich, "Local SGD Converges Fast and Communicates Little", 2019. Each round starts from the owners'
 state, so a replica keeps nothing between rounds. The moments of the optimizer are averaged like the
 weights (Yu et al., 2019).
+
+With an outer optimizer (:class:`sparkdl.DiLoCo`) a replica keeps the state of its optimizer, and sends
+the way back, from the end of its steps to their beginning, as a gradient.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import torch
 from sparkdl.data.batches import Batch
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import Gradients, added_up, forward_backward, take_gradients
+from sparkdl.replica.inner_state import keep_inner
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import ReplicaIteration, ReplicaResult, to_mini_batch
 from sparkdl.slices.optimizer_step import step_slice
@@ -82,6 +86,8 @@ def several_steps(
         clock.lap("update")
     moved.loss /= moved.weight or 1.0
     difference = flat[: whole.plan.dense_length] - begin
+    if options.outer:
+        difference.neg_()
     moved.gradients = Gradients(
         [
             None if number in absent else difference[s.start : s.stop].view(s.shape)
@@ -93,7 +99,9 @@ def several_steps(
         not_finite=frozenset(not_finite) or None,
     )
     assert layout.size == whole.plan.length
-    if moved.weight:  # else no step was taken, and the state is unchanged
+    if options.outer:
+        moved.kept = keep_inner(whole.plan, state)
+    elif moved.weight:  # else no step was taken, and the state is unchanged
         moved.arrays = {name: array for name, array in state.arrays.items() if name != EMA}
         moved.others = pack(state)
     return moved

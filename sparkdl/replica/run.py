@@ -53,7 +53,8 @@ class RunSpec:
         threads: torch's threads in a task. They change the bits, so they are fixed.
         whole_tensors: Slices are cut only between tensors, because the optimizer or the compression
             needs it.
-        compressed: Gradients are sent compressed.
+        compressed: Replicas keep tensors between iterations: what compression leaves out of their
+            gradients, or the state of their own optimizer.
         numerics: torch's settings on the driver.
     """
 
@@ -179,13 +180,16 @@ class OpenRun:
         may be cut."""
         recipe, layout = replica.recipe, replica.flat.layout
         parameters = [parameter for _, parameter in replica.flat.parameters]
-        optimizer = OptimizerSpec.of(recipe, parameters, replica.flat.module)
-        plans = slice_specs(layout, run.slices, whole=run.whole_tensors) + slice_specs(layout, 1)
-        *owners, whole = (
-            SliceUpdater.of(plan, optimizer, recipe.options, layout, not run.whole_tensors)
-            for plan in plans
+        module, options, cut = replica.flat.module, recipe.options, not run.whole_tensors
+        optimizer = OptimizerSpec.of(recipe.for_slices, parameters, module)
+        own = optimizer if not options.outer else OptimizerSpec.of(recipe, parameters, module)
+        plans = slice_specs(layout, run.slices, whole=run.whole_tensors)
+        (whole,) = slice_specs(layout, 1)
+        return OpenRun(
+            [SliceUpdater.of(plan, optimizer, options, layout, cut) for plan in plans],
+            SliceUpdater.of(whole, own, options, layout, cut and not options.outer),
+            layout,
         )
-        return OpenRun(owners, whole, layout)
 
     @property
     def slices(self) -> list[SliceSpec]:

@@ -121,7 +121,7 @@ class SliceUpdater:
         return self._blocks(GPU_BLOCK_ELEMENTS)
 
     def _blocks(self, elements: int) -> list[SliceSpec]:
-        cut = self.separable and self.options.local_steps == 1
+        cut = self.separable and not self.options.averages
         return cut_blocks(self.plan, elements) if cut else [self.plan]
 
     def reduce(
@@ -144,7 +144,7 @@ class SliceUpdater:
         out: torch.Tensor,
     ) -> ReducedGradient:
         reduced = reduce_gradients(block, contributions, out)
-        if self.options.local_steps == 1:
+        if not self.options.steps_on_replicas:
             penalize(block, reduced, weights, self.l1, self.l2)
             if self.options.clip_value is not None:
                 clip_values(reduced, self.options.clip_value)
@@ -252,7 +252,7 @@ class SliceUpdater:
         loss: float,
     ) -> None:
         """Bring a block's state, a copy of version t, to t+1."""
-        if self.options.local_steps > 1:
+        if self.options.averages:
             average(block, state, reduced, contributions)
         else:
             step_slice(
@@ -261,7 +261,7 @@ class SliceUpdater:
                 reduced.gradient,
                 reduced.absent,
                 self.optimizer,
-                hyperparameters,
+                None if self.options.outer else hyperparameters,  # a schedule's are the replicas'
                 sparse=reduced.tables,
                 loss=torch.tensor(loss, dtype=self.dtype),
             )

@@ -13,10 +13,12 @@ from pyspark.resource import ResourceProfile
 from torch import nn
 
 from sparkdl.checkpoint import Checkpoint
+from sparkdl.consistency.base import Consistency
 from sparkdl.data.schema import check_specs
 from sparkdl.errors import kind_of, nearest
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.history import History
 from sparkdl.loop.triggers import Trigger, max_epoch, no_trigger
 from sparkdl.loop.validation import Validation
 from sparkdl.model.options import PRECISIONS
@@ -71,6 +73,11 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
         "compression",
         (Callable, type(None)),
         "give sparkdl.TopK(), sparkdl.PowerSGD(), a function of a sparkdl.GradBucket, or None",
+    ),
+    (
+        "consistency",
+        (Consistency, type(None)),
+        "give sparkdl.Synchronous(), sparkdl.StaleSynchronous(staleness=1), sparkdl.DiLoCo(), or None",
     ),
     ("validation", (Validation, type(None)), "give sparkdl.Validation(data, metrics=[...])"),
     ("checkpoint", (Checkpoint, type(None)), 'give sparkdl.Checkpoint("path")'),
@@ -132,13 +139,16 @@ def problems_of(trainer: Any) -> Iterator[str]:
     yield from problems_of_combinations(trainer, strategies=not parallel)
 
 
-def problems_of_start(resume: Any, start: Any = None, optimizer_state: Any = None) -> Iterator[str]:
+def problems_of_start(
+    resume: Any, start: Any = None, optimizer_state: Any = None, replay: Any = None
+) -> Iterator[str]:
     """Yield the problems of the arguments that say how a run begins.
 
     Args:
         resume: The checkpoint to resume from.
         start: The earlier result to begin with.
         optimizer_state: The choice of its optimizer state.
+        replay: The history to repeat.
     """
     if not isinstance(resume, (str, os.PathLike, type(None))):
         yield (
@@ -152,6 +162,8 @@ def problems_of_start(resume: Any, start: Any = None, optimizer_state: Any = Non
         )
     if not isinstance(optimizer_state, (bool, type(None))):
         yield f"optimizer_state={optimizer_state!r}: give True, False or None."
+    if not isinstance(replay, (History, type(None))):
+        yield f"replay is {kind_of(replay)}: give the history of a run, trained.history."
 
 
 def _numbers(trainer: Any) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, TypeGuard
 
 from sparkdl.checkpoint import Checkpoint
+from sparkdl.consistency.base import Consistency
 from sparkdl.errors import nearest
 from sparkdl.loop.triggers import Trigger
 from sparkdl.loop.validation import Validation
@@ -35,6 +36,12 @@ def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
             f"compression with local_steps={trainer.local_steps}: with local steps, replicas send "
             "weights and optimizer state, not gradients. Leave one of the two out."
         )
+    if isinstance(trainer.consistency, Consistency):
+        wrong = list(trainer.consistency.problems())
+        name = type(trainer.consistency).__name__
+        yield from (f"consistency={name}: {problem}" for problem in wrong)
+        if not wrong:
+            yield from trainer.consistency.problems_with(trainer)
     yield from _of_the_loss(trainer)
     yield from _of_names(trainer)
     if isinstance(trainer.engine, str) and trainer.engine == "gang":

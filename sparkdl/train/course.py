@@ -6,7 +6,7 @@ It needs no Spark: it runs on the driver, or in rank 0 of a gang that has no dri
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -58,12 +58,14 @@ class Start:
         kept: The optimizer state to begin with, or None.
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``: one pass over the data, which is a part of all data.
+        recorded: The staleness to repeat, by the number of the iteration; None: no replay.
     """
 
     resuming: ResumeCandidates | None = None
     kept: StoredState | None = None
     carried: CarriedRun | None = None
     one_pass: bool = False
+    recorded: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,7 @@ def run_course(
     with interruptible() as interrupt, rescue, contextlib.closing(progress):
         own: list[Callback] = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
         callbacks = [rescue, *own, progress]
-        config = LoopConfig.of(trainer)
+        config = LoopConfig.of(trainer, start.recorded)
         state = train(
             trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
         )

@@ -42,6 +42,7 @@ def engine_inputs(
     threads: int,
     resources: FitResources | None,
     gang: StartableGroup | None = None,
+    replays: bool = False,
 ) -> EngineInputs:
     """Return the argument of :func:`sparkdl.engines.registry.build_engine`.
 
@@ -55,6 +56,7 @@ def engine_inputs(
         threads: torch's threads in a task.
         resources: What the fit owns in Spark, if it runs on the driver.
         gang: The ranks, if they are there already.
+        replays: Whether the run repeats the decisions of a history.
     """
     run = run_spec(trainer, model, samples, slab, threads)
     return EngineInputs(
@@ -66,7 +68,9 @@ def engine_inputs(
         module=model.module,
         layout=model.layout,
         built=model.built,
-        batch_size=trainer.batch_size * trainer.local_steps,
+        batch_size=trainer.batch_size * trainer.options.local_steps,
+        consistency=trainer.consistency_model,
+        replays=replays,
         sums=model.sums,
         resources=resources,
         settings=settings,
@@ -91,7 +95,7 @@ def run_spec(
         threads: torch's threads in a task.
     """
     total, replicas = sum(samples.counts), len(samples.counts)
-    compressed = trainer.compression is not None
+    compressed, optimizer = trainer.compression is not None, model.slice_optimizer
     return RunSpec(
         slab,
         trainer.seed,
@@ -100,8 +104,8 @@ def run_spec(
         batch_spec(trainer, samples, model.float_dtype),
         tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
         threads,
-        whole_tensors=not (model.optimizer.elementwise and model.optimizer.separate) or compressed,
-        compressed=compressed,
+        whole_tensors=not (optimizer.elementwise and optimizer.separate) or compressed,
+        compressed=compressed or model.outer is not None,
         numerics=Numerics.here(),
     )
 
@@ -130,7 +134,7 @@ def _slices(trainer: Trainer, model: PreparedModel, replicas: int) -> int:
     if trainer.slices is not None:
         return trainer.slices
     sharded = all(part.shards_update for part in trainer.parts.values())
-    return replicas if model.optimizer.separate and sharded else 1
+    return replicas if model.slice_optimizer.separate and sharded else 1
 
 
 def packed_state(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:

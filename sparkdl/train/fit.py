@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from sparkdl.gang.connect import is_connected
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.history import History
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality
@@ -44,6 +46,7 @@ def fit(
     start: TrainedModel | None = None,
     optimizer_state: bool | None = None,
     any_data: bool = False,
+    replay: History | None = None,
 ) -> TrainedModel:
     """Train a model; see :meth:`sparkdl.Trainer.fit`."""
     if any_data and resume is None:
@@ -55,11 +58,38 @@ def fit(
             "resume= and start= cannot be combined: a resumed run has its own weights. Pass one of "
             "them."
         )
+    recorded = recorded_staleness(trainer, replay)
     kept = chosen_state(start, optimizer_state)
     if is_connected(data):
         return run_connected(trainer, data, resume, start, kept, any_data=any_data).trained
     with warming_up(context_of(data_of(data))):
-        return run(trainer, data, resume=resume, start=start, kept=kept, any_data=any_data).trained
+        return run(
+            trainer,
+            data,
+            resume=resume,
+            start=start,
+            kept=kept,
+            any_data=any_data,
+            recorded=recorded,
+        ).trained
+
+
+def recorded_staleness(trainer: Trainer, replay: History | None) -> dict[int, int] | None:
+    """Return the staleness of each iteration of a history; None without a history.
+
+    Raises:
+        ParameterError: The consistency model keeps too few versions to repeat it.
+    """
+    if replay is None:
+        return None
+    recorded = replay.staleness
+    most, keep = max(recorded.values(), default=0), trainer.consistency_model.keep
+    if most >= keep:
+        raise ParameterError(
+            f"replay: the history has gradients that are {most} versions old, and this trainer keeps "
+            f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
+        )
+    return recorded
 
 
 def partial_fit(
@@ -91,6 +121,7 @@ def run(
     carried: CarriedRun | None = None,
     one_pass: bool = False,
     any_data: bool = False,
+    recorded: Mapping[int, int] | None = None,
 ) -> CarriedRun:
     """Train, and return the result and the state in which the run ended.
 
@@ -103,6 +134,7 @@ def run(
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``: one pass over ``data``, which is a part of all data.
         any_data: The checkpoint may come from other data.
+        recorded: The staleness to repeat, by the number of the iteration; None: no replay.
     """
     began = time.monotonic()
     placed, given = (data, data.data) if isinstance(data, PlacedSamples) else (None, data)
@@ -148,7 +180,15 @@ def run(
         def inputs(tried: PreparedModel, validation: ValidationSet | None) -> EngineInputs:
             samples = ready.training
             return engine_inputs(
-                trainer, settings, tried, samples, validation, slab, threads, resources
+                trainer,
+                settings,
+                tried,
+                samples,
+                validation,
+                slab,
+                threads,
+                resources,
+                replays=recorded is not None,
             )
 
         def take(done: FinishedEngine) -> TrainedModel:
@@ -161,7 +201,7 @@ def run(
             prepared,
             placed.training,
             placed.validation,
-            Start(resuming, kept, carried, one_pass),
+            Start(resuming, kept, carried, one_pass, recorded),
             inputs,
             take,
             settings.progress,

@@ -140,8 +140,8 @@ def local_engine(
         run: The constants of the run.
         validation: The validation samples with their scorer, or None.
     """
-    batch = trainer.batch_size * trainer.local_steps
-    engine = LocalEngine(samples, run, model.payload, batch, validation)
+    batch = trainer.batch_size * trainer.options.local_steps
+    engine = LocalEngine(samples, run, model.payload, batch, validation, trainer.consistency_model)
     engine.load()
     return engine
 

@@ -43,14 +43,15 @@ def run_identity(
         constants={
             "replicas": len(handles),
             "batch_size": trainer.batch_size,
-            "local_steps": trainer.local_steps,
+            "local_steps": trainer.options.local_steps,
+            "consistency": describe(trainer.consistency_model),
             "seed": trainer.seed,
         },
         optimizers=model.optimizers,
         options=trainer.options,
         frozen=frozen_digest(model.module),
         metric=trainer.validation.best if trainer.validation else None,
-        compression=describe(trainer.compression),
+        compression=describe(trainer.consistency if trainer.options.outer else trainer.compression),
         config=describe_trainer(trainer),
     )
 

@@ -79,7 +79,7 @@ def preflight(
         functools.partial(_first_row_only, recipe, batch.inputs),
         functools.partial(build_model, model.payload),
     )
-    plan = EpochPlan(samples.counts, trainer.batch_size * trainer.local_steps)
+    plan = EpochPlan(samples.counts, trainer.batch_size * trainer.options.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
     mesh = trainer.mesh if trainer.engine == "gang" else None
     parallel = parallel_of(trainer.parts, mesh, len(samples.counts))

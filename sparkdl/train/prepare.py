@@ -56,6 +56,7 @@ class PreparedModel:
             with the local engine.
         optimizer: The plan of the optimizers.
         schedule: The schedule of the learning rates.
+        outer: The plan of the optimizer of the slices, if replicas take the steps of ``optimizer``.
         sums: True if the loss returns ``(sum, count)``, which the preflight finds out.
     """
 
@@ -66,12 +67,19 @@ class PreparedModel:
     built: Description
     optimizer: OptimizerSpec
     schedule: Schedule
+    outer: OptimizerSpec | None = None
     sums: bool = False
+
+    @property
+    def slice_optimizer(self) -> OptimizerSpec:
+        """The plan of the optimizers with which slices are updated."""
+        return self.outer or self.optimizer
 
     @property
     def optimizers(self) -> tuple[str, ...]:
         """The names of the optimizers."""
-        return tuple(part.name for part in self.optimizer.parts)
+        outer = () if self.outer is None else self.outer.parts
+        return tuple(part.name for part in (*outer, *self.optimizer.parts))
 
     @property
     def float_dtype(self) -> str:
@@ -115,6 +123,7 @@ def prepare(
         trainer.compression,
         {} if start is None else passing_buffers(start.module),
         trainer.signature,
+        trainer.consistency_model.outer_optimizer,
     )
     _tell_of_compilation(trainer)
     payload = pickled(recipe)
@@ -125,11 +134,12 @@ def prepare(
     check_options(options, module, layout)
     check_compression(recipe, layout)
     _import_compiler()
-    optimizer = plan_optimizer(recipe, module, trainer.slices)
+    outer = plan_optimizer(recipe.for_slices, module, trainer.slices) if options.outer else None
+    optimizer = plan_optimizer(recipe, module, None if outer else trainer.slices)
     for part in trainer.parts.values():
         part.check_model(module, layout, optimizer, options)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
-    return PreparedModel(recipe, payload, module, layout, built, optimizer, schedule)
+    return PreparedModel(recipe, payload, module, layout, built, optimizer, schedule, outer)
 
 
 def _tell_of_compilation(trainer: Trainer) -> None:

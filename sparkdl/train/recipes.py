@@ -141,9 +141,10 @@ def check_options(options: TrainingOptions, module: nn.Module, layout: Layout) -
     """
     check_modules(module, options.activation_checkpointing)
     tables = [segment.name for segment in layout.segments if segment.sparse]
-    if options.local_steps > 1 and tables:
+    if options.steps_on_replicas and tables:
+        what = "consistency=DiLoCo" if options.outer else f"local_steps={options.local_steps}"
         raise ModelError(
-            f"local_steps={options.local_steps} needs dense gradients, and the embedding "
+            f"{what} needs dense gradients, and the embedding "
             f'"{tables[0].rpartition(".")[0]}" has sparse=True: leave one of the two out.'
         )
     if options.sync_batchnorm and tables:

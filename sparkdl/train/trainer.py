@@ -16,11 +16,14 @@ from torch import nn
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.codec.html import titled, two_columns
+from sparkdl.consistency.base import Consistency
+from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.columns.base import ColumnSpec
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.infer.new_forward import input_names
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.history import History
 from sparkdl.loop.triggers import MaxEpoch, Trigger
 from sparkdl.loop.validation import Validation
 from sparkdl.model.model_loss import PerReplica, inner
@@ -171,6 +174,9 @@ class Trainer:
     """The number of optimizer steps that each replica takes by itself before the replicas are
     averaged (local SGD). An iteration then uses ``local_steps`` batches of ``batch_size``. Not for a
     gang."""
+    consistency: Consistency | None = None
+    """How replicas agree: :class:`sparkdl.Synchronous` (None), :class:`sparkdl.StaleSynchronous` or
+    :class:`sparkdl.DiLoCo`."""
     clip_value: float | None = None
     """Limit every element of the gradient to [-clip_value, clip_value]."""
     clip_norm: float | None = None
@@ -309,11 +315,17 @@ class Trainer:
         return parts_of(self.strategy, self.mesh) if self.engine == "gang" else {}
 
     @property
+    def consistency_model(self) -> Consistency:
+        """The consistency model, also if none is given."""
+        return Synchronous() if self.consistency is None else self.consistency
+
+    @property
     def options(self) -> TrainingOptions:
         """The options that the tasks of an iteration need."""
         return TrainingOptions(
             accumulate=self.accumulate,
-            local_steps=self.local_steps,
+            local_steps=self.local_steps * self.consistency_model.inner_steps,
+            outer=self.consistency_model.outer_optimizer is not None,
             precision=self.precision,
             wire=self.wire,
             clip_norm=self.clip_norm,
@@ -336,6 +348,7 @@ class Trainer:
         start: TrainedModel | None = None,
         optimizer_state: bool | None = None,
         any_data: bool = False,
+        replay: History | None = None,
     ) -> TrainedModel:
         """Train on ``data``, and return the trained model.
 
@@ -355,6 +368,9 @@ class Trainer:
             any_data: The checkpoint may come from other rows, or another batch size, seed or number
                 of replicas; its state continues with the present ones. If the rows are divided into
                 batches differently, the epoch that was under way begins anew.
+            replay: The history of an earlier run, ``trained.history``, whose consistency model's
+                decisions are repeated. With the same trainer and data the bits are those of that
+                run, on any cluster. Iterations that it does not have are decided anew.
 
         Returns:
             The trained model, with the history of the run.
@@ -368,8 +384,8 @@ class Trainer:
         """
         from sparkdl.train.fit import fit
 
-        raise_all(ParameterError, list(problems_of_start(resume, start, optimizer_state)))
-        return fit(self, data, resume, start, optimizer_state, any_data)
+        raise_all(ParameterError, list(problems_of_start(resume, start, optimizer_state, replay)))
+        return fit(self, data, resume, start, optimizer_state, any_data, replay)
 
     def partial_fit(
         self, data: DataFrame | RDD[Any], *, resume: str | os.PathLike[str] | None = None

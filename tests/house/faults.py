@@ -147,8 +147,8 @@ FAULTS = {
         "unit/test_recovery.py",
     ),
     "what is repeated is decided anew": Fault(
-        "engines/shuffle/engine.py",
-        "if iteration.staleness is not None:",
+        "consistency/base.py",
+        "if recorded is not None:",
         "if False:",
         "spark/test_consistency.py",
     ),

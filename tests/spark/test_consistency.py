@@ -6,7 +6,6 @@ import copy
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,30 +16,14 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.engines import registry
-from sparkdl.engines.shuffle.consistency import Consistency, Dispatch, Synchronous
-from sparkdl.engines.shuffle.engine import ShuffleEngine
+from sparkdl.consistency.base import Consistency, Dispatch
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS, ITERATIONS = 16, 6
 
 
-@dataclass(frozen=True)
-class Bounded:
-    """Replicas compute on the oldest version that is at most ``staleness`` behind."""
-
-    staleness: int
-
-    @property
-    def keep(self) -> int:
-        return self.staleness + 1
-
-    def dispatch(self, readable: range) -> Dispatch:
-        return Dispatch(version=readable[0])
-
-
-class Alternating:
+class Alternating(Consistency):
     """Replicas compute on the newest version or on the one before it. Notes when it was asked."""
 
     keep = 2
@@ -54,10 +37,10 @@ class Alternating:
 
 
 MODELS = {
-    "synchronous": Synchronous(),
-    "bounded by 0": Bounded(0),
-    "1": Bounded(1),
-    "2": Bounded(2),
+    "synchronous": sparkdl.Synchronous(),
+    "0": sparkdl.StaleSynchronous(staleness=0),
+    "1": sparkdl.StaleSynchronous(),
+    "2": sparkdl.StaleSynchronous(staleness=2),
 }
 
 
@@ -137,13 +120,13 @@ def data(spark: Any) -> Any:
 
 
 @pytest.fixture
-def fit(data: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def fit(data: Any) -> Callable[..., Any]:
     """Fits with a consistency model."""
 
-    def run(model: Consistency, resume: str | None = None, **changes: Any) -> Any:
-        engine = partial(ShuffleEngine, consistency=model)
-        monkeypatch.setattr(registry, "ShuffleEngine", engine)
-        return trainer(**changes).fit(data, resume=resume)
+    def run(
+        model: Consistency | None, resume: str | None = None, replay: Any = None, **changes: Any
+    ) -> Any:
+        return trainer(consistency=model, **changes).fit(data, resume=resume, replay=replay)
 
     return run
 
@@ -157,7 +140,7 @@ def same(one: nn.Module, other: nn.Module) -> bool:
 def test_gradients_are_those_of_an_older_version(
     fit: Any, set_stages: Any, slabs: Any, name: str
 ) -> None:
-    """In every form, with the same bits; and no more versions are kept than it takes."""
+    """In every form and on "local", with the same bits; no more versions are kept than it takes."""
     model, trained = MODELS[name], []
     staleness = model.keep - 1
     for stages in ("shuffle", "two", "one"):
@@ -165,9 +148,12 @@ def test_gradients_are_those_of_an_older_version(
         buffers = Buffers(slabs)
         trained.append(fit(model, callbacks=[buffers]))
         assert buffers.counts[-1] == buffers.counts[staleness + 2]
+    trained.append(fit(model, engine="local"))
     expected, losses = plain(staleness)
     for one in trained:
         assert one.history.losses == pytest.approx(losses, rel=1e-5)
+        delays = [min(staleness, i) for i in range(ITERATIONS)]
+        assert list(one.history.staleness.values()) == delays
         assert same(one.module, trained[0].module)
         for found, wanted in zip(one.module.parameters(), expected.parameters(), strict=True):
             torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -176,10 +162,21 @@ def test_gradients_are_those_of_an_older_version(
         assert not same(trained[0].module, plain(0)[0])
 
 
-def test_staleness_0_has_the_bits_of_the_default(fit: Any, data: Any) -> None:
-    trained = fit(Bounded(0))
+def test_staleness_0_has_the_bits_of_the_default(fit: Any) -> None:
+    trained = fit(sparkdl.StaleSynchronous(staleness=0))
     assert same(trained.module, fit(None).module)
-    assert same(trained.module, trainer(engine="local").fit(data).module)
+    assert same(trained.module, fit(None, engine="local").module)
+    assert same(trained.module, fit(sparkdl.Synchronous(), clip_norm=1e9).module)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"clip_norm": 0.3}, {"precision": "fp16"}, {"ema": 0.9}], ids=str
+)
+def test_what_goes_with_stale_gradients(fit: Any, changes: dict[str, Any]) -> None:
+    model = sparkdl.StaleSynchronous(staleness=2)
+    one, other = (fit(model, engine=engine, **changes) for engine in ("shuffle", "local"))
+    assert one.history.losses == other.history.losses
+    assert same(one.module, other.module)
 
 
 @pytest.mark.parametrize("stages", ["one", "two"])
@@ -196,28 +193,114 @@ def test_what_is_repeated_after_a_loss_has_the_same_bits(
     assert trained.history.losses == undisturbed.history.losses
     assert same(trained.module, undisturbed.module)
     assert not same(trained.module, plain(0)[0])
-    assert not same(trained.module, fit(Bounded(1)).module)
+    assert not same(trained.module, fit(sparkdl.StaleSynchronous()).module)
 
 
 def test_going_on_from_a_checkpoint_is_going_on(fit: Any, tmp_path: Path) -> None:
     """A checkpoint has one version, so the next iteration computes on that one in either case."""
     checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(3))
-    whole = fit(Bounded(2), checkpoint=checkpoint)
+    whole = fit(sparkdl.StaleSynchronous(staleness=2), checkpoint=checkpoint)
     kept, *later = sorted(tmp_path.iterdir())
     assert "0000000003" in kept.name
     for folder in later:
         shutil.rmtree(folder)
-    again = fit(Bounded(2), checkpoint=checkpoint, resume="latest")
+    again = fit(sparkdl.StaleSynchronous(staleness=2), checkpoint=checkpoint, resume="latest")
     assert again.history.losses == whole.history.losses
     assert same(again.module, whole.module)
-    assert not same(whole.module, fit(Bounded(2)).module)
+    assert not same(whole.module, fit(sparkdl.StaleSynchronous(staleness=2)).module)
 
 
 def test_a_version_that_nobody_has(fit: Any) -> None:
-    class Wrong(Bounded):
+    class Wrong(Consistency):
         def dispatch(self, readable: range) -> Dispatch:
             return Dispatch(version=readable[-1] + 1)
 
     said = r"Wrong.dispatch returned version 1, but range\(0, 1\) are readable"
     with pytest.raises(ValueError, match=said):
-        fit(Wrong(1))
+        fit(Wrong())
+
+
+@pytest.mark.parametrize("engine", ["shuffle", "local"])
+def test_a_replay_has_the_bits_of_the_run(
+    fit: Any, set_stages: Any, slabs: Any, tmp_path: Path, engine: str
+) -> None:
+    """On another engine, by way of a file, and after a loss; the model is not asked."""
+    set_stages("two")
+    checkpoint = sparkdl.Checkpoint(str(tmp_path / "c"), every=sparkdl.every(3))
+    live = fit(Alternating(), checkpoint=checkpoint)
+    assert list(live.history.staleness.values()) == [0, 1, 0, 0, 0, 1]  # 0 after the checkpoint
+    live.history.save(tmp_path / "history.json")
+    recorded = sparkdl.History.load(tmp_path / "history.json")
+    model = sparkdl.StaleSynchronous()
+    callbacks = [] if engine == "local" else [Loss(slabs, at=3)]
+    again = fit(model, replay=recorded, engine=engine, callbacks=callbacks)
+    assert all(each.recoveries == 1 for each in callbacks)
+    assert again.history.losses == live.history.losses
+    assert again.history.staleness == live.history.staleness
+    assert same(again.module, live.module)
+    assert not same(again.module, fit(model, engine=engine).module)
+    silent = Alternating()
+    fit(silent, replay=recorded, engine=engine)
+    assert silent.asked == []
+
+
+def test_what_cannot_be_replayed(fit: Any, tmp_path: Path) -> None:
+    live = fit(sparkdl.StaleSynchronous(staleness=2), engine="local")
+    with pytest.raises(
+        sparkdl.ParameterError, match=r"2 versions old.*StaleSynchronous\(staleness=2"
+    ):
+        fit(sparkdl.StaleSynchronous(), replay=live.history)
+    with pytest.raises(sparkdl.ParameterError, match="replay is a list: give the history of a run"):
+        fit(None, replay=live.history.losses)
+    checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(3))
+    with pytest.raises(
+        sparkdl.ParameterError, match="with the same checkpoint= as the recorded run"
+    ):
+        fit(
+            sparkdl.StaleSynchronous(staleness=2),
+            replay=live.history,
+            checkpoint=checkpoint,
+            engine="local",
+        )
+
+
+def test_a_checkpoint_knows_its_consistency_model(fit: Any, tmp_path: Path) -> None:
+    checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(3))
+    fit(sparkdl.StaleSynchronous(), checkpoint=checkpoint, engine="local")
+    said = r"consistency is 'Synchronous\(\)' here and 'StaleSynchronous\(staleness=1\)' in"
+    with pytest.raises(sparkdl.ParameterError, match=said):
+        fit(None, checkpoint=checkpoint, resume="latest")
+
+
+REFUSED = {
+    "gang": ({"engine": "gang"}, 'with engine="gang": its ranks have one version of the weights'),
+    "local steps": (
+        {"local_steps": 2},
+        "with local_steps=2: after local steps the optimizer state",
+    ),
+    "compression": ({"compression": sparkdl.TopK()}, "with compression: it delays parts of the"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_with_stale_gradients(case: str) -> None:
+    changes, said = REFUSED[case]
+    with pytest.raises(sparkdl.ParameterError, match=said):
+        trainer(consistency=sparkdl.StaleSynchronous(), **changes)
+    trainer(consistency=sparkdl.StaleSynchronous(staleness=0), **changes)
+
+
+def test_what_is_no_consistency_model() -> None:
+    for wrong in (-1, 1.5, True, 1 << 16):
+        with pytest.raises(
+            sparkdl.ParameterError, match="consistency=StaleSynchronous: staleness="
+        ):
+            trainer(consistency=sparkdl.StaleSynchronous(staleness=wrong))
+    with pytest.raises(sparkdl.ParameterError, match=r"give sparkdl\.Synchronous\(\)"):
+        trainer(consistency="synchronous")
+
+
+def test_how_a_trainer_shows_it() -> None:
+    shown = repr(trainer(consistency=sparkdl.StaleSynchronous(staleness=3)))
+    assert "consistency=StaleSynchronous(staleness=3)" in shown
+    assert "consistency" not in repr(trainer())

@@ -74,7 +74,7 @@ MISTAKES = [
     Mistake(
         "missing keys",
         ["--config", "a.yaml"],
-        "a.yaml: 4 problems:\n  - data is missing.\n  - model is missing.\n  - loss is missing.\n"
+        "a.yaml: 3 problems:\n  - data is missing.\n  - model is missing.\n"
         "  - optimizer is missing.",
         "name: a\n",
     ),

@@ -102,8 +102,12 @@ def test_every_field_of_the_trainer_can_be_set() -> None:
     # The schedule's length is set by the data; state cannot be kept for another process; what all
     # tasks are given is for spark-submit to say. A step takes the place of the loss.
     elsewhere = {"schedule", "keep_optimizer_state", "resource_profile"}
-    assert same == elsewhere | {"wire", "compression", "sync_batchnorm", "min_ranks", "step"}
+    gradients = {"wire", "compression", "consistency"}
+    assert same == elsewhere | gradients | {"sync_batchnorm", "min_ranks", "step"}
     assert (other.wire, other.compression) == ("bf16", sparkdl.TopK(0.1))
+    stale = {"use": "sparkdl:StaleSynchronous", "staleness": 2}
+    other = trainer_of(parse(smallest(gradients={"consistency": stale})))
+    assert other.consistency == sparkdl.StaleSynchronous(staleness=2)
     cut = {"use": "sparkdl:FSDP", "units": ["0"]}
     gang = {"engine": "gang", "strategy": cut, "sync_batchnorm": True, "min_ranks": 2}
     found = trainer_of(parse(smallest(training=gang)))

@@ -1,7 +1,8 @@
 """Task bodies and helpers for compressed gradients: the compression hook, and replicas' residuals.
 
 A replica's residuals are what it keeps between iterations: the part of its gradients that
-compression left out, and the state of the hook.
+compression left out, and the state of the hook; or the state of its own optimizer
+(:class:`sparkdl.DiLoCo`).
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from sparkdl.engines.shuffle.replica_context import ReplicaContext
 from sparkdl.engines.shuffle.store import read_residuals, write_residuals
 from sparkdl.loop.engine import ReadResiduals
 from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.inner_state import open_inner
 from sparkdl.replica.iteration import Fault, ResidualHandle
 from sparkdl.replica.step import ReplicaIteration, ReplicaResult, compress_outcome
 from sparkdl.slab.pool import Pool
+from sparkdl.slices.spec import SliceSpec
+from sparkdl.slices.state import SliceState
 from sparkdl.spark.worker import finish_task
 
 
@@ -58,6 +62,41 @@ def compress_here(
     if before:
         pool.check(before.reference)
     return outcome, handle
+
+
+def inner_state(
+    work: ReplicaIteration,
+    message: IterationMessage,
+    pool: Pool,
+    plan: SliceSpec,
+    device: torch.device,
+) -> SliceState:
+    """Return the state that a replica kept for its own optimizer in this node's slabs.
+
+    Args:
+        work: The replica's part of the iteration.
+        message: The iteration, with the handles of the residuals.
+        pool: The slabs of this node.
+        plan: The single slice that is the whole flat vector.
+        device: The device of the replica.
+
+    Raises:
+        sparkdl.errors.StaleReferenceError: The state was overwritten while it was read.
+    """
+    before = _handle(message, work.replica)
+    if before is None:
+        return open_inner(plan, {}, device)
+    state = open_inner(plan, read_residuals(pool, before), device)
+    pool.check(before.reference)
+    return state
+
+
+def keep_here(
+    work: ReplicaIteration, message: IterationMessage, pool: Pool, kept: ByParameter
+) -> ResidualHandle:
+    """Write what a replica keeps into this node's slabs; see :func:`inner_state`."""
+    before = _handle(message, work.replica)
+    return write_residuals(pool, work.replica, before, kept, message.submission)
 
 
 def residual_fault(step: IterationMessage, replica: int, node_id: str) -> Fault | None:

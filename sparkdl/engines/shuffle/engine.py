@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from sparkdl.codec.packed import ByParameter
+from sparkdl.consistency.base import Consistency, Update, next_update
+from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.engines.shuffle.consistency import Consistency, Synchronous, Update
 from sparkdl.engines.shuffle.form_chooser import FormChooser
 from sparkdl.engines.shuffle.messages import IterationMessage
 from sparkdl.engines.shuffle.placement import Placement
@@ -82,7 +83,7 @@ class ShuffleEngine:
         self._context.setJobDescription(iteration.description)
         doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
         asked = iteration.with_rows(self.plan.rows(iteration.batch))
-        update = self._next_update(iteration)
+        update = next_update(self._consistency, self._versions.readable, iteration.staleness)
 
         def submit() -> tuple[IterationResult | None, list[Fault]]:
             started = time.perf_counter()
@@ -95,26 +96,6 @@ class ShuffleEngine:
             return self._result(message, reports, started, update), []
 
         return self._placement.retry(submit, doing, self._placement.samples)
-
-    def _next_update(self, iteration: Iteration) -> Update:
-        """Return the update to make: as stale as the one that is repeated, else as the model says.
-
-        Raises:
-            ValueError: The consistency model chose a version that nobody can compute on.
-        """
-        readable = self._versions.readable
-        newest = readable[-1]
-        if iteration.staleness is not None:
-            repeated = Update(version=newest - iteration.staleness, base=newest)
-            assert repeated.version in readable, "a restore point was crossed"
-            return repeated
-        chosen = self._consistency.dispatch(readable)
-        if chosen.version not in readable:
-            raise ValueError(
-                f"{type(self._consistency).__name__}.dispatch returned version {chosen.version}, but "
-                f"{readable} are readable: return one of them, or raise its keep"
-            )
-        return Update(version=chosen.version, base=newest)
 
     def _submit(
         self, asked: IterationRows, update: Update

@@ -39,7 +39,7 @@ def raise_unrecoverable(faults: Sequence[Fault], doing: str) -> None:
             )
         if fault.kind == RESIDUAL_FOREIGN:
             raise StateLostError(
-                f"{doing}: what replica {fault.partition} left out of its compressed gradients is "
+                f"{doing}: what replica {fault.partition} keeps between iterations is "
                 "out of reach (its node or executor is gone)."
             )
         if fault.kind == SAMPLES_CHANGED:

@@ -219,7 +219,7 @@ class Placement:
     @property
     def everything_travels(self) -> bool:
         """Return whether replicas need the optimizer state beside the weights."""
-        return self._options.local_steps > 1
+        return self._options.averages
 
     def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
         """Return an RDD of the seats; ``counts`` gives the number of records of each."""

@@ -16,7 +16,12 @@ from pyspark import cloudpickle
 from sparkdl.codec.frames import encode
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_reader import open_partition
-from sparkdl.engines.shuffle.compression_tasks import compress_here, residual_fault
+from sparkdl.engines.shuffle.compression_tasks import (
+    compress_here,
+    inner_state,
+    keep_here,
+    residual_fault,
+)
 from sparkdl.engines.shuffle.faults import MOVED
 from sparkdl.engines.shuffle.messages import (
     GradientHeader,
@@ -151,10 +156,12 @@ def _contributions(
         if writes_early(live):
             early = room(ReplicaResult())
             writer = GradientWriter(live, plans, early[0], early[2].bytes)
-        outcome = _outcome(seat, work, clock, writer)
+        outcome = _outcome(seat, step, work, clock, writer)
         if live.recipe.compression is not None:
             outcome, residual = compress_here(live, outcome, work, step, pool)
             clock.lap("compress")
+        elif outcome.kept:
+            residual = keep_here(work, step, pool, outcome.kept)
         maps, sizes, claim = early or room(outcome)
         sections = write_sections(live, plans, maps, outcome, claim.bytes)
     problem = not_finite(live, plans, sections, outcome)
@@ -183,7 +190,11 @@ def _contributions(
 
 
 def _outcome(
-    seat: ReplicaContext, work: ReplicaIteration, clock: Clock, writer: GradientWriter | None
+    seat: ReplicaContext,
+    step: IterationMessage,
+    work: ReplicaIteration,
+    clock: Clock,
+    writer: GradientWriter | None,
 ) -> ReplicaResult:
     """Do the replica's part of the iteration, and return its outcome."""
     live = open_replica(seat.run)
@@ -197,13 +208,16 @@ def _outcome(
         seat.check()
         return outcome
     live = seat.replica()
-    if local_steps == 1:
+    if not live.recipe.options.steps_on_replicas:
         clock.lap("fetch")
         return one_gradient(live, batches[0], work, clock, writer)
     plans, flat = plans_of(seat.run), live.flat.flat
-    state = joined_state(
-        plans.slices, seat.states, seat.arrived, seat.pool, plans.dtype, flat.device
-    )
+    if live.recipe.options.outer:
+        state = inner_state(work, step, seat.pool, plans.whole.plan, flat.device)
+    else:
+        state = joined_state(
+            plans.slices, seat.states, seat.arrived, seat.pool, plans.dtype, flat.device
+        )
     clock.lap("fetch")
     return several_steps(live, batches, work, state, plans.whole, clock)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from sparkdl.consistency.base import Update
 from sparkdl.engines.shuffle.compression_tasks import InitialResiduals
-from sparkdl.engines.shuffle.consistency import Update
 from sparkdl.engines.shuffle.faults import raise_unrecoverable
 from sparkdl.engines.shuffle.messages import (
     SYNCHRONIZATION,

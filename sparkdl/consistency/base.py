@@ -1,0 +1,111 @@
+"""The seam of consistency models: the version of the weights that replicas compute a batch on.
+
+Version 0 is the state that was loaded. Every update makes the next version from the newest one, with
+the gradients of all replicas. A model decides how old the weights may be that these gradients were
+computed on. Where the weights of one version are kept without those before it (a checkpoint, a
+snapshot), older versions end: the next iteration computes on the newest one.
+
+The engine records the staleness of each update in its result, and repeats an iteration with the
+staleness that was recorded. Therefore a replay has the same bits, whatever the model would decide
+then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sparkdl.errors import ParameterError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dispatch:
+    """The decision on an iteration: all replicas compute their mini-batches on ``version``."""
+
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """An update that makes version ``base + 1``; one iteration of the loop.
+
+    Attributes:
+        version: The version that its gradients are computed on.
+        base: The version that they are applied to.
+    """
+
+    version: int
+    base: int
+
+    @property
+    def staleness(self) -> int:
+        """Return the number of versions by which the gradients are behind."""
+        return self.base - self.version
+
+
+class Consistency:
+    """A rule for the versions that replicas compute on. Subclasses are frozen dataclasses.
+
+    Attributes:
+        keep: The number of versions that stay readable, at least 1. Each more keeps the weights and
+            the optimizer state once more in the slabs of a node.
+        inner_steps: The number of optimizer steps that a replica takes by itself in an iteration.
+        outer_optimizer: The optimizer that is given the distance which the replicas' own steps have
+            moved the weights, as if it were their gradient. None: replicas send gradients.
+    """
+
+    keep: int = 1
+    inner_steps: int = 1
+    outer_optimizer: Callable[..., Any] | None = None
+
+    def dispatch(self, readable: range) -> Dispatch:
+        """Return the decision on the next iteration: the newest version, unless a model overrides it.
+
+        It must depend on ``readable`` and on earlier decisions alone, because an iteration whose
+        tasks find themselves on other nodes is submitted again.
+
+        Args:
+            readable: The versions that replicas can compute on. The last one is the newest; there
+                are fewer than :attr:`keep` when a run begins, or goes on from a kept state.
+        """
+        return Dispatch(version=readable[-1])
+
+    def problems(self) -> Iterator[str]:
+        """Yield the problems of the model's own options."""
+        yield from ()
+
+    def problems_with(self, trainer: Any) -> Iterator[str]:
+        """Yield the problems of this model with other fields of the user's ``trainer``."""
+        yield from ()
+
+
+def next_update(model: Consistency, readable: range, recorded: int | None) -> Update:
+    """Return the update to make: as stale as it is recorded, else as the model says.
+
+    Args:
+        model: The consistency model.
+        readable: The versions that replicas can compute on.
+        recorded: The staleness of the update that is repeated; None: the model decides.
+
+    Raises:
+        ParameterError: A replayed history has read a version that this run no longer has.
+        ValueError: The model chose a version that nobody can compute on.
+    """
+    newest = readable[-1]
+    if recorded is not None:
+        if newest - recorded not in readable:
+            raise ParameterError(
+                f"replay: the history has an update with gradients {recorded} versions old, and this "
+                f"run has {len(readable) - 1} older versions at that iteration, because a checkpoint "
+                "ends those before it. Replay with the same checkpoint= as the recorded run, or "
+                "without any."
+            )
+        return Update(version=newest - recorded, base=newest)
+    chosen = model.dispatch(readable)
+    if chosen.version not in readable:
+        raise ValueError(
+            f"{type(model).__name__}.dispatch returned version {chosen.version}, but {readable} are "
+            "readable: return one of them, or raise its keep"
+        )
+    return Update(version=chosen.version, base=newest)

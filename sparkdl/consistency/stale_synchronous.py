@@ -1,0 +1,73 @@
+"""The stale-synchronous model: gradients of weights that are some versions old."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from sparkdl.consistency.base import Consistency, Dispatch
+from sparkdl.plain import make_plain
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaleSynchronous(Consistency):
+    """Replicas compute on the version of the weights that is ``staleness`` steps old.
+
+    This is bounded staleness (Ho et al., "More Effective Distributed ML via a Stale Synchronous
+    Parallel Parameter Server", 2013), at its bound: in each step the gradients of all replicas are
+    those of one version, ``staleness`` steps behind the weights that they are applied to. In the
+    first steps of a run, and after a checkpoint or a snapshot, which holds one version, they are
+    less far behind. The history has the staleness of each step, and ``fit(replay=history)`` repeats
+    it.
+
+    Attributes:
+        staleness: The number of steps, at least 0. With 0 the result has the bits of
+            :class:`sparkdl.Synchronous`.
+    """
+
+    staleness: int = 1
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+
+    @property
+    def keep(self) -> int:  # type: ignore[override]
+        """Return the number of versions that stay readable."""
+        return self.staleness + 1
+
+    def dispatch(self, readable: range) -> Dispatch:
+        """Choose the oldest version that may be read."""
+        return Dispatch(version=max(readable[0], readable[-1] - self.staleness))
+
+    def problems(self) -> Iterator[str]:
+        """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""
+        if not isinstance(self.staleness, int) or isinstance(self.staleness, bool):
+            yield f"staleness={self.staleness!r}: give a whole number of at least 0."
+        elif not 0 <= self.staleness < MOST:
+            yield f"staleness={self.staleness}: give a whole number from 0 to {MOST - 1}."
+
+    def problems_with(self, trainer: Any) -> Iterator[str]:
+        if self.staleness == 0:
+            return
+        what = f"consistency=StaleSynchronous(staleness={self.staleness})"
+        if trainer.engine == "gang":
+            yield (
+                f'{what} with engine="gang": its ranks have one version of the weights, which each '
+                'update overwrites. Use engine="shuffle".'
+            )
+        if trainer.local_steps != 1:
+            yield (
+                f"{what} with local_steps={trainer.local_steps}: after local steps the optimizer "
+                "state is replaced by the replicas' mean, which would undo the steps in between. "
+                "Leave one of the two out."
+            )
+        if trainer.compression is not None:
+            yield (
+                f"{what} with compression: it delays parts of the gradients too, and no bound on "
+                "their age would hold. Leave one of the two out."
+            )
+
+
+MOST = 1 << 16
+"""The first staleness that cannot be recorded."""

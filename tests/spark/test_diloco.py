@@ -1,0 +1,142 @@
+"""DiLoCo is what a plain PyTorch loop of the algorithm computes, also after losses and a resume."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sparkdl
+
+pytestmark = pytest.mark.spark
+ROWS, STEPS, ROUNDS = 8, 2, 4
+INNER = partial(torch.optim.AdamW, lr=0.05)
+OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+SAMPLES = [([1.0, 0.5, -1.0], [1.0]), ([-0.5, 2.0, 0.3], [-1.0])]
+"""The sample of each replica, of which it has copies alone, so that their order does not count."""
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def trainer(**changes: Any) -> sparkdl.Trainer:
+    values = {
+        "model": network(),
+        "loss": nn.MSELoss(),
+        "optimizer": INNER,
+        "batch_size": 4,
+        "replicas": 2,
+        "consistency": sparkdl.DiLoCo(inner_steps=STEPS, outer_optimizer=OUTER),
+        "stop": sparkdl.max_iteration(ROUNDS),
+    }
+    return sparkdl.Trainer(**{**values, **changes})
+
+
+@pytest.fixture(scope="module")
+def data(spark: Any) -> Any:
+    rows = [sample for sample in SAMPLES for _ in range(ROWS)]
+    return spark.sparkContext.parallelize(rows, 2)
+
+
+def plain(keep: bool = True) -> nn.Module:
+    """The algorithm; without ``keep`` the inner optimizers begin anew in each round."""
+    shared = network()
+    outer = OUTER(shared.parameters())
+    copies = [copy.deepcopy(shared) for _ in SAMPLES]
+    inner = [INNER(module.parameters()) for module in copies]
+    for _ in range(ROUNDS):
+        begin = [p.detach().clone() for p in shared.parameters()]
+        for r, (module, (x, y)) in enumerate(zip(copies, SAMPLES, strict=True)):
+            if not keep:
+                inner[r] = INNER(module.parameters())
+            module.load_state_dict(shared.state_dict())
+            for _ in range(STEPS):
+                inner[r].zero_grad()
+                nn.functional.mse_loss(module(torch.tensor([x])), torch.tensor([y])).backward()
+                inner[r].step()
+        ends = zip(*(module.parameters() for module in copies), strict=True)
+        for parameter, old, ended in zip(shared.parameters(), begin, ends, strict=True):
+            parameter.grad = old - sum(end.detach() for end in ended) / len(SAMPLES)
+        outer.step()
+    return shared
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+class Loss(sparkdl.Callback):
+    """Deletes all slabs after iteration ``at``."""
+
+    def __init__(self, slabs: Any, at: int) -> None:
+        self.slabs, self.at, self.recoveries = slabs, at, 0
+
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        if state.iteration == self.at:
+            for root in self.slabs():
+                shutil.rmtree(root)
+
+    def on_recovery(self, trainer: Any, state: Any) -> None:
+        self.recoveries += 1
+
+
+def test_it_is_the_algorithm(data: Any, set_stages: Any) -> None:
+    """In every form and on "local", with the same bits."""
+    trained = [trainer(engine="local").fit(data)]
+    for stages in ("shuffle", "two", "one"):
+        set_stages(stages)
+        trained.append(trainer().fit(data))
+    expected, anew = plain(), plain(keep=False)
+    for one in trained:
+        assert same(one.module, trained[0].module)
+        pairs = zip(one.module.parameters(), expected.parameters(), anew.parameters(), strict=True)
+        for found, wanted, other in pairs:
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+            assert not torch.allclose(found, other, rtol=1e-3)
+
+
+def test_it_goes_on_after_a_loss_and_from_a_checkpoint(
+    data: Any, slabs: Any, tmp_path: Path
+) -> None:
+    """The state of each replica's optimizer is part of it."""
+    checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(2))
+    whole, lost = trainer(checkpoint=checkpoint).fit(data), Loss(slabs, at=3)
+    shutil.rmtree(sorted(tmp_path.iterdir())[-1])
+    again = trainer(checkpoint=checkpoint).fit(data, resume="latest")
+    assert same(again.module, whole.module)
+    shutil.rmtree(tmp_path)
+    disturbed = trainer(checkpoint=checkpoint, callbacks=[lost]).fit(data)
+    assert lost.recoveries == 1
+    assert same(disturbed.module, whole.module)
+    local = trainer(engine="local", checkpoint=checkpoint).fit(data, resume="latest")
+    assert same(local.module, whole.module)
+
+
+REFUSED = {
+    "gang": ({"engine": "gang"}, 'with engine="gang": its ranks sum gradients at every step'),
+    "local steps": ({"local_steps": 2}, "with local_steps=2: inner_steps says how many"),
+    "compression": ({"compression": sparkdl.TopK()}, "with compression: a replica keeps the state"),
+    "fp16": ({"precision": "fp16"}, 'with precision="fp16": a loss scale that overflows'),
+    "no steps": ({"consistency": sparkdl.DiLoCo(inner_steps=0)}, "DiLoCo: inner_steps=0: give"),
+    "no outer": (
+        {"consistency": sparkdl.DiLoCo(outer_optimizer=None)},
+        "DiLoCo: outer_optimizer=None: give a torch.optim class",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_go_with_it(case: str) -> None:
+    changes, said = REFUSED[case]
+    with pytest.raises(sparkdl.ParameterError, match=said):
+        trainer(**changes)
