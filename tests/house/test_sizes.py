@@ -10,10 +10,10 @@ from launch import ROOT
 
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
-    "modules": 314,
-    "lines": 53_300,
-    "modules of more than 300 lines": 8,
-    "lines of the longest module": 445,
+    "modules": 332,
+    "lines": 56_200,
+    "modules of more than 300 lines": 9,
+    "lines of the longest module": 457,
     "percent of lines in the largest room": 20,
     "modules with a single importer": 67,
     "docstrings that begin with Of, What, Whether or Where": 0,
