@@ -404,7 +404,9 @@ def test_a_replica_without_its_residual_reports_it(compressing):
     assert [decode(f)[0].fault.kind for f in frames] == [RESIDUAL_FOREIGN] * 3
     report = bench.synchronize(0, [frames[0], bench.forward_backward(1)[0]])
     assert [fault.kind for fault in report.faults] == [RESIDUAL_FOREIGN]
-    with pytest.raises(sparkdl.StateLostError, match="what replica 0 keeps between iterations is out of reach"):
+    with pytest.raises(
+        sparkdl.StateLostError, match="what replica 0 keeps between iterations is out of reach"
+    ):
         raise_unrecoverable(report.faults, "iteration 2, epoch 1")
 
 

@@ -203,7 +203,7 @@ def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
     seen.states = notes.states
     with (
         mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
-        mock.patch.object(prepare_module, "context_of"),
+        mock.patch.object(prepare_module, "_check_data"),
         mock.patch.object(fit_module, "tell_what_costs_speed"),
         mock.patch.object(fit_module, "warming_up"),
         mock.patch.object(placing_module, "materialize_here", _handed_over),

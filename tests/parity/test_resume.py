@@ -639,7 +639,8 @@ def test_where_all_are_damaged_the_reasons_are_listed(df, straight, tmp_path):
         assert len(lines) == 3
         assert any(line.startswith(f"  - {older}: the file ") for line in lines)
         assert any(
-            line.startswith(f"  - {newer}: ") and line.endswith("(checksum)") for line in lines
+            line.startswith(f"  - {newer}: ") and line.endswith("(its checksum differs)")
+            for line in lines
         )
     assert sorted(tmp_path.iterdir()) == sorted([older, newer])
 
