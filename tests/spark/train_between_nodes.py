@@ -57,6 +57,8 @@ CASES = {
     "table": {"model": Tagged, "optimizer": partial(torch.optim.SGD, lr=0.1)},
     "local steps": {"local_steps": 2},
     "few rows": {"batch_size": 3},
+    "stale": {"consistency": sparkdl.StaleSynchronous(staleness=2)},
+    "DiLoCo": {"consistency": sparkdl.DiLoCo(inner_steps=2)},
 }
 
 
