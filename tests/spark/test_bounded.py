@@ -15,6 +15,7 @@ import innards
 import numpy as np
 import pytest
 import torch
+from launch import soak_but
 from pyspark import SparkContext, cloudpickle
 from torch import nn
 
@@ -101,7 +102,7 @@ class Census(sparkdl.Callback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", ["shuffle", "two", "one"])
+@pytest.mark.parametrize("stages", soak_but(["two", "one"], ["shuffle", "two", "one"]))
 def test_three_hundred_iterations_leave_everything_flat(spark, df, set_stages, stages):
     set_stages(stages)
     context = spark.sparkContext

@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from launch import in_turn
 from noisy import Noisy
 from pyspark import cloudpickle
 from structured import ModelOutput
@@ -370,8 +371,7 @@ def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, set_stage
     assert at_once.call_count == len(expected)
 
 
-@pytest.mark.parametrize("stages", ["shuffle", "auto"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "stages"), in_turn(CASES, ["shuffle", "auto"]))
 def test_same_bits(frames, alone, set_stages, case, stages):
     """With references that travel through a shuffle, as between nodes, or through the driver."""
     set_stages(stages)
