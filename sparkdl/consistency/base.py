@@ -13,7 +13,7 @@ then.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from sparkdl.errors import ParameterError
@@ -73,11 +73,35 @@ class Consistency:
 
     def problems(self) -> Iterator[str]:
         """Yield the problems of the model's own options."""
-        yield from ()
+        if not isinstance(self.keep, int) or self.keep < 1:
+            yield f"keep={self.keep!r}: give a whole number of at least 1."
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
-        """Yield the problems of this model with other fields of the user's ``trainer``."""
-        yield from ()
+        """Yield the problems of this model with other fields of the user's ``trainer``.
+
+        By default those of a model that computes on older versions.
+        """
+        if self.keep == 1:
+            return
+        what = (
+            f"consistency={self!r}" if is_dataclass(self) else f"consistency={type(self).__name__}"
+        )
+        if trainer.engine == "gang":
+            yield (
+                f'{what} with engine="gang": its ranks have one version of the weights, which each '
+                'update overwrites. Use engine="shuffle".'
+            )
+        if trainer.local_steps != 1:
+            yield (
+                f"{what} with local_steps={trainer.local_steps}: after local steps the optimizer "
+                "state is replaced by the replicas' mean, which would undo the steps in between. "
+                "Leave one of the two out."
+            )
+        if trainer.compression is not None:
+            yield (
+                f"{what} with compression: it delays parts of the gradients too, and no bound on "
+                "their age would hold. Leave one of the two out."
+            )
 
 
 def next_update(model: Consistency, readable: range, recorded: int | None) -> Update:
@@ -90,7 +114,7 @@ def next_update(model: Consistency, readable: range, recorded: int | None) -> Up
 
     Raises:
         ParameterError: A replayed history has read a version that this run no longer has.
-        ValueError: The model chose a version that nobody can compute on.
+            Or the model chose a version that nobody can compute on.
     """
     newest = readable[-1]
     if recorded is not None:
@@ -103,9 +127,14 @@ def next_update(model: Consistency, readable: range, recorded: int | None) -> Up
             )
         return Update(version=newest - recorded, base=newest)
     chosen = model.dispatch(readable)
+    if not isinstance(chosen, Dispatch):
+        raise ParameterError(
+            f"{type(model).__name__}.dispatch returned an object of type {type(chosen).__name__}: return "
+            "sparkdl.consistency.base.Dispatch(version=...) with one of the versions that it is given."
+        )
     if chosen.version not in readable:
-        raise ValueError(
+        raise ParameterError(
             f"{type(model).__name__}.dispatch returned version {chosen.version}, but {readable} are "
-            "readable: return one of them, or raise its keep"
+            "readable: return one of them, or raise its keep."
         )
     return Update(version=chosen.version, base=newest)

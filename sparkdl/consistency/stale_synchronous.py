@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from sparkdl.consistency.base import Consistency, Dispatch
 from sparkdl.plain import make_plain
@@ -41,32 +40,11 @@ class StaleSynchronous(Consistency):
         return Dispatch(version=max(readable[0], readable[-1] - self.staleness))
 
     def problems(self) -> Iterator[str]:
-        """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""
+        """See :class:`sparkdl.consistency.base.Consistency`."""
         if not isinstance(self.staleness, int) or isinstance(self.staleness, bool):
             yield f"staleness={self.staleness!r}: give a whole number of at least 0."
         elif not 0 <= self.staleness < MOST:
             yield f"staleness={self.staleness}: give a whole number from 0 to {MOST - 1}."
-
-    def problems_with(self, trainer: Any) -> Iterator[str]:
-        if self.staleness == 0:
-            return
-        what = f"consistency=StaleSynchronous(staleness={self.staleness})"
-        if trainer.engine == "gang":
-            yield (
-                f'{what} with engine="gang": its ranks have one version of the weights, which each '
-                'update overwrites. Use engine="shuffle".'
-            )
-        if trainer.local_steps != 1:
-            yield (
-                f"{what} with local_steps={trainer.local_steps}: after local steps the optimizer "
-                "state is replaced by the replicas' mean, which would undo the steps in between. "
-                "Leave one of the two out."
-            )
-        if trainer.compression is not None:
-            yield (
-                f"{what} with compression: it delays parts of the gradients too, and no bound on "
-                "their age would hold. Leave one of the two out."
-            )
 
 
 MOST = 1 << 16

@@ -88,6 +88,7 @@ class LocalEngine:
         self._best: list[SliceState] = []
         self._consistency = consistency or Synchronous()
         self._older: deque[list[torch.Tensor]] = deque(maxlen=self._consistency.keep - 1)
+        self._version = 0
         self._residuals: dict[int, ByParameter] = {}
         self._memory: dict[int, np.ndarray] = {}
 
@@ -116,16 +117,17 @@ class LocalEngine:
         else:
             self._states = states
             self._older.clear()
+            self._version = 0
 
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """Run every replica and update every slice in this process."""
         with torch_threads(self._run.threads):
             started = Clock()
             step = iteration.with_rows(self.plan.rows(iteration.batch))
-            readable = range(len(self._older) + 1)
+            readable = range(self._version - len(self._older), self._version + 1)
             update = next_update(self._consistency, readable, iteration.staleness)
             newest = [state.weights for state in self._states]
-            weights = [*self._older, newest][update.version]
+            weights = [*self._older, newest][readable.index(update.version)]
             reports, sections, kept = [], [], {}
             for replica, (start, stop) in enumerate(step.rows):
                 if stop > start:
@@ -140,6 +142,7 @@ class LocalEngine:
                     self._older.append([each.clone() for each in newest])
                 slices = self._synchronize(step, reports, sections)
                 self._residuals |= kept
+                self._version += 1
             started.lap("iteration")
             seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
             seconds = {**seconds, **started.seconds}

@@ -12,7 +12,8 @@ _label = ""
 class _Labelled:
     """A text stream that puts the present label before each line, and writes each line at once.
 
-    So lines of several workers do not mix, and no line is lost with a worker that ends.
+    Lines of several workers do not mix, unless they are flushed before they are complete, and no
+    line is lost with a worker that ends.
     """
 
     def __init__(self, stream: TextIO) -> None:

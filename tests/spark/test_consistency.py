@@ -216,8 +216,40 @@ def test_a_version_that_nobody_has(fit: Any) -> None:
             return Dispatch(version=readable[-1] + 1)
 
     said = r"Wrong.dispatch returned version 1, but range\(0, 1\) are readable"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(sparkdl.ParameterError, match=said):
         fit(Wrong())
+
+
+def test_mistakes_of_an_own_model(fit: Any) -> None:
+    class Number(Consistency):
+        def dispatch(self, readable: range) -> Any:
+            return readable[-1]
+
+    class Nothing(Consistency):
+        keep = 0
+
+    with pytest.raises(sparkdl.ParameterError, match="dispatch returned an object of type int: "):
+        fit(Number())
+    with pytest.raises(sparkdl.ParameterError, match="consistency=Nothing: keep=0: give a whole"):
+        fit(Nothing())
+    with pytest.raises(sparkdl.ParameterError, match='Alternating with engine="gang": its ranks'):
+        fit(Alternating(), engine="gang")
+
+
+class Farther(Consistency):
+    """Replicas compute on the newest version, or on the oldest one, by the newest one's number."""
+
+    keep = 3
+
+    def dispatch(self, readable: range) -> Dispatch:
+        return Dispatch(version=readable[0] if readable[-1] % 2 else readable[-1])
+
+
+def test_versions_have_the_same_numbers_on_both_engines(fit: Any) -> None:
+    there, here = fit(Farther()), fit(Farther(), engine="local")
+    assert list(there.history.staleness.values()) == [0, 1, 0, 2, 0, 2]
+    assert here.history.staleness == there.history.staleness
+    assert same(here.module, there.module)
 
 
 @pytest.mark.parametrize("engine", ["shuffle", "local"])
