@@ -129,8 +129,9 @@ def next_update(model: Consistency, readable: range, recorded: int | None) -> Up
     chosen = model.dispatch(readable)
     if not isinstance(chosen, Dispatch):
         raise ParameterError(
-            f"{type(model).__name__}.dispatch returned an object of type {type(chosen).__name__}: return "
-            "sparkdl.consistency.base.Dispatch(version=...) with one of the versions that it is given."
+            f"{type(model).__name__}.dispatch returned an object of type {type(chosen).__name__}: "
+            "return sparkdl.consistency.base.Dispatch(version=...) with one of the versions that it "
+            "is given."
         )
     if chosen.version not in readable:
         raise ParameterError(
