@@ -134,7 +134,9 @@ def prepare(
     check_options(options, module, layout)
     check_compression(recipe, layout)
     _import_compiler()
-    outer = plan_optimizer(recipe.for_slices, module, trainer.slices) if options.outer else None
+    outer = None
+    if options.outer:
+        outer = plan_optimizer(recipe.for_slices, module, trainer.slices, "outer_optimizer")
     optimizer = plan_optimizer(recipe, module, None if outer else trainer.slices)
     for part in trainer.parts.values():
         part.check_model(module, layout, optimizer, options)

@@ -83,13 +83,16 @@ def build_model(payload: bytes) -> nn.Module:
         ) from error
 
 
-def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> OptimizerSpec:
+def plan_optimizer(
+    recipe: Recipe, module: nn.Module, slices: int | None, word: str = "optimizer"
+) -> OptimizerSpec:
     """Return the plan of the recipe's optimizers on ``module``.
 
     Args:
         recipe: The recipe with the optimizers.
         module: The model that they train.
         slices: The number of slices, or None for as many as the optimizers allow.
+        word: The name of the optimizers in messages.
 
     Raises:
         ModelError: An optimizer cannot be built, trains nothing, or does not allow so many slices.
@@ -102,27 +105,28 @@ def plan_optimizer(recipe: Recipe, module: nn.Module, slices: int | None) -> Opt
     except ModelError:
         raise
     except Exception as error:
-        one_kind_only = "parameters" in str(error)  # Muon says: "only supports 2D parameters"
+        # Muon says: "only supports 2D parameters"
+        one_kind_only = word == "optimizer" and "parameters" in str(error)
         raise ModelError(
-            f"the optimizer cannot be built ({type(error).__name__}: {text_of(error)}). Give a "
+            f"the {word} cannot be built ({type(error).__name__}: {text_of(error)}). Give a "
             "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
             "callable that is given the module and returns an optimizer."
             + (f" {SEVERAL}" if one_kind_only else "")
         ) from error
     if not any(plan.members):
         raise ModelError(
-            "the optimizer has no trainable parameter of the model, so nothing would be trained: "
+            f"the {word} has no trainable parameter of the model, so nothing would be trained: "
             "give it the parameters of the module that it is built for."
         )
     for group in plan.groups:
         if not math.isfinite(float(group.get("lr", 0.0))):
             raise ModelError(
-                f"optimizer {plan.name} has the learning rate {float(group['lr'])}: give a finite "
+                f"{word} {plan.name} has the learning rate {float(group['lr'])}: give a finite "
                 "number, such as lr=1e-3."
             )
     if slices is not None and slices > 1 and not plan.separate:
         raise ModelError(
-            f"optimizer {plan.name} uses all parameters together, so they must be in one slice, "
+            f"{word} {plan.name} uses all parameters together, so they must be in one slice, "
             f"but there are {slices}: set slices=1."
         )
     return plan

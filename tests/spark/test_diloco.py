@@ -140,3 +140,9 @@ def test_what_does_not_go_with_it(case: str) -> None:
     changes, said = REFUSED[case]
     with pytest.raises(sparkdl.ParameterError, match=said):
         trainer(**changes)
+
+
+def test_an_outer_optimizer_that_cannot_be_built(data: Any) -> None:
+    model = sparkdl.DiLoCo(outer_optimizer=partial(torch.optim.SGD, lr=-1.0))
+    with pytest.raises(sparkdl.ModelError, match=r"the outer_optimizer cannot be built .*rate: -1"):
+        trainer(consistency=model).fit(data)
