@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from sparkdl.gang.oversubscribe import (
 )
 from sparkdl.gang.process_group import form_group
 from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, StartableGroup
-from sparkdl.gang.rank_task import Command, Rendezvous
+from sparkdl.gang.rank_task import Rendezvous
 from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now
 from sparkdl.session import conf_of
 from sparkdl.spark.frames import collect_and_forget, map_frames, stage_name
@@ -261,16 +261,8 @@ class Gang(StartableGroup):
             f"{', '.join(map(str, missing))} of {self.size} did not come."
         )
 
-    def send_each(self, commands: Iterable[Command]) -> None:
-        """See :class:`sparkdl.gang.rank_group.RankGroup`, also for the two methods below."""
-        assert self._ranks is not None
-        self._ranks.send_each(commands)
-
-    def send(self, commands: Sequence[Command]) -> None:
-        assert self._ranks is not None
-        self._ranks.send(commands)
-
     def answers(self, doing: str) -> tuple[list[Any], float]:
+        """See :class:`sparkdl.gang.rank_group.RankGroup`."""
         assert self._ranks is not None
         try:
             return self._ranks.answers(doing)

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -186,16 +186,8 @@ class LedGang(StartableGroup):
                 raise unreached(missed, f"rank {rank} at {doors[rank][0]}")
         self.where = form_group(joining, self._timeout or YEAR_SECONDS)
 
-    def send_each(self, commands: Iterable[Command]) -> None:
-        """See :class:`sparkdl.gang.rank_group.RankGroup`, also for the two methods below."""
-        assert self._ranks is not None
-        self._ranks.send_each(commands)
-
-    def send(self, commands: Sequence[Command]) -> None:
-        assert self._ranks is not None
-        self._ranks.send(commands)
-
     def answers(self, doing: str) -> tuple[list[Any], float]:
+        """See :class:`sparkdl.gang.rank_group.RankGroup`."""
         assert self._ranks is not None
         try:
             return self._ranks.answers(doing)

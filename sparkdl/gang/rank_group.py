@@ -87,6 +87,17 @@ class StartableGroup(RankGroup):
     size: int
     tasks: int
     ahead: bool
+    _ranks: RankGroup | None
+    """The ranks, once they have been started."""
+
+    def send_each(self, commands: Iterable[Command]) -> None:
+        """See :class:`RankGroup`, also for the method below."""
+        assert self._ranks is not None
+        self._ranks.send_each(commands)
+
+    def send(self, commands: Sequence[Command]) -> None:
+        assert self._ranks is not None
+        self._ranks.send(commands)
 
     @property
     @abstractmethod

@@ -52,7 +52,7 @@ class Mixed(nn.Module):
 
 
 class Words(nn.Module):
-    """Of rows of varying length."""
+    """A model that takes rows of varying length."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the user's code prints on executors arrives, each line with its origin."""
+"""Lines that the user's code prints on executors arrive, each with its origin."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class ShuffleEngine:
     ) -> list[Any]:
         versions = self._versions.settled().only_newest()
         states = versions.best if which == BEST else versions.newest.states
-        return self._reader.map_slices(states, use, versions.next_tick())
+        return self._reader.map_slices(states, use, versions.next_submission())
 
     def load_residuals(
         self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()

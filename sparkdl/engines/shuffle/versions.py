@@ -82,7 +82,7 @@ class SliceVersions:
         """Return the submission of the oldest version; buffers of lower submissions are free."""
         return self._ring[0].submission
 
-    def next_tick(self) -> int:
+    def next_submission(self) -> int:
         """Return a submission larger than all before."""
         self._submission += 1
         return self._submission
@@ -93,7 +93,7 @@ class SliceVersions:
         newest = self.newest
         return IterationMessage(
             **iteration.__dict__,
-            submission=self.next_tick(),
+            submission=self.next_submission(),
             oldest_needed=self._oldest_needed,
             states=newest.states,
             pending=self._pending,
@@ -147,7 +147,7 @@ class SliceVersions:
             index=pending.index,
             epoch=0,
             rows=(),
-            submission=self.next_tick(),
+            submission=self.next_submission(),
             oldest_needed=self._oldest_needed,
             states=self.newest.states,
             pending=pending,
