@@ -59,7 +59,7 @@ $(STAMP): pyproject.toml constraints.txt conf/spark-defaults.conf conf/log4j2.pr
 	  sed -n 's/.* version "\([0-9]*\).*/\1/p'); [ "$${v:-0}" -ge 17 ] || \
 	  { echo "Spark needs Java 17 or newer, on PATH or in JAVA_HOME" >&2; exit 1; }
 	@$(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 # Spark reads its settings from the conf directory of the pip-installed pyspark. The link is where
 # .venv/bin/spark-submit looks first, so it finds this Spark under any python3 on PATH.
 	@home=$$($(BIN)/python -c 'import os, pyspark; print(os.path.dirname(pyspark.__file__))') && \

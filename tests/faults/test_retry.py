@@ -52,7 +52,7 @@ def undisturbed(spark) -> str:
     return digest(train_with_faults.trainer(engine="local").fit(df).module)
 
 
-@pytest.fixture(scope="module", params=soak_but(["sums"], MASTERS))
+@pytest.fixture(scope="module", params=soak_but(["references"], MASTERS))
 def results(request, tmp_path_factory) -> dict:
     """All runs of the script on one master.
 

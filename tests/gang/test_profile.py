@@ -8,7 +8,7 @@ import gpus
 import profiles
 import pytest
 from gang_training import trainer_of
-from launch import launch, soak_but
+from launch import launch
 from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
 import sparkdl
@@ -53,7 +53,8 @@ def test_a_trainers_gang_has_them_too(found):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("parallelism", soak_but([None], [None, 1, 2000]))
+@pytest.mark.soak
+@pytest.mark.parametrize("parallelism", [None, 1, 2000])
 def test_by_default_there_are_as_many_ranks_as_gpus(tmp_path, parallelism):
     """And not as cores, or as a cluster sets for queries: what waits makes iterations longer."""
     settings = {} if parallelism is None else {"spark.default.parallelism": str(parallelism)}

@@ -352,8 +352,13 @@ def run(trainer, df, engine):
     return trained, notes.states
 
 
-@pytest.mark.parametrize("stages", ["shuffle", "two", "one", "auto"])
-@pytest.mark.parametrize("case", ["plain", "skip", "local_steps", "tables", "ema", "care", "draws"])
+@pytest.mark.parametrize(
+    ("case", "stages"),
+    in_turn(
+        ["plain", "skip", "local_steps", "tables", "ema", "care", "draws"],
+        ["one", "auto", "two", "shuffle"],
+    ),
+)
 def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, set_stages, case, stages):
     """``auto``: the first three updates are measured, so that a run has both."""
     monkeypatch.setattr(form_chooser, "STAGE_SECONDS", 1e9)
@@ -410,9 +415,12 @@ divided by rows before backward there, and by counts after it."""
 
 
 @pytest.mark.gang
-@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(
-    "case", [name for name in CASES if not any(word in name for word in NOT_IN_A_GANG)]
+    ("case", "strategy"),
+    in_turn(
+        [name for name in CASES if not any(word in name for word in NOT_IN_A_GANG)],
+        list(STRATEGIES),
+    ),
 )
 def test_a_gang_of_two_gives_the_same_bits(frames, alone, case, strategy):
     """A sum of two has one order."""
