@@ -1,0 +1,370 @@
+"""The part of a parameter server that runs on a rank that owns ranges of keys.
+
+[Note: the threads of an owner] A thread for each other rank receives its requests and puts them in a
+queue. One thread takes them from there, so the values have one writer, and answers them. Requests
+travel in one process group and answers in another: the thread that calls the client sends in the
+first and receives in the second, and the owner's threads do the opposite. The owner's own client
+puts its requests into the queue directly, because Gloo cannot send to itself.
+
+A request that must wait (for its turn, for earlier positions, for other ranks) is parked with the
+time until which it may wait. Whoever waits for longer is answered with an error, so no client waits
+without a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from functools import partial
+
+import torch
+
+from sparkdl.collectives.key_range import Gradient, KeyRange, KeySpec, MakeOptimizer, Rounds
+from sparkdl.collectives.turns import Kind, Operation, Turns
+from sparkdl.collectives.words import Words, text_of, text_tensor
+from sparkdl.errors import (
+    ParameterError,
+    SparkdlError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+)
+
+ERRORS: tuple[type[SparkdlError], ...] = (
+    ParameterError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+)
+"""The errors that an answer can carry: its first number is 0, or 1 + the error's place here."""
+WHOLE = -1
+"""Stands for the number of rows where a message has all rows of a range."""
+JOIN_SECONDS = 5.0
+
+
+class Message(IntEnum):
+    """The kinds of requests. The comments show the numbers and tensors that follow."""
+
+    TURN = 0  # kind, number of keys, keys, places -> a position for each place
+    MEET = 1  # length of the text; text -> once every rank has said the same
+    INIT = 2  # key; values
+    PUSH = 3  # position, number of keys, (key, number of rows or WHOLE); ([rows], values)
+    PULL = 4  # position, number of keys, (key, number of rows or WHOLE); [rows] -> values
+    FINISH = 5  # position: the client pushes no more
+    OPTIMIZER = 6  # position: use the next optimizer
+    BYE = 7  # the last message of a client
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What all ranks of a parameter server have agreed on.
+
+    Attributes:
+        synchronous: Whether a step takes one gradient of every client.
+        staleness: How far clients may be apart, or None.
+        average: Whether the gradients of a step are averaged, not summed.
+        timeout: The seconds that a request may wait.
+        replay: The order to repeat, or None.
+    """
+
+    synchronous: bool
+    staleness: int | None
+    average: bool
+    timeout: float
+    replay: Sequence[int] | None = None
+
+
+@dataclass
+class Request:
+    """A request of a client.
+
+    Attributes:
+        client: Its rank.
+        kind: What it asks for.
+        words: The numbers of the message.
+        tensors: The tensors of the message.
+        answer: Sends numbers and tensors back.
+        until: The time until which it may wait.
+    """
+
+    client: int
+    kind: Message
+    words: Sequence[int]
+    tensors: list[torch.Tensor]
+    answer: Callable[[Sequence[int], Sequence[torch.Tensor]], None]
+    until: float = field(default=0.0)
+
+
+class Server:
+    """The owner at one place.
+
+    Args:
+        place: Its number among the owners. The owner at place 0 gives the turns.
+        places: The number of owners.
+        requests: The messages of clients.
+        replies: The answers to them.
+        keys: The keys by number, which the client of this process adds before it initializes them.
+        make: Makes the optimizer of a range.
+        options: What the ranks have agreed on.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        places: int,
+        requests: Words,
+        replies: Words,
+        keys: dict[int, KeySpec],
+        make: MakeOptimizer | None,
+        options: ServerOptions,
+    ) -> None:
+        self._place, self._requests, self._replies = place, requests, replies
+        self._keys, self._make, self._options = keys, make, options
+        self._turns = Turns(requests.size, options.staleness, options.replay)
+        self._positions = [0] * places
+        self._ranges: dict[int, KeyRange] = {}
+        self._rounds: dict[int, Rounds] = {}
+        self._active = list(range(requests.size))
+        self._turn_asked: dict[int, Request] = {}
+        self._met: dict[int, Request] = {}
+        self._held: dict[int, Request] = {}
+        self._next = 0
+        self._failure: SparkdlError | None = None
+        self._queue: queue.SimpleQueue[Request | SparkdlError | None] = queue.SimpleQueue()
+        self._server = threading.Thread(target=self._serve, daemon=True, name="sparkdl-server")
+        self._listeners = [
+            threading.Thread(
+                target=self._listen, args=(peer,), daemon=True, name="sparkdl-listener"
+            )
+            for peer in range(requests.size)
+            if peer != requests.rank
+        ]
+        self.next_make = make
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in (self._server, *self._listeners):
+            thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Add a request to the queue."""
+        request.until = time.monotonic() + self._options.timeout
+        self._queue.put(request)
+
+    def stop(self) -> None:
+        """End the threads, once every peer has said goodbye or its connection is closed."""
+        for thread in self._listeners:
+            thread.join(JOIN_SECONDS)
+        self._queue.put(None)
+        self._server.join(JOIN_SECONDS)
+
+    def _listen(self, peer: int) -> None:
+        """Receive the requests of one peer until it says goodbye."""
+        answer = partial(self._replies.send, peer, limit=timedelta(seconds=self._options.timeout))
+        try:
+            while True:
+                number, *words = self._requests.receive(peer)
+                kind = Message(number)
+                if kind == Message.BYE:
+                    return
+                tensors = [
+                    self._requests.receive_into(torch.empty(shape, dtype=dtype), peer)
+                    for shape, dtype in self._tensors_of(kind, words)
+                ]
+                self.submit(Request(peer, kind, words, tensors, answer))
+        except Exception as error:  # whatever Gloo raises
+            self._queue.put(
+                StateLostError(f"the connection to rank {peer} is lost: {_first_line(error)}")
+            )
+
+    def _tensors_of(
+        self, kind: Message, words: Sequence[int]
+    ) -> Iterable[tuple[tuple[int, ...], torch.dtype]]:
+        """Yield the shapes and dtypes of the tensors of a message."""
+        if kind == Message.MEET:
+            yield (words[0],), torch.uint8
+        elif kind == Message.INIT:
+            yield self._keys[words[0]].range_shape(self._place), self._keys[words[0]].dtype
+        elif kind in (Message.PUSH, Message.PULL):
+            for key, rows in _pairs(words):
+                spec = self._keys[key]
+                if rows != WHOLE:
+                    yield (rows,), torch.int64
+                if kind == Message.PUSH:
+                    whole = spec.range_shape(self._place)
+                    yield whole if rows == WHOLE else (rows, *spec.row_shape), spec.dtype
+
+    def _serve(self) -> None:
+        """Take requests from the queue until None comes."""
+        while True:
+            parked = [*self._turn_asked.values(), *self._met.values(), *self._held.values()]
+            wait = min((request.until for request in parked), default=None)
+            try:
+                found = self._queue.get(
+                    timeout=None if wait is None else max(0.0, wait - time.monotonic())
+                )
+            except queue.Empty:
+                self._expire()
+                continue
+            if found is None:
+                return
+            try:
+                if isinstance(found, SparkdlError):
+                    raise found
+                self._handle(found)
+            except SparkdlError as error:
+                self._fail(error)
+            except Exception as error:  # of the user's optimizer
+                self._fail(
+                    TrainingError(
+                        f"an update failed on rank {self._requests.rank}: "
+                        f"{type(error).__name__}: {_first_line(error)}"
+                    )
+                )
+
+    def _handle(self, request: Request) -> None:
+        if self._failure is not None:
+            self._refuse(request, self._failure)
+        elif request.kind == Message.TURN:
+            self._ask_turn(request)
+        elif request.kind == Message.MEET:
+            self._meet(request)
+        elif request.kind == Message.INIT:
+            key = request.words[0]
+            self._ranges[key] = KeyRange(request.tensors[0], self._make, self._options.average)
+            self._rounds[key] = Rounds(self._requests.size)
+            self._answer(request)
+        else:
+            self._held[request.words[0]] = request
+            while (first := self._held.pop(self._next, None)) is not None:
+                self._next += 1
+                self._apply(first)
+
+    def _ask_turn(self, request: Request) -> None:
+        kind, count, *rest = request.words
+        self._turn_asked[request.client] = request
+        self._turns.ask(Operation(request.client, Kind(kind), tuple(rest[:count])))
+        while (granted := self._turns.grant()) is not None:
+            its = self._turn_asked.pop(granted.client)
+            places = its.words[2 + its.words[1] :]
+            self._answer(its, [self._positions[place] for place in places])
+            for place in places:
+                self._positions[place] += 1
+
+    def _meet(self, request: Request) -> None:
+        """Answer all ranks once each of them has come."""
+        self._met[request.client] = request
+        if len(self._met) < self._requests.size:
+            return
+        texts = {client: text_of(its.tensors[0]) for client, its in sorted(self._met.items())}
+        met, self._met = list(self._met.values()), {}
+        if len(set(texts.values())) == 1:
+            order = list(self._turns.order) if set(texts.values()) == {"close"} else []
+            for its in met:
+                self._answer(its, order)
+            return
+        lines = (f"  rank {client}: {text}" for client, text in texts.items())
+        error = ParameterError("\n".join(["The ranks do not call the same:", *lines]))
+        for its in met:
+            self._refuse(its, error)
+
+    def _apply(self, request: Request) -> None:
+        """Do what has its position now."""
+        if request.kind == Message.PULL:
+            tensors, values = list(request.tensors), []
+            for key, rows in _pairs(request.words):
+                held = self._ranges[key].values
+                values.append(held if rows == WHOLE else held[tensors.pop(0)])
+            self._answer(request, tensors=values)
+        elif request.kind == Message.PUSH:
+            tensors = list(request.tensors)
+            for key, rows in _pairs(request.words):
+                numbers = None if rows == WHOLE else tensors.pop(0)
+                self._push(key, request.client, Gradient(tensors.pop(0), numbers))
+        elif request.kind == Message.FINISH:
+            self._active.remove(request.client)
+            for key in self._rounds:
+                self._step_complete(key)
+            self._answer(request)
+        else:
+            self._make = self.next_make
+            for its in self._ranges.values():
+                its.use(self._make)
+            self._answer(request)
+
+    def _push(self, key: int, client: int, gradient: Gradient) -> None:
+        if self._options.synchronous:
+            self._rounds[key].add(client, gradient)
+            self._step_complete(key)
+        else:
+            self._ranges[key].step([gradient])
+
+    def _step_complete(self, key: int) -> None:
+        for gradients in self._rounds[key].complete(self._active):
+            self._ranges[key].step(gradients)
+
+    def _expire(self) -> None:
+        """Answer the requests that have waited for too long."""
+        now, seconds = time.monotonic(), f"{self._options.timeout:g} s"
+        for client, request in list(self._turn_asked.items()):
+            if request.until <= now:
+                del self._turn_asked[client]
+                keys = request.words[2 : 2 + request.words[1]]
+                names = ", ".join(repr(self._keys[key].name) for key in keys) or "the end"
+                why = self._turns.withdraw(client)
+                self._refuse(request, StalledError(f"{names}: no turn within {seconds}: {why}."))
+        if any(request.until <= now for request in self._met.values()):
+            ranks = [str(rank) for rank in range(self._requests.size) if rank not in self._met]
+            for request in self._met.values():
+                text = text_of(request.tensors[0])
+                late = f"{text}: rank {', '.join(ranks)} has not called it within {seconds}."
+                self._refuse(request, StalledError(late))
+            self._met.clear()
+        if any(request.until <= now for request in self._held.values()):
+            self._fail(
+                StalledError(
+                    f"operation {self._next} has its turn, and has not come to rank "
+                    f"{self._requests.rank} within {seconds}: its client was interrupted."
+                )
+            )
+
+    def _fail(self, error: SparkdlError) -> None:
+        """Answer everything that waits, and everything that comes, with an error."""
+        self._failure = self._failure or error
+        for parked in (self._turn_asked, self._met, self._held):
+            for request in parked.values():
+                self._refuse(request, self._failure)
+            parked.clear()
+
+    def _refuse(self, request: Request, error: SparkdlError) -> None:
+        if request.kind != Message.PUSH:
+            code = 1 + next(i for i, kind in enumerate(ERRORS) if isinstance(error, kind))
+            text = text_tensor(str(error))
+            self._send(request, [code, len(text)], [text])
+
+    def _answer(
+        self, request: Request, words: Sequence[int] = (), tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self._send(request, [0, *words], tensors)
+
+    def _send(
+        self, request: Request, words: Sequence[int], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # its listener finds that it is gone
+            request.answer(words, tensors)
+
+
+def _pairs(words: Sequence[int]) -> Iterable[tuple[int, int]]:
+    """Return the key and the number of rows of each key of a push or pull."""
+    its = words[2 : 2 + 2 * words[1]]
+    return zip(its[::2], its[1::2], strict=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]
