@@ -74,8 +74,26 @@ class KeySpec:
         return its.stop > its.start
 
 
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with its rows along the first dimension, also if it has no dimension."""
+    return tensor if tensor.dim() else tensor.view(1)
+
+
+def places_of(specs: Sequence[KeySpec]) -> list[int]:
+    """Return the places that have a row of any of the keys."""
+    return sorted({place for spec in specs for place in spec.places})
+
+
+def parts_at(
+    place: int, specs: Sequence[KeySpec], tensors: Sequence[torch.Tensor]
+) -> tuple[list[KeySpec], list[torch.Tensor]]:
+    """Return the keys that have rows at a place, and these rows of the tensors."""
+    here = [(s, its) for s, its in zip(specs, tensors, strict=True) if place in s.places]
+    return [s for s, _ in here], [as_rows(its)[s.range_of(place)] for s, its in here]
+
+
 class Gradient(NamedTuple):
-    """What a client has pushed to a range.
+    """A gradient that a client has pushed to a range.
 
     Attributes:
         values: The values, of the range's shape, or one row for each of ``rows``.

@@ -17,15 +17,15 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from enum import IntEnum
 from functools import partial
 
 import torch
 
-from sparkdl.collectives.key_range import Gradient, KeyRange, KeySpec, MakeOptimizer, Rounds
+from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
+from sparkdl.collectives.owned_ranges import WHOLE, OwnedRanges, pairs
+from sparkdl.collectives.server_messages import ERRORS, Message, Request, ServerOptions
 from sparkdl.collectives.turns import Kind, Operation, Turns
 from sparkdl.collectives.words import Words, text_of, text_tensor
 from sparkdl.errors import (
@@ -36,69 +36,7 @@ from sparkdl.errors import (
     TrainingError,
 )
 
-ERRORS: tuple[type[SparkdlError], ...] = (
-    ParameterError,
-    StalledError,
-    StateLostError,
-    TrainingError,
-)
-"""The errors that an answer can carry: its first number is 0, or 1 + the error's place here."""
-WHOLE = -1
-"""Stands for the number of rows where a message has all rows of a range."""
 JOIN_SECONDS = 5.0
-
-
-class Message(IntEnum):
-    """The kinds of requests. The comments show the numbers and tensors that follow."""
-
-    TURN = 0  # kind, number of keys, keys, places -> a position for each place
-    MEET = 1  # length of the text; text -> once every rank has said the same
-    INIT = 2  # key; values
-    PUSH = 3  # position, number of keys, (key, number of rows or WHOLE); ([rows], values)
-    PULL = 4  # position, number of keys, (key, number of rows or WHOLE); [rows] -> values
-    FINISH = 5  # position: the client pushes no more
-    OPTIMIZER = 6  # position: use the next optimizer
-    BYE = 7  # the last message of a client
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerOptions:
-    """What all ranks of a parameter server have agreed on.
-
-    Attributes:
-        synchronous: Whether a step takes one gradient of every client.
-        staleness: How far clients may be apart, or None.
-        average: Whether the gradients of a step are averaged, not summed.
-        timeout: The seconds that a request may wait.
-        replay: The order to repeat, or None.
-    """
-
-    synchronous: bool
-    staleness: int | None
-    average: bool
-    timeout: float
-    replay: Sequence[int] | None = None
-
-
-@dataclass
-class Request:
-    """A request of a client.
-
-    Attributes:
-        client: Its rank.
-        kind: What it asks for.
-        words: The numbers of the message.
-        tensors: The tensors of the message.
-        answer: Sends numbers and tensors back.
-        until: The time until which it may wait.
-    """
-
-    client: int
-    kind: Message
-    words: Sequence[int]
-    tensors: list[torch.Tensor]
-    answer: Callable[[Sequence[int], Sequence[torch.Tensor]], None]
-    until: float = field(default=0.0)
 
 
 class Server:
@@ -125,12 +63,12 @@ class Server:
         options: ServerOptions,
     ) -> None:
         self._place, self._requests, self._replies = place, requests, replies
-        self._keys, self._make, self._options = keys, make, options
+        self._keys, self._options = keys, options
         self._turns = Turns(requests.size, options.staleness, options.replay)
         self._positions = [0] * places
-        self._ranges: dict[int, KeyRange] = {}
-        self._rounds: dict[int, Rounds] = {}
-        self._active = list(range(requests.size))
+        self._ranges = OwnedRanges(
+            requests.size, make, synchronous=options.synchronous, average=options.average
+        )
         self._turn_asked: dict[int, Request] = {}
         self._met: dict[int, Request] = {}
         self._held: dict[int, Request] = {}
@@ -192,7 +130,7 @@ class Server:
         elif kind == Message.INIT:
             yield self._keys[words[0]].range_shape(self._place), self._keys[words[0]].dtype
         elif kind in (Message.PUSH, Message.PULL):
-            for key, rows in _pairs(words):
+            for key, rows in pairs(words[1:]):
                 spec = self._keys[key]
                 if rows != WHOLE:
                     yield (rows,), torch.int64
@@ -236,15 +174,14 @@ class Server:
         elif request.kind == Message.MEET:
             self._meet(request)
         elif request.kind == Message.INIT:
-            key = request.words[0]
-            self._ranges[key] = KeyRange(request.tensors[0], self._make, self._options.average)
-            self._rounds[key] = Rounds(self._requests.size)
+            self._ranges.init(request.words[0], request.tensors[0])
             self._answer(request)
         else:
             self._held[request.words[0]] = request
-            while (first := self._held.pop(self._next, None)) is not None:
+            while self._next in self._held:
+                self._apply(self._held[self._next])
+                del self._held[self._next]  # only now: a failure is answered to what is held
                 self._next += 1
-                self._apply(first)
 
     def _ask_turn(self, request: Request) -> None:
         kind, count, *rest = request.words
@@ -276,38 +213,18 @@ class Server:
 
     def _apply(self, request: Request) -> None:
         """Do what has its position now."""
+        words = request.words[1:]
+        if request.kind == Message.PUSH:
+            self._ranges.push(request.client, words, request.tensors)
+            return
+        values: list[torch.Tensor] = []
         if request.kind == Message.PULL:
-            tensors, values = list(request.tensors), []
-            for key, rows in _pairs(request.words):
-                held = self._ranges[key].values
-                values.append(held if rows == WHOLE else held[tensors.pop(0)])
-            self._answer(request, tensors=values)
-        elif request.kind == Message.PUSH:
-            tensors = list(request.tensors)
-            for key, rows in _pairs(request.words):
-                numbers = None if rows == WHOLE else tensors.pop(0)
-                self._push(key, request.client, Gradient(tensors.pop(0), numbers))
+            values = self._ranges.pull(words, request.tensors)
         elif request.kind == Message.FINISH:
-            self._active.remove(request.client)
-            for key in self._rounds:
-                self._step_complete(key)
-            self._answer(request)
+            self._ranges.finish(request.client)
         else:
-            self._make = self.next_make
-            for its in self._ranges.values():
-                its.use(self._make)
-            self._answer(request)
-
-    def _push(self, key: int, client: int, gradient: Gradient) -> None:
-        if self._options.synchronous:
-            self._rounds[key].add(client, gradient)
-            self._step_complete(key)
-        else:
-            self._ranges[key].step([gradient])
-
-    def _step_complete(self, key: int) -> None:
-        for gradients in self._rounds[key].complete(self._active):
-            self._ranges[key].step(gradients)
+            self._ranges.use(self.next_make)
+        self._answer(request, tensors=values)
 
     def _expire(self) -> None:
         """Answer the requests that have waited for too long."""
@@ -358,12 +275,6 @@ class Server:
     ) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # its listener finds that it is gone
             request.answer(words, tensors)
-
-
-def _pairs(words: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Return the key and the number of rows of each key of a push or pull."""
-    its = words[2 : 2 + 2 * words[1]]
-    return zip(its[::2], its[1::2], strict=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -11,12 +11,11 @@ import torch.distributed as dist
 
 from sparkdl.collectives.arguments import name_of
 from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
+from sparkdl.collectives.server_messages import ServerOptions
 from sparkdl.errors import ParameterError, kind_of, nearest, raise_all
 from sparkdl.plain import plain
 
 CONSISTENCIES = ("asynchronous", "synchronous")
-WHOLE_TENSORS = ("Adafactor", "Muon")
-"""Optimizers of torch whose update of a row depends on other rows."""
 
 
 def checked(
@@ -24,13 +23,14 @@ def checked(
     consistency: Any,
     staleness: Any,
     owners: Iterable[int] | None,
+    average: bool,
     timeout: Any,
     replay: Any,
-) -> tuple[int, list[int], list[int] | None]:
+) -> tuple[list[int], ServerOptions]:
     """Check the arguments of the constructor.
 
     Returns:
-        The number of ranks, the ranks of the owners, and the order to replay.
+        The ranks of the owners, and the options on which all ranks must agree.
 
     Raises:
         ParameterError: An argument is wrong, or there is no process group.
@@ -60,28 +60,33 @@ def checked(
             f"replay: the order is that of {max(order) + 1} ranks, and here are {size}. Run as many."
         )
     raise_all(ParameterError, problems + optimizer(make, len(ranks)))
-    return size, ranks, order
+    synchronous = consistency == "synchronous"
+    return ranks, ServerOptions(
+        synchronous=synchronous,
+        staleness=0 if synchronous and staleness is None else staleness,
+        average=average,
+        timeout=timeout,
+        replay=order,
+    )
 
 
 def optimizer(make: Any, places: int) -> list[str]:
     """Return the problem of an optimizer that cannot be made, or not for rows of a tensor."""
     if make is None:
         return []
+    generator = torch.Generator().manual_seed(0)
+    value, gradient = (torch.randn(4, 2, generator=generator) for _ in range(2))
     try:
-        made = make([torch.zeros(2, 2)])
-        if not isinstance(made, torch.optim.Optimizer):
-            raise TypeError(f"it returned {kind_of(made)}")
+        name = type(make([value.clone()])).__name__
+        whole = _tried(make, value, gradient)
+        parts = [_tried(make, value[rows], gradient[rows]) for rows in (slice(2), slice(2, 4))]
     except Exception as error:
         return [
             f"optimizer = {make!r}: give a torch.optim class or a partial of one, such as "
-            f"partial(torch.optim.SGD, lr=0.1). With a list of tensors it raises "
-            f"{type(error).__name__}: {error}"
+            "partial(torch.optim.SGD, lr=0.1), whose step takes no closure. With a list of tensors "
+            f"it raises {type(error).__name__}: {_first_line(error)}"
         ]
-    name = type(made).__name__
-    depends = getattr(made, "update_depends_on", "element")
-    if name == "LBFGS" or depends == "all":
-        return [f"optimizer: {name} needs all tensors together, and keys are updated one by one."]
-    if places > 1 and (depends == "tensor" or name in WHOLE_TENSORS):
+    if places > 1 and not torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-6):
         return [
             f"optimizer: {name} looks at whole tensors, and {places} owners have some rows each. "
             "Use one owner, such as owners=[0]."
@@ -93,21 +98,42 @@ def sparse(make: MakeOptimizer | None, spec: KeySpec) -> list[str]:
     """Return the problem of an optimizer that takes no sparse gradients."""
     if make is None:
         return []
-    tensor = torch.zeros(2, *spec.row_shape, dtype=spec.dtype)
-    optimizer = make([tensor])
-    values = torch.ones(1, *spec.row_shape, dtype=spec.dtype)
-    tensor.grad = torch.sparse_coo_tensor(
-        torch.tensor([[1]]), values, tensor.shape, check_invariants=False
-    )
+    value = torch.zeros(2, *spec.row_shape, dtype=spec.dtype)
     try:
-        optimizer.step()
+        _step(make, value, _sparse(torch.ones_like(value)))
     except Exception as error:
         return [
-            f"push_rows: {type(optimizer).__name__} takes no gradient of some rows "
-            f"({str(error).partition(chr(10))[0][:120]}). Use torch.optim.SparseAdam, SGD without "
-            "momentum or Adagrad, or push the whole gradient."
+            f"push_rows: the optimizer takes no gradient of some rows ({_first_line(error)}). Use "
+            "torch.optim.SparseAdam, SGD without momentum or Adagrad, or push the whole gradient."
         ]
     return []
+
+
+def _tried(make: MakeOptimizer, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Return the value after two steps, with sparse gradients if the optimizer takes no others."""
+    found = value.clone()
+    try:
+        return _step(make, found, gradient)
+    except RuntimeError:
+        return _step(make, found, _sparse(gradient))
+
+
+def _step(make: MakeOptimizer, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    made = make([value])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise TypeError(f"it returned {kind_of(made)}")
+    for _ in range(2):
+        value.grad = gradient.clone()
+        made.step()
+    return value
+
+
+def _sparse(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.to_sparse(1).coalesce()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0][:160]
 
 
 def as_lists(key: Any, value: Any) -> tuple[list[Hashable], list[Any]]:
