@@ -4,7 +4,8 @@ May import: ``errors`` and ``plain``. Must not know: Spark, and how the ranks we
 """
 
 from sparkdl.collectives.communicator import Communicator
+from sparkdl.collectives.engine import Engine
 from sparkdl.collectives.kvstore import KVStore
 from sparkdl.collectives.parameter_server import ParameterServer
 
-__all__ = ["Communicator", "KVStore", "ParameterServer"]
+__all__ = ["Communicator", "Engine", "KVStore", "ParameterServer"]

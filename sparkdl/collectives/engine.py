@@ -1,9 +1,8 @@
 """A dependency engine: operations run as soon as the things that they read and change are free.
 
-This is the engine of MXNet (T. Chen et al., "MXNet: A Flexible and Efficient Machine Learning
-Library for Heterogeneous Distributed Systems", 2015) for functions of Python. An operation names its
-*tags*: the things that it reads, and those that it changes. The results are those of running all
-operations one after another, in the order in which they were pushed.
+This is the engine of MXNet (T. Chen et al., 2015) for functions of Python. An operation names its
+*tags*: the things that it reads, and those that it changes. Results are those of running operations
+one after another, in the order in which they were pushed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _LANE = object()
 
 @dataclass(order=True)
 class _Operation:
-    """An operation; of those that are ready, the least one runs first."""
+    """An operation, with those that wait for it, and whether they need what it changes."""
 
     place: tuple[float, int]
     fn: Callable[[], Any] = field(compare=False)
@@ -33,32 +32,16 @@ class _Operation:
     future: Future[Any] = field(compare=False, default_factory=Future)
     waits_for: int = field(compare=False, default=0)
     followers: list[tuple[_Operation, bool]] = field(compare=False, default_factory=list)
-    """Those that wait for it, and whether they need what it makes."""
     error: BaseException | None = field(compare=False, default=None)
 
 
 @dataclass
 class _Tag:
-    """The operations on a tag that have not run: the last that changes it, and later ones that read it.
+    """The last operation that changes a tag, until it has succeeded, and later ones that read it."""
 
-    A writer that has failed stays.
-    """
-
+    itself: Any  # kept, so that no other tensor has its id
     writer: _Operation | None = None
     readers: list[_Operation] = field(default_factory=list)
-
-
-@dataclass(frozen=True, eq=False)
-class _Identity:
-    """A tensor as a tag, which is equal to itself only."""
-
-    tensor: torch.Tensor
-
-    def __hash__(self) -> int:
-        return id(self.tensor)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.tensor is self.tensor
 
 
 class Engine:
@@ -67,27 +50,23 @@ class Engine:
     Operations that only read a tag run together; one that changes it runs alone. Torch releases the
     GIL in its kernels and in collectives, so these overlap; Python code does not.
 
-    If an operation raises an exception, so does every later one that reads or changes what it should
-    have changed, without being run. A tag that was not made stays so.
-
-    Use the engine as a context manager, which waits for all operations at the end.
+    If an operation raises an exception or is cancelled, the futures of all later ones that read or
+    change what it should have changed have that exception, and are not run. As a context manager the
+    engine waits for all operations at the end.
 
     Args:
         threads: The greatest number of operations that run at once.
     """
 
     def __init__(self, threads: int = 4) -> None:
-        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        if not isinstance(threads, int) or threads < 1:
             raise ParameterError(f"threads = {threads!r}: give a whole number of at least 1.")
         self._changed = threading.Condition()
         self._tags: dict[Hashable, _Tag] = {}
         self._ready: list[_Operation] = []
         self._pushed, self._unfinished, self._closed = 0, 0, False
         self._failure: BaseException | None = None
-        self._threads = [
-            threading.Thread(target=self._work, daemon=True, name=f"sparkdl-engine-{i}")
-            for i in range(threads)
-        ]
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
 
@@ -100,43 +79,41 @@ class Engine:
         ordered: bool = False,
         priority: float = 0,
     ) -> Future[Any]:
-        """Add an operation, and return at once.
+        """Add an operation, and return the future of its result at once.
 
         Args:
             fn: The operation, without arguments. It must not wait for futures of this engine.
             read: The tags that it reads: tensors, each standing for itself and not for its views,
                 or any hashable objects.
             mutate: The tags that it changes, whether it reads them or not.
-            ordered: Whether it runs after all ordered operations before it, as collectives must:
-                then all ranks run them in the order in which they push them. If one fails, so do
-                all ordered ones behind it.
+            ordered: Whether it runs after all ordered operations before it, as collectives must, so
+                that every rank runs them in the order of pushing. If one fails, so do those behind.
             priority: Of the operations that may run, those with the highest number run first.
-
-        Returns:
-            The future of what ``fn`` returns.
 
         Raises:
             sparkdl.ParameterError: ``fn`` or a tag cannot be used, or the engine is closed.
         """
         if not callable(fn):
             raise ParameterError(f"fn is {kind_of(fn)}: give a function without arguments.")
-        changes = {_tag_of(tag) for tag in mutate} | ({_LANE} if ordered else set())
-        reads = {_tag_of(tag) for tag in read} - changes
+        try:
+            changes = {_key(tag): tag for tag in (*mutate, *([_LANE] if ordered else []))}
+            tags = {_key(tag): tag for tag in read} | changes
+        except TypeError as error:
+            raise ParameterError(f"A tag is no tensor and not hashable: {error}.") from None
         with self._changed:
             if self._closed:
                 raise ParameterError("This Engine is closed: make a new one.")
-            self._pushed += 1
-            self._unfinished += 1
-            operation = _Operation((-priority, self._pushed), fn, frozenset(reads | changes))
+            self._pushed, self._unfinished = self._pushed + 1, self._unfinished + 1
+            operation = _Operation((-priority, self._pushed), fn, frozenset(tags))
             before: dict[int, tuple[_Operation, bool]] = {}
-            for tag in operation.tags:
-                its = self._tags.setdefault(tag, _Tag())
+            for key, tag in tags.items():
+                its = self._tags.setdefault(key, _Tag(tag))
                 if its.writer is not None:
                     before[id(its.writer)] = its.writer, True
-                if tag in changes:
+                if key in changes:
                     for reader in its.readers:
                         before.setdefault(id(reader), (reader, False))
-                    self._tags[tag] = _Tag(operation)
+                    self._tags[key] = _Tag(tag, operation)
                 else:
                     its.readers.append(operation)
             for other, needed in before.values():
@@ -172,7 +149,6 @@ class Engine:
             self.wait()
 
     def _release(self, operation: _Operation) -> None:
-        """Add an operation to those that are ready, if it waits for nothing."""
         if not operation.waits_for:
             heapq.heappush(self._ready, operation)
             self._changed.notify_all()
@@ -181,23 +157,22 @@ class Engine:
         """Run what is ready, until the engine is closed and everything has run."""
         while True:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self._ready or (self._closed and not self._unfinished)
-                )
+                while not self._ready and (self._unfinished or not self._closed):
+                    self._changed.wait()
                 if not self._ready:
                     return
                 operation = heapq.heappop(self._ready)
-            future, error = operation.future, operation.error
-            if not future.set_running_or_notify_cancel():
+            error = operation.error
+            if not operation.future.set_running_or_notify_cancel():
                 error = error or CancelledError()
             elif error is not None:
-                future.set_exception(error)
+                operation.future.set_exception(error)
             else:
                 try:
-                    future.set_result(operation.fn())
+                    operation.future.set_result(operation.fn())
                 except BaseException as raised:
                     error = raised
-                    future.set_exception(raised)
+                    operation.future.set_exception(raised)
             with self._changed:
                 self._finish(operation, error)
 
@@ -207,28 +182,19 @@ class Engine:
         self._failure = self._failure or error
         for follower, needed in operation.followers:
             follower.waits_for -= 1
-            if needed:
-                follower.error = follower.error or error
+            follower.error = follower.error or (error if needed else None)
             self._release(follower)
         operation.followers.clear()
-        for tag in operation.tags & self._tags.keys():
-            its = self._tags[tag]
+        for key in operation.tags & self._tags.keys():
+            its = self._tags[key]
             its.readers = [reader for reader in its.readers if reader is not operation]
-            if its.writer is operation and error is None:
-                its.writer = None
+            its.writer = None if its.writer is operation and error is None else its.writer
             if its.writer is None and not its.readers:
-                del self._tags[tag]
+                del self._tags[key]
         self._unfinished -= 1
         self._changed.notify_all()
 
 
-def _tag_of(tag: Any) -> Hashable:
-    if isinstance(tag, torch.Tensor):
-        return _Identity(tag)
-    try:
-        hash(tag)
-    except TypeError:
-        raise ParameterError(
-            f"A tag is {kind_of(tag)}: give tensors or hashable objects."
-        ) from None
-    return tag  # type: ignore[no-any-return]
+def _key(tag: Any) -> Hashable:
+    """Return what tells tags apart: a tensor's identity, or the tag, which must be hashable."""
+    return (torch.Tensor, id(tag)) if isinstance(tag, torch.Tensor) else (None, hash(tag), tag)

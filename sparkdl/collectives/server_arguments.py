@@ -104,7 +104,7 @@ def sparse(make: MakeOptimizer | None, spec: KeySpec) -> list[str]:
     except Exception as error:
         return [
             f"push_rows: the optimizer takes no gradient of some rows ({_first_line(error)}). Use "
-            "torch.optim.SparseAdam, SGD without momentum or Adagrad, or push the whole gradient."
+            "torch.optim.SGD, Adagrad or SparseAdam, or push the whole gradient."
         ]
     return []
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.optim import SGD, Adagrad, Adam, SparseAdam
 
 import sparkdl
-from sparkdl.collectives import KVStore, ParameterServer
+from sparkdl.collectives import Engine, KVStore, ParameterServer
 
 SHAPES = ((), (1,), (0, 3), (7,), (5, 2, 3))
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
@@ -222,6 +222,18 @@ def kvstore() -> list[Any]:
         return found
 
 
+def ordered_sums() -> list[float]:
+    """All-reduces that become possible in another order on each rank, and run in one."""
+    rank = dist.get_rank()
+    tensors = [torch.full((3,), float(number + rank)) for number in range(8)]
+    with Engine(threads=3) as engine:
+        for number, tensor in enumerate(tensors):
+            engine.push(partial(time.sleep, 0.005 * ((number + rank) % 3)), mutate=[tensor])
+            engine.push(partial(dist.all_reduce, tensor), mutate=[tensor], ordered=True)
+        found = [engine.push(lambda t=t: float(t.sum()), read=[t]) for t in tensors]
+    return [future.result() for future in found]
+
+
 SCENARIOS: dict[str, Any] = {
     "values": values_of_every_kind,
     **{
@@ -240,6 +252,7 @@ SCENARIOS: dict[str, Any] = {
     "failing update": failing_update,
     "replay of another run": replay_of_another_run,
     "kvstore": kvstore,
+    "ordered sums": ordered_sums,
 }
 
 

@@ -158,6 +158,11 @@ def test_kvstore_has_the_rules_of_mxnet(found):
         assert torch.equal(stepped, 2 * torch.eye(2, 3) - 0.5 * 2)
 
 
+def test_an_engine_runs_collectives_in_one_order(found):
+    for its in found:
+        assert its["ordered sums"] == [3 * (2.0 * number + 1) for number in range(8)]
+
+
 def test_no_thread_is_left(ranks):
     for _, threads in ranks:
         assert not {"sparkdl-server", "sparkdl-listener"} & {*threads}
