@@ -1,8 +1,7 @@
 """An embedding model trained by asynchronous clients of a parameter server.
 
-Each rank has the events of some users. In a step it pulls the rows of its mini-batch, computes their
-gradient and pushes it; no rank waits for another. Beside it, one process makes as many steps. Both then
-rank an item that was held out of each user's events among 99 that the user does not know.
+Each rank has the events of some users, and waits for no other. Beside it, one process makes as many
+steps. Both rank the best item of each user, which was held out, among 99 that the user does not know.
 """
 
 from __future__ import annotations
@@ -12,87 +11,71 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from pyspark.sql import SparkSession
-from torch.nn import functional
 
 import sparkdl
 from sparkdl.metrics.named import resolve
 
 USERS, ITEMS, WIDTH, LIKED = 400, 300, 16, 12
 OPTIMIZER = partial(torch.optim.Adagrad, lr=0.2)
+FIRST = 0.1 * torch.randn(USERS + ITEMS, WIDTH, generator=torch.Generator().manual_seed(1))
 METRICS = resolve(["hit_ratio@10", "ndcg@10"])
 
 
 def make_events() -> tuple[torch.Tensor, torch.Tensor]:
-    """The events (user, item), and for each user an item held out and 99 that it does not know."""
-    tastes, kinds = torch.randn(USERS + ITEMS, 6, generator=seeded(0)).split([USERS, ITEMS])
-    best = (tastes @ kinds.T).argsort(1, descending=True)
-    known = torch.cat([best[:, :5], best[:, 6:LIKED]], 1)
-    users = torch.arange(USERS)[:, None].expand_as(known)
-    unknown = best[:, LIKED::2][:, :99]
-    return torch.stack([users, known], -1).view(-1, 2), torch.cat([best[:, 5:6], unknown], 1)
+    """Rows of the table: user and item of each event; for each user the held-out item and 99 others."""
+    tastes, kinds = (
+        torch.randn(n, 6, generator=torch.Generator().manual_seed(n)) for n in (USERS, ITEMS)
+    )
+    best = USERS + (tastes @ kinds.T).argsort(1, descending=True)
+    known, users = best[:, 1:LIKED], torch.arange(USERS)[:, None]
+    events = torch.stack([users.expand_as(known), known], -1).view(-1, 2)
+    return events, torch.cat([best[:, :1], best[:, LIKED : LIKED + 99]], 1)
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def draw(events: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The rows of a mini-batch, (128, 6): a user, an item of its events, and four random ones."""
+    chosen = events[torch.randint(len(events), (128,), generator=generator)]
+    return torch.cat([chosen, USERS + torch.randint(ITEMS, (128, 4), generator=generator)], 1)
 
 
-def first_tables() -> tuple[torch.Tensor, ...]:
-    return (0.1 * torch.randn(USERS + ITEMS, WIDTH, generator=seeded(1))).split([USERS, ITEMS])
+def loss_of(vectors: torch.Tensor) -> torch.Tensor:
+    scores = torch.einsum("bw,bcw->bc", vectors[:, 0], vectors[:, 1:])
+    return -scores.log_softmax(1)[:, 0].mean()
 
 
-def draw(events: torch.Tensor, generator: torch.Generator) -> list[torch.Tensor]:
-    """The users of a mini-batch, (128,), and for each an item of an event and four random ones."""
-    users, items = events[torch.randint(len(events), (128,), generator=generator)].T
-    return [
-        users,
-        torch.cat([items[:, None], torch.randint(ITEMS, (128, 4), generator=generator)], 1),
-    ]
-
-
-def loss_of(users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
-    scores = (users[:, None] * items).sum(-1)
-    return functional.cross_entropy(scores, torch.zeros(len(scores), dtype=torch.int64))
-
-
-def client(events: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    """Runs on every rank."""
+def client(events: torch.Tensor, steps: int) -> torch.Tensor:  # runs on every rank
     rank, size = dist.get_rank(), dist.get_world_size()
-    mine, generator = events[events[:, 0] % size == rank], seeded(2 + rank)
+    mine, generator = events[events[:, 0] % size == rank], torch.Generator().manual_seed(rank)
     with sparkdl.collectives.ParameterServer(OPTIMIZER) as server:
-        server.init(["users", "items"], list(first_tables()))
+        server.init("table", FIRST)
         for _ in range(steps // size):
-            users, items = draw(mine, generator)
-            its_users = server.pull_rows("users", users).requires_grad_()
-            its_items = server.pull_rows("items", items.flatten()).requires_grad_()
-            loss_of(its_users, its_items.view(*items.shape, WIDTH)).backward()
-            server.push_rows("users", users, its_users.grad)
-            server.push_rows("items", items.flatten(), its_items.grad)
+            rows = draw(mine, generator)
+            vectors = server.pull_rows("table", rows.flatten()).requires_grad_()
+            loss_of(vectors.view(*rows.shape, WIDTH)).backward()
+            server.push_rows("table", rows.flatten(), vectors.grad)
         server.barrier()
-        return server.pull(["users", "items"])
+        return server.pull("table")
 
 
-def one_process(events: torch.Tensor, steps: int) -> list[torch.Tensor]:
-    users, items = [table.clone().requires_grad_() for table in first_tables()]
-    optimizer, generator = OPTIMIZER([users, items]), seeded(2)
+def one_process(events: torch.Tensor, steps: int) -> torch.Tensor:
+    table, generator = FIRST.clone().requires_grad_(), torch.Generator().manual_seed(0)
+    optimizer = OPTIMIZER([table])
     for _ in range(steps):
-        of_users, of_items = draw(events, generator)
-        optimizer.zero_grad()
-        loss_of(users[of_users], items[of_items]).backward()
+        table.grad = torch.autograd.grad(loss_of(table[draw(events, generator)]), table)[0]
         optimizer.step()
-    return [users.detach(), items.detach()]
+    return table.detach()
 
 
-def main(spark: SparkSession, steps: int = 600) -> dict[str, float]:
-    events, candidates = make_events()
-    found, right = {}, torch.zeros(USERS, dtype=torch.int64)
+def main(spark: SparkSession, steps: int = 300) -> dict[str, float]:
+    (events, candidates), found = make_events(), {}
     print(f"{'':20} HitRatio@10  NDCG@10")
-    for name, (users, items) in {
+    for name, table in {
         "asynchronous clients": sparkdl.gang.run(client, events, steps, ranks=2, spark=spark)[0],
         "one process": one_process(events, steps),
-        "no training": first_tables(),
+        "no training": FIRST,
     }.items():
-        scores = (users[:, None] * items[candidates]).sum(-1)
-        hits, gain = (m.value(m.update(m.start(), scores, right)) for m in METRICS)
+        scores = torch.einsum("uw,ucw->uc", table[:USERS], table[candidates])
+        hits, gain = (m.value(m.update(m.start(), scores, torch.zeros(USERS))) for m in METRICS)
         print(f"{name:20} {hits:11.3f}  {gain:7.3f}")
         found[name] = hits
     return found

@@ -10,6 +10,8 @@ import torch
 
 from sparkdl.collectives.halving import even_bounds
 
+WHOLE = -1
+"""Stands for the number of rows where an operation has all rows of a range."""
 MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
@@ -86,10 +88,11 @@ def places_of(specs: Sequence[KeySpec]) -> list[int]:
 
 def parts_at(
     place: int, specs: Sequence[KeySpec], tensors: Sequence[torch.Tensor]
-) -> tuple[list[KeySpec], list[torch.Tensor]]:
-    """Return the keys that have rows at a place, and these rows of the tensors."""
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Return what an operation on whole keys says to a place, and the rows of each tensor there."""
     here = [(s, its) for s, its in zip(specs, tensors, strict=True) if place in s.places]
-    return [s for s, _ in here], [as_rows(its)[s.range_of(place)] for s, its in here]
+    words = [word for spec, _ in here for word in (spec.number, WHOLE)]
+    return words, [as_rows(its)[spec.range_of(place)] for spec, its in here]
 
 
 class Gradient(NamedTuple):

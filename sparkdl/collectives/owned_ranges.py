@@ -6,10 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from sparkdl.collectives.key_range import Gradient, KeyRange, MakeOptimizer, Rounds
-
-WHOLE = -1
-"""Stands for the number of rows where an operation has all rows of a range."""
+from sparkdl.collectives.key_range import WHOLE, Gradient, KeyRange, MakeOptimizer, Rounds
 
 
 class OwnedRanges:

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from sparkdl.collectives import arguments, key_range, server_arguments
 from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
-from sparkdl.collectives.owned_ranges import WHOLE
 from sparkdl.collectives.server_client import connect
 from sparkdl.collectives.server_messages import Message
 from sparkdl.collectives.turns import Kind
@@ -140,10 +139,11 @@ class ParameterServer:
         specs = [self._spec(name) for name in names]
         raise_all(ParameterError, server_arguments.gradients(specs, gradients))
         with self._client.in_use():
-            for place, position in self._client.turn(Kind.PUSH, specs, key_range.places_of(specs)):
-                here, parts = key_range.parts_at(place, specs, gradients)
-                words = [position, *(word for spec in here for word in (spec.number, WHOLE))]
-                self._client.send(place, Message.PUSH, words, [p.detach().cpu() for p in parts])
+            parts = {}
+            for place in key_range.places_of(specs):
+                words, rows = key_range.parts_at(place, specs, gradients)
+                parts[place] = words, [its.detach().cpu() for its in rows]
+            self._client.operate(Kind.PUSH, [spec.number for spec in specs], parts)
 
     def pull(self, key: Any, out: Any = None) -> Any:
         """Return the value of a key, after all operations before this one.
@@ -163,13 +163,10 @@ class ParameterServer:
             raise_all(ParameterError, server_arguments.gradients(specs, outs))
         with self._client.in_use():
             values = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
-            wanted = []
-            for place, position in self._client.turn(Kind.PULL, specs, key_range.places_of(specs)):
-                here, parts = key_range.parts_at(place, specs, values)
-                words = [position, *(word for spec in here for word in (spec.number, WHOLE))]
-                self._client.send(place, Message.PULL, words)
-                wanted.append((place, parts))
-            self._client.answers(wanted)
+            parts = {p: key_range.parts_at(p, specs, values) for p in key_range.places_of(specs)}
+            asked = {place: (words, ()) for place, (words, _) in parts.items()}
+            self._client.operate(Kind.PULL, [spec.number for spec in specs], asked)
+            self._client.answers({place: rows for place, (_, rows) in parts.items()})
         if out is None:
             return values if isinstance(key, list) else values[0]
         with torch.no_grad():
@@ -195,12 +192,12 @@ class ParameterServer:
         )
         raise_all(ParameterError, problems or server_arguments.sparse(self._optimizer, spec))
         with self._client.in_use():
-            where = spec.places_of(rows)
-            for place, position in self._client.turn(Kind.PUSH, [spec], spec.places):
+            where, parts = spec.places_of(rows), {}
+            for place in spec.places:
                 chosen = where == place
                 its = rows[chosen] - spec.range_of(place).start
-                words = [position, spec.number, len(its)]
-                self._client.send(place, Message.PUSH, words, [its, values[chosen]])
+                parts[place] = [spec.number, len(its)], [its, values[chosen]]
+            self._client.operate(Kind.PUSH, [spec.number], parts)
 
     def pull_rows(self, key: Hashable, rows: Any) -> torch.Tensor:
         """Return some rows of a key, (n, ...), in the order of ``rows``. See :meth:`pull`."""
@@ -209,14 +206,14 @@ class ParameterServer:
         raise_all(ParameterError, server_arguments.rows(spec, rows))
         found = torch.empty(len(rows), *spec.row_shape, dtype=spec.dtype)
         with self._client.in_use():
-            where = spec.places_of(rows)
-            wanted = []
-            for place, position in self._client.turn(Kind.PULL, [spec], where.unique().tolist()):
+            where, parts, into = spec.places_of(rows), {}, {}
+            for place in where.unique().tolist():
                 its = rows[where == place] - spec.range_of(place).start
-                self._client.send(place, Message.PULL, [position, spec.number, len(its)], [its])
-                wanted.append((place, [torch.empty(len(its), *spec.row_shape, dtype=spec.dtype)]))
-            self._client.answers(wanted)
-            for place, (values,) in wanted:
+                parts[place] = [spec.number, len(its)], [its]
+                into[place] = [torch.empty(len(its), *spec.row_shape, dtype=spec.dtype)]
+            self._client.operate(Kind.PULL, [spec.number], parts)
+            self._client.answers(into)
+            for place, (values,) in into.items():
                 found[where == place] = values
         return found
 
@@ -233,9 +230,7 @@ class ParameterServer:
                 self._server.next_make = optimizer
             self._client.meet("set_optimizer")
             if self.rank == 0:
-                for place, position in self._client.turn(Kind.PULL, [], self._client.places):
-                    self._client.send(place, Message.OPTIMIZER, [position])
-                self._client.answers([(place, []) for place in self._client.places])
+                self._everywhere(Kind.OPTIMIZER)
             self._client.meet("set_optimizer")
 
     def barrier(self) -> None:
@@ -253,10 +248,7 @@ class ParameterServer:
             return
         try:
             with self._client.in_use():
-                places = self._client.places
-                for place, position in self._client.turn(Kind.FINISH, [], places):
-                    self._client.send(place, Message.FINISH, [position])
-                self._client.answers([(place, []) for place in places])
+                self._everywhere(Kind.FINISH)
                 self._order = torch.tensor(self._client.meet("close"), dtype=torch.int32)
                 self._client.say_goodbye()
                 self._client.end()
@@ -285,6 +277,11 @@ class ParameterServer:
             self.close()
         else:
             self.abandon()
+
+    def _everywhere(self, kind: Kind) -> None:
+        """Make an operation that concerns all owners and no key."""
+        self._client.operate(kind, [], dict.fromkeys(self._client.places, ((), ())))
+        self._client.answers(dict.fromkeys(self._client.places, ()))
 
     def _spec(self, name: Hashable) -> KeySpec:
         self._client.check_open()

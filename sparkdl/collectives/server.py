@@ -18,13 +18,14 @@ import queue
 import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 
 import torch
 
-from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
-from sparkdl.collectives.owned_ranges import WHOLE, OwnedRanges, pairs
+from sparkdl.collectives.key_range import WHOLE, KeySpec, MakeOptimizer
+from sparkdl.collectives.owned_ranges import OwnedRanges, pairs
 from sparkdl.collectives.server_messages import ERRORS, Message, Request, ServerOptions
 from sparkdl.collectives.turns import Kind, Operation, Turns
 from sparkdl.collectives.words import Words, text_of, text_tensor
@@ -125,7 +126,11 @@ class Server:
         self, kind: Message, words: Sequence[int]
     ) -> Iterable[tuple[tuple[int, ...], torch.dtype]]:
         """Yield the shapes and dtypes of the tensors of a message."""
-        if kind == Message.MEET:
+        if kind == Message.TURN:
+            places, rest = _places_of(words)
+            if 0 in places:
+                yield from self._tensors_of(_message_of(words), [0, *rest])
+        elif kind == Message.MEET:
             yield (words[0],), torch.uint8
         elif kind == Message.INIT:
             yield self._keys[words[0]].range_shape(self._place), self._keys[words[0]].dtype
@@ -159,12 +164,8 @@ class Server:
             except SparkdlError as error:
                 self._fail(error)
             except Exception as error:  # of the user's optimizer
-                self._fail(
-                    TrainingError(
-                        f"an update failed on rank {self._requests.rank}: "
-                        f"{type(error).__name__}: {_first_line(error)}"
-                    )
-                )
+                what = f"{type(error).__name__}: {_first_line(error)}"
+                self._fail(TrainingError(f"an update failed on rank {self._requests.rank}: {what}"))
 
     def _handle(self, request: Request) -> None:
         if self._failure is not None:
@@ -177,11 +178,15 @@ class Server:
             self._ranges.init(request.words[0], request.tensors[0])
             self._answer(request)
         else:
-            self._held[request.words[0]] = request
-            while self._next in self._held:
-                self._apply(self._held[self._next])
-                del self._held[self._next]  # only now: a failure is answered to what is held
-                self._next += 1
+            self._hold(request)
+
+    def _hold(self, request: Request) -> None:
+        """Apply a request once all earlier positions have been applied."""
+        self._held[request.words[0]] = request
+        while self._next in self._held:
+            self._apply(self._held[self._next])
+            del self._held[self._next]  # only now: a failure is answered to what is held
+            self._next += 1
 
     def _ask_turn(self, request: Request) -> None:
         kind, count, *rest = request.words
@@ -189,10 +194,14 @@ class Server:
         self._turns.ask(Operation(request.client, Kind(kind), tuple(rest[:count])))
         while (granted := self._turns.grant()) is not None:
             its = self._turn_asked.pop(granted.client)
-            places = its.words[2 + its.words[1] :]
-            self._answer(its, [self._positions[place] for place in places])
+            places, words = _places_of(its.words)
+            positions = [self._positions[place] for place in places]
             for place in places:
                 self._positions[place] += 1
+            self._answer(its, positions)
+            if 0 in places:
+                own = [positions[places.index(0)], *words]
+                self._hold(replace(its, kind=_message_of(its.words), words=own))
 
     def _meet(self, request: Request) -> None:
         """Answer all ranks once each of them has come."""
@@ -263,18 +272,29 @@ class Server:
         if request.kind != Message.PUSH:
             code = 1 + next(i for i, kind in enumerate(ERRORS) if isinstance(error, kind))
             text = text_tensor(str(error))
-            self._send(request, [code, len(text)], [text])
+            self._answer(request, [len(text)], [text], code)
 
     def _answer(
-        self, request: Request, words: Sequence[int] = (), tensors: Sequence[torch.Tensor] = ()
-    ) -> None:
-        self._send(request, [0, *words], tensors)
-
-    def _send(
-        self, request: Request, words: Sequence[int], tensors: Sequence[torch.Tensor]
+        self,
+        request: Request,
+        words: Sequence[int] = (),
+        tensors: Sequence[torch.Tensor] = (),
+        code: int = 0,
     ) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # its listener finds that it is gone
-            request.answer(words, tensors)
+            request.answer([code, *words], tensors)
+
+
+def _message_of(words: Sequence[int]) -> Message:
+    """Return the message of the operation for which a turn is asked."""
+    return Message[Kind(words[0]).name]
+
+
+def _places_of(words: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the places of the operation for which a turn is asked, and what it says to place 0."""
+    _, keys, *rest = words
+    count = rest[keys]
+    return rest[keys + 1 : keys + 1 + count], rest[keys + 1 + count :]
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -22,6 +22,9 @@ from sparkdl.errors import ParameterError, SparkdlError, StalledError, StateLost
 
 GRACE_SECONDS = 5.0
 """How much longer a client waits than the owner, whose error says more."""
+
+Part = tuple[Sequence[int], Sequence[torch.Tensor]]
+"""The numbers and tensors that an operation sends to a place."""
 
 
 def connect(
@@ -109,14 +112,23 @@ class Client:
                     self._broken = f"a call was interrupted by {type(error).__name__}."
                 raise
 
-    def turn(
-        self, kind: Kind, specs: Sequence[KeySpec], places: Iterable[int]
-    ) -> Iterable[tuple[int, int]]:
-        """Wait for the turn of an operation; return the places with its position at each."""
-        its = list(places)
-        numbers = [spec.number for spec in specs]
-        self.send(0, Message.TURN, [kind, len(numbers), *numbers, *its])
-        return list(zip(its, self.answer(0), strict=True))
+    def operate(self, kind: Kind, keys: Sequence[int], parts: Mapping[int, Part]) -> None:
+        """Wait for the turn of an operation, and send each of its places its part.
+
+        The part of place 0, which gives the turn, travels with the question.
+
+        Args:
+            kind: The kind of the operation.
+            keys: The numbers of its keys.
+            parts: The numbers and tensors for each place.
+        """
+        words, tensors = parts.get(0, ((), ()))
+        places = [len(parts), *parts]
+        self.send(0, Message.TURN, [kind, len(keys), *keys, *places, *words], tensors)
+        positions = self.answer(0)
+        for (place, (words, tensors)), position in zip(parts.items(), positions, strict=True):
+            if place:
+                self.send(place, Message[kind.name], [position, *words], tensors)
 
     def meet(self, text: str) -> list[int]:
         """Return when every rank has said the same text; for "close", return the order."""
@@ -143,10 +155,10 @@ class Client:
         """Pass an answer of this rank's own server on, in memory that the server does not change."""
         self._box.put((words, [tensor.clone() for tensor in tensors]))
 
-    def answers(self, wanted: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> None:
-        """Receive the answers of several places, also after an error of one of them."""
+    def answers(self, wanted: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Receive the tensors of several places, also after an error of one of them."""
         errors = []
-        for place, into in wanted:
+        for place, into in wanted.items():
             try:
                 self.answer(place, into)
             except SparkdlError as error:

@@ -28,7 +28,8 @@ ERRORS: tuple[type[SparkdlError], ...] = (
 class Message(IntEnum):
     """The kinds of requests. The comments show the numbers and tensors that follow."""
 
-    TURN = 0  # kind, number of keys, keys, places -> a position for each place
+    TURN = 0  # kind, number of keys, keys, number of places, places -> a position for each place
+    # if place 0 is one of them, also what the operation says to it, without a position
     MEET = 1  # length of the text; text -> once every rank has said the same
     INIT = 2  # key; values
     PUSH = 3  # position, (key, number of rows or WHOLE) of each; ([rows], values)

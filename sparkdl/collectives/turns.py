@@ -25,6 +25,7 @@ class Kind(IntEnum):
     PUSH = 0
     PULL = 1
     FINISH = 2
+    OPTIMIZER = 3
 
 
 @dataclass(frozen=True)
