@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sparkdl.collectives import arguments, key_range, server_arguments
+from sparkdl.collectives import key_range, server_arguments
 from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
 from sparkdl.collectives.server_client import connect
 from sparkdl.collectives.server_messages import Message
@@ -77,6 +77,7 @@ class ParameterServer:
         )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._optimizer, self._order = optimizer, torch.empty(0, dtype=torch.int32)
+        self._means = options.synchronous and options.average
         self._names: dict[Hashable, KeySpec] = {}
         self._keys: dict[int, KeySpec] = {}
         self._client, self._server = connect(ranks, self._keys, optimizer, options)
@@ -100,7 +101,10 @@ class ParameterServer:
             sparkdl.ParameterError: The key exists, or the ranks differ.
         """
         names, values = server_arguments.as_lists(key, value)
-        raise_all(ParameterError, server_arguments.new_keys(names, values, self._names))
+        problems = server_arguments.new_keys(
+            names, values, self._names, self._optimizer, self._means
+        )
+        raise_all(ParameterError, problems)
         with self._client.in_use():
             first = len(self._names)
             specs = [
@@ -108,15 +112,12 @@ class ParameterServer:
                 for i, (name, its) in enumerate(zip(names, values, strict=True))
             ]
             self._keys.update((spec.number, spec) for spec in specs)  # before owners receive them
-            told = "; ".join(
-                f"{s.name!r} {arguments.name_of(s.dtype)} {list(s.shape)}" for s in specs
-            )
+            told = "; ".join(f"{s.name!r} {s.dtype} {list(s.shape)}" for s in specs)
             self._client.meet(f"init {told}")
             if self.rank == 0:
                 for spec, whole in zip(specs, values, strict=True):
-                    rows = key_range.as_rows(whole.detach())
                     for place in spec.places:
-                        part = rows[spec.range_of(place)].cpu()
+                        part = key_range.as_rows(whole.detach())[spec.range_of(place)].cpu()
                         self._client.send(place, Message.INIT, [spec.number], [part])
                     for place in spec.places:
                         self._client.answer(place)

@@ -76,11 +76,10 @@ class Server:
         self._next = 0
         self._failure: SparkdlError | None = None
         self._queue: queue.SimpleQueue[Request | SparkdlError | None] = queue.SimpleQueue()
-        self._server = threading.Thread(target=self._serve, daemon=True, name="sparkdl-server")
+        thread = partial(threading.Thread, daemon=True)
+        self._server = thread(target=self._serve, name="sparkdl-server")
         self._listeners = [
-            threading.Thread(
-                target=self._listen, args=(peer,), daemon=True, name="sparkdl-listener"
-            )
+            thread(target=self._listen, args=(peer,), name="sparkdl-listener")
             for peer in range(requests.size)
             if peer != requests.rank
         ]
@@ -215,8 +214,8 @@ class Server:
             for its in met:
                 self._answer(its, order)
             return
-        lines = (f"  rank {client}: {text}" for client, text in texts.items())
-        error = ParameterError("\n".join(["The ranks do not call the same:", *lines]))
+        lines = "\n".join(f"  rank {client}: {text}" for client, text in texts.items())
+        error = ParameterError(f"The ranks do not call the same:\n{lines}")
         for its in met:
             self._refuse(its, error)
 

@@ -142,6 +142,8 @@ def as_lists(key: Any, value: Any) -> tuple[list[Hashable], list[Any]]:
     Raises:
         ParameterError: There are not as many of both, or a key stands twice.
     """
+    if any(not isinstance(name, Hashable) for name in (key if isinstance(key, list) else [key])):
+        raise ParameterError(f"key = {key!r}: give a str, an int or a tuple, or a list of these.")
     if not isinstance(key, list):
         return [key], [value]
     if len({*key}) < len(key):
@@ -157,16 +159,43 @@ def as_lists(key: Any, value: Any) -> tuple[list[Hashable], list[Any]]:
 
 
 def new_keys(
-    names: Sequence[Hashable], values: Sequence[Any], known: Collection[Hashable]
+    names: Sequence[Hashable],
+    values: Sequence[Any],
+    known: Collection[Hashable],
+    make: MakeOptimizer | None,
+    means: bool,
 ) -> list[str]:
-    """Return the problems of keys that exist already, or of values that are no dense tensors."""
+    """Return the problems of keys that exist already, and of values that are no tensors of use.
+
+    Args:
+        names: The keys.
+        values: Their values.
+        known: The keys that exist.
+        make: Makes the optimizer, or None.
+        means: Whether a step takes a mean.
+    """
     problems = [f"The key {name!r} exists already." for name in names if name in known]
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, torch.Tensor):
             problems.append(f"The value of {name!r} is {kind_of(value)}: give a tensor.")
         elif value.layout != torch.strided:
             problems.append(f"The value of {name!r} is {value.layout}: make it dense first.")
+        elif not value.is_floating_point():
+            kind = f"The value of {name!r} is {name_of(value.dtype)}"
+            if means:
+                problems.append(f"{kind}, and a mean needs floating-point: use average=False.")
+            if make is not None and not _takes(make, value.dtype):
+                problems.append(f"{kind}, which the optimizer cannot update: use optimizer=None.")
     return problems
+
+
+def _takes(make: MakeOptimizer, dtype: torch.dtype) -> bool:
+    """Return whether an optimizer can make a step on a tensor of this dtype."""
+    try:
+        _step(make, torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype))
+    except Exception:
+        return False
+    return True
 
 
 def gradients(specs: Sequence[KeySpec], values: Sequence[Any]) -> list[str]:

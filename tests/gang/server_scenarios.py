@@ -141,6 +141,10 @@ def mistakes() -> dict[str, list[str]]:
         server.push_rows("weight", [1], torch.ones(1, 3))
     with told() as found["again"]:
         server.init("weight", torch.ones(4, 3))
+    with told() as found["dtype of a key"]:
+        server.init("count", torch.tensor(1))
+    with told() as found["key"]:
+        server.init({}, torch.tensor(1.0))
     with told() as found["init differs"]:
         server.init("bias", torch.ones(2 + rank))
     with told() as found["calls differ"]:
