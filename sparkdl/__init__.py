@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sparkdl import gang, optim
+from sparkdl import collectives, gang, optim
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.consistency.diloco import DiLoCo
 from sparkdl.consistency.stale_synchronous import StaleSynchronous
@@ -114,6 +114,7 @@ __all__ = [
     "Validation",
     "all_rows",
     "classify",
+    "collectives",
     "embed",
     "every",
     "every_epoch",

@@ -1,4 +1,11 @@
-"""Collective algorithms between ranks: all-reduce, reduce-scatter, broadcast, and their costs.
+"""Collective algorithms between ranks, their costs, a parameter server and a dependency engine.
 
-May import: ``errors``. Must not know: Spark, and how the ranks were started.
+May import: ``errors`` and ``plain``. Must not know: Spark, and how the ranks were started.
 """
+
+from sparkdl.collectives.communicator import Communicator
+from sparkdl.collectives.engine import Engine
+from sparkdl.collectives.kvstore import KVStore
+from sparkdl.collectives.parameter_server import ParameterServer
+
+__all__ = ["Communicator", "Engine", "KVStore", "ParameterServer"]

@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from sparkdl.collectives.parameter_server import abandon_all
 from sparkdl.gang.environment import Announce, Where, gpus_of_ranks, keep_port, say, variables
 from sparkdl.gang.rank_task import Command, RankContext
 from sparkdl.process.system import address_call
@@ -211,6 +212,8 @@ def join(store: Store, seconds: float, backend: str, member: RankContext) -> Non
 def leave(failed: bool = False) -> None:
     """Destroy the process group, and first whatever would keep it alive.
 
+    A parameter server that nobody has closed has threads that wait for other ranks.
+
     A DistributedDataParallel may outlive the function that made it, in a cycle or a traceback. If
     its reducer were the last to hold the group, the garbage collector would wait for Gloo's threads
     during some later task of this worker while it holds the GIL. A thread that frees a tensor needs
@@ -220,6 +223,7 @@ def leave(failed: bool = False) -> None:
         failed: Whether other ranks may be lost. Then pending NCCL operations are aborted, not
             waited for.
     """
+    abandon_all()
     for thing in gc.get_objects():
         if issubclass(type(thing), DistributedDataParallel):
             thing.reducer = thing.logger = None

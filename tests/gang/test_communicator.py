@@ -18,6 +18,7 @@ from sparkdl.collectives.algorithms import ALGORITHMS
 from sparkdl.collectives.arguments import DTYPES, LIBRARY, OPS
 from sparkdl.collectives.communicator import Communicator
 from sparkdl.collectives.costs import terms
+from sparkdl.collectives.parameter_server import ParameterServer
 from sparkdl.errors import ParameterError
 
 pytestmark = pytest.mark.gang
@@ -348,3 +349,26 @@ def test_only_members_of_a_group_join_it(ranks):
 def test_needs_a_process_group():
     with pytest.raises(ParameterError, match="init_process_group"):
         Communicator()
+
+
+def serve_all(communicator: Communicator, replay: torch.Tensor | None) -> Any:
+    """Steps whose result depends on their order, from eight clients at three owners."""
+    momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    with ParameterServer(momentum, owners=[6, 2, 3], replay=replay, timeout=30) as server:
+        server.init(["a", "b"], [torch.ones(5, 2), torch.ones(1)])
+        for number in range(3):
+            a, b = server.pull(["a", "b"])
+            server.push_rows("a", [communicator.rank % 5, number], a[:2])
+            server.push("b", b * communicator.rank)
+        server.barrier()
+        found = server.pull(["a", "b"])
+    return found, server.order
+
+
+def test_a_parameter_server_of_three_owners_replays_eight_clients(ranks):
+    live = ranks.run(8, serve_all, None)
+    values, order = live[0]
+    assert sorted(order.bincount().tolist()) == [3 * 3 + 1 + 1] * 8
+    for found, same in [*live, *ranks.run(8, serve_all, order)]:
+        assert all(map(torch.equal, found, values))
+        assert same.tolist()[: 8 * 3 * 3] == order.tolist()[: 8 * 3 * 3]

@@ -33,6 +33,8 @@ LEARNED = {
     "early_stopping": ("accuracy", 0.94),
     "engines": ("same weights", 1.0),
     "gang_run": ("agreement", 0.999),
+    "matrix_factorization": ("asynchronous clients", 0.7),
+    "lstm_wavefront": ("early", 0.2),
     "two_optimizers": ("near", 0.9),
     "fine_tune_text": ("accuracy", 0.95),
     "fully_sharded": ("accuracy", 0.94),

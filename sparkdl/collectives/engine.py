@@ -1,0 +1,200 @@
+"""A dependency engine: operations run as soon as the things that they read and change are free.
+
+This is the engine of MXNet (T. Chen et al., 2015) for functions of Python. An operation names its
+*tags*: the things that it reads, and those that it changes. Results are those of running operations
+one after another, in the order in which they were pushed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sparkdl.errors import ParameterError, kind_of
+
+_LANE = object()
+"""The tag that every ordered operation changes."""
+
+
+@dataclass(order=True)
+class _Operation:
+    """An operation, with those that wait for it, and whether they need what it changes."""
+
+    place: tuple[float, int]
+    fn: Callable[[], Any] = field(compare=False)
+    tags: frozenset[Hashable] = field(compare=False)
+    future: Future[Any] = field(compare=False, default_factory=Future)
+    waits_for: int = field(compare=False, default=0)
+    followers: list[tuple[_Operation, bool]] = field(compare=False, default_factory=list)
+    error: BaseException | None = field(compare=False, default=None)
+
+
+@dataclass
+class _Tag:
+    """The last operation that changes a tag, until it has succeeded, and later ones that read it."""
+
+    itself: Any  # kept, so that no other tensor has its id
+    writer: _Operation | None = None
+    readers: list[_Operation] = field(default_factory=list)
+
+
+class Engine:
+    """Run operations in threads, in an order that their dependencies allow.
+
+    Operations that only read a tag run together; one that changes it runs alone. Torch releases the
+    GIL in its kernels and in collectives, so these overlap; Python code does not.
+
+    If an operation raises an exception or is cancelled, the futures of all later ones that read or
+    change what it should have changed have that exception, and are not run. As a context manager the
+    engine waits for all operations at the end.
+
+    Args:
+        threads: The greatest number of operations that run at once.
+    """
+
+    def __init__(self, threads: int = 4) -> None:
+        if not isinstance(threads, int) or threads < 1:
+            raise ParameterError(f"threads = {threads!r}: give a whole number of at least 1.")
+        self._changed = threading.Condition()
+        self._tags: dict[Hashable, _Tag] = {}
+        self._ready: list[_Operation] = []
+        self._pushed, self._unfinished, self._closed = 0, 0, False
+        self._failure: BaseException | None = None
+        self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
+        for thread in self._threads:
+            thread.start()
+
+    def push(
+        self,
+        fn: Callable[[], Any],
+        *,
+        read: Iterable[Any] = (),
+        mutate: Iterable[Any] = (),
+        ordered: bool = False,
+        priority: float = 0,
+    ) -> Future[Any]:
+        """Add an operation, and return the future of its result at once.
+
+        Args:
+            fn: The operation, without arguments. It must not wait for futures of this engine.
+            read: The tags that it reads: tensors, each standing for itself and not for its views,
+                or any hashable objects.
+            mutate: The tags that it changes, whether it reads them or not.
+            ordered: Whether it runs after all ordered operations before it, as collectives must, so
+                that every rank runs them in the order of pushing. If one fails, so do those behind.
+            priority: Of the operations that may run, those with the highest number run first.
+
+        Raises:
+            sparkdl.ParameterError: ``fn`` or a tag cannot be used, or the engine is closed.
+        """
+        if not callable(fn):
+            raise ParameterError(f"fn is {kind_of(fn)}: give a function without arguments.")
+        try:
+            changes = {_key(tag): tag for tag in (*mutate, *([_LANE] if ordered else []))}
+            tags = {_key(tag): tag for tag in read} | changes
+        except TypeError as error:
+            raise ParameterError(f"A tag is no tensor and not hashable: {error}.") from None
+        with self._changed:
+            if self._closed:
+                raise ParameterError("This Engine is closed: make a new one.")
+            self._pushed, self._unfinished = self._pushed + 1, self._unfinished + 1
+            operation = _Operation((-priority, self._pushed), fn, frozenset(tags))
+            before: dict[int, tuple[_Operation, bool]] = {}
+            for key, tag in tags.items():
+                its = self._tags.setdefault(key, _Tag(tag))
+                if its.writer is not None:
+                    before[id(its.writer)] = its.writer, True
+                if key in changes:
+                    for reader in its.readers:
+                        before.setdefault(id(reader), (reader, False))
+                    self._tags[key] = _Tag(tag, operation)
+                else:
+                    its.readers.append(operation)
+            for other, needed in before.values():
+                if other.error is not None and other.future.done():
+                    operation.error = operation.error or other.error
+                else:
+                    operation.waits_for += 1
+                    other.followers.append((operation, needed))
+            self._release(operation)
+        return operation.future
+
+    def wait(self) -> None:
+        """Return when all operations have run; raise the exception of the first one that failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._unfinished)
+            if self._failure is not None:
+                raise self._failure
+
+    def close(self) -> None:
+        """Wait for all operations, and end the threads. Exceptions are those of the futures."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        self.close()
+        if kind is None:
+            self.wait()
+
+    def _release(self, operation: _Operation) -> None:
+        if not operation.waits_for:
+            heapq.heappush(self._ready, operation)
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        """Run what is ready, until the engine is closed and everything has run."""
+        while True:
+            with self._changed:
+                while not self._ready and (self._unfinished or not self._closed):
+                    self._changed.wait()
+                if not self._ready:
+                    return
+                operation = heapq.heappop(self._ready)
+            error = operation.error
+            if not operation.future.set_running_or_notify_cancel():
+                error = error or CancelledError()
+            elif error is not None:
+                operation.future.set_exception(error)
+            else:
+                try:
+                    operation.future.set_result(operation.fn())
+                except BaseException as raised:
+                    error = raised
+                    operation.future.set_exception(raised)
+            with self._changed:
+                self._finish(operation, error)
+
+    def _finish(self, operation: _Operation, error: BaseException | None) -> None:
+        """Let those run that waited for this operation alone, and forget it unless it has failed."""
+        operation.error = error
+        self._failure = self._failure or error
+        for follower, needed in operation.followers:
+            follower.waits_for -= 1
+            follower.error = follower.error or (error if needed else None)
+            self._release(follower)
+        operation.followers.clear()
+        for key in operation.tags & self._tags.keys():
+            its = self._tags[key]
+            its.readers = [reader for reader in its.readers if reader is not operation]
+            its.writer = None if its.writer is operation and error is None else its.writer
+            if its.writer is None and not its.readers:
+                del self._tags[key]
+        self._unfinished -= 1
+        self._changed.notify_all()
+
+
+def _key(tag: Any) -> Hashable:
+    """Return what tells tags apart: a tensor's identity, or the tag, which must be hashable."""
+    return (torch.Tensor, id(tag)) if isinstance(tag, torch.Tensor) else (None, hash(tag), tag)

@@ -1,0 +1,300 @@
+"""The part of a parameter server that runs on a rank that owns ranges of keys.
+
+[Note: the threads of an owner] A thread for each other rank receives its requests and puts them in a
+queue. One thread takes them from there, so the values have one writer, and answers them. Requests
+travel in one process group and answers in another: the thread that calls the client sends in the
+first and receives in the second, and the owner's threads do the opposite. The owner's own client
+puts its requests into the queue directly, because Gloo cannot send to itself.
+
+A request that must wait (for its turn, for earlier positions, for other ranks) is parked with the
+time until which it may wait. Whoever waits for longer is answered with an error, so no client waits
+without a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+
+import torch
+
+from sparkdl.collectives.key_range import WHOLE, KeySpec, MakeOptimizer
+from sparkdl.collectives.owned_ranges import OwnedRanges, pairs
+from sparkdl.collectives.server_messages import ERRORS, Message, Request, ServerOptions
+from sparkdl.collectives.turns import Kind, Operation, Turns
+from sparkdl.collectives.words import Words, text_of, text_tensor
+from sparkdl.errors import (
+    ParameterError,
+    SparkdlError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+)
+
+JOIN_SECONDS = 5.0
+
+
+class Server:
+    """The owner at one place.
+
+    Args:
+        place: Its number among the owners. The owner at place 0 gives the turns.
+        places: The number of owners.
+        requests: The messages of clients.
+        replies: The answers to them.
+        keys: The keys by number, which the client of this process adds before it initializes them.
+        make: Makes the optimizer of a range.
+        options: What the ranks have agreed on.
+    """
+
+    def __init__(
+        self,
+        place: int,
+        places: int,
+        requests: Words,
+        replies: Words,
+        keys: dict[int, KeySpec],
+        make: MakeOptimizer | None,
+        options: ServerOptions,
+    ) -> None:
+        self._place, self._requests, self._replies = place, requests, replies
+        self._keys, self._options = keys, options
+        self._turns = Turns(requests.size, options.staleness, options.replay)
+        self._positions = [0] * places
+        self._ranges = OwnedRanges(
+            requests.size, make, synchronous=options.synchronous, average=options.average
+        )
+        self._turn_asked: dict[int, Request] = {}
+        self._met: dict[int, Request] = {}
+        self._held: dict[int, Request] = {}
+        self._next = 0
+        self._failure: SparkdlError | None = None
+        self._queue: queue.SimpleQueue[Request | SparkdlError | None] = queue.SimpleQueue()
+        thread = partial(threading.Thread, daemon=True)
+        self._server = thread(target=self._serve, name="sparkdl-server")
+        self._listeners = [
+            thread(target=self._listen, args=(peer,), name="sparkdl-listener")
+            for peer in range(requests.size)
+            if peer != requests.rank
+        ]
+        self.next_make = make
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in (self._server, *self._listeners):
+            thread.start()
+
+    def submit(self, request: Request) -> None:
+        """Add a request to the queue."""
+        request.until = time.monotonic() + self._options.timeout
+        self._queue.put(request)
+
+    def stop(self) -> None:
+        """End the threads, once every peer has said goodbye or its connection is closed."""
+        for thread in self._listeners:
+            thread.join(JOIN_SECONDS)
+        self._queue.put(None)
+        self._server.join(JOIN_SECONDS)
+
+    def _listen(self, peer: int) -> None:
+        """Receive the requests of one peer until it says goodbye."""
+        answer = partial(self._replies.send, peer, limit=timedelta(seconds=self._options.timeout))
+        try:
+            while True:
+                number, *words = self._requests.receive(peer)
+                kind = Message(number)
+                if kind == Message.BYE:
+                    return
+                tensors = [
+                    self._requests.receive_into(torch.empty(shape, dtype=dtype), peer)
+                    for shape, dtype in self._tensors_of(kind, words)
+                ]
+                self.submit(Request(peer, kind, words, tensors, answer))
+        except Exception as error:  # whatever Gloo raises
+            self._queue.put(
+                StateLostError(f"the connection to rank {peer} is lost: {_first_line(error)}")
+            )
+
+    def _tensors_of(
+        self, kind: Message, words: Sequence[int]
+    ) -> Iterable[tuple[tuple[int, ...], torch.dtype]]:
+        """Yield the shapes and dtypes of the tensors of a message."""
+        if kind == Message.TURN:
+            places, rest = _places_of(words)
+            if 0 in places:
+                yield from self._tensors_of(_message_of(words), [0, *rest])
+        elif kind == Message.MEET:
+            yield (words[0],), torch.uint8
+        elif kind == Message.INIT:
+            yield self._keys[words[0]].range_shape(self._place), self._keys[words[0]].dtype
+        elif kind in (Message.PUSH, Message.PULL):
+            for key, rows in pairs(words[1:]):
+                spec = self._keys[key]
+                if rows != WHOLE:
+                    yield (rows,), torch.int64
+                if kind == Message.PUSH:
+                    whole = spec.range_shape(self._place)
+                    yield whole if rows == WHOLE else (rows, *spec.row_shape), spec.dtype
+
+    def _serve(self) -> None:
+        """Take requests from the queue until None comes."""
+        while True:
+            parked = [*self._turn_asked.values(), *self._met.values(), *self._held.values()]
+            wait = min((request.until for request in parked), default=None)
+            try:
+                found = self._queue.get(
+                    timeout=None if wait is None else max(0.0, wait - time.monotonic())
+                )
+            except queue.Empty:
+                self._expire()
+                continue
+            if found is None:
+                return
+            try:
+                if isinstance(found, SparkdlError):
+                    raise found
+                self._handle(found)
+            except SparkdlError as error:
+                self._fail(error)
+            except Exception as error:  # of the user's optimizer
+                what = f"{type(error).__name__}: {_first_line(error)}"
+                self._fail(TrainingError(f"an update failed on rank {self._requests.rank}: {what}"))
+
+    def _handle(self, request: Request) -> None:
+        if self._failure is not None:
+            self._refuse(request, self._failure)
+        elif request.kind == Message.TURN:
+            self._ask_turn(request)
+        elif request.kind == Message.MEET:
+            self._meet(request)
+        elif request.kind == Message.INIT:
+            self._ranges.init(request.words[0], request.tensors[0])
+            self._answer(request)
+        else:
+            self._hold(request)
+
+    def _hold(self, request: Request) -> None:
+        """Apply a request once all earlier positions have been applied."""
+        self._held[request.words[0]] = request
+        while self._next in self._held:
+            self._apply(self._held[self._next])
+            del self._held[self._next]  # only now: a failure is answered to what is held
+            self._next += 1
+
+    def _ask_turn(self, request: Request) -> None:
+        kind, count, *rest = request.words
+        self._turn_asked[request.client] = request
+        self._turns.ask(Operation(request.client, Kind(kind), tuple(rest[:count])))
+        while (granted := self._turns.grant()) is not None:
+            its = self._turn_asked.pop(granted.client)
+            places, words = _places_of(its.words)
+            positions = [self._positions[place] for place in places]
+            for place in places:
+                self._positions[place] += 1
+            self._answer(its, positions)
+            if 0 in places:
+                own = [positions[places.index(0)], *words]
+                self._hold(replace(its, kind=_message_of(its.words), words=own))
+
+    def _meet(self, request: Request) -> None:
+        """Answer all ranks once each of them has come."""
+        self._met[request.client] = request
+        if len(self._met) < self._requests.size:
+            return
+        texts = {client: text_of(its.tensors[0]) for client, its in sorted(self._met.items())}
+        met, self._met = list(self._met.values()), {}
+        if len(set(texts.values())) == 1:
+            order = list(self._turns.order) if set(texts.values()) == {"close"} else []
+            for its in met:
+                self._answer(its, order)
+            return
+        lines = "\n".join(f"  rank {client}: {text}" for client, text in texts.items())
+        error = ParameterError(f"The ranks do not call the same:\n{lines}")
+        for its in met:
+            self._refuse(its, error)
+
+    def _apply(self, request: Request) -> None:
+        """Do what has its position now."""
+        words = request.words[1:]
+        if request.kind == Message.PUSH:
+            self._ranges.push(request.client, words, request.tensors)
+            return
+        values: list[torch.Tensor] = []
+        if request.kind == Message.PULL:
+            values = self._ranges.pull(words, request.tensors)
+        elif request.kind == Message.FINISH:
+            self._ranges.finish(request.client)
+        else:
+            self._ranges.use(self.next_make)
+        self._answer(request, tensors=values)
+
+    def _expire(self) -> None:
+        """Answer the requests that have waited for too long."""
+        now, seconds = time.monotonic(), f"{self._options.timeout:g} s"
+        for client, request in list(self._turn_asked.items()):
+            if request.until <= now:
+                del self._turn_asked[client]
+                keys = request.words[2 : 2 + request.words[1]]
+                names = ", ".join(repr(self._keys[key].name) for key in keys) or "the end"
+                why = self._turns.withdraw(client)
+                self._refuse(request, StalledError(f"{names}: no turn within {seconds}: {why}."))
+        if any(request.until <= now for request in self._met.values()):
+            ranks = [str(rank) for rank in range(self._requests.size) if rank not in self._met]
+            for request in self._met.values():
+                text = text_of(request.tensors[0])
+                late = f"{text}: rank {', '.join(ranks)} has not called it within {seconds}."
+                self._refuse(request, StalledError(late))
+            self._met.clear()
+        if any(request.until <= now for request in self._held.values()):
+            self._fail(
+                StalledError(
+                    f"operation {self._next} has its turn, and has not come to rank "
+                    f"{self._requests.rank} within {seconds}: its client was interrupted."
+                )
+            )
+
+    def _fail(self, error: SparkdlError) -> None:
+        """Answer everything that waits, and everything that comes, with an error."""
+        self._failure = self._failure or error
+        for parked in (self._turn_asked, self._met, self._held):
+            for request in parked.values():
+                self._refuse(request, self._failure)
+            parked.clear()
+
+    def _refuse(self, request: Request, error: SparkdlError) -> None:
+        if request.kind != Message.PUSH:
+            code = 1 + next(i for i, kind in enumerate(ERRORS) if isinstance(error, kind))
+            text = text_tensor(str(error))
+            self._answer(request, [len(text)], [text], code)
+
+    def _answer(
+        self,
+        request: Request,
+        words: Sequence[int] = (),
+        tensors: Sequence[torch.Tensor] = (),
+        code: int = 0,
+    ) -> None:
+        with contextlib.suppress(RuntimeError, ValueError):  # its listener finds that it is gone
+            request.answer([code, *words], tensors)
+
+
+def _message_of(words: Sequence[int]) -> Message:
+    """Return the message of the operation for which a turn is asked."""
+    return Message[Kind(words[0]).name]
+
+
+def _places_of(words: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Return the places of the operation for which a turn is asked, and what it says to place 0."""
+    _, keys, *rest = words
+    count = rest[keys]
+    return rest[keys + 1 : keys + 1 + count], rest[keys + 1 + count :]
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:200]

@@ -1,0 +1,129 @@
+"""Who of several clients has the next turn, and what an order is good for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparkdl.collectives.key_range import Gradient, KeyRange, KeySpec, Rounds
+from sparkdl.collectives.turns import Kind, Operation, Turns
+from sparkdl.errors import ParameterError
+
+
+@st.composite
+def programs_of_clients(draw):
+    """For each client its pushes and pulls. All push the same keys, and some end before others."""
+    keys = draw(st.lists(st.integers(0, 1), max_size=6))
+    pulls = st.lists(st.integers(0, 1), max_size=2)
+    programs = []
+    for length in draw(st.lists(st.integers(0, len(keys)), min_size=1, max_size=4)):
+        programs.append([(Kind.PULL, key) for key in draw(pulls)])
+        for key in keys[:length]:
+            programs[-1] += [(Kind.PUSH, key), *((Kind.PULL, other) for other in draw(pulls))]
+    return programs
+
+
+PROGRAMS = programs_of_clients()
+
+
+def run(programs, staleness, seed, replay=None):
+    """Give turns until all have finished; clients come in an arbitrary order. Returns what was done."""
+    chance, turns, done = random.Random(seed), Turns(len(programs), staleness, replay), []
+    left = [[*(Operation(c, kind, (key,)) for kind, key in its), Operation(c, Kind.FINISH)]
+            for c, its in enumerate(programs)]  # fmt: skip
+    idle = set(range(len(programs)))
+    while any(left) or len(idle) < len(programs):
+        asking = [client for client in idle if left[client]]
+        if asking and (chance.random() < 0.7 or len(idle) == len(programs)):
+            client = chance.choice(asking)
+            idle.remove(client)
+            turns.ask(left[client].pop(0))
+        granted = turns.grant()
+        if granted is not None:
+            done.append(granted)
+            idle.add(granted.client)
+        else:
+            assert asking, "nobody can go on"
+    return done, list(turns.order)
+
+
+@given(PROGRAMS, st.sampled_from([None, 0, 1, 2]), st.integers(0, 99), st.integers(0, 99))
+def test_clocks_keep_together_and_an_order_can_be_repeated(programs, staleness, seed, other):
+    done, order = run(programs, staleness, seed)
+    assert order == [operation.client for operation in done]
+    clocks, active = {}, set(range(len(programs)))
+    for operation in done:
+        for key in operation.keys:
+            its = clocks.setdefault(key, [0] * len(programs))
+            slowest = min(its[client] for client in active)
+            assert staleness is None or its[operation.client] - slowest <= staleness
+            its[operation.client] += operation.kind == Kind.PUSH
+        if operation.kind == Kind.FINISH:
+            active.remove(operation.client)
+    assert run(programs, staleness, other, replay=order) == (done, order)
+
+
+@given(PROGRAMS, st.integers(0, 99))
+def test_turns_are_given_in_the_order_of_asking(programs, seed):
+    turns = Turns(len(programs), None)
+    clients = list(range(len(programs)))
+    random.Random(seed).shuffle(clients)
+    for client in clients:
+        turns.ask(Operation(client, Kind.PUSH, (0,)))
+    assert [turns.grant().client for _ in clients] == clients
+    assert turns.grant() is None
+
+
+def test_an_order_of_another_run_is_told():
+    turns = Turns(2, None, replay=[0, 1, 0])
+    turns.ask(Operation(1, Kind.PUSH, (0,)))
+    assert turns.grant() is None
+    turns.ask(Operation(0, Kind.PUSH, (0,)))
+    assert [turns.grant().client, turns.grant().client] == [0, 1]
+    with pytest.raises(ParameterError, match="rank 1 has made 1 operations and asks for one more"):
+        turns.ask(Operation(1, Kind.PUSH, (0,)))
+    turns = Turns(1, None, replay=[0, 0])
+    with pytest.raises(
+        ParameterError, match="made 0 operations and ends, but the order has 2 of it"
+    ):
+        turns.ask(Operation(0, Kind.FINISH))
+
+
+@given(st.integers(0, 20), st.integers(1, 5), st.integers(0, 7))
+def test_every_row_has_one_place(rows, places, number):
+    spec = KeySpec.of("key", number, torch.zeros(rows, 2), places)
+    covered = sorted(row for p in range(places) for row in range(rows)[spec.range_of(p)])
+    assert covered == list(range(rows))
+    assert {p for p in range(places) if spec.range_shape(p)[0]} == set(spec.places)
+    for row, place in enumerate(spec.places_of(torch.arange(rows)).tolist()):
+        assert row in range(rows)[spec.range_of(place)]
+
+
+@given(st.lists(st.tuples(st.integers(0, 2), st.booleans()), max_size=12))
+def test_rounds_take_one_gradient_of_each(pushes):
+    rounds, pushed, found = Rounds(3), [0, 0, 0], []
+    for client, _ in pushes:
+        rounds.add(client, Gradient(torch.tensor([float(client), float(pushed[client])])))
+        pushed[client] += 1
+        found += rounds.complete([0, 1, 2])
+    assert len(found) == min(pushed)
+    found += rounds.complete([])  # all have finished
+    assert len(found) == max(pushed)
+    for number, gradients in enumerate(found):
+        expected = [[float(c), float(number)] for c in range(3) if pushed[c] > number]
+        assert [gradient.values.tolist() for gradient in gradients] == expected
+
+
+@pytest.mark.parametrize("average", [True, False])
+def test_rows_and_whole_gradients_add_up(average):
+    its = KeyRange(torch.zeros(3, 2), None, average)
+    its.step([
+        Gradient(torch.ones(3, 2)),
+        Gradient(torch.full((3, 2), 2.0), torch.tensor([1, 1, 0])),
+    ])  # fmt: skip
+    expected = torch.tensor([[3.0, 3.0], [5.0, 5.0], [1.0, 1.0]])
+    assert torch.equal(its.values, expected / 2 if average else expected)
