@@ -43,7 +43,13 @@ from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections
-from sparkdl.replica.step import ReplicaIteration, ReplicaResult, compress_outcome, one_gradient
+from sparkdl.replica.step import (
+    ReplicaIteration,
+    ReplicaResult,
+    compress_outcome,
+    one_gradient,
+    to_mini_batch,
+)
 from sparkdl.slices.reduce import ReducedGradient
 from sparkdl.slices.section import Section, SectionLayout
 from sparkdl.slices.spec import SliceSpec
@@ -176,7 +182,8 @@ class LocalEngine:
             else:
                 state = join_states(self._plans.slices, self._states, device)
             clock.lap("fetch")
-            outcome = several_steps(live, batches, work, state, self._plans.whole, clock)
+            each = (to_mini_batch(batch, live) for batch in batches)
+            outcome = several_steps(live, each, work, state, self._plans.whole, clock)
         if live.recipe.compression is not None:
             outcome = compress_outcome(live, outcome, work, self._residuals.get(replica, {}))
             clock.lap("compress")

@@ -85,7 +85,7 @@ def one_rank(
         way = BucketedDDP(live, plans, rank, spare, DDP(find_unused_parameters=True))
     sign = 1.0 if rank == 0 else -1.0
     batch = MiniBatch([torch.full((4, 3), sign * fill)], [torch.ones(4, 3)])
-    _, problem = way.compute(work(), batch, weights, Clock())
+    _, problem = way.compute(work(), [batch], weights, Clock())
     (contribution, *_) = way.contributions(ROWS, weights)[0]
     found = {
         "problem": problem,
@@ -174,7 +174,7 @@ def of_half(communicator: Any, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         way: Any = FlatAllReduce(live, plans, rank, spare)
     else:
         way = BucketedDDP(live, plans, rank, spare, DDP())
-    way.compute(work(), batch, weights, Clock())
+    way.compute(work(), [batch], weights, Clock())
     (contribution, *_) = way.contributions(ROWS, weights)[0]
     found = contribution.gradient.clone()
     dist.barrier()

@@ -51,6 +51,7 @@ from sparkdl.process.memory import memory_given_back
 from sparkdl.process.numerics import put_back
 from sparkdl.replica.compare import Compared, compared
 from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport, SliceReport
+from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slab.root import open_root
@@ -169,17 +170,15 @@ class Rank:
         clock, rank, live = Clock(), self._member.rank, self._held.live
         label_output(f"rank {rank}, iteration {step.index + 1}")
         start, stop = step.rows[rank]
-        work, batch = (
-            ReplicaIteration(step, rank, self._run.batch_spec, self._run.shares[rank]),
-            None,
-        )
+        work = ReplicaIteration(step, rank, self._run.batch_spec, self._run.shares[rank])
+        batches: list[MiniBatch] = []
         if stop > start:
-            (arrays,) = work.mini_batches(live, self._partition)
-            batch = to_mini_batch(arrays, live)
-        weight = batch.weight if batch is not None else 0.0
+            arrays = work.mini_batches(live, self._partition, self._way.steps)
+            batches = [to_mini_batch(each, live) for each in arrays]
+        weight = sum((batch.weight for batch in batches), 0.0)
         weights = self._weights(step, weight)
         clock.lap("data")
-        loss, problem = self._way.compute(work, batch, weights, clock)
+        loss, problem = self._way.compute(work, batches, weights, clock)
         if self._setup.sums:
             weight = self._way.count
         finish = functools.partial(self._finish, step, weights, loss, bool(problem))
@@ -230,7 +229,7 @@ class Rank:
         return update_slices(self._held, self._run, self._node_id, step, contributions, loss, clock)
 
     def _weights(self, step: IterationRows, weight: float) -> list[float]:
-        """Return the weight of each rank's mini-batch."""
+        """Return the weight of each rank's rows."""
         if not self._setup.weighted_batches:
             return [float(stop - start) for start, stop in step.rows]
         return [found for (found,) in gathered([weight])]
