@@ -76,11 +76,12 @@ class ParallelStrategy:
                 f'compression with strategy="{self.word}": torch sums the gradients itself. Use '
                 'strategy="zero1", or leave compression out.'
             )
-        if self.splits_model and getattr(trainer.consistency, "outer_optimizer", None) is not None:
+        model = trainer.consistency
+        topology = getattr(model, "topology", None)
+        if self.splits_model and (topology or getattr(model, "outer_optimizer", None)):
             yield (
-                f'consistency={type(trainer.consistency).__name__} with strategy="{self.word}": a '
-                "replica takes steps by itself, so each rank needs the whole model. Use "
-                'strategy="ddp" or "zero1".'
+                f'consistency={type(model).__name__} with strategy="{self.word}": a replica takes '
+                'steps by itself, so each rank needs the whole model. Use strategy="ddp".'
             )
         if self.shares_samples and trainer.step is not None:
             yield (

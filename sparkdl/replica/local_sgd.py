@@ -134,6 +134,11 @@ def step_alone(
     live.flat.refresh()
 
 
+def without_rows(live: LiveReplica) -> Gradients:
+    """Return the gradients of a replica that has no rows in an iteration, which are zero."""
+    return Gradients([torch.zeros_like(parameter) for _, parameter in live.flat.parameters], {})
+
+
 def numbers_not_finite(live: LiveReplica, gradients: Gradients) -> set[int]:
     """Return the numbers of the parameters whose gradient has an inf or a NaN."""
     return {

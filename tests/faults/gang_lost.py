@@ -63,6 +63,10 @@ def rows() -> dict[str, tuple[dict, list[Fault]]]:
             {**DDP, **DILOCO},
             [at(job="fb", iteration=11, partition=1).kill_executor()],
         ),
+        "executor killed, Gossip": (
+            {**DDP, "consistency": sparkdl.Gossip()},
+            [at(job="fb", iteration=7, partition=1).kill_executor()],
+        ),
         "executor killed, compressed": (
             {**ZERO1, **COMPRESSED},
             [at(job="fb", iteration=6, partition=1).kill_executor()],

@@ -183,7 +183,8 @@ class Rank:
             weight = self._way.count
         finish = functools.partial(self._finish, step, weights, loss, bool(problem))
         slices: list[SliceReport] = []
-        if live.recipe.options.clips_norm or step.histograms:
+        reported = live.recipe.options.clips_norm or step.histograms
+        if reported or self._way.ends_before_report:
             slices = finish(clock)
         else:  # there is nothing to report: update while the driver prepares the next iteration
             self._member.afterwards = functools.partial(self._finish_later, finish)
@@ -254,6 +255,7 @@ class Rank:
             partition = open_partition(handle)
             return score_partition(self._held.live, partition, scorer, batch_spec, batch_size)
 
+        self._way.settle()
         batches = math.ceil(handle.num_rows / batch_size)
         return self._way.scored(batches, score, outputs=bool(scorer.metrics))
 

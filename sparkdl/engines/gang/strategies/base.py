@@ -52,14 +52,25 @@ class GradientSync(ABC):
         losses: Sum and count of each named loss of a step, in the rank's rows of the last pass.
         steps: The number of mini-batches into which the rows of an iteration are divided, one for
             each step that the rank takes by itself.
+        ends_before_report: Whether the report of the rank needs the end of the update. If not, the
+            driver prepares the next iteration meanwhile.
     """
 
     steps: int = 1
+    ends_before_report: bool = False
 
     def __init__(self, rank: int) -> None:
         self._rank, self.needs_all_losses, self.count = rank, True, 0.0
-        self.kept: ByParameter | None = None
+        self.kept = None
         self.losses: Losses = {}
+
+    @property
+    def kept(self) -> ByParameter | None:
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: ByParameter | None) -> None:
+        self._kept = kept
 
     @abstractmethod
     def compute(
@@ -87,6 +98,8 @@ class GradientSync(ABC):
     ) -> dict[int, list[Section]]:
         """Return the sections from which each of this rank's slices is updated, by slice index.
 
+        A slice that is not among them stays as it is.
+
         Args:
             rows: The rows of each rank.
             weights: The final weight of each rank's rows.
@@ -94,6 +107,10 @@ class GradientSync(ABC):
 
     def committed(self) -> None:
         """Note that the iteration was committed, for what is kept for the next one."""
+        return
+
+    def settle(self) -> None:
+        """Prepare the state for being read. All ranks call this at the same time."""
         return
 
     @property

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
+from sparkdl.engines.gang.strategies.gossip import GossipSync
 from sparkdl.engines.gang.strategies.inner_steps import InnerSteps
 from sparkdl.engines.gang.strategies.sections import SectionExchange
 from sparkdl.engines.gang.strategies.summed import (
@@ -58,8 +59,10 @@ class DDPRank(RankStrategy[DDP]):
         if build.parallel.splits_model:
             return None
         live, strategy = build.live, self._strategy
-        if live.recipe.options.outer:
+        if live.recipe.options.keeps_own:
             whole = OpenRun.of(live, build.setup.run).whole
+            if live.recipe.options.topology is not None:
+                return GossipSync(live, build.rank, whole)
             return InnerSteps(live, build.plans, build.rank, build.spare, whole)
         if not writes_early(live):
             return SectionExchange(live, build.state.slices, build.state.owners, build.rank)
