@@ -12,13 +12,13 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.consistency.gossip import DISTANCE, TOPOLOGIES, add_up, averaged_parts, mix
 from sparkdl.data.partition_reader import MappedPartition
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import Gradients
 from sparkdl.replica.inner_state import keep_replica, open_replica_state
 from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport
 from sparkdl.replica.local_sgd import numbers_not_finite, step_alone, without_rows
 from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.replica.step import ReplicaIteration, one_gradient
 from sparkdl.slices.state import SliceState
+from sparkdl.slices.update import SliceUpdater
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,6 @@ class Gossiped:
     reports: list[ReplicaReport]
     kept: Mapping[int, ByParameter]
     mean: torch.Tensor | None
-
-
-@dataclass
-class _Replica:
-    """A replica in an iteration: its part of it, its state, and what its forward pass has left."""
-
-    work: ReplicaIteration
-    state: SliceState
-    gradients: Gradients
-    loss: float = 0.0
-    weight: float = 0.0
 
 
 def gossip(
@@ -67,79 +56,84 @@ def gossip(
         mean: The flat vector of a replica that has kept nothing.
         kept: The tensors that each replica has kept.
     """
-    layout, options, plan = live.flat.layout, live.recipe.options, plans.whole.plan
-    replicas, reports = list[_Replica](), list[ReplicaReport]()
+    layout, plan = live.flat.layout, plans.whole.plan
+    replicas, reports = list[_Replica](), dict[int, ReplicaReport]()
     for number in range(run.replicas):
         work = ReplicaIteration(step, number, run.batch_spec, run.shares[number])
         state = open_replica_state(plan, kept.get(number, {}), mean.clone())
-        replicas.append(_Replica(work, state, without_rows(live)))
-        if work.rows[1] > work.rows[0]:
-            reports.append(_passed(live, replicas[-1], partitions[number]))
-    if any(report.not_finite for report in reports):
-        return Gossiped(reports, {}, None)
+        replicas.append(_Replica(live, work, state))
+        partition = partitions[number]
+        if work.rows[1] > work.rows[0] and partition is not None:
+            reports[number] = replicas[number].passes(partition)
+    if any(report.not_finite for report in reports.values()):
+        return Gossiped(list(reports.values()), {}, None)
     total = sum(replica.weight for replica in replicas)
     for replica in replicas if total else ():
-        _load(live, replica.state.weights)
-        state = replace(replica.state, weights=live.flat.flat)
-        factor = run.replicas * replica.weight / total
-        step_alone(
-            live, replica.gradients, replica.work, state, plans.whole, replica.loss, factor=factor
-        )
-        replica.state.weights.copy_(state.weights)
-        replica.state.arrays = state.arrays
-    sent = [
-        replica.state.weights.to(options.wire_dtype or layout.dtype, copy=True)
-        for replica in replicas
-    ]
-    weights = TOPOLOGIES[str(options.topology)](run.replicas, step.index)
+        replica.steps(plans.whole, run.replicas * replica.weight / total)
+    wire = live.recipe.options.wire_dtype or layout.dtype
+    sent = [replica.state.weights.to(wire, copy=True) for replica in replicas]
+    weights = TOPOLOGIES[str(live.recipe.options.topology)](run.replicas, step.index)
     for number, replica in enumerate(replicas):
         others = {(number - places) % run.replicas: w for places, w in weights.items() if places}
         heard = [(others[other], sent[other]) for other in sorted(others)]
-        own = sent[number].to(layout.dtype)
-        distance = mix(replica.state.weights, own, heard, layout)
-        reports = [
-            replace(report, losses={**report.losses, DISTANCE: (distance, 1.0)})
-            if report.replica == number
-            else report
-            for report in reports
-        ]
+        distance = mix(replica.state.weights, sent[number].to(layout.dtype), heard, layout)
+        if number in reports:
+            losses = {**reports[number].losses, DISTANCE: (distance, 1.0)}
+            reports[number] = replace(reports[number], losses=losses)
     states = [replica.state for replica in replicas]
     new = {number: keep_replica(plan, state) for number, state in enumerate(states)}
     found = states[0].weights.clone()
     for part in averaged_parts(layout):
         add_up(found[part], [state.weights[part] for state in states])
-    return Gossiped(reports, new, found)
+    return Gossiped(list(reports.values()), new, found)
 
 
-def _passed(
-    live: LiveReplica, replica: _Replica, partition: MappedPartition | None
-) -> ReplicaReport:
-    """Run forward and backward of a replica, and return its report."""
-    assert partition is not None
-    clock = Clock()
-    (batch,) = replica.work.mini_batches(live, partition)
-    clock.lap("data")
-    _load(live, replica.state.weights)
-    clock.lap("fetch")
-    result = one_gradient(live, batch, replica.work, clock)
-    live.flat.save_buffers(replica.state.weights)
-    replica.gradients, replica.loss, replica.weight = result.gradients, result.loss, result.weight
-    wrong = numbers_not_finite(live, result.gradients)
-    problem = f'the gradient of "{live.flat.parameters[min(wrong)][0].name}"' if wrong else ""
-    if not math.isfinite(result.loss):
-        problem = f"the loss ({result.loss})"
-    return ReplicaReport(
-        replica.work.replica,
-        result.count,
-        result.weight,
-        result.loss,
-        "",
-        clock.seconds,
-        problem,
-        losses=result.losses,
-    )
+class _Replica:
+    """A replica in an iteration.
 
+    Attributes:
+        state: Its weights and the state of its optimizer.
+        weight: The weight of its rows in the mean.
+    """
 
-def _load(live: LiveReplica, weights: torch.Tensor) -> None:
-    live.flat.flat.copy_(weights)
-    live.flat.refresh()
+    def __init__(self, live: LiveReplica, work: ReplicaIteration, state: SliceState) -> None:
+        self._live, self._work, self.state = live, work, state
+        self._gradients, self._loss, self.weight = without_rows(live), 0.0, 0.0
+
+    def passes(self, partition: MappedPartition) -> ReplicaReport:
+        """Run forward and backward, and return the report."""
+        clock, live = Clock(), self._live
+        (batch,) = self._work.mini_batches(live, partition)
+        clock.lap("data")
+        self._load()
+        clock.lap("fetch")
+        result = one_gradient(live, batch, self._work, clock)
+        live.flat.save_buffers(self.state.weights)
+        self._gradients, self._loss, self.weight = result.gradients, result.loss, result.weight
+        wrong = numbers_not_finite(live, result.gradients)
+        problem = f'the gradient of "{live.flat.parameters[min(wrong)][0].name}"' if wrong else ""
+        if not math.isfinite(result.loss):
+            problem = f"the loss ({result.loss})"
+        return ReplicaReport(
+            self._work.replica,
+            result.count,
+            result.weight,
+            result.loss,
+            "",
+            clock.seconds,
+            problem,
+            losses=result.losses,
+        )
+
+    def steps(self, whole: SliceUpdater, factor: float) -> None:
+        """Take a step with ``factor`` times the gradients."""
+        self._load()
+        flat = self._live.flat.flat
+        state = replace(self.state, weights=flat)
+        step_alone(self._live, self._gradients, self._work, state, whole, self._loss, factor=factor)
+        self.state = replace(state, weights=self.state.weights.copy_(flat))
+
+    def _load(self) -> None:
+        """Put the replica's weights into the module."""
+        self._live.flat.flat.copy_(self.state.weights)
+        self._live.flat.refresh()
