@@ -39,7 +39,7 @@ class Gossip(Consistency):
 
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""
-        if self.topology not in TOPOLOGIES:
+        if not isinstance(self.topology, str) or self.topology not in TOPOLOGIES:
             yield (
                 f"topology={self.topology!r}: use one of {', '.join(TOPOLOGIES)}."
                 f"{nearest(str(self.topology), TOPOLOGIES)}"
