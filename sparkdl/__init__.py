@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from sparkdl import collectives, gang, optim
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.consistency.diloco import DiLoCo
+from sparkdl.consistency.gossip import Gossip
 from sparkdl.consistency.stale_synchronous import StaleSynchronous
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data import Sample
@@ -77,6 +78,7 @@ __all__ = [
     "DamagedCheckpoint",
     "DataError",
     "DiLoCo",
+    "Gossip",
     "GradBucket",
     "GroupModels",
     "History",

@@ -53,11 +53,14 @@ class Consistency:
         inner_steps: The number of optimizer steps that a replica takes by itself in an iteration.
         outer_optimizer: The optimizer that is given the distance which the replicas' own steps have
             moved the weights, as if it were their gradient. None: replicas send gradients.
+        topology: The name of the topology over which replicas average weights of their own. None:
+            the weights of all are the same.
     """
 
     keep: int = 1
     inner_steps: int = 1
     outer_optimizer: Callable[..., Any] | None = None
+    topology: str | None = None
 
     def dispatch(self, readable: range) -> Dispatch:
         """Return the decision on the next iteration: the newest version, unless a model overrides it.

@@ -46,11 +46,6 @@ class DiLoCo(Consistency):
             )
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
-        if trainer.engine == "gang":
-            yield (
-                'consistency=DiLoCo with engine="gang": its ranks sum gradients at every step. Use '
-                'engine="shuffle".'
-            )
         if trainer.local_steps != 1:
             yield (
                 f"consistency=DiLoCo with local_steps={trainer.local_steps}: inner_steps says how many "
@@ -66,4 +61,9 @@ class DiLoCo(Consistency):
             yield (
                 'consistency=DiLoCo with precision="fp16": a loss scale that overflows in one of the '
                 'inner steps would lose all of them. Use precision="bf16".'
+            )
+        if trainer.sync_batchnorm:
+            yield (
+                "consistency=DiLoCo with sync_batchnorm=True: replicas do not wait for one another in "
+                "their inner steps. Leave one of the two out."
             )

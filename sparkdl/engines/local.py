@@ -21,6 +21,7 @@ from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.partition_reader import MappedPartition, open_partition
 from sparkdl.data.samples import SampleSet
+from sparkdl.engines.local_gossip import gossip
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import StaleReferenceError, StateLostError
 from sparkdl.loop.engine import (
@@ -43,7 +44,13 @@ from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections
-from sparkdl.replica.step import ReplicaIteration, ReplicaResult, compress_outcome, one_gradient
+from sparkdl.replica.step import (
+    ReplicaIteration,
+    ReplicaResult,
+    compress_outcome,
+    one_gradient,
+    to_mini_batch,
+)
 from sparkdl.slices.reduce import ReducedGradient
 from sparkdl.slices.section import Section, SectionLayout
 from sparkdl.slices.spec import SliceSpec
@@ -124,6 +131,8 @@ class LocalEngine:
         with torch_threads(self._run.threads):
             started = Clock()
             step = iteration.with_rows(self.plan.rows(iteration.batch))
+            if self._replica.recipe.options.topology is not None:
+                return self._run_gossip(step, started)
             readable = range(self._version - len(self._older), self._version + 1)
             update = next_update(self._consistency, readable, iteration.staleness)
             newest = [state.weights for state in self._states]
@@ -148,6 +157,20 @@ class LocalEngine:
             seconds = {**seconds, **started.seconds}
             result = summarize(reports, slices, self._plans.layout, seconds)
             return replace(result, staleness=update.staleness)
+
+    def _run_gossip(self, step: IterationRows, started: Clock) -> IterationResult:
+        """Run an iteration of replicas with weights of their own; the slices have the mean."""
+        mean = torch.cat([state.weights for state in self._states])
+        done = gossip(
+            self._replica, self._plans, self._run, self._partitions, step, mean, self._residuals
+        )
+        if done.mean is not None:
+            for plan, state in zip(self._plans.slices, self._states, strict=True):
+                state.weights.copy_(done.mean[plan.start : plan.stop])
+            self._residuals = dict(done.kept)
+        started.lap("iteration")
+        seconds = {**slowest([report.seconds for report in done.reports]), **started.seconds}
+        return summarize(done.reports, [], self._plans.layout, seconds)
 
     def _replica_step(
         self, step: IterationRows, replica: int, weights: Sequence[torch.Tensor]
@@ -176,7 +199,8 @@ class LocalEngine:
             else:
                 state = join_states(self._plans.slices, self._states, device)
             clock.lap("fetch")
-            outcome = several_steps(live, batches, work, state, self._plans.whole, clock)
+            each = (to_mini_batch(batch, live) for batch in batches)
+            outcome = several_steps(live, each, work, state, self._plans.whole, clock)
         if live.recipe.compression is not None:
             outcome = compress_outcome(live, outcome, work, self._residuals.get(replica, {}))
             clock.lap("compress")

@@ -36,7 +36,8 @@ class TrainState:
     loss: float = float("nan")
     """Mean loss of the last global batch."""
     losses: Mapping[str, float] = field(default_factory=dict)
-    """The named losses of the last global batch, where ``Trainer(step=)`` returns such."""
+    """The named losses of the last global batch, where ``Trainer(step=)`` returns such; and the
+    distance between replicas, where :class:`sparkdl.Gossip` averages them."""
     learning_rates: tuple[float, ...] = ()
     """Learning rates of the last iteration, one for each parameter group."""
     seconds: float = 0.0

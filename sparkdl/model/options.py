@@ -33,16 +33,23 @@ class TrainingOptions:
     compile: bool | Mapping[str, object] = False
     outer: bool = False
     """An outer optimizer is given the distance that local steps have moved the weights."""
+    topology: str | None = None
+    """Replicas have weights of their own, and average them over this topology."""
 
     @property
     def steps_on_replicas(self) -> bool:
         """Return whether replicas take the steps of the user's optimizer themselves."""
-        return self.outer or self.local_steps > 1
+        return self.keeps_own or self.local_steps > 1
+
+    @property
+    def keeps_own(self) -> bool:
+        """Return whether each replica keeps the state of its optimizer from step to step."""
+        return self.outer or self.topology is not None
 
     @property
     def averages(self) -> bool:
         """Return whether replicas are averaged, with their optimizer state, after local steps."""
-        return self.steps_on_replicas and not self.outer
+        return self.steps_on_replicas and not self.keeps_own
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

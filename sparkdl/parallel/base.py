@@ -76,6 +76,13 @@ class ParallelStrategy:
                 f'compression with strategy="{self.word}": torch sums the gradients itself. Use '
                 'strategy="zero1", or leave compression out.'
             )
+        model = trainer.consistency
+        topology = getattr(model, "topology", None)
+        if self.splits_model and (topology or getattr(model, "outer_optimizer", None)):
+            yield (
+                f'consistency={type(model).__name__} with strategy="{self.word}": a replica takes '
+                'steps by itself, so each rank needs the whole model. Use strategy="ddp".'
+            )
         if self.shares_samples and trainer.step is not None:
             yield (
                 f'step= with strategy="{self.word}": no rank has the whole model to call as it likes. '

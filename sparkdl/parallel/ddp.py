@@ -73,6 +73,11 @@ class DDP(ParallelStrategy):
                 "records the graph in a backward pass that sums gradients, and only the last part "
                 "of an accumulated batch does. Leave one of the two out."
             )
+        if self.shard_optimizer and getattr(trainer.consistency, "topology", None):
+            yield (
+                f'consistency={type(trainer.consistency).__name__} with strategy="zero1": each rank '
+                'updates all of its own weights. Use strategy="ddp".'
+            )
 
     def check_mesh(self, module: nn.Module, mesh: Mesh) -> None:
         if self.shard_optimizer and mesh.data == 1 < mesh.size:

@@ -30,8 +30,8 @@ def all_rows(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
 
     It is for a step in :class:`sparkdl.PerReplica`, such as a contrastive loss: each rank computes
     the mean loss of its own rows, against those of all. The gradient is that of the mean over the
-    global batch. In engines other than a gang, in validations, and with ``accumulate`` or
-    ``compression``, there are only the replica's own rows.
+    global batch. In engines other than a gang, in validations, and with ``accumulate``,
+    ``compression``, DiLoCo or gossip, there are only the replica's own rows.
 
     Args:
         rows: A tensor whose first dimension is the rows of the batch.

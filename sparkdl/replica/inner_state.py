@@ -9,7 +9,7 @@ from sparkdl.errors import ModelError
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
-_ARRAY, _OTHER = "array.", "other."
+_ARRAY, _OTHER, _WEIGHTS = "array.", "other.", "weights"
 
 
 def keep_inner(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torch.Tensor]]:
@@ -32,9 +32,9 @@ def keep_inner(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torch.
         for name, value in state.others[part.number].items():
             if not isinstance(value, torch.Tensor):
                 raise ModelError(
-                    f'consistency=DiLoCo keeps the state of each replica\'s optimizer, and "{name}" in '
-                    f"it is {type(value).__name__}, not a tensor: use another optimizer, such as "
-                    "torch.optim.AdamW."
+                    "the consistency model keeps the state of each replica's optimizer, and "
+                    f'"{name}" in it is {type(value).__name__}, not a tensor: use another optimizer, '
+                    "such as torch.optim.AdamW."
                 )
             named[_OTHER + name] = value.detach().cpu()
     return kept
@@ -63,4 +63,33 @@ def open_inner(plan: SliceSpec, kept: ByParameter, device: torch.device) -> Slic
                 length = plan.trainable_length
                 state.arrays[name] = torch.zeros(length, dtype=values.dtype, device=device)
             state.arrays[name][part.start : part.stop].copy_(values)
+    return state
+
+
+def keep_replica(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torch.Tensor]]:
+    """Return what :func:`keep_inner` does and the weights, for a replica with weights of its own.
+
+    Args:
+        plan: The single slice that is the whole flat vector.
+        state: Its state.
+
+    Raises:
+        ModelError: The state of the optimizer has a value that is not a tensor.
+    """
+    return {**keep_inner(plan, state), len(plan.parameters): {_WEIGHTS: state.weights.cpu()}}
+
+
+def open_replica_state(plan: SliceSpec, kept: ByParameter, weights: torch.Tensor) -> SliceState:
+    """Return the state that :func:`keep_replica` kept, with ``weights`` as its memory.
+
+    Args:
+        plan: The single slice that is the whole flat vector.
+        kept: The tensors; empty before the first step.
+        weights: The flat vector, to which the weights are copied if there are any.
+    """
+    state = open_inner(plan, kept, weights.device)
+    own = kept.get(len(plan.parameters), {})
+    if _WEIGHTS in own:
+        weights.copy_(own[_WEIGHTS])
+    state.weights = weights
     return state

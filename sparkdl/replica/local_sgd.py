@@ -10,16 +10,16 @@ the way back, from the end of its steps to their beginning, as a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
-from sparkdl.data.batches import Batch
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import Gradients, added_up, forward_backward, take_gradients
 from sparkdl.replica.inner_state import keep_inner
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import ReplicaIteration, ReplicaResult, to_mini_batch
+from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.replica.step import ReplicaIteration, ReplicaResult
 from sparkdl.slices.optimizer_step import step_slice
 from sparkdl.slices.reduce import ReducedGradient, clip_norm, clip_values, penalize, squared_norm
 from sparkdl.slices.section import sums_up
@@ -29,7 +29,7 @@ from sparkdl.slices.update import EMA, SliceUpdater
 
 def several_steps(
     live: LiveReplica,
-    batches: Sequence[Batch],
+    batches: Iterable[MiniBatch],
     work: ReplicaIteration,
     state: SliceState,
     whole: SliceUpdater,
@@ -53,33 +53,15 @@ def several_steps(
     absent = frozenset(range(len(live.flat.parameters)))
     not_finite: set[int] = set()
     live.version = ""  # from here on the weights are not those of any version
-    for number, batch in enumerate(batches):
-        mini_batch = to_mini_batch(batch, live)
+    for number, mini_batch in enumerate(batches):
         loss, weight, losses = forward_backward(
             live, mini_batch, work.seed(number), work.step.loss_scale, clock
         )
         moved.losses = added_up([moved.losses, losses])
         gradients = take_gradients(live)
-        reduced = ReducedGradient(_flatten(live, gradients, whole), gradients.absent)
-        not_finite |= _not_finite(live, gradients)
-        penalize(whole.plan, reduced, flat, whole.l1, whole.l2)
-        if options.clip_value is not None:
-            clip_values(reduced, options.clip_value)
-        if options.clip_norm is not None:
-            clip_norm(reduced, [squared_norm(whole.plan, reduced)], options.clip_norm)
-        with torch.no_grad(), whole.drawing(work.seed(number, "update")):
-            step_slice(
-                whole.plan,
-                state,
-                reduced.gradient,
-                reduced.absent,
-                whole.optimizer,
-                work.step.hyperparameters,
-                loss=torch.tensor(loss, dtype=flat.dtype),
-            )
-        live.flat.save_buffers(flat)
-        live.flat.refresh()
-        absent &= reduced.absent
+        not_finite |= numbers_not_finite(live, gradients)
+        step_alone(live, gradients, work, state, whole, loss, number)
+        absent &= gradients.absent
         moved.loss += loss * weight
         moved.weight += weight
         moved.count += len(mini_batch)
@@ -107,7 +89,57 @@ def several_steps(
     return moved
 
 
-def _not_finite(live: LiveReplica, gradients: Gradients) -> set[int]:
+def step_alone(
+    live: LiveReplica,
+    gradients: Gradients,
+    work: ReplicaIteration,
+    state: SliceState,
+    whole: SliceUpdater,
+    loss: float,
+    number: int = 0,
+    factor: float = 1.0,
+) -> None:
+    """Take one step of a replica's own optimizer.
+
+    Args:
+        live: The replica.
+        gradients: The gradients of its mini-batch.
+        work: The replica's part of the iteration.
+        state: The state over the whole flat vector, which is the replica's and is changed.
+        whole: The updater of a single slice that is the whole flat vector.
+        loss: The mean loss of the mini-batch.
+        number: The number of the step in the iteration.
+        factor: A factor of the gradients.
+    """
+    flat, options = live.flat.flat, whole.options
+    reduced = ReducedGradient(_flatten(live, gradients, whole), gradients.absent)
+    if factor != 1.0:
+        reduced.gradient.mul_(factor)
+    penalize(whole.plan, reduced, flat, whole.l1, whole.l2)
+    if options.clip_value is not None:
+        clip_values(reduced, options.clip_value)
+    if options.clip_norm is not None:
+        clip_norm(reduced, [squared_norm(whole.plan, reduced)], options.clip_norm)
+    with torch.no_grad(), whole.drawing(work.seed(number, "update")):
+        step_slice(
+            whole.plan,
+            state,
+            reduced.gradient,
+            reduced.absent,
+            whole.optimizer,
+            work.step.hyperparameters,
+            loss=torch.tensor(loss, dtype=flat.dtype),
+        )
+    live.flat.save_buffers(flat)
+    live.flat.refresh()
+
+
+def without_rows(live: LiveReplica) -> Gradients:
+    """Return the gradients of a replica that has no rows in an iteration, which are zero."""
+    return Gradients([torch.zeros_like(parameter) for _, parameter in live.flat.parameters], {})
+
+
+def numbers_not_finite(live: LiveReplica, gradients: Gradients) -> set[int]:
     """Return the numbers of the parameters whose gradient has an inf or a NaN."""
     return {
         number

@@ -125,8 +125,8 @@ def _of_model_loss(trainer: Any) -> Iterator[str]:
 def _of_a_gang(trainer: Any) -> Iterator[str]:
     if isinstance(trainer.local_steps, int) and trainer.local_steps > 1:
         yield (
-            f'local_steps={trainer.local_steps} with engine="gang": its ranks synchronize at every '
-            'step. Use engine="shuffle", or local_steps=1.'
+            f'local_steps={trainer.local_steps} with engine="gang": its ranks do not average optimizer '
+            'state. Use engine="shuffle", or consistency=sparkdl.DiLoCo(inner_steps=...).'
         )
     if trainer.slices is not None:
         yield (

@@ -51,7 +51,9 @@ def run_identity(
         options=trainer.options,
         frozen=frozen_digest(model.module),
         metric=trainer.validation.best if trainer.validation else None,
-        compression=describe(trainer.consistency if trainer.options.outer else trainer.compression),
+        compression=describe(
+            trainer.consistency if trainer.options.keeps_own else trainer.compression
+        ),
         config=describe_trainer(trainer),
     )
 

@@ -146,7 +146,9 @@ def check_options(options: TrainingOptions, module: nn.Module, layout: Layout) -
     check_modules(module, options.activation_checkpointing)
     tables = [segment.name for segment in layout.segments if segment.sparse]
     if options.steps_on_replicas and tables:
-        what = "consistency=DiLoCo" if options.outer else f"local_steps={options.local_steps}"
+        what = f"local_steps={options.local_steps}"
+        if options.keeps_own:
+            what = f"consistency={'DiLoCo' if options.outer else 'Gossip'}"
         raise ModelError(
             f"{what} needs dense gradients, and the embedding "
             f'"{tables[0].rpartition(".")[0]}" has sparse=True: leave one of the two out.'

@@ -175,8 +175,8 @@ class Trainer:
     averaged (local SGD). An iteration then uses ``local_steps`` batches of ``batch_size``. Not for a
     gang."""
     consistency: Consistency | None = None
-    """How replicas agree: :class:`sparkdl.Synchronous` (None), :class:`sparkdl.StaleSynchronous` or
-    :class:`sparkdl.DiLoCo`."""
+    """How replicas agree: :class:`sparkdl.Synchronous` (None), :class:`sparkdl.StaleSynchronous`,
+    :class:`sparkdl.DiLoCo` or :class:`sparkdl.Gossip`."""
     clip_value: float | None = None
     """Limit every element of the gradient to [-clip_value, clip_value]."""
     clip_norm: float | None = None
@@ -326,6 +326,7 @@ class Trainer:
             accumulate=self.accumulate,
             local_steps=self.local_steps * self.consistency_model.inner_steps,
             outer=self.consistency_model.outer_optimizer is not None,
+            topology=self.consistency_model.topology,
             precision=self.precision,
             wire=self.wire,
             clip_norm=self.clip_norm,

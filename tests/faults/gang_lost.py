@@ -17,6 +17,7 @@ PIPELINE = {"strategy": "pipeline", "model": chain}
 TENSOR = {"strategy": "tensor", "model": pair}
 FSDP = {"strategy": sparkdl.FSDP(units=["layers.0"])}
 WRITING = sparkdl.Checkpoint("checkpoints", every=sparkdl.every(2), keep=None, asynchronous=True)
+DILOCO = {"consistency": sparkdl.DiLoCo(inner_steps=2)}
 COMPRESSED = {"compression": sparkdl.TopK(0.3)}
 WRITES = "executor killed, writing"
 
@@ -56,6 +57,14 @@ def rows() -> dict[str, tuple[dict, list[Fault]]]:
         ),
         WRITES: (
             {**ZERO1, "checkpoint": WRITING},
+            [at(job="fb", iteration=7, partition=1).kill_executor()],
+        ),
+        "executor killed, DiLoCo": (
+            {**DDP, **DILOCO},
+            [at(job="fb", iteration=11, partition=1).kill_executor()],
+        ),
+        "executor killed, Gossip": (
+            {**DDP, "consistency": sparkdl.Gossip()},
             [at(job="fb", iteration=7, partition=1).kill_executor()],
         ),
         "executor killed, compressed": (

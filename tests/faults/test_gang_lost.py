@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import gang_lost
 import pytest
@@ -57,8 +58,8 @@ def undisturbed(spark, results) -> dict[str, dict]:
     validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(4))
 
     @functools.cache  # rows that differ in their faults only
-    def one_process(slices: int, compression: sparkdl.TopK | None) -> dict:
-        same = {"compression": compression, "validation": validation}
+    def one_process(slices: int, compression: sparkdl.TopK | None, model: Any) -> dict:
+        same = {"compression": compression, "consistency": model, "validation": validation}
         return outcome(trainer(gang_lost.REPLICAS, engine="local", slices=slices, **same).fit(df))
 
     found = {}
@@ -69,7 +70,7 @@ def undisturbed(spark, results) -> dict[str, dict]:
             found[row] = {name: alone[name] for name in found["none"]}
             continue
         slices = 2 if how["strategy"] == "zero1" else 1
-        found[row] = one_process(slices, how.get("compression"))
+        found[row] = one_process(slices, how.get("compression"), how.get("consistency"))
     return found
 
 

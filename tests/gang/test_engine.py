@@ -366,8 +366,8 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"local_steps": 2},
         ParameterError,
-        'local_steps=2 with engine="gang": its ranks synchronize at every step. Use '
-        'engine="shuffle", or local_steps=1.',
+        'local_steps=2 with engine="gang": its ranks do not average optimizer state. Use '
+        'engine="shuffle", or consistency=sparkdl.DiLoCo(inner_steps=...).',
     ),
     (
         {"slices": 2},

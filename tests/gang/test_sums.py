@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,12 @@ from pyspark import cloudpickle
 from real_ranks import WORLD, real_ranks
 from torch import nn
 
+from sparkdl.consistency.gossip import TOPOLOGIES
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.batchnorm import GlobalBatchNorm, synchronise
 from sparkdl.engines.gang.mesh_groups import check_carried
 from sparkdl.engines.gang.strategies.ddp import BucketedDDP, FlatAllReduce
+from sparkdl.engines.gang.strategies.gossip import GossipSync
 from sparkdl.engines.gang.strategies.summed import CopySync, GradientVector
 from sparkdl.errors import SessionError
 from sparkdl.model.live_replica import LiveReplica
@@ -29,11 +32,14 @@ from sparkdl.replica.compute import forward_backward
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.padding_pass import padding_pass
+from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.spec import slice_specs
+from sparkdl.slices.update import SliceUpdater
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS = tuple((0, 4) for _ in range(WORLD))
+GOSSIPED = 4
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +58,61 @@ class Sometimes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.always(x)
         return y + self.sometimes(x) if float(x.sum()) > 0 else y
+
+
+def gossiping(communicator: Any, topology: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The own weights of a rank after some iterations, and the mean that it then shows."""
+    rank, factory = communicator.rank, partial(torch.optim.SGD, lr=0.1, momentum=0.5)
+    recipe = Recipe(
+        partial(nn.Linear, 3, 1), nn.MSELoss(), factory, 0, TrainingOptions(topology=topology)
+    )
+    live = LiveReplica.of(recipe)
+    parameters, layout = [p for _, p in live.flat.parameters], live.flat.layout
+    optimizer = OptimizerSpec.of(recipe, parameters, live.flat.module)
+    (plan,) = slice_specs(layout, 1)
+    whole = SliceUpdater.of(plan, optimizer, recipe.options, layout, separable=True)
+    way = GossipSync(live, rank, whole)
+    batch = MiniBatch([torch.full((4, 3), 0.3 * rank)], [torch.full((4, 1), float(rank))])
+    for index in range(GOSSIPED):
+        step = SimpleNamespace(index=index, loss_scale=1.0, hyperparameters=None)
+        own = SimpleNamespace(step=step, seed=lambda *named: 0)
+        way.compute(own, [batch], [4.0] * WORLD, Clock())
+        assert way.contributions(ROWS, [4.0] * WORLD) == {}
+    kept = way.kept
+    assert kept is not None
+    found = kept[len(parameters)]["weights"].clone()
+    way.settle()
+    mean = live.flat.flat.clone()
+    assert torch.equal(way.kept[len(parameters)]["weights"], found)  # type: ignore[index]
+    way.compute(own, [batch], [4.0] * WORLD, Clock())
+    assert torch.equal(live.flat.flat, found)
+    dist.barrier()
+    return found, mean
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_each_rank_averages_with_its_neighbours(ranks, topology):
+    """As in plain torch; then all show the mean, and go on from their own."""
+    copies = [Recipe(partial(nn.Linear, 3, 1), nn.MSELoss(), None, 0).build() for _ in ROWS]
+    steps = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.5) for module in copies]
+    for index in range(GOSSIPED):
+        for rank, (module, step) in enumerate(zip(copies, steps, strict=True)):
+            step.zero_grad()
+            output = module(torch.full((4, 3), 0.3 * rank))
+            nn.functional.mse_loss(output, torch.full((4, 1), float(rank))).backward()
+            step.step()
+        vectors = [nn.utils.parameters_to_vector(m.parameters()).detach() for m in copies]
+        weights = TOPOLOGIES[topology](WORLD, index)
+        for rank, module in enumerate(copies):
+            mixed = sum(w * vectors[(rank - places) % WORLD] for places, w in weights.items())
+            nn.utils.vector_to_parameters(mixed, module.parameters())
+    found = ranks.run(WORLD, gossiping, topology)
+    mean = torch.stack([own for own, _ in found]).mean(0)
+    for (own, shown), module in zip(found, copies, strict=True):
+        wanted = torch.cat([module.weight[0], module.bias]).detach()
+        torch.testing.assert_close(torch.cat([own[:3], own[16:17]]), wanted)
+        assert torch.equal(shown, found[0][1])
+        torch.testing.assert_close(shown, mean)
 
 
 class OfCopies(CopySync):
@@ -85,7 +146,7 @@ def one_rank(
         way = BucketedDDP(live, plans, rank, spare, DDP(find_unused_parameters=True))
     sign = 1.0 if rank == 0 else -1.0
     batch = MiniBatch([torch.full((4, 3), sign * fill)], [torch.ones(4, 3)])
-    _, problem = way.compute(work(), batch, weights, Clock())
+    _, problem = way.compute(work(), [batch], weights, Clock())
     (contribution, *_) = way.contributions(ROWS, weights)[0]
     found = {
         "problem": problem,
@@ -174,7 +235,7 @@ def of_half(communicator: Any, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         way: Any = FlatAllReduce(live, plans, rank, spare)
     else:
         way = BucketedDDP(live, plans, rank, spare, DDP())
-    way.compute(work(), batch, weights, Clock())
+    way.compute(work(), [batch], weights, Clock())
     (contribution, *_) = way.contributions(ROWS, weights)[0]
     found = contribution.gradient.clone()
     dist.barrier()

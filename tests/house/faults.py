@@ -176,4 +176,16 @@ FAULTS = {
         "(below + negatives)",
         "unit/test_ranking.py",
     ),
+    "gossip averages by half": Fault(
+        "consistency/gossip.py",
+        "own[part].add_(difference[part], alpha=weight)",
+        "own[part].add_(difference[part], alpha=weight / 2)",
+        "gang/test_sums.py",
+    ),
+    "a rank's inner steps begin anew": Fault(
+        "engines/gang/strategies/inner_steps.py",
+        "self.kept, self._moved = self._moved.kept, None",
+        "self._moved = None",
+        "spark/test_diloco.py",
+    ),
 }

@@ -102,6 +102,7 @@ def fits(data: Any) -> dict[str, sparkdl.Trainer]:
         "clipped": make(model=_perceptron, clip_norm=0.1, accumulate=2, precision="bf16"),
         "perceptron, fsdp": make(model=_perceptron, strategy="fsdp"),
         "mixed, fsdp": mixed(strategy="fsdp"),
+        "mixed, gossip": mixed(consistency=sparkdl.Gossip()),
     }
 
 

@@ -123,7 +123,10 @@ def test_a_large_model_is_sent_once(found: Any) -> None:
     "name",
     soak_but(
         ["perceptron", "mixed", "mixed, fsdp"],
-        [*"perceptron mixed weighted sequence clipped".split(), "perceptron, fsdp", "mixed, fsdp"],
+        [
+            *"perceptron mixed weighted sequence clipped".split(),
+            *("perceptron, fsdp", "mixed, fsdp", "mixed, gossip"),
+        ],
     ),
 )
 def test_a_fit_has_the_bits_of_a_classic_gang(found: Any, data: DataFrame, name: str) -> None:

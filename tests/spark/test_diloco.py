@@ -70,6 +70,21 @@ def plain(keep: bool = True) -> nn.Module:
     return shared
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum over the positive targets, and how many they are."""
+    return ((output - target) ** 2)[target > 0].sum(), (target > 0).sum()
+
+
+def close(one: nn.Module, other: nn.Module, most: float = 1e-4) -> None:
+    there = other.state_dict()
+    for name, found in one.state_dict().items():
+        torch.testing.assert_close(found, there[name], rtol=most, atol=most)
+
+
 def same(one: nn.Module, other: nn.Module) -> bool:
     pairs = zip(one.parameters(), other.parameters(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
@@ -105,6 +120,52 @@ def test_it_is_the_algorithm(data: Any, set_stages: Any) -> None:
             assert not torch.allclose(found, other, rtol=1e-3)
 
 
+@pytest.mark.gang
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_a_gang_computes_the_same(data: Any, tmp_path: Path, strategy: str) -> None:
+    """But for rounding; to the bit after a break, from a checkpoint that each engine reads."""
+    checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(2))
+    run = trainer(engine="gang", strategy=strategy, checkpoint=checkpoint)
+    whole, local = run.fit(data), trainer(engine="local").fit(data)
+    assert whole.history.losses == pytest.approx(local.history.losses, rel=1e-5)
+    close(whole.module, local.module)
+    for resumed in (run, trainer(engine="local", checkpoint=checkpoint)):
+        shutil.rmtree(sorted(tmp_path.iterdir())[-1])
+        again = resumed.fit(data, resume="latest")
+        close(again.module, local.module)
+        assert resumed is not run or same(again.module, whole.module)
+
+
+VARIED: dict[str, dict[str, Any]] = {
+    "weights, norm": {"model": normed, "weight": "weight", "batch_size": 5},
+    "counts, ranks without rows": {"loss": counted, "batch_size": 1, "accumulate": 2},
+    "clipped, scheduled": {
+        "clip_norm": 0.05,
+        "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5),
+        "ema": 0.9,
+        "wire": "bf16",
+    },
+}
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("case", VARIED)
+def test_a_gang_does_what_goes_with_it(spark: Any, case: str) -> None:
+    """Rows differ in number and weight."""
+    generator = torch.Generator().manual_seed(3)
+    parts = [torch.randn(rows, 5, generator=generator).tolist() for rows in (12, 8)]
+    rows = [(row[:3], row[3:4], 1.0 + n % 3) for part in parts for n, row in enumerate(part)]
+    frame = spark.createDataFrame(
+        spark.sparkContext.parallelize(rows, 2),
+        "features array<double>, label array<double>, weight double",
+    )
+    changes = {"stop": sparkdl.max_epoch(2), **VARIED[case]}
+    most = 1e-2 if "wire" in changes else 1e-4
+    there, here = (trainer(engine=name, **changes).fit(frame) for name in ("gang", "local"))
+    assert there.history.losses == pytest.approx(here.history.losses, rel=most, nan_ok=True)
+    close(there.module, here.module, most)
+
+
 def test_it_goes_on_after_a_loss_and_from_a_checkpoint(
     data: Any, slabs: Any, tmp_path: Path
 ) -> None:
@@ -123,7 +184,14 @@ def test_it_goes_on_after_a_loss_and_from_a_checkpoint(
 
 
 REFUSED = {
-    "gang": ({"engine": "gang"}, 'with engine="gang": its ranks sum gradients at every step'),
+    "split": (
+        {"engine": "gang", "strategy": "fsdp"},
+        'DiLoCo with strategy="fsdp": a replica takes steps by itself, so each rank needs the whole',
+    ),
+    "batch norm of all": (
+        {"engine": "gang", "sync_batchnorm": True},
+        "DiLoCo with sync_batchnorm=True: replicas do not wait",
+    ),
     "local steps": ({"local_steps": 2}, "with local_steps=2: inner_steps says how many"),
     "compression": ({"compression": sparkdl.TopK()}, "with compression: a replica keeps the state"),
     "fp16": ({"precision": "fp16"}, 'with precision="fp16": a loss scale that overflows'),

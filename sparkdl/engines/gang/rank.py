@@ -51,6 +51,7 @@ from sparkdl.process.memory import memory_given_back
 from sparkdl.process.numerics import put_back
 from sparkdl.replica.compare import Compared, compared
 from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport, SliceReport
+from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slab.root import open_root
@@ -169,22 +170,21 @@ class Rank:
         clock, rank, live = Clock(), self._member.rank, self._held.live
         label_output(f"rank {rank}, iteration {step.index + 1}")
         start, stop = step.rows[rank]
-        work, batch = (
-            ReplicaIteration(step, rank, self._run.batch_spec, self._run.shares[rank]),
-            None,
-        )
+        work = ReplicaIteration(step, rank, self._run.batch_spec, self._run.shares[rank])
+        batches: list[MiniBatch] = []
         if stop > start:
-            (arrays,) = work.mini_batches(live, self._partition)
-            batch = to_mini_batch(arrays, live)
-        weight = batch.weight if batch is not None else 0.0
+            arrays = work.mini_batches(live, self._partition, self._way.steps)
+            batches = [to_mini_batch(each, live) for each in arrays]
+        weight = sum((batch.weight for batch in batches), 0.0)
         weights = self._weights(step, weight)
         clock.lap("data")
-        loss, problem = self._way.compute(work, batch, weights, clock)
+        loss, problem = self._way.compute(work, batches, weights, clock)
         if self._setup.sums:
             weight = self._way.count
         finish = functools.partial(self._finish, step, weights, loss, bool(problem))
         slices: list[SliceReport] = []
-        if live.recipe.options.clips_norm or step.histograms:
+        reported = live.recipe.options.clips_norm or step.histograms
+        if reported or self._way.ends_before_report:
             slices = finish(clock)
         else:  # there is nothing to report: update while the driver prepares the next iteration
             self._member.afterwards = functools.partial(self._finish_later, finish)
@@ -230,7 +230,7 @@ class Rank:
         return update_slices(self._held, self._run, self._node_id, step, contributions, loss, clock)
 
     def _weights(self, step: IterationRows, weight: float) -> list[float]:
-        """Return the weight of each rank's mini-batch."""
+        """Return the weight of each rank's rows."""
         if not self._setup.weighted_batches:
             return [float(stop - start) for start, stop in step.rows]
         return [found for (found,) in gathered([weight])]
@@ -255,6 +255,7 @@ class Rank:
             partition = open_partition(handle)
             return score_partition(self._held.live, partition, scorer, batch_spec, batch_size)
 
+        self._way.settle()
         batches = math.ceil(handle.num_rows / batch_size)
         return self._way.scored(batches, score, outputs=bool(scorer.metrics))
 

@@ -84,7 +84,8 @@ class ReplicatedState:
 
     def place(self, slices: States) -> None:
         flat = self.live.flat.flat
-        home = flat.device if writes_early(self.live) else torch.device("cpu")
+        sums = writes_early(self.live) or self.live.recipe.options.keeps_own
+        home = flat.device if sums else torch.device("cpu")
         for n, state in slices.items():
             place = flat[part_of(self.slices[n])]
             with torch.no_grad():

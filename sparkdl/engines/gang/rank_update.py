@@ -32,7 +32,7 @@ def update_slices(
         run: The run.
         node_id: The id of this rank's node.
         step: The iteration.
-        contributions: The sections from which each slice is updated.
+        contributions: The sections from which each slice is updated; others stay as they are.
         loss: The loss of the global batch.
         clock: Measures the time of each activity.
 
@@ -50,8 +50,8 @@ def update_slices(
         mine = squares if held.first else [0.0] * len(squares)
         squares = [many[r] for r, many in enumerate(gathered(mine))]
     slices = []
-    for n, owner in held.owners.items():
-        state = held.states[n]
+    for n in contributions:
+        owner, state = held.owners[n], held.states[n]
         updated = owner.update(
             state,
             state,

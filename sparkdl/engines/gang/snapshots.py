@@ -47,6 +47,7 @@ class Snapshots:
         Returns:
             A problem on this rank, such as a full disk, or None. No other rank waits because of it.
         """
+        self._way.settle()
         holds, held = self._rank in holders, self._held
         current, best = held.as_slices(held.states), held.as_slices(held.best)
         problems: list[str] = []

@@ -90,6 +90,7 @@ class StateCommands:
 
     def keep_best(self) -> None:
         """Keep a copy of the current weights."""
+        self._way.settle()
         states = self._held.states
         self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
 
@@ -99,6 +100,7 @@ class StateCommands:
         Arrays travel with fewer copies than tensors. ``which`` may also be the moving average. For
         the arguments see :meth:`map_slices`.
         """
+        self._way.settle()
         held, pool = self._held, open_pool(self._run.slab)
         states = held.best if which == BEST else held.states
         slices = held.as_slices({n: SliceState(weights_of(s, which)) for n, s in states.items()})
@@ -134,6 +136,7 @@ class StateCommands:
 
     def _slices(self, which: str) -> States:
         """Return the states of the slices that this rank answers for."""
+        self._way.settle()
         held = self._held
         states = held.as_slices(held.best if which == BEST else held.states)
         return {n: state for n, state in states.items() if self._answers_for(n)}

@@ -43,7 +43,7 @@ from sparkdl.replica.local_sgd import several_steps
 from sparkdl.replica.run import open_replica, plans_of
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections
-from sparkdl.replica.step import ReplicaIteration, ReplicaResult, one_gradient
+from sparkdl.replica.step import ReplicaIteration, ReplicaResult, one_gradient, to_mini_batch
 from sparkdl.slab.pool import Claim
 from sparkdl.slices.section import SectionLayout
 from sparkdl.spark.frames import send
@@ -219,7 +219,8 @@ def _outcome(
             plans.slices, seat.states, seat.arrived, seat.pool, plans.dtype, flat.device
         )
     clock.lap("fetch")
-    return several_steps(live, batches, work, state, plans.whole, clock)
+    each = (to_mini_batch(batch, live) for batch in batches)
+    return several_steps(live, each, work, state, plans.whole, clock)
 
 
 def _may_borrow(seat: ReplicaContext, live: LiveReplica) -> bool:

@@ -44,23 +44,39 @@ class GradientSync(ABC):
     Attributes:
         needs_all_losses: Whether an update needs the losses of all ranks, or whether they are
             finite. Then every rank must know the loss of its own samples.
-        kept: The residuals, which compression has left out of the gradients so far, by parameter
-            number. None if there are none.
+        kept: The tensors that the rank keeps for the next iteration, by parameter number: what
+            compression has left out of the gradients so far, or the state of its own optimizer.
+            None if there are none.
         count: The weight of the rank's rows in the last pass. For a loss that returns ``(sum,
             count)`` it is known only after the pass.
         losses: Sum and count of each named loss of a step, in the rank's rows of the last pass.
+        steps: The number of mini-batches into which the rows of an iteration are divided, one for
+            each step that the rank takes by itself.
+        ends_before_report: Whether the report of the rank needs the end of the update. If not, the
+            driver prepares the next iteration meanwhile.
     """
+
+    steps: int = 1
+    ends_before_report: bool = False
 
     def __init__(self, rank: int) -> None:
         self._rank, self.needs_all_losses, self.count = rank, True, 0.0
-        self.kept: ByParameter | None = None
+        self.kept = None
         self.losses: Losses = {}
+
+    @property
+    def kept(self) -> ByParameter | None:
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: ByParameter | None) -> None:
+        self._kept = kept
 
     @abstractmethod
     def compute(
         self,
         work: ReplicaIteration,
-        batch: MiniBatch | None,
+        batches: Sequence[MiniBatch],
         weights: Sequence[float],
         clock: Clock,
     ) -> tuple[float, str]:
@@ -68,8 +84,8 @@ class GradientSync(ABC):
 
         Args:
             work: The iteration.
-            batch: This rank's rows, or None if it has none.
-            weights: The weight of each rank's mini-batch.
+            batches: This rank's rows, in at most :attr:`steps` mini-batches; none if it has no rows.
+            weights: The weight of each rank's rows.
             clock: Measures the time of each activity.
 
         Returns:
@@ -82,6 +98,8 @@ class GradientSync(ABC):
     ) -> dict[int, list[Section]]:
         """Return the sections from which each of this rank's slices is updated, by slice index.
 
+        A slice that is not among them stays as it is.
+
         Args:
             rows: The rows of each rank.
             weights: The final weight of each rank's rows.
@@ -89,6 +107,10 @@ class GradientSync(ABC):
 
     def committed(self) -> None:
         """Note that the iteration was committed, for what is kept for the next one."""
+        return
+
+    def settle(self) -> None:
+        """Prepare the state for being read. All ranks call this at the same time."""
         return
 
     @property

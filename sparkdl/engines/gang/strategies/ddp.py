@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
+from sparkdl.engines.gang.strategies.gossip import GossipSync
+from sparkdl.engines.gang.strategies.inner_steps import InnerSteps
 from sparkdl.engines.gang.strategies.sections import SectionExchange
 from sparkdl.engines.gang.strategies.summed import (
     SummedGradients,
@@ -29,6 +31,7 @@ from sparkdl.replica.compute import Passed, forward_backward, take_gradients
 from sparkdl.replica.gradient_writer import writes_early
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.replica.run import OpenRun
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec
 
@@ -56,6 +59,11 @@ class DDPRank(RankStrategy[DDP]):
         if build.parallel.splits_model:
             return None
         live, strategy = build.live, self._strategy
+        if live.recipe.options.keeps_own:
+            whole = OpenRun.of(live, build.setup.run).whole
+            if live.recipe.options.topology is not None:
+                return GossipSync(live, build.rank, whole)
+            return InnerSteps(live, build.plans, build.rank, build.spare, whole)
         if not writes_early(live):
             return SectionExchange(live, build.state.slices, build.state.owners, build.rank)
         if FlatAllReduce.suits(live, strategy):

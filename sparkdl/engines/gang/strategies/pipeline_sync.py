@@ -104,7 +104,7 @@ class PipelineSync(CopySync):
     def compute(
         self,
         work: ReplicaIteration,
-        batch: MiniBatch | None,
+        batches: Sequence[MiniBatch],
         weights: Sequence[float],
         clock: Clock,
     ) -> tuple[float, str]:
@@ -126,7 +126,7 @@ class PipelineSync(CopySync):
             idle = max(map(len, others)) - len(runs)
         if counts:
             bring, ends = self._bring, [*self._heads, *self._tails]
-            here = bring.here(work, counts, batch, ends)
+            here = bring.here(work, counts, batches[0] if batches else None, ends)
             inputs = bring.inputs(counts, here, self._heads)
             whole = MiniBatch(inputs, *bring.targets(counts, here, self._tails))
             clock.lap("data")

@@ -51,7 +51,7 @@ class SectionExchange(GradientSync):
     def compute(
         self,
         work: ReplicaIteration,
-        batch: MiniBatch | None,
+        batches: Sequence[MiniBatch],
         weights: Sequence[float],
         clock: Clock,
     ) -> tuple[float, str]:
@@ -59,8 +59,9 @@ class SectionExchange(GradientSync):
         live, plans = self._live, self._slices
         self._outcome, self.count, self.losses = None, 0.0, {}
         self._parcels = [torch.empty(0, dtype=torch.uint8)] * len(plans)
-        if batch is None:
+        if not batches:
             return 0.0, ""
+        (batch,) = batches
         passed = forward_backward(live, batch, work.seed(), work.step.loss_scale, clock)
         loss, self.count, self.losses = passed
         outcome = ReplicaResult(loss, passed.weight, len(batch), take_gradients(live))

@@ -107,12 +107,13 @@ class SummedGradients(GradientSync):
     def compute(
         self,
         work: ReplicaIteration,
-        batch: MiniBatch | None,
+        batches: Sequence[MiniBatch],
         weights: Sequence[float],
         clock: Clock,
     ) -> tuple[float, str]:
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         own, total, tells = weights[self._rank], sum(weights), bool(weights[self._rank])
+        batch = batches[0] if batches else None
         if self._model_group is not None and len(self._model_group.ranks) > 1:
             batch = self._model_group.together(work, weights, batch)
             work, own = self._model_group.as_one(work), self._model_group.weight(weights)

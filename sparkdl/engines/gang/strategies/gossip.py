@@ -1,0 +1,162 @@
+"""Gossip on a gang: a rank has weights of its own, and averages them with those of its neighbours.
+
+See :class:`sparkdl.Gossip`. While the ranks train, the flat vector of each holds its own weights, and
+no rank knows their mean. Whoever is to read the state first has all ranks :meth:`GossipSync.settle`:
+then the flat vectors hold the mean, until the next iteration.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from sparkdl.codec.packed import ByParameter
+from sparkdl.consistency.gossip import DISTANCE, TOPOLOGIES, add_up, averaged_parts, mix
+from sparkdl.engines.gang.strategies.base import GradientSync
+from sparkdl.model.live_replica import LiveReplica
+from sparkdl.replica.compute import Gradients, forward_backward, take_gradients
+from sparkdl.replica.inner_state import keep_replica, open_replica_state
+from sparkdl.replica.iteration import Clock
+from sparkdl.replica.local_sgd import numbers_not_finite, step_alone, without_rows
+from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.replica.step import ReplicaIteration
+from sparkdl.slices.section import Section
+from sparkdl.slices.state import SliceState
+from sparkdl.slices.update import SliceUpdater
+
+PIECE = 1 << 22
+"""The number of elements of each rank that are added up at a time."""
+
+
+class GossipSync(GradientSync):
+    """The work of a rank with weights of its own.
+
+    ``_state`` is its state, with the flat vector of the replica as weights; None before the first
+    iteration. ``_own`` has its weights while the flat vector holds the mean.
+    """
+
+    ends_before_report = True
+
+    def __init__(self, live: LiveReplica, rank: int, whole: SliceUpdater) -> None:
+        """Create the rank's work.
+
+        Args:
+            live: The replica of this rank.
+            rank: This rank.
+            whole: The updater of a single slice that is the whole flat vector.
+        """
+        self._arrived: ByParameter | None = None
+        self._state: SliceState | None = None
+        self._own: torch.Tensor | None = None
+        super().__init__(rank)
+        self._live, self._whole = live, whole
+        self._pending: tuple[ReplicaIteration, Gradients, float] | None = None
+
+    @property
+    def kept(self) -> ByParameter | None:
+        """Return the weights and the optimizer state of this rank, if they differ from the mean's."""
+        if self._arrived is not None or self._state is None:
+            return self._arrived
+        state = self._state
+        if self._own is not None:
+            state = SliceState(self._own, state.arrays, state.held, state.others)
+        return keep_replica(self._whole.plan, state)
+
+    @kept.setter
+    def kept(self, kept: ByParameter | None) -> None:
+        self._arrived = kept
+
+    def compute(
+        self,
+        work: ReplicaIteration,
+        batches: Sequence[MiniBatch],
+        weights: Sequence[float],
+        clock: Clock,
+    ) -> tuple[float, str]:
+        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
+        live = self._live
+        self._resume()
+        self.count, self.losses = 0.0, {}
+        if not batches:
+            self._pending = work, without_rows(live), 0.0
+            return 0.0, ""
+        (batch,) = batches
+        passed = forward_backward(live, batch, work.seed(), 1.0, clock)
+        loss, self.count, self.losses = passed
+        gradients = take_gradients(live)
+        self._pending = work, gradients, loss
+        if not math.isfinite(loss):
+            return loss, f"the loss ({loss})"
+        wrong = numbers_not_finite(live, gradients)
+        name = live.flat.parameters[min(wrong)][0].name if wrong else ""
+        return loss, f'the gradient of "{name}"' if name else ""
+
+    def contributions(
+        self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
+    ) -> dict[int, list[Section]]:
+        """Take this rank's step, and average with its neighbours. No slice is left to be updated."""
+        assert self._pending is not None
+        assert self._state is not None
+        (work, gradients, loss), live = self._pending, self._live
+        total = sum(weights)
+        if total:
+            factor = len(weights) * weights[self._rank] / total
+            step_alone(live, gradients, work, self._state, self._whole, loss, factor=factor)
+        else:
+            live.flat.save_buffers(live.flat.flat)
+        self._pending = None
+        distance = self._averaged(len(weights), work.step.index)
+        self.losses = {**self.losses, DISTANCE: (distance, 1.0)}
+        return {}
+
+    def _averaged(self, size: int, iteration: int) -> float:
+        """Average the flat vector with those of the neighbours, and return the distance to them."""
+        live, flat, rank = self._live, self._live.flat.flat, self._rank
+        weights = TOPOLOGIES[str(live.recipe.options.topology)](size, iteration)
+        sent = flat.to(live.recipe.options.wire_dtype or flat.dtype)
+        arriving = {
+            (rank - places) % size: (weight, torch.empty_like(sent))
+            for places, weight in weights.items()
+            if places
+        }
+        moves = [
+            *(dist.P2POp(dist.isend, sent, (rank + places) % size) for places in weights if places),
+            *(dist.P2POp(dist.irecv, memory, source) for source, (_, memory) in arriving.items()),
+        ]
+        for work in dist.batch_isend_irecv(moves) if moves else ():
+            work.wait()
+        heard = [arriving[source] for source in sorted(arriving)]
+        return mix(flat, sent.to(flat.dtype), heard, live.flat.layout)
+
+    def settle(self) -> None:
+        """Put the mean of all ranks into the flat vectors."""
+        if self._state is None or self._own is not None:
+            return
+        live, flat, layout = self._live, self._live.flat.flat, self._live.flat.layout
+        self._own = flat.clone()
+        size = dist.get_world_size()
+        for part in averaged_parts(layout):
+            for piece in flat[part].split(PIECE):
+                found = [torch.empty_like(piece) for _ in range(size)]
+                dist.all_gather(found, piece.clone())
+                add_up(piece, found)
+        for segment in layout.segments:
+            if segment.kind not in ("parameter", "average"):
+                dist.broadcast(flat[segment.start : segment.stop], 0)
+        live.flat.refresh()
+
+    def _resume(self) -> None:
+        """Put the rank's own weights into the flat vector."""
+        flat = self._live.flat.flat
+        if self._arrived is not None or self._state is None:
+            self._state = open_replica_state(self._whole.plan, self._arrived or {}, flat)
+            self._arrived = None
+        elif self._own is not None:
+            flat.copy_(self._own)
+        else:
+            return
+        self._own = None
+        self._live.flat.refresh()
