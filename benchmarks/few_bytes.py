@@ -197,13 +197,11 @@ def main() -> None:
             outcome = evaluated(spark, replicas, test, data, model[0], changes)
             return outcome["loss" if texts else "accuracy"]
 
-        several = (1e-3, 2e-3, 4e-3) if texts else (0.03, 0.1, 0.3)
-        models = {
-            name: (model, several)
-            for name, model in SENDING.items()
-            if name == "Synchronous" or texts == name.startswith("DiLoCo")
-        }
-        models.pop("Synchronous, bf16", None)
+        several = (2e-3, 4e-3) if texts else (0.03, 0.1, 0.3)
+        names = [name for name in SENDING if not name.startswith("DiLoCo")]
+        if texts:
+            names = ["Synchronous", "DiLoCo, H = 30"]
+        models = {name: (SENDING[name], several) for name in names}
         result = compared(run, models, arguments.seeds, min if texts else max)
         base = result["Synchronous"]
         rows = [
