@@ -85,6 +85,7 @@ class Client:
         self.rank, self.closed = requests.rank, False
         self._owners, self._requests, self._replies = owners, requests, replies
         self._server, self._limit = server, limit
+        self._posted: list[tuple[int, dist.Work]] = []
         self._lock, self._broken = threading.RLock(), ""
         self._box: queue.SimpleQueue[tuple[Sequence[int], list[torch.Tensor]]] = queue.SimpleQueue()
 
@@ -107,6 +108,7 @@ class Client:
                 raise StateLostError(f"This ParameterServer cannot go on: {self._broken}")
             try:
                 yield
+                self._settle()
             except BaseException as error:
                 if not isinstance(error, SparkdlError):
                     self._broken = f"a call was interrupted by {type(error).__name__}."
@@ -139,7 +141,10 @@ class Client:
     def send(
         self, place: int, kind: Message, words: Sequence[int], tensors: Sequence[torch.Tensor] = ()
     ) -> None:
-        """Send a request to the owner at a place."""
+        """Send a request to the owner at a place, which has it once it answers.
+
+        Do not wait for it before: if the owner is lost meanwhile, Gloo may not end such a wait.
+        """
         rank = self._owners[place]
         if rank == self.rank:
             assert self._server is not None
@@ -147,9 +152,19 @@ class Client:
             self._server.submit(Request(rank, kind, words, own, self._put_answer))
             return
         try:
-            self._requests.send(rank, [kind, *words], tensors, self._limit)
+            posted = self._requests.post(rank, [kind, *words], tensors)
+            self._posted += [(rank, work) for work in posted]
         except (RuntimeError, ValueError) as error:
             raise self._lost(rank, error) from error
+
+    def _settle(self) -> None:
+        """Wait until everything has been sent."""
+        while self._posted:
+            rank, work = self._posted.pop()
+            try:
+                work.wait(self._limit)
+            except RuntimeError as error:
+                raise self._lost(rank, error) from error
 
     def _put_answer(self, words: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Pass an answer of this rank's own server on, in memory that the server does not change."""
@@ -203,6 +218,7 @@ class Client:
         for place in self.places:
             if self._owners[place] != self.rank:
                 self.send(place, Message.BYE, [])
+        self._settle()
 
     def disconnect(self) -> None:
         """Close the connections, so that whoever waits for this rank gets an error."""

@@ -40,15 +40,20 @@ class Words:
         limit: timedelta = NO_LIMIT,
     ) -> None:
         """Send numbers, then tensors, whose shapes the receiver knows or learns from the numbers."""
+        for work in self.post(to, words, tensors):
+            work.wait(limit)
+
+    def post(
+        self, to: int, words: Sequence[int], tensors: Sequence[torch.Tensor] = ()
+    ) -> list[dist.Work]:
+        """Begin to send a message, and return what to wait for before its tensors may change."""
         head = torch.zeros(HEADER, dtype=torch.int64)
         every = torch.tensor([len(words), *words], dtype=torch.int64)
         head[: min(len(every), HEADER)] = every[:HEADER]
         parts = [head] if len(every) <= HEADER else [head, every[HEADER:]]
         parts += [tensor.contiguous().view(-1) for tensor in tensors if tensor.numel()]
         sent = [dist.isend(part, group=self._group, group_dst=to, tag=TAG) for part in parts]
-        for work in sent:
-            assert work is not None
-            work.wait(limit)
+        return [work for work in sent if work is not None]
 
     def receive(self, source: int, limit: timedelta = NO_LIMIT) -> list[int]:
         """Receive the numbers of a message."""
