@@ -48,10 +48,19 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
             underscore stands for a dot, so ``spark_driver_memory="4g"`` works, too.
 
     Raises:
-        SessionError: ``master`` is not a Spark master.
+        SessionError: ``master`` is not a Spark master, or this process uses Spark Connect.
     """
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
+    from pyspark.sql.utils import is_remote
+
+    if is_remote():
+        raise SessionError(
+            "this process uses Spark Connect, and sparkdl.session makes classic sessions; Spark has "
+            "one kind in a process. Use the session that is there "
+            "(SparkSession.builder.getOrCreate()), or start another process without SPARK_REMOTE and "
+            "builder.remote."
+        )
 
     if master is not None and not _MASTER.fullmatch(str(master)):
         raise SessionError(

@@ -132,13 +132,20 @@ class LedGang(StartableGroup):
         own: The context of rank 0.
         timeout: The seconds in which a command must end. None means no limit.
         output: Whether to print what ranks print.
+        log: The level and the text of each line that this process has logged, which grows.
     """
 
     ahead = False
 
     def __init__(
-        self, listener: Listener, own: RankContext, timeout: float | None, output: bool = False
+        self,
+        listener: Listener,
+        own: RankContext,
+        timeout: float | None,
+        output: bool = False,
+        log: Sequence[tuple[int, str]] = (),
     ) -> None:
+        self.address, self.log = own.address, log
         self.size = self.tasks = own.size
         self._listener, self._own, self._timeout = listener, own, timeout
         self._output = output

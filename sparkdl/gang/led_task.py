@@ -129,7 +129,7 @@ class LedTask:
                     raise problems[0]
                 at_end = block.enter_context(contextlib.ExitStack())
                 own = meeting.member_of(context, frames[0], at_end)
-                gang = LedGang(listener, own, self.timeout, self.output)
+                gang = LedGang(listener, own, self.timeout, self.output, log)
                 with contextlib.closing(gang):
                     rows.extend(self.work.lead(gang, frames))
             except StateLostError:  # Spark tells the client

@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,17 +32,16 @@ from sparkdl.errors import (
     cannot_travel,
 )
 from sparkdl.gang.connect import check_slots_of, is_connected, slots_of
-from sparkdl.gang.led_task import RESULT
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.shipped_module import INLINE_BYTES, Artifact
 from sparkdl.infer.trained_model import TrainedModel
-from sparkdl.loop.callbacks import added_callbacks
+from sparkdl.loop.callbacks import Callback, added_callbacks
 from sparkdl.model.pickling import dumps
 from sparkdl.session import settings_of
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.carried import CarriedRun
-from sparkdl.train.connected_rank import MAX_ROWS_BYTES, STORED, FitEnd, FitOrder, LedFit
+from sparkdl.train.connected_rank import MAX_ROWS_BYTES, FitOrder, LedFit
 from sparkdl.train.course import with_state
 from sparkdl.train.fit_result import result_maker, trained_model
 from sparkdl.train.place_samples import source
@@ -98,22 +98,22 @@ def run_connected(
     check_slots_of(session, ranks, trainer.resource_profile)
     slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
     frame, write, weighted = _rows(trainer, data, ranks, model.float_dtype, slab)
-    order = _order(trainer, model, start, kept, carried, one_pass, any_data, settings)
+    callbacks = (*trainer.callbacks, *added_callbacks(trainer.callbacks))
+    order = _order(trainer, callbacks, model, start, kept, carried, one_pass, any_data, settings)
     features = len(trainer.feature_columns)
     fit = LedFit(slab, write, features, weighted, _sent(order, session), resume, MAX_ROWS_BYTES)
-    rows = Submissions(session, trainer, settings, frame, ranks, fit, found).rows()
-    if not rows:  # Spark runs no task for rows of which it knows that there are none
+    submissions = Submissions(session, trainer, settings, frame, ranks, fit, found, one_pass)
+    end = submissions.end()
+    if end is None:
         raise DataError(NO_ROWS)
-    if STORED in rows:
-        rows = pickle.loads(rows[STORED]).fetch(session)
-    end: FitEnd = pickle.loads(rows[RESULT])
     make = result_maker(trainer, model, end.samples, end.output)
 
     def weights(kind: str) -> torch.Tensor:
-        return torch.frombuffer(bytearray(rows.pop(kind)), dtype=model.layout.dtype)
+        return torch.frombuffer(bytearray(end.weights.pop(kind)), dtype=model.layout.dtype)
 
     trained = trained_model(make, model.payload, end.kinds, weights, end.history)
     with_state(trained, end.packed, model)
+    _bring_back(callbacks, end.attributes)
     return CarriedRun(trained, end.state, end.packed_best, end.schedule)
 
 
@@ -131,12 +131,19 @@ def _for_gang(trainer: Trainer) -> Trainer:
         )
     if trainer.engine == "gang":
         return trainer
+    try:
+        own = replace(trainer, engine="gang")
+    except ParameterError as error:
+        raise SessionError(
+            f'a Spark Connect session trains with engine="gang" only, and this trainer cannot: {error} '
+            f'For engine="{trainer.engine}", start a classic session.'
+        ) from None
     logger.warning(
         'training with engine="gang": the engine "%s" needs RDDs, which a Spark Connect session does '
         'not have. Say engine="gang" to leave this line out.',
         trainer.engine,
     )
-    return replace(trainer, engine="gang")
+    return own
 
 
 def _check_connected(data: Any) -> None:
@@ -189,6 +196,7 @@ def _rows(
 
 def _order(
     trainer: Trainer,
+    callbacks: tuple[Callback, ...],
     model: PreparedModel,
     start: TrainedModel | None,
     kept: StoredState | None,
@@ -198,7 +206,6 @@ def _order(
     settings: Settings,
 ) -> bytes:
     """Return the pickled order of the fit. Raises ParameterError if a part does not pickle."""
-    callbacks = (*trainer.callbacks, *added_callbacks(trainer.callbacks))
     weights = trainer.weights if start is not None else model.recipe.weights
     sent = replace(trainer, callbacks=callbacks, resource_profile=None, weights=weights)
     if trainer.validation is not None:
@@ -218,6 +225,13 @@ def _order(
         raise ModelError(
             cannot_travel("the trainer", error, "Define what it holds in a module.")
         ) from None
+
+
+def _bring_back(callbacks: Sequence[Callback], attributes: Sequence[bytes]) -> None:
+    """Give the callbacks here the attributes that those in rank 0 have at the end."""
+    for callback, packed in zip(callbacks, attributes, strict=True):
+        if found := pickle.loads(packed):
+            vars(callback).update(found)
 
 
 def _check_pickles(value: Any, what: str, remedy: str) -> None:

@@ -17,14 +17,15 @@ from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.engines.resources import clean_here
 from sparkdl.errors import SparkdlError, StateLostError
-from sparkdl.gang.connect import run_led
-from sparkdl.gang.led_task import LedTask
-from sparkdl.loop.progress import log_line
+from sparkdl.gang.connect import control_of, run_led
+from sparkdl.gang.led_task import RESULT, LedTask
+from sparkdl.loop.interrupt import interruptible
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.worker import finish_task
-from sparkdl.train.connected_rank import LedFit
+from sparkdl.train.connected_news import FollowedFit
+from sparkdl.train.connected_rank import STORED, FitEnd, LedFit
 from sparkdl.usercode import accompanied
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ class Submissions:
         ranks: The number of ranks.
         fit: The work of the ranks.
         before: The newest checkpoint before the run.
+        one_pass: True for ``partial_fit``.
     """
 
     session: Any
@@ -142,16 +144,37 @@ class Submissions:
     ranks: int
     fit: LedFit
     before: NewestCheckpoint
+    one_pass: bool = False
 
-    def rows(self) -> dict[str, bytes]:
-        """Return what rank 0 has yielded. Raises what it has raised."""
+    def end(self) -> FitEnd | None:
+        """Return the end of the fit, with its weights; None if there were no rows.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted before the training, or twice.
+            Exception: What rank 0 has raised.
+        """
+        follower: FollowedFit | None = None
+
+        def training() -> bool:
+            return follower is not None and follower.training
+
         fit, losses, last = self.fit, 0, self.before
-        news = None if self.settings.progress == "false" else self._tell
         while True:
-            task = LedTask(fit, timeout=self.settings.timeout)
+            control = control_of(self.session)
+            task = LedTask(replace(fit, control=control.address), timeout=self.settings.timeout)
+            profile, mode = self.trainer.resource_profile, self.settings.progress
             try:
-                return run_led(self.frame, task, self.ranks, self.trainer.resource_profile, news)
+                with interruptible(ready=training) as interrupt:
+                    follower = FollowedFit(self.trainer, self.ranks, mode, self.one_pass, interrupt)
+                    with contextlib.closing(follower):
+                        rows = run_led(self.frame, task, self.ranks, profile, control, follower)
+                        end = self._end_of(rows)
+                        if end is not None:
+                            follower.ended(end.state)
+                return end
             except StateLostError as lost:
+                if interrupt.asked:
+                    raise KeyboardInterrupt from lost
                 losses += 1
                 newest = self._newest()
                 if newest.uri != last.uri:
@@ -170,8 +193,13 @@ class Submissions:
                 self._clean()
                 raise
 
-    def _tell(self, seconds: float) -> None:
-        log_line(f"training with {self.ranks} ranks, for {seconds:.0f} s so far")
+    def _end_of(self, rows: dict[str, bytes]) -> FitEnd | None:
+        if not rows:  # Spark runs no task for rows of which it knows that there are none
+            return None
+        if STORED in rows:
+            rows = pickle.loads(rows[STORED]).fetch(self.session)
+        end: FitEnd = pickle.loads(rows.pop(RESULT))
+        return replace(end, weights=rows)
 
     def _newest(self) -> NewestCheckpoint:
         if self.trainer.checkpoint is None:

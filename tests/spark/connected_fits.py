@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from functools import partial
@@ -115,6 +116,17 @@ class Kill(sparkdl.Callback):
         if state.iteration == self.iteration and not os.path.exists(self.flag):
             Path(self.flag).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+BEGUN = "begun"
+
+
+class LogBegin(sparkdl.Callback):
+    """Says in the log that training has begun."""
+
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        if state.iteration == 1:
+            logging.getLogger("sparkdl").warning(BEGUN)
 
 
 class Note(sparkdl.Callback):

@@ -153,9 +153,10 @@ def test_a_mistake_has_the_message_of_a_classic_session(
 
 
 def test_callbacks_run_in_rank_0(found: Any) -> None:
+    """What they keep comes back at the end."""
     training = found["training"]
     (expected,) = training["digests"]["perceptron"]
-    assert training["noted"] == [True, "10", expected]
+    assert training["noted"] == [True, "10", expected, 10]
     assert training["callback"].startswith("ParameterError: the callback Note cannot be pickled")
 
 
@@ -190,16 +191,25 @@ def test_what_needs_rdds_says_so(found: Any) -> None:
     assert all(text.startswith("SessionError: ") for text in messages.values())
     assert 'use engine="gang"' in messages["local"]
     assert "leave it out" in messages["min_ranks"]
+    assert 'trains with engine="gang" only' in messages["inner steps"]
+    assert "this process uses Spark Connect" in messages["session"]
     assert messages["placed"] == messages["tune"]
     assert "Trainer.fit and partial_fit train" in messages["tune"]
 
 
-def test_slabs_are_gone_and_slots_free_after_an_interrupt(found: Any) -> None:
-    assert found["training"]["slabs"] == []
+def test_an_interrupt_ends_the_training_and_a_second_one_the_fit(found: Any) -> None:
     interrupted = found["interrupted"]
-    assert interrupted["ranks"] == 2
-    assert interrupted["slabs"] == []
-    assert interrupted["seconds"] < 15  # 4 on a quiet machine, with the start of new ranks
+    assert found["training"]["slabs"] == []
+    assert interrupted["1"]["told"] == ["interrupted", True]
+    assert interrupted["2"]["told"] == ["KeyboardInterrupt"]
+    for one in (interrupted["1"], interrupted["2"]):
+        assert one["ranks"] == 2
+        assert one["slabs"] == []
+        assert one["seconds"] < 15  # 4 on a quiet machine, with the start of new ranks
+
+
+def test_a_bar_follows_the_training(found: Any) -> None:
+    assert re.search(r"epoch \d+: .*loss .* samples/s", found["interrupted"]["shown"])
 
 
 @pytest.mark.soak

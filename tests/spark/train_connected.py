@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import re
@@ -10,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +59,17 @@ def training(
     by_default = replace(good, engine="shuffle", callbacks=[note])
     result["default engine"] = digests(by_default.fit(data))
     process, *noted = (folder / "note").read_text().split()
-    result["noted"] = [int(process) != os.getpid(), *noted]
+    result["noted"] = [int(process) != os.getpid(), *noted, note.iterations]
     lock: Any = threading.Lock()
     note.path = lock
     result["callback"] = told(lambda: replace(good, callbacks=[note]).fit(data))
     result["classic only"] = {
         "local": told(lambda: replace(good, engine="local").fit(data)),
         "min_ranks": told(lambda: replace(good, min_ranks=1).fit(data)),
+        "inner steps": told(
+            lambda: replace(good, engine="shuffle", consistency=sparkdl.DiLoCo()).fit(data)
+        ),
+        "session": told(sparkdl.session),
         "placed": told(lambda: sparkdl.PlacedSamples.of(good, data)),
         "tune": told(lambda: _search(good, data)),
     }
@@ -139,20 +146,43 @@ def pipeline(data: Any) -> list[str]:
     return stage.fit(data).transform(data).columns
 
 
+def _interrupt(at: list[float], times: int, record: logging.LogRecord) -> None:
+    """Interrupt when training has begun, and when that interrupt is told of, so many times in all."""
+    if (record.getMessage() == connected_fits.BEGUN or at) and len(at) < times:
+        at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def interrupted(spark: Any, folder: Path, data: Any) -> dict[str, Any]:
-    """An interrupt in the middle of a long fit: when its slots are free again, and what is left."""
-    trainer = replace(connected_fits.fits(data)["perceptron"], stop=sparkdl.max_epoch(100_000))
-    threading.Timer(2.5, os.kill, [os.getpid(), signal.SIGINT]).start()
-    try:
-        trainer.fit(data)
-    except KeyboardInterrupt:
-        at = time.monotonic()
-    ranks = sparkdl.gang.run(os.getpid, ranks=2, spark=spark)
-    return {
-        "ranks": len(ranks),
-        "seconds": time.monotonic() - at,
-        "slabs": os.listdir(folder / "slabs"),
-    }
+    """Interrupts in the middle of a long fit: what comes back, when slots are free, what is left."""
+    begin = connected_fits.LogBegin()
+    trainer = replace(
+        connected_fits.fits(data)["perceptron"], stop=sparkdl.max_epoch(100_000), callbacks=[begin]
+    )
+    handler = logging.Handler()
+    logging.getLogger("sparkdl").addHandler(handler)
+    result: dict[str, Any] = {}
+    shown = io.StringIO()
+    spark.conf.set("spark.sparkdl.progress", "true")
+    for times in (1, 2):
+        at: list[float] = []
+        handler.emit = partial(_interrupt, at, times)  # type: ignore[method-assign]
+        try:
+            with contextlib.redirect_stderr(shown):
+                trained = trainer.fit(data)
+            told = [str(trained.history.stopped), len(trained.history) > 0]
+        except KeyboardInterrupt:
+            told = ["KeyboardInterrupt"]
+        ranks = sparkdl.gang.run(os.getpid, ranks=2, spark=spark)
+        result[str(times)] = {
+            "told": told,
+            "ranks": len(ranks),
+            "seconds": time.monotonic() - at[-1],
+            "slabs": os.listdir(folder / "slabs"),
+        }
+    spark.conf.set("spark.sparkdl.progress", "false")
+    logging.getLogger("sparkdl").removeHandler(handler)
+    return {**result, "shown": shown.getvalue()}
 
 
 def summed(value: float) -> Any:
@@ -176,9 +206,6 @@ def dies() -> None:
 
 def gangs(spark: Any) -> dict[str, Any]:
     """Functions on ranks."""
-    import contextlib
-    import io
-
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         found = sparkdl.gang.run(summed, 1.0, ranks=2, spark=spark, output=True)
@@ -191,6 +218,8 @@ def gangs(spark: Any) -> dict[str, Any]:
         "late": told(lambda: sparkdl.gang.run(time.sleep, 30, ranks=2, spark=spark, timeout=1.5)),
     }
     sparkdl.gang.connect.SILENT_SECONDS = 1.5
-    sparkdl.gang.connect._seen[spark.session_id] = 9  # as where nobody can tell the slots
+    sparkdl.gang.connect._seen[spark.session_id] = sparkdl.gang.connect.Nodes(
+        9, ()
+    )  # as where nobody can tell the slots
     result["silent"] = told(lambda: sparkdl.gang.run(os.getpid, ranks=9, spark=spark))
     return result
