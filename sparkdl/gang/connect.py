@@ -23,7 +23,7 @@ from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError, StateLostError
 from sparkdl.gang.control import ControlClient, hosts_and_slots
-from sparkdl.gang.led_task import FAILED, LOG, OUTPUT, SCHEMA, LedTask
+from sparkdl.gang.led_task import FAILED, LOG, OUTPUT, PRINTED, SCHEMA, LedTask
 from sparkdl.gang.slots import no_dynamic_allocation, too_few_slots
 from sparkdl.spark.failures import explain, of_python, reading_explained
 from sparkdl.usercode import accompanied
@@ -68,11 +68,6 @@ _LOST = ("barrier task", "ExecutorLostFailure", "StateLostError", "Python worker
 """Texts in Spark's report of a query that has failed because a rank was lost."""
 _seen: dict[str, Nodes] = {}
 """What each session was seen to have."""
-
-
-def is_connected(thing: Any) -> bool:
-    """Return whether ``thing`` is a DataFrame or a session of Spark Connect."""
-    return type(thing).__module__.startswith("pyspark.sql.connect")
 
 
 def slots_of(session: Any) -> int:
@@ -155,6 +150,14 @@ def run_led(
     return _contents(table, 0 if follower is None else follower.known)
 
 
+def tell_line(level: int, text: str) -> None:
+    """Log a line that rank 0 has logged, or print one that it has printed."""
+    if level == PRINTED:
+        print(text)
+    else:
+        logger.log(level, "%s", text)
+
+
 def _contents(table: Any, known: int) -> dict[str, bytes]:
     """Return the contents of the rows by kind; log, print and raise what rank 0 has.
 
@@ -165,7 +168,7 @@ def _contents(table: Any, known: int) -> dict[str, bytes]:
         parts.setdefault(row["kind"], []).append((row["part"], bytes(row["data"])))
     found = {kind: b"".join(data for _, data in sorted(some)) for kind, some in parts.items()}
     for level, text in pickle.loads(found.pop(LOG))[known:] if LOG in found else ():
-        logger.log(level, "%s", text)
+        tell_line(level, text)
     if OUTPUT in found:
         print(found.pop(OUTPUT).decode(), end="")
     if FAILED in found:

@@ -34,7 +34,6 @@ FIRST_PORT, PORTS = 20_000, 10_000
 """The ports from which a client chooses: below those that systems give to outgoing connections."""
 HOST_SECONDS, ANSWER_SECONDS = 1.0, 5.0
 """The longest time that a node takes to accept a connection, and that rank 0 takes to answer."""
-_FUNCTION = "sparkdl_ask_rank_0"
 
 
 @dataclass(frozen=True)
@@ -132,6 +131,7 @@ class ControlClient:
     def __init__(self, session: Any, hosts: tuple[str, ...]) -> None:
         self.address = ControlAddress.new()
         self._session, self._hosts = session, hosts
+        self._function = f"sparkdl_ask_rank_0_{secrets.token_hex(4)}"  # other fits have their own
         self._asked = 0
         self._works: bool | None = None
 
@@ -143,7 +143,7 @@ class ControlClient:
         text = _packed((self._hosts, self.address, question, self._asked))
         try:
             self._prepare()
-            frame = self._session.sql(f"SELECT * FROM {_FUNCTION}(:text)", args={"text": text})
+            frame = self._session.sql(f"SELECT * FROM {self._function}(:text)", args={"text": text})
             (name,) = frame.schema.names
             found = _unpacked(name)
         except (PySparkException, ValueError) as error:
@@ -160,14 +160,14 @@ class ControlClient:
         if self._works is None:
             from pyspark.sql.functions import udtf
 
-            self._session.udtf.register(_FUNCTION, udtf(AskRankZero, useArrow=False))
+            self._session.udtf.register(self._function, udtf(AskRankZero, useArrow=False))
             self._works = True
 
     def close(self) -> None:
         """Remove the function from the session."""
         if self._works:
             with contextlib.suppress(PySparkException):
-                self._session.sql(f"DROP TEMPORARY FUNCTION IF EXISTS {_FUNCTION}")
+                self._session.sql(f"DROP TEMPORARY FUNCTION IF EXISTS {self._function}")
 
 
 def hosts_and_slots(session: Any, rows: int) -> tuple[tuple[str, ...], int]:

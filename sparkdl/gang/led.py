@@ -14,6 +14,7 @@ import functools
 import io
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -87,9 +88,10 @@ class LedRanks(ConnectedRanks):
 
     @contextlib.contextmanager
     def _printed(self) -> Iterator[None]:
-        """Print what is printed in the block as that of rank 0."""
+        """Print what is printed in the block as that of rank 0, or else as that of any task."""
         if not self._output:
-            yield
+            with contextlib.redirect_stdout(getattr(sys.stdout, "also", sys.stdout)):
+                yield
             return
         text = io.StringIO()
         try:

@@ -31,16 +31,17 @@ from sparkdl.errors import (
     SessionError,
     cannot_travel,
 )
-from sparkdl.gang.connect import check_slots_of, is_connected, slots_of
+from sparkdl.gang.connect import check_slots_of, slots_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.shipped_module import INLINE_BYTES, Artifact
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback, added_callbacks
 from sparkdl.model.pickling import dumps
-from sparkdl.session import settings_of
+from sparkdl.session import is_connected, settings_of
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.carried import CarriedRun
+from sparkdl.train.connected_news import HIDDEN
 from sparkdl.train.connected_rank import MAX_ROWS_BYTES, FitOrder, LedFit
 from sparkdl.train.course import with_state
 from sparkdl.train.fit_result import result_maker, trained_model
@@ -65,6 +66,8 @@ def run_connected(
     carried: CarriedRun | None = None,
     one_pass: bool = False,
     any_data: bool = False,
+    quiet: bool = False,
+    added: bool = True,
 ) -> CarriedRun:
     """Train in a session of Spark Connect; see :func:`sparkdl.train.fit.run`.
 
@@ -77,10 +80,14 @@ def run_connected(
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``.
         any_data: The checkpoint may come from other data.
+        quiet: Whether to show no progress.
+        added: Whether callbacks that every fit of this process has are added.
     """
     session: Any = data.sparkSession
     settings = settings_of(None, session)
-    trainer = _for_gang(trainer)
+    if quiet:
+        settings = replace(settings, progress=HIDDEN)
+    trainer = for_gang(trainer)
     model = prepare(trainer, start, _check_connected)
     if kept is not None:
         kept.check(ModelIdentity.of(model.layout), model.optimizers)
@@ -98,7 +105,9 @@ def run_connected(
     check_slots_of(session, ranks, trainer.resource_profile)
     slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
     frame, write, weighted = _rows(trainer, data, ranks, model.float_dtype, slab)
-    callbacks = (*trainer.callbacks, *added_callbacks(trainer.callbacks))
+    callbacks = tuple(trainer.callbacks)
+    if added:
+        callbacks += tuple(added_callbacks(callbacks))
     order = _order(trainer, callbacks, model, start, kept, carried, one_pass, any_data, settings)
     features = len(trainer.feature_columns)
     fit = LedFit(slab, write, features, weighted, _sent(order, session), resume, MAX_ROWS_BYTES)
@@ -117,7 +126,7 @@ def run_connected(
     return CarriedRun(trained, end.state, end.packed_best, end.schedule)
 
 
-def _for_gang(trainer: Trainer) -> Trainer:
+def for_gang(trainer: Trainer) -> Trainer:
     """Return the trainer with the engine that a session of Spark Connect has."""
     if trainer.engine == "local":
         raise SessionError(

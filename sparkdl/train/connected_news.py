@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from sparkdl.gang.connect import tell_line
 from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.progress import Progress, log_line, progress_of, shows_bar
 from sparkdl.loop.state import TrainState
@@ -15,7 +15,6 @@ from sparkdl.loop.state import TrainState
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
-logger = logging.getLogger("sparkdl")
 HIDDEN = "false"
 """The value of ``spark.sparkdl.progress`` with which nothing is shown."""
 
@@ -124,7 +123,7 @@ class FollowedFit:
     def heard(self, answer: News) -> None:
         self.training = answer.state is not None
         for level, text in answer.log:
-            logger.log(level, "%s", text)
+            tell_line(level, text)
         self.known += len(answer.log)
         if answer.state is None:
             return

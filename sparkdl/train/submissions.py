@@ -10,22 +10,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
 from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.engines.resources import clean_here
 from sparkdl.errors import SparkdlError, StateLostError
 from sparkdl.gang.connect import control_of, run_led
 from sparkdl.gang.led_task import RESULT, LedTask
 from sparkdl.loop.interrupt import interruptible
 from sparkdl.settings import Settings
-from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.worker import finish_task
 from sparkdl.train.connected_news import FollowedFit
 from sparkdl.train.connected_rank import STORED, FitEnd, LedFit
+from sparkdl.train.plain_tasks import clean_nodes
 from sparkdl.usercode import accompanied
 
 if TYPE_CHECKING:
@@ -109,20 +107,6 @@ def look(session: Any, trainer: Trainer, resume: str | None, any_data: bool) -> 
 
 
 @dataclass(frozen=True)
-class _Clean:
-    """The task that removes what killed ranks have left on its node."""
-
-    slab: SlabConfig
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for _ in batches:
-            pass
-        clean_here(self.slab)
-        finish_task()
-        yield from ()
-
-
-@dataclass(frozen=True)
 class Submissions:
     """The submissions of a fit: one, and another for each time that ranks are lost.
 
@@ -190,7 +174,7 @@ class Submissions:
                 logger.warning("%s. Submitted again, from %s.", reason, where)
                 fit = replace(fit, resume=resume, again=True)
             except BaseException:
-                self._clean()
+                clean_nodes(self.session, self.fit.slab, self.ranks)
                 raise
 
     def _end_of(self, rows: dict[str, bytes]) -> FitEnd | None:
@@ -205,9 +189,3 @@ class Submissions:
         if self.trainer.checkpoint is None:
             return self.before
         return look(self.session, self.trainer, None, any_data=False)
-
-    def _clean(self) -> None:
-        """Remove what the ranks have left, as far as tasks get to their nodes."""
-        with contextlib.suppress(PySparkException):
-            tasks = self.session.range(0, self.ranks, 1, self.ranks)
-            tasks.mapInArrow(_Clean(self.fit.slab), "nothing int").toArrow()

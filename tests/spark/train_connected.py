@@ -8,6 +8,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +27,8 @@ from torch import nn
 import sparkdl
 import sparkdl.gang.connect
 import sparkdl.train.connected
+import sparkdl.tune
+from sparkdl.checkpoint.store import CheckpointStore
 
 
 def told(call: Callable[[], Any]) -> str:
@@ -71,7 +75,6 @@ def training(
         ),
         "session": told(sparkdl.session),
         "placed": told(lambda: sparkdl.PlacedSamples.of(good, data)),
-        "tune": told(lambda: _search(good, data)),
     }
     result["slots"] = told(lambda: replace(good, replicas=9).fit(data))
     two = [good.partial_fit(data.where(f"kind % 2 = {i}")) for i in (0, 1)]
@@ -91,12 +94,6 @@ def training(
     result["left"] = [name for name in os.listdir(folder / "checkpoints") if "result" in name]
     result["slabs"] = os.listdir(folder / "slabs")
     return result
-
-
-def _search(trainer: Any, data: Any) -> Any:
-    import sparkdl.tune
-
-    return sparkdl.tune.search(trainer, data, {"batch_size": [8]}, metric="loss")
 
 
 def sends(spark: Any, data: Any, model: Any) -> list[int]:
@@ -168,7 +165,7 @@ def interrupted(spark: Any, folder: Path, data: Any) -> dict[str, Any]:
         at: list[float] = []
         handler.emit = partial(_interrupt, at, times)  # type: ignore[method-assign]
         try:
-            with contextlib.redirect_stderr(shown):
+            with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(shown):
                 trained = trainer.fit(data)
             told = [str(trained.history.stopped), len(trained.history) > 0]
         except KeyboardInterrupt:
@@ -183,6 +180,93 @@ def interrupted(spark: Any, folder: Path, data: Any) -> dict[str, Any]:
     spark.conf.set("spark.sparkdl.progress", "false")
     logging.getLogger("sparkdl").removeHandler(handler)
     return {**result, "shown": shown.getvalue()}
+
+
+def groups(data: Any) -> dict[str, Any]:
+    """A model for each group of rows."""
+    found = sparkdl.fit_groups(data, "kind", connected_fits.by_group())
+    some = found.transform(data).where("kind = 2")
+    result = {
+        "groups": connected_fits.of_groups(found),
+        "predicted": some.where("prediction IS NOT NULL").count() == some.count() > 0,
+        "no group": told(lambda: found.model(9)),
+        "a mistake": told(
+            lambda: sparkdl.fit_groups(data, "sort", connected_fits.by_group()),
+        ),
+    }
+    found.unpersist()
+    return result
+
+
+def search(data: Any) -> dict[str, Any]:
+    """A search, whose trials run side by side."""
+    found = connected_fits.search(data)
+    trainer = replace(connected_fits.fits(data)["mixed"], checkpoint=sparkdl.Checkpoint("place"))
+    return {
+        "trials": connected_fits.of_search(found),
+        "best": digest(found.best_model.module),
+        "checkpoints": told(
+            lambda: sparkdl.tune.search(trainer, data, {"batch_size": [8]}, parallel=1)
+        ),
+    }
+
+
+def texts(spark: Any, rows: list[str], folder: str) -> dict[str, Any]:
+    data = spark.createDataFrame(
+        [(number, text) for number, text in enumerate(rows)], "n int, text string"
+    )
+    classes = sparkdl.classify(data, folder).orderBy("n").collect()
+    vectors = sparkdl.embed(data, folder, pooling="cls").orderBy("n").collect()
+    return {
+        "scores": [row.score for row in classes],
+        "vectors": [list(row.embedding) for row in vectors],
+    }
+
+
+def readme(spark: Any) -> str:
+    """Run the README's program, and return what it prints."""
+    text = (ROOT / "README.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    first = 'spark = sparkdl.session("local[2]")\n'
+    assert first in program
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(program.replace(first, ""), {"spark": spark, "__name__": "__main__"})
+    return printed.getvalue()
+
+
+def orphan(spark: Any, folder: Path, data: str) -> dict[str, Any]:
+    """Kill a client while it trains: Spark ends its run, and another client continues it."""
+    from pyspark.sql.connect.client import DefaultChannelBuilder
+
+    place = folder / "orphan"
+    url = f"sc://localhost:{DefaultChannelBuilder.default_port()}"
+    script = str(Path(__file__).with_name("connected_client.py"))
+    client = subprocess.Popen([sys.executable, script, url, data, str(place)])
+    deadline = time.monotonic() + 120
+    while not _newest(place) and time.monotonic() < deadline:
+        assert client.poll() is None
+        time.sleep(0.1)
+    client.kill()
+    client.wait()
+    ranks = len(sparkdl.gang.run(os.getpid, ranks=2, spark=spark))  # waits until Spark has ended it
+    last = _newest(place)
+    table = spark.read.parquet(data)
+    trainer = replace(
+        connected_fits.fits(table)["perceptron"],
+        stop=sparkdl.max_iteration(last + 3),
+        checkpoint=sparkdl.Checkpoint(place),
+    )
+    trained = trainer.fit(table, resume="latest")
+    return {"ranks": ranks, "last": last, "iterations": len(trained.history)}
+
+
+def _newest(folder: Path) -> int:
+    """The iteration of the newest checkpoint; 0 without one."""
+    if not folder.exists():
+        return 0
+    found = CheckpointStore(folder).candidates()
+    return next((manifest.iteration for _, manifest in found), 0)
 
 
 def summed(value: float) -> Any:
