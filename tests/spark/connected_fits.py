@@ -132,7 +132,7 @@ def search(data: Any) -> Any:
 
 def of_search(found: Any) -> list[Any]:
     """The trials of a search with their values, and the reasons of those that failed."""
-    return [[dict(one.arguments), repr(one.value), one.reason] for one in found.records]
+    return [[dict(one.arguments), repr(one.value), one.reason] for one in found.trials]
 
 
 def by_group() -> sparkdl.Trainer:
