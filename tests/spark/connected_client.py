@@ -19,6 +19,7 @@ def main() -> None:
         connected_fits.fits(table)["perceptron"],
         stop=sparkdl.max_epoch(100_000),
         checkpoint=sparkdl.Checkpoint(folder),
+        callbacks=[connected_fits.Sleep()],
     )
     trainer.fit(table)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -164,6 +165,13 @@ class LogBegin(sparkdl.Callback):
         if state.iteration == 1:
             print("a line of a callback")
             logging.getLogger("sparkdl").warning(BEGUN)
+
+
+class Sleep(sparkdl.Callback):
+    """Makes iterations long, so that there are few."""
+
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        time.sleep(0.1)
 
 
 class Note(sparkdl.Callback):

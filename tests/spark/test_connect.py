@@ -79,7 +79,11 @@ def found(request: Any, rows: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     asked = {"mistakes": asked_for(request, "mistake"), "kills": ["the checkpoint"]}
     asked["kills"] += [kill for kill in asked_for(request, "kill") if kill not in asked["kills"]]
     run = {item.name for item in request.session.items if item.path == request.path}
-    soaks = {"test_the_page_of_the_guide_runs_there", "test_an_estimator_of_pyspark_ml_trains"}
+    soaks = {
+        "test_the_page_of_the_guide_runs_there",
+        "test_an_estimator_of_pyspark_ml_trains",
+        "test_another_client_continues_the_run_of_one_that_died",
+    }
     names = ["perceptron", *(name for name in asked_for(request, "name") if name != "perceptron")]
     return {
         **launch(
@@ -265,6 +269,7 @@ def test_the_program_of_the_readme_runs_there(found: Any) -> None:
     assert "prediction" in found["readme"]
 
 
+@pytest.mark.soak
 def test_another_client_continues_the_run_of_one_that_died(found: Any) -> None:
     """Spark ends that run: it holds its slots for as long as the server waits for its client."""
     orphan = found["orphan"]
