@@ -61,17 +61,15 @@ class ControlServer:
     def __init__(self, host: str, address: ControlAddress, answer: Callable[[Any], Any]) -> None:
         self._host, self._address, self._answer = host, address, answer
         self._over = threading.Event()
-        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> ControlServer:
         try:
             listener = Listener(self._host, self._address.port, self._address.key)
         except OSError:  # the port is taken
             return self
-        self._thread = threading.Thread(
+        threading.Thread(
             target=self._serve, args=(listener,), name="sparkdl-control", daemon=True
-        )
-        self._thread.start()
+        ).start()
         return self
 
     def __exit__(
@@ -80,9 +78,7 @@ class ControlServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._over.set()  # the thread ends by itself; rank 0 need not wait for it
 
     def _serve(self, listener: Listener) -> None:
         with contextlib.closing(listener):
