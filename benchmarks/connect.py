@@ -1,11 +1,15 @@
-"""A gang over Spark Connect beside one in a classic session: same model, rows, batches and machine.
+"""A gang over Spark Connect beside one in a classic session, and beside PySpark's TorchDistributor.
+
+They have the same model, rows, batches and machine.
 
     python benchmarks/connect.py [--works mlp:256,mlp:1024] [--steps 200] [--rounds 3]
 
 Each in a fresh process and a fresh ``local[2]``, whose workers have torch loaded. "fit" is a fit of as
 many steps as is said, in a session that has made one before; "rest" is what is left of it without the
 steps: reading the rows, bringing the ranks together, the way back. A step is from the end of one
-to the end of the next; medians, the first quarter left out.
+to the end of the next; medians, the first quarter left out. TorchDistributor runs DDP as in
+``distributor.py``, on rows that its ranks read from the same file; it has no validation, no checkpoints
+and nothing that comes back but the weights.
 """
 
 from __future__ import annotations
@@ -18,6 +22,9 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
+import torch.distributed as dist
+from distributor import ParquetRows
 from harness import (
     HERE,
     hardware,
@@ -30,7 +37,10 @@ from harness import (
     write_json,
 )
 from models import WORKS
+from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import SparkSession
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
 from work import NAMES
 
 import sparkdl
@@ -69,6 +79,47 @@ def gang(name: str, batch: int, steps: int, path: str, remote: bool) -> dict[str
         spark.stop()
 
 
+def torch_distributor(name: str, batch: int, steps: int, path: str) -> dict[str, float]:
+    """The same figures of DDP by TorchDistributor over Spark Connect."""
+    spark = connected()
+    try:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        runner = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
+        for _ in range(2):
+            started = time.perf_counter()
+            seconds, _ = runner.run(ddp_rank, name, path, batch, steps)
+            whole = time.perf_counter() - started
+        step = statistics.median(seconds[steps // 4 :])
+        return {"fit": whole, "rest": whole - sum(seconds), "step": step * 1e3}
+    finally:
+        spark.stop()
+
+
+def ddp_rank(name: str, path: str, batch: int, steps: int) -> tuple[list[float], Any]:
+    """Body of a rank: the seconds of each step, and the weights."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    work, rows = WORKS[name], ParquetRows(path)
+    torch.manual_seed(0)
+    module = nn.parallel.DistributedDataParallel(work.make())
+    (optimizer,) = work.optimizers(module.module)
+    seconds: list[float] = []
+    sampler = DistributedSampler(rows, world, rank)
+    while len(seconds) < steps:
+        sampler.set_epoch(len(seconds))
+        ended = time.perf_counter()
+        for x, y in DataLoader(rows, batch // world, sampler=sampler, collate_fn=lambda some: some):
+            optimizer.zero_grad(set_to_none=True)
+            work.loss(module(x), y).backward()
+            optimizer.step()
+            seconds.append(time.perf_counter() - ended)
+            ended = time.perf_counter()
+    weights = module.module.state_dict()
+    dist.destroy_process_group()
+    return seconds[:steps], weights
+
+
 def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--works", default="mlp:256,mlp:1024")
@@ -84,12 +135,16 @@ def main() -> None:
             path = os.path.join(folder, "rows.parquet")
             columns = [list(array) for array in WORKS[name].arrays(WORKS[name].samples)]
             pq.write_table(pa.table(dict(zip(NAMES, columns, strict=True))), path)
-            kinds = {"classic": False, "connect": True}
+            run = name, int(size), steps, path
+            kinds = {
+                "classic": (gang, *run, False),
+                "connect": (gang, *run, True),
+                "TorchDistributor": (torch_distributor, *run),
+            }
             some: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
             for _ in range(rounds):
-                for kind, remote in kinds.items():
-                    one = in_fresh_process(gang, name, int(size), steps, path, remote)
-                    some[kind].append(one)
+                for kind, call in kinds.items():
+                    some[kind].append(in_fresh_process(*call))
         for kind, each in some.items():
             middle = {key: statistics.median(one[key] for one in each) for key in each[0]}
             found.append({"work": item, "session": kind, **middle})

@@ -48,10 +48,19 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
             underscore stands for a dot, so ``spark_driver_memory="4g"`` works, too.
 
     Raises:
-        SessionError: ``master`` is not a Spark master.
+        SessionError: ``master`` is not a Spark master, or this process uses Spark Connect.
     """
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
+    from pyspark.sql.utils import is_remote
+
+    if is_remote():
+        raise SessionError(
+            "this process uses Spark Connect, and sparkdl.session makes classic sessions; Spark has "
+            "one kind in a process. Use the session that is there "
+            "(SparkSession.builder.getOrCreate()), or start another process without SPARK_REMOTE and "
+            "builder.remote."
+        )
 
     if master is not None and not _MASTER.fullmatch(str(master)):
         raise SessionError(
@@ -126,6 +135,11 @@ def _launched(given: dict[str, str]) -> SparkConf:
     return SparkConf()
 
 
+def is_connected(thing: Any) -> bool:
+    """Return whether ``thing`` is a DataFrame or a session of Spark Connect."""
+    return type(thing).__module__.startswith("pyspark.sql.connect")
+
+
 def context_of(data: Any) -> SparkContext:
     """Return the SparkContext of a DataFrame or an RDD.
 
@@ -140,12 +154,13 @@ def context_of(data: Any) -> SparkContext:
         return _running(data.ctx)
     if isinstance(data, DataFrame) and hasattr(data.sparkSession, "_sc"):
         return _running(data.sparkSession._sc)
-    if type(data).__module__.startswith("pyspark.sql.connect"):
+    if is_connected(data):
         raise SessionError(
             "this DataFrame belongs to a Spark Connect session, which has no RDDs, and this needs "
-            "them. There, Trainer.fit and partial_fit train, and sparkdl.gang.run runs functions. For "
-            "anything else start a classic session on the cluster: sparkdl.session(master), or "
-            "spark-submit your script; do not set spark.remote or SPARK_REMOTE."
+            "them. There, Trainer.fit, partial_fit, fit_groups and tune.search train, and "
+            "sparkdl.gang.run runs functions. For anything else start a classic session on the "
+            "cluster: sparkdl.session(master), or spark-submit your script; do not set spark.remote "
+            "or SPARK_REMOTE."
         )
     raise wrong_data(
         "fit",

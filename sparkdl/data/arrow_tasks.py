@@ -20,6 +20,7 @@ from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, raise_all
+from sparkdl.session import is_connected
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.frames import send
 from sparkdl.spark.worker import finish_task
@@ -226,8 +227,10 @@ def partitions_of_rdds(data: DataFrame) -> int | None:
     """Return the number of partitions of a DataFrame that reads only RDDs and shuffles nothing.
 
     Return None for any other DataFrame: the number of partitions into which Spark reads files, for
-    example, depends on the cores of the session.
+    example, depends on the cores of the session. In a session of Spark Connect nobody can tell.
     """
+    if is_connected(data):
+        return None
     execution = data._jdf.queryExecution()
     return execution.toRdd().getNumPartitions() if _of_rdds(execution.executedPlan()) else None
 
@@ -258,6 +261,7 @@ FILES_PER_SLOT = 4
 
 def in_few_tasks(chosen: DataFrame, replicas: int) -> DataFrame:
     """Add the partition of each row, and read with few tasks: all processes map each task's files."""
-    tasks = FILES_PER_SLOT * max(replicas, chosen.sparkSession._sc.defaultParallelism)
+    slots = 1 if is_connected(chosen) else chosen.sparkSession._sc.defaultParallelism
+    tasks = FILES_PER_SLOT * max(replicas, slots)
     target = partition_of(chosen, replicas).alias("partition")
     return chosen.select("*", target).coalesce(tasks)

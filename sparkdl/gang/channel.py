@@ -149,13 +149,19 @@ class Channel:
 
 
 class Listener:
-    """The driver's end: a socket on ``host``, with a port that the system chooses."""
+    """The driver's end: a socket on ``host``.
 
-    def __init__(self, host: str) -> None:
+    Args:
+        host: The address.
+        port: The port; 0 lets the system choose one.
+        key: The key of the gang; None makes a new one.
+    """
+
+    def __init__(self, host: str, port: int = 0, key: bytes | None = None) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
-        self._socket = socket.create_server((host, 0), family=family, backlog=1024)
+        self._socket = socket.create_server((host, port), family=family, backlog=1024)
         self.port: int = self._socket.getsockname()[1]
-        self.key = secrets.token_bytes(32)
+        self.key = key or secrets.token_bytes(32)
 
     def accept(self, seconds: float) -> tuple[Channel, Any] | None:
         """Return the next connection and its first message, or None if none of ours arrives in time."""

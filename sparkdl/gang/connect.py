@@ -14,14 +14,16 @@ import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError, StateLostError
-from sparkdl.gang.led_task import FAILED, LOG, OUTPUT, SCHEMA, LedTask
+from sparkdl.gang.control import ControlClient, hosts_and_slots
+from sparkdl.gang.led_task import FAILED, LOG, OUTPUT, PRINTED, SCHEMA, LedTask
 from sparkdl.gang.slots import no_dynamic_allocation, too_few_slots
 from sparkdl.spark.failures import explain, of_python, reading_explained
 from sparkdl.usercode import accompanied
@@ -32,17 +34,40 @@ SILENT_SECONDS = 60.0
 slots that do not exist."""
 NEWS_SECONDS = 30.0
 """The time between two lines of the log that say how long a query has been running."""
-Tell = Callable[[float], None] | None
+ASK_SECONDS = 1.0
+"""The time between two questions to rank 0; longer while nobody answers."""
 _MANY = 1 << 16
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What a session was seen to have: the number of its slots, and the addresses of its nodes."""
+
+    slots: int
+    hosts: tuple[str, ...]
+
+
+class Follower(Protocol):
+    """What follows a query while it runs. It is called in a thread of its own."""
+
+    def question(self) -> Any | None:
+        """Return a question to rank 0, or None if there is none now."""
+
+    def heard(self, answer: Any) -> None:
+        """Take the answer of rank 0."""
+
+    def waiting(self, seconds: float) -> None:
+        """Take note that nobody has answered for so long."""
+
+    @property
+    def known(self) -> int:
+        """Return how many lines of the log of rank 0 were told."""
+
+
 _LOST = ("barrier task", "ExecutorLostFailure", "StateLostError", "Python worker exited")
 """Texts in Spark's report of a query that has failed because a rank was lost."""
-_seen: dict[str, int] = {}
-"""The largest number of slots that each session was seen to have."""
-
-
-def is_connected(thing: Any) -> bool:
-    """Return whether ``thing`` is a DataFrame or a session of Spark Connect."""
-    return type(thing).__module__.startswith("pyspark.sql.connect")
+_seen: dict[str, Nodes] = {}
+"""What each session was seen to have."""
 
 
 def slots_of(session: Any) -> int:
@@ -50,10 +75,17 @@ def slots_of(session: Any) -> int:
 
     It is the number of partitions of a range, which Spark makes as many as there are cores.
     """
-    found = session.range(_MANY).selectExpr("spark_partition_id() AS part").distinct().count()
+    hosts, found = hosts_and_slots(session, _MANY)
     cores = max(1, int(session.conf.get("spark.task.cpus", "1") or 1))
-    _seen[session.session_id] = max(1, found // cores)
-    return _seen[session.session_id]
+    _seen[session.session_id] = Nodes(max(1, found // cores), hosts)
+    return _seen[session.session_id].slots
+
+
+def control_of(session: Any) -> ControlClient:
+    """Return what asks rank 0 of a gang in a session of Spark Connect."""
+    if session.session_id not in _seen:
+        slots_of(session)
+    return ControlClient(session, _seen[session.session_id].hosts)
 
 
 def check_slots_of(session: Any, ranks: int, profile: ResourceProfile | None) -> None:
@@ -68,7 +100,8 @@ def check_slots_of(session: Any, ranks: int, profile: ResourceProfile | None) ->
     """
     if session.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
         raise no_dynamic_allocation()
-    if ranks <= _seen.get(session.session_id, 0) or profile is not None:
+    seen = _seen.get(session.session_id)
+    if (seen is not None and ranks <= seen.slots) or profile is not None:
         return
     if session.conf.get("spark.default.parallelism", None) is not None:
         return
@@ -78,7 +111,12 @@ def check_slots_of(session: Any, ranks: int, profile: ResourceProfile | None) ->
 
 
 def run_led(
-    frame: Any, task: LedTask, ranks: int, profile: ResourceProfile | None, tell: Tell = None
+    frame: Any,
+    task: LedTask,
+    ranks: int,
+    profile: ResourceProfile | None,
+    control: ControlClient | None = None,
+    follower: Follower | None = None,
 ) -> dict[str, bytes]:
     """Run a gang over a DataFrame of Spark Connect, and return what its rank 0 has yielded, by kind.
 
@@ -87,7 +125,8 @@ def run_led(
         task: The body of the tasks.
         ranks: The number of ranks.
         profile: The resources of the tasks, if they differ from those of other tasks.
-        tell: A function that is told now and then for how many seconds the query has been running.
+        control: What asks rank 0, for the follower.
+        follower: What follows the query, if anything does.
 
     Raises:
         sparkdl.StateLostError: If a rank was lost.
@@ -98,7 +137,7 @@ def run_led(
     query = frame.mapInArrow(accompanied(task), SCHEMA, barrier=True, profile=profile)
     session.addTag(tag)
     try:
-        with _watched(session, tag, ranks, tell):
+        with _watched(session, tag, ranks, control, follower):
             table = _collected(query)
     except PySparkException:
         raise
@@ -108,17 +147,28 @@ def run_led(
         raise
     finally:
         session.removeTag(tag)
-    return _contents(table)
+    return _contents(table, 0 if follower is None else follower.known)
 
 
-def _contents(table: Any) -> dict[str, bytes]:
-    """Return the contents of the rows by kind; log, print and raise what rank 0 has."""
+def tell_line(level: int, text: str) -> None:
+    """Log a line that rank 0 has logged, or print one that it has printed."""
+    if level == PRINTED:
+        print(text)
+    else:
+        logger.log(level, "%s", text)
+
+
+def _contents(table: Any, known: int) -> dict[str, bytes]:
+    """Return the contents of the rows by kind; log, print and raise what rank 0 has.
+
+    The first ``known`` lines of its log were told before.
+    """
     parts: dict[str, list[tuple[int, bytes]]] = {}
     for row in table.to_pylist():
         parts.setdefault(row["kind"], []).append((row["part"], bytes(row["data"])))
     found = {kind: b"".join(data for _, data in sorted(some)) for kind, some in parts.items()}
-    for level, text in pickle.loads(found.pop(LOG)) if LOG in found else ():
-        logger.log(level, "%s", text)
+    for level, text in pickle.loads(found.pop(LOG))[known:] if LOG in found else ():
+        tell_line(level, text)
     if OUTPUT in found:
         print(found.pop(OUTPUT).decode(), end="")
     if FAILED in found:
@@ -140,24 +190,42 @@ def _collected(query: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _watched(session: Any, tag: str, ranks: int, tell: Tell) -> Iterator[None]:
-    """Interrupt the query of the block if Spark does not begin with it; tell how long it runs."""
+def _watched(
+    session: Any,
+    tag: str,
+    ranks: int,
+    control: ControlClient | None,
+    follower: Follower | None,
+) -> Iterator[None]:
+    """Interrupt the query of the block if Spark does not begin with it, and follow it."""
     heard, over, silent = threading.Event(), threading.Event(), threading.Event()
 
     def hear(*args: Any, **kwargs: Any) -> None:
         heard.set()
 
     def watch() -> None:
-        began, told = time.monotonic(), time.monotonic()
-        while not over.wait(0.5):
+        began = told = asked = time.monotonic()
+        pause = ASK_SECONDS
+        while not over.wait(0.1):
             now = time.monotonic()
             if not heard.is_set() and now - began > SILENT_SECONDS:
                 silent.set()
                 session.interruptTag(tag)
                 return
-            if tell is not None and now - told >= NEWS_SECONDS:
+            if follower is None:
+                continue
+            question = None
+            if control is not None and now - asked >= pause:
+                question = follower.question()
+            if control is not None and question is not None:
+                answer, asked = control.ask(question), time.monotonic()
+                pause = ASK_SECONDS if answer is not None else min(15.0, pause * 1.2)
+                if answer is not None and not over.is_set():
+                    told = asked
+                    follower.heard(answer)
+            if now - told >= NEWS_SECONDS:
                 told = now
-                tell(now - began)
+                follower.waiting(now - began)
 
     session.registerProgressHandler(hear)
     thread = threading.Thread(target=watch, name="sparkdl-query", daemon=True)
@@ -168,7 +236,8 @@ def _watched(session: Any, tag: str, ranks: int, tell: Tell) -> Iterator[None]:
         if silent.is_set():
             raise SessionError(
                 f"Spark did not begin with the gang's {ranks} tasks in {SILENT_SECONDS:.0f} s: it "
-                f"needs {ranks} task slots at once, and this session seems to have fewer. Ask for "
+                f"needs {ranks} task slots at once, and this session seems to have fewer, or others "
+                "use them (also the fit of a client that went away, for some minutes). Ask for "
                 "fewer ranks, or for more executors or cores."
             ) from None
         raise
@@ -176,3 +245,5 @@ def _watched(session: Any, tag: str, ranks: int, tell: Tell) -> Iterator[None]:
         over.set()
         session.removeProgressHandler(hear)
         thread.join()
+        if control is not None:
+            control.close()

@@ -14,6 +14,7 @@ import functools
 import io
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -87,9 +88,10 @@ class LedRanks(ConnectedRanks):
 
     @contextlib.contextmanager
     def _printed(self) -> Iterator[None]:
-        """Print what is printed in the block as that of rank 0."""
+        """Print what is printed in the block as that of rank 0, or else as that of any task."""
         if not self._output:
-            yield
+            with contextlib.redirect_stdout(getattr(sys.stdout, "also", sys.stdout)):
+                yield
             return
         text = io.StringIO()
         try:
@@ -132,13 +134,20 @@ class LedGang(StartableGroup):
         own: The context of rank 0.
         timeout: The seconds in which a command must end. None means no limit.
         output: Whether to print what ranks print.
+        log: The level and the text of each line that this process has logged, which grows.
     """
 
     ahead = False
 
     def __init__(
-        self, listener: Listener, own: RankContext, timeout: float | None, output: bool = False
+        self,
+        listener: Listener,
+        own: RankContext,
+        timeout: float | None,
+        output: bool = False,
+        log: Sequence[tuple[int, str]] = (),
     ) -> None:
+        self.address, self.log = own.address, log
         self.size = self.tasks = own.size
         self._listener, self._own, self._timeout = listener, own, timeout
         self._output = output

@@ -12,10 +12,11 @@ import io
 import logging
 import pickle
 import socket
+import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import pyarrow as pa
 from pyspark import BarrierTaskContext, cloudpickle
@@ -31,6 +32,8 @@ SCHEMA = "rank int, kind string, part int, data binary"
 PIECE_BYTES = 1 << 20
 RESULT, FAILED, LOG, OUTPUT = "result", "failed", "log", "output"
 """The kinds of rows that every gang may have; a work may yield others."""
+PRINTED = 0
+"""The level, among those of the log, of a line that rank 0 has printed outside of commands."""
 
 
 class LedWork(Protocol):
@@ -122,14 +125,14 @@ class LedTask:
         rows: list[tuple[str, bytes]] = []
         printed = io.StringIO()
         with _logged() as log, contextlib.ExitStack() as block:
-            if self.output:
-                block.enter_context(contextlib.redirect_stdout(printed))
+            out = printed if self.output else PrintedLines(log, sys.stdout)
+            block.enter_context(contextlib.redirect_stdout(out))
             try:
                 if problems:
                     raise problems[0]
                 at_end = block.enter_context(contextlib.ExitStack())
                 own = meeting.member_of(context, frames[0], at_end)
-                gang = LedGang(listener, own, self.timeout, self.output)
+                gang = LedGang(listener, own, self.timeout, self.output, log)
                 with contextlib.closing(gang):
                     rows.extend(self.work.lead(gang, frames))
             except StateLostError:  # Spark tells the client
@@ -159,6 +162,26 @@ def _row(rank: int, kind: str, part: int, data: bytes) -> pa.RecordBatch:
         ],
         names=["rank", "kind", "part", "data"],
     )
+
+
+class PrintedLines(io.TextIOBase):
+    """A standard output that adds complete lines to a log, and passes everything on.
+
+    Attributes:
+        also: The standard output that it replaces.
+    """
+
+    def __init__(self, log: list[tuple[int, str]], also: TextIO) -> None:
+        super().__init__()
+        self.also, self._log, self._rest = also, log, ""
+
+    def write(self, text: str) -> int:
+        *lines, self._rest = (self._rest + text).split("\n")
+        self._log.extend((PRINTED, line) for line in lines)
+        return self.also.write(text)
+
+    def flush(self) -> None:
+        self.also.flush()
 
 
 class _Kept(logging.Handler):

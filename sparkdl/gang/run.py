@@ -18,7 +18,7 @@ from pyspark.sql.utils import is_remote
 
 from sparkdl.codec.safe import mapped
 from sparkdl.errors import ParameterError, SessionError, kind_of
-from sparkdl.gang.connect import check_slots_of, is_connected, run_led, slots_of
+from sparkdl.gang.connect import check_slots_of, run_led, slots_of
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.environment import check_unshared
 from sparkdl.gang.led import LedGang
@@ -26,6 +26,7 @@ from sparkdl.gang.led_task import RESULT, LedTask
 from sparkdl.gang.rank_task import RankContext, packed_result
 from sparkdl.gang.slots import task_slots
 from sparkdl.plain import plain
+from sparkdl.session import is_connected
 from sparkdl.spark.frames import is_local
 from sparkdl.usercode import accompanied
 

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 INTERRUPTED = "interrupted"
@@ -87,7 +87,9 @@ def _without_stack_of_py4j() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interruptible(told: str = _TOLD) -> Iterator[Interrupt]:
+def interruptible(
+    told: str = _TOLD, ready: Callable[[], bool] = lambda: True
+) -> Iterator[Interrupt]:
     """Turn the first SIGINT inside the block into a request, which sets ``asked``.
 
     The next SIGINT has the effect that it had before the block, which is usually to raise
@@ -96,6 +98,7 @@ def interruptible(told: str = _TOLD) -> Iterator[Interrupt]:
 
     Args:
         told: What the user is told after the first one.
+        ready: Returns whether a request can be met; while it is False, a SIGINT counts as the second.
     """
     interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
     ours = threading.current_thread() is threading.main_thread()
@@ -106,7 +109,7 @@ def interruptible(told: str = _TOLD) -> Iterator[Interrupt]:
     quiet = contextlib.ExitStack()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if not interrupt.asked:
+        if not interrupt.asked and ready():
             interrupt.asked = True
             # in a thread: this one may hold a lock of logging, or be writing
             _thread.start_new_thread(logger.warning, (told,))

@@ -22,6 +22,9 @@ _REFRESH_SECONDS = 0.2
 class Progress(Callback):
     """Base class that shows nothing. :meth:`close` is called even if the fit fails."""
 
+    def follow(self, trainer: Any, state: TrainState) -> None:
+        """Show the state of a run whose hooks are called elsewhere, now and then."""
+
     def close(self) -> None:
         """Release the terminal's line."""
 
@@ -83,6 +86,13 @@ class ProgressBar(Progress):
                 self._show(trainer, state)
             self._previous = state
 
+    def follow(self, trainer: Any, state: TrainState) -> None:
+        if self._bar is None:
+            self.on_fit_start(trainer, state)
+        done = state.position if self._one_pass else state.iteration
+        self._bar.update(done - self._bar.n)  # less than before if ranks were lost
+        self._show(trainer, state)
+
     def on_validation_end(self, trainer: Any, state: TrainState) -> None:
         if not self._tell_of_checkpoint(trainer, state):
             self._show(trainer, state)
@@ -135,7 +145,7 @@ class ProgressLog(Progress):
     def __init__(self, facts: str, began: float, one_pass: bool = False) -> None:
         self._facts, self._one_pass = facts, one_pass
         self._told_at, self._told_of = began, TrainState()
-        self._begun = False
+        self._begun, self._shown = False, False
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._told_of = state
@@ -150,6 +160,13 @@ class ProgressLog(Progress):
     def on_fit_end(self, trainer: Any, state: TrainState) -> None:
         if self._begun:
             self._tell(trainer, state, "training has ended: ")
+
+    def follow(self, trainer: Any, state: TrainState) -> None:
+        if self._shown:
+            self.on_iteration_end(trainer, state)
+        else:
+            self._shown = True
+            self.on_fit_start(trainer, state)
 
     def _due(self) -> bool:
         return time.monotonic() - self._told_at >= LOG_SECONDS

@@ -6,12 +6,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError
-from sparkdl.gang.connect import is_connected
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest
-from sparkdl.session import context_of
+from sparkdl.session import context_of, is_connected
 from sparkdl.spark.failures import reading_explained
 
 if TYPE_CHECKING:

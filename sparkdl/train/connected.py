@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,18 +31,18 @@ from sparkdl.errors import (
     SessionError,
     cannot_travel,
 )
-from sparkdl.gang.connect import check_slots_of, is_connected, slots_of
-from sparkdl.gang.led_task import RESULT
+from sparkdl.gang.connect import check_slots_of, slots_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.shipped_module import INLINE_BYTES, Artifact
 from sparkdl.infer.trained_model import TrainedModel
-from sparkdl.loop.callbacks import added_callbacks
+from sparkdl.loop.callbacks import Callback, added_callbacks
 from sparkdl.model.pickling import dumps
-from sparkdl.session import settings_of
+from sparkdl.session import is_connected, settings_of
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.carried import CarriedRun
-from sparkdl.train.connected_rank import MAX_ROWS_BYTES, STORED, FitEnd, FitOrder, LedFit
+from sparkdl.train.connected_news import HIDDEN
+from sparkdl.train.connected_rank import MAX_ROWS_BYTES, FitOrder, LedFit
 from sparkdl.train.course import with_state
 from sparkdl.train.fit_result import result_maker, trained_model
 from sparkdl.train.place_samples import source
@@ -65,6 +66,8 @@ def run_connected(
     carried: CarriedRun | None = None,
     one_pass: bool = False,
     any_data: bool = False,
+    quiet: bool = False,
+    added: bool = True,
 ) -> CarriedRun:
     """Train in a session of Spark Connect; see :func:`sparkdl.train.fit.run`.
 
@@ -77,10 +80,14 @@ def run_connected(
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``.
         any_data: The checkpoint may come from other data.
+        quiet: Whether to show no progress.
+        added: Whether callbacks that every fit of this process has are added.
     """
     session: Any = data.sparkSession
     settings = settings_of(None, session)
-    trainer = _for_gang(trainer)
+    if quiet:
+        settings = replace(settings, progress=HIDDEN)
+    trainer = for_gang(trainer)
     model = prepare(trainer, start, _check_connected)
     if kept is not None:
         kept.check(ModelIdentity.of(model.layout), model.optimizers)
@@ -98,26 +105,28 @@ def run_connected(
     check_slots_of(session, ranks, trainer.resource_profile)
     slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
     frame, write, weighted = _rows(trainer, data, ranks, model.float_dtype, slab)
-    order = _order(trainer, model, start, kept, carried, one_pass, any_data, settings)
+    callbacks = tuple(trainer.callbacks)
+    if added:
+        callbacks += tuple(added_callbacks(callbacks))
+    order = _order(trainer, callbacks, model, start, kept, carried, one_pass, any_data, settings)
     features = len(trainer.feature_columns)
     fit = LedFit(slab, write, features, weighted, _sent(order, session), resume, MAX_ROWS_BYTES)
-    rows = Submissions(session, trainer, settings, frame, ranks, fit, found).rows()
-    if not rows:  # Spark runs no task for rows of which it knows that there are none
+    submissions = Submissions(session, trainer, settings, frame, ranks, fit, found, one_pass)
+    end = submissions.end()
+    if end is None:
         raise DataError(NO_ROWS)
-    if STORED in rows:
-        rows = pickle.loads(rows[STORED]).fetch(session)
-    end: FitEnd = pickle.loads(rows[RESULT])
     make = result_maker(trainer, model, end.samples, end.output)
 
     def weights(kind: str) -> torch.Tensor:
-        return torch.frombuffer(bytearray(rows.pop(kind)), dtype=model.layout.dtype)
+        return torch.frombuffer(bytearray(end.weights.pop(kind)), dtype=model.layout.dtype)
 
     trained = trained_model(make, model.payload, end.kinds, weights, end.history)
     with_state(trained, end.packed, model)
+    _bring_back(callbacks, end.attributes)
     return CarriedRun(trained, end.state, end.packed_best, end.schedule)
 
 
-def _for_gang(trainer: Trainer) -> Trainer:
+def for_gang(trainer: Trainer) -> Trainer:
     """Return the trainer with the engine that a session of Spark Connect has."""
     if trainer.engine == "local":
         raise SessionError(
@@ -131,12 +140,19 @@ def _for_gang(trainer: Trainer) -> Trainer:
         )
     if trainer.engine == "gang":
         return trainer
+    try:
+        own = replace(trainer, engine="gang")
+    except ParameterError as error:
+        raise SessionError(
+            f'a Spark Connect session trains with engine="gang" only, and this trainer cannot: {error} '
+            f'For engine="{trainer.engine}", start a classic session.'
+        ) from None
     logger.warning(
         'training with engine="gang": the engine "%s" needs RDDs, which a Spark Connect session does '
         'not have. Say engine="gang" to leave this line out.',
         trainer.engine,
     )
-    return replace(trainer, engine="gang")
+    return own
 
 
 def _check_connected(data: Any) -> None:
@@ -189,6 +205,7 @@ def _rows(
 
 def _order(
     trainer: Trainer,
+    callbacks: tuple[Callback, ...],
     model: PreparedModel,
     start: TrainedModel | None,
     kept: StoredState | None,
@@ -198,7 +215,6 @@ def _order(
     settings: Settings,
 ) -> bytes:
     """Return the pickled order of the fit. Raises ParameterError if a part does not pickle."""
-    callbacks = (*trainer.callbacks, *added_callbacks(trainer.callbacks))
     weights = trainer.weights if start is not None else model.recipe.weights
     sent = replace(trainer, callbacks=callbacks, resource_profile=None, weights=weights)
     if trainer.validation is not None:
@@ -218,6 +234,13 @@ def _order(
         raise ModelError(
             cannot_travel("the trainer", error, "Define what it holds in a module.")
         ) from None
+
+
+def _bring_back(callbacks: Sequence[Callback], attributes: Sequence[bytes]) -> None:
+    """Give the callbacks here the attributes that those in rank 0 have at the end."""
+    for callback, packed in zip(callbacks, attributes, strict=True):
+        if found := pickle.loads(packed):
+            vars(callback).update(found)
 
 
 def _check_pickles(value: Any, what: str, remedy: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import clean_here
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError
+from sparkdl.gang.control import ControlAddress, ControlServer
 from sparkdl.gang.led import LedGang
 from sparkdl.gang.led_task import RESULT
 from sparkdl.gang.rank_task import RankContext
@@ -38,6 +39,7 @@ from sparkdl.process.numerics import Numerics
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.carried import CarriedRun
+from sparkdl.train.connected_news import ReportedProgress
 from sparkdl.train.course import FinishedEngine, Start, run_course, with_state
 from sparkdl.train.engine_inputs import engine_inputs
 from sparkdl.train.fit_result import trained_model
@@ -83,7 +85,7 @@ class FitOrder:
 
 @dataclass(frozen=True)
 class FitEnd:
-    """The end of a fit, without its weights, which are in rows of their own.
+    """The end of a fit. Its weights travel in rows of their own.
 
     Attributes:
         samples: The description of the training samples.
@@ -94,6 +96,8 @@ class FitEnd:
         packed: The packed state of each slice, if it was collected.
         packed_best: The packed slices of the best weights, if they are kept.
         schedule: The schedule as it stands, for the next pass.
+        attributes: The pickled attributes of each callback, as far as they pickle.
+        weights: The flat vector of each kind; empty until the client has its rows.
     """
 
     samples: SampleSet
@@ -104,6 +108,8 @@ class FitEnd:
     packed: tuple[bytes, ...] | None
     packed_best: tuple[bytes, ...] | None
     schedule: Schedule | None
+    attributes: tuple[bytes, ...] = ()
+    weights: dict[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,7 @@ class LedFit:
         resume: The checkpoint to resume from, or None.
         most: The bytes of the largest result that comes back as rows.
         again: Whether the gang was submitted before, and lost.
+        control: Where rank 0 takes questions, or None.
     """
 
     slab: SlabConfig
@@ -129,6 +136,7 @@ class LedFit:
     resume: str | None
     most: int = MAX_ROWS_BYTES
     again: bool = False
+    control: ControlAddress | None = None
 
     def begin(self, batches: Iterable[pa.RecordBatch]) -> list[Any]:
         frames = [pickle.dumps(handle) for handle in self.write(batches)]
@@ -138,7 +146,16 @@ class LedFit:
         clean_here(self.slab)
 
     def lead(self, gang: LedGang, frames: list[list[Any]]) -> Iterator[tuple[str, bytes]]:
-        began = time.monotonic()
+        progress = ReportedProgress(gang.log)
+        with contextlib.ExitStack() as block:
+            if self.control is not None:
+                server = ControlServer(gang.address, self.control, progress.answer)
+                block.enter_context(server)
+            yield from self._lead(gang, frames, progress)
+
+    def _lead(
+        self, gang: LedGang, frames: list[list[Any]], progress: ReportedProgress
+    ) -> Iterator[tuple[str, bytes]]:
         parts = [[pickle.loads(frame) for frame in frames_of(records)] for records in frames]
         training = [handles[0] for handles in parts]
         check_handles(training, "column")
@@ -168,7 +185,15 @@ class LedFit:
         payload, prepared = model.payload, [model]
         model = replace(model, module=nn.Module())
         finished = run_course(
-            trainer, prepared, samples, validation, start, inputs, take, "false", began
+            trainer,
+            prepared,
+            samples,
+            validation,
+            start,
+            inputs,
+            take,
+            progress.describing,
+            interrupts=progress.interrupt,
         )
         done, weights = finished.result
         if any(type(each).on_result is not Callback.on_result for each in finished.callbacks):
@@ -186,6 +211,7 @@ class LedFit:
             finished.packed,
             finished.packed_best,
             finished.schedule if order.one_pass else None,
+            tuple(map(_attributes, trainer.callbacks)),
         )
         rows = {RESULT: cloudpickle.dumps(end)}
         rows.update((kind, flat.numpy().tobytes()) for kind, flat in weights.items())
@@ -228,6 +254,17 @@ class LedFit:
         read = gang.call(_ReadPreview(preview, part), "looking at the first samples")
         rows = preview.join([read[partition] for partition in preview.rows])
         return sample_set(None, handles, self.num_features, self.weighted, rows)
+
+
+def _attributes(callback: Callback) -> bytes:
+    """Pickle the attributes of a callback that can be pickled."""
+    found = {}
+    for name, value in getattr(callback, "__dict__", {}).items():
+        with contextlib.suppress(Exception):
+            pickle.loads(cloudpickle.dumps(value))
+            found[name] = value
+    packed: bytes = cloudpickle.dumps(found)
+    return packed
 
 
 @dataclass(frozen=True)

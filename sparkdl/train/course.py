@@ -28,9 +28,9 @@ from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import BEST, Engine
 from sparkdl.loop.history import History
 from sparkdl.loop.history_tables import counted
-from sparkdl.loop.interrupt import interruptible
+from sparkdl.loop.interrupt import Interrupt, interruptible
 from sparkdl.loop.loop import train
-from sparkdl.loop.progress import progress_of
+from sparkdl.loop.progress import Progress
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
@@ -116,9 +116,9 @@ def run_course(
     start: Start,
     inputs: Callable[[PreparedModel, ValidationSet | None], EngineInputs],
     take: Callable[[FinishedEngine], Result],
-    progress_mode: str,
-    began: float,
+    progress_of: Callable[[str], Progress],
     resources: FitResources | None = None,
+    interrupts: Interrupt | None = None,
 ) -> FinishedCourse[Result]:
     """Try the model out, build the engine, train, and take the result from the engine.
 
@@ -130,9 +130,9 @@ def run_course(
         start: The state in which the run begins.
         inputs: Makes the inputs of the engine, once the model has been tried out.
         take: Takes the result from the engine.
-        progress_mode: The value of ``spark.sparkdl.progress``.
-        began: The time when ``fit`` was called, by ``time.monotonic()``.
+        progress_of: Makes the callback that shows the progress, from a description of model and data.
         resources: What the fit owns in Spark, if it runs on the driver.
+        interrupts: The user's requests, if they do not come as signals to this process.
     """
     model, one_pass, carried = prepared.pop(), start.one_pass, start.carried
     validation = validation_set(trainer, validation_samples, model.float_dtype)
@@ -161,10 +161,11 @@ def run_course(
     stages = stages_of(
         trainer, engine, validation, identity, manifest_model, state, history, one_pass
     )
-    progress = progress_of(progress_mode, _facts(trainer, model, samples), began, one_pass)
+    progress = progress_of(_facts(trainer, model, samples))
     model = replace(model, module=nn.Module())  # the preflight's module takes memory
     rescue = Rescue(trainer, engine, identity, manifest_model, history, one_pass)
-    with interruptible() as interrupt, rescue, contextlib.closing(progress):
+    asked = interruptible() if interrupts is None else contextlib.nullcontext(interrupts)
+    with asked as interrupt, rescue, contextlib.closing(progress):
         own: list[Callback] = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
         callbacks = [rescue, *own, progress]
         config = LoopConfig.of(trainer, start.recorded)

@@ -19,12 +19,12 @@ from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError
-from sparkdl.gang.connect import is_connected
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
-from sparkdl.session import context_of, settings_of, tell_what_costs_speed
+from sparkdl.loop.progress import progress_of
+from sparkdl.session import context_of, is_connected, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.warm_up import warming_up
@@ -204,8 +204,7 @@ def run(
             Start(resuming, kept, carried, one_pass, recorded),
             inputs,
             take,
-            settings.progress,
-            began,
+            lambda facts: progress_of(settings.progress, facts, began, one_pass),
             resources,
         )
     trained = with_state(finished.result, finished.packed, model)

@@ -16,19 +16,17 @@ from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
 from sparkdl.data.samples import materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema
-from sparkdl.engines.resources import FitResources
 from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data
-from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.model.flat import filled
 from sparkdl.process.numerics import Numerics
-from sparkdl.session import context_of, settings_of
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.train.fit_result import result_maker
 from sparkdl.train.group_tasks import RESULT, FitGroup, PredictGroup
 from sparkdl.train.place_samples import source
+from sparkdl.train.plain_tasks import PlainTasks
 from sparkdl.train.preflight import preflight
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.recipes import build_model
@@ -178,8 +176,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     raise_all(ParameterError, list(_problems_of(trainer, names)))
     _check_groups(data, names)
     trainer = replace(trainer, engine="local", replicas=1, slices=1)
-    context = context_of(data)
-    settings = settings_of(context, data.sparkSession)
+    tasks = PlainTasks.of(data)
     model = prepare(trainer, None)
     trainer = replace(trainer, weights=model.recipe.weights)  # not a path, which tasks may lack
     inputs, labels, weights = read_schema(
@@ -191,10 +188,8 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         trainer.columns,
     )
     columns = (*inputs, *labels, *weights)
-    slab = SlabConfig.new(settings.slab_dir, context.applicationId)
-    threads = cpus_of(context, None)
     task: Callable[..., pa.Table] = accompanied(
-        FitGroup(trainer, columns, len(inputs), slab, threads, Numerics.here())
+        FitGroup(trainer, columns, len(inputs), tasks.slab, tasks.threads, Numerics.here())
     )
 
     def fit(key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
@@ -207,15 +202,14 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         [StructField(k, data.schema[n].dataType) for n, k in zip(names, keys, strict=True)]
         + _parse_datatype_string(RESULT).fields  # type: ignore[attr-defined]
     )
-    tasks = TASKS_PER_SLOT * context.defaultParallelism
-    grouped = data.select(*chosen).repartition(tasks, *keys).groupBy(*keys)
+    parts = TASKS_PER_SLOT * tasks.slots
+    grouped = data.select(*chosen).repartition(parts, *keys).groupBy(*keys)
     table = grouped.applyInArrow(fit, schema)
     for name, key in zip(names, keys, strict=True):
         table = table.withColumnRenamed(key, name)
-    with FitResources(context, slab, settings.timeout):
-        template = _tried(trainer, data, names, model, slab)
+    with tasks.running("training the groups"):
+        template = _tried(trainer, data, names, model, tasks.slab)
         table = table.persist()
-        context.setJobDescription("sparkdl: training the groups")
         try:
             with reading_explained("training the groups"):
                 table.count()

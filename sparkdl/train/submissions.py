@@ -10,21 +10,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
-from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
 from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.engines.resources import clean_here
 from sparkdl.errors import SparkdlError, StateLostError
-from sparkdl.gang.connect import run_led
-from sparkdl.gang.led_task import LedTask
-from sparkdl.loop.progress import log_line
+from sparkdl.gang.connect import control_of, run_led
+from sparkdl.gang.led_task import RESULT, LedTask
+from sparkdl.loop.interrupt import interruptible
 from sparkdl.settings import Settings
-from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.worker import finish_task
-from sparkdl.train.connected_rank import LedFit
+from sparkdl.train.connected_news import FollowedFit
+from sparkdl.train.connected_rank import STORED, FitEnd, LedFit
+from sparkdl.train.plain_tasks import clean_nodes
 from sparkdl.usercode import accompanied
 
 if TYPE_CHECKING:
@@ -108,20 +107,6 @@ def look(session: Any, trainer: Trainer, resume: str | None, any_data: bool) -> 
 
 
 @dataclass(frozen=True)
-class _Clean:
-    """The task that removes what killed ranks have left on its node."""
-
-    slab: SlabConfig
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for _ in batches:
-            pass
-        clean_here(self.slab)
-        finish_task()
-        yield from ()
-
-
-@dataclass(frozen=True)
 class Submissions:
     """The submissions of a fit: one, and another for each time that ranks are lost.
 
@@ -133,6 +118,7 @@ class Submissions:
         ranks: The number of ranks.
         fit: The work of the ranks.
         before: The newest checkpoint before the run.
+        one_pass: True for ``partial_fit``.
     """
 
     session: Any
@@ -142,16 +128,37 @@ class Submissions:
     ranks: int
     fit: LedFit
     before: NewestCheckpoint
+    one_pass: bool = False
 
-    def rows(self) -> dict[str, bytes]:
-        """Return what rank 0 has yielded. Raises what it has raised."""
+    def end(self) -> FitEnd | None:
+        """Return the end of the fit, with its weights; None if there were no rows.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted before the training, or twice.
+            Exception: What rank 0 has raised.
+        """
+        follower: FollowedFit | None = None
+
+        def training() -> bool:
+            return follower is not None and follower.training
+
         fit, losses, last = self.fit, 0, self.before
-        news = None if self.settings.progress == "false" else self._tell
         while True:
-            task = LedTask(fit, timeout=self.settings.timeout)
+            control = control_of(self.session)
+            task = LedTask(replace(fit, control=control.address), timeout=self.settings.timeout)
+            profile, mode = self.trainer.resource_profile, self.settings.progress
             try:
-                return run_led(self.frame, task, self.ranks, self.trainer.resource_profile, news)
+                with interruptible(ready=training) as interrupt:
+                    follower = FollowedFit(self.trainer, self.ranks, mode, self.one_pass, interrupt)
+                    with contextlib.closing(follower):
+                        rows = run_led(self.frame, task, self.ranks, profile, control, follower)
+                        end = self._end_of(rows)
+                        if end is not None:
+                            follower.ended(end.state)
+                return end
             except StateLostError as lost:
+                if interrupt.asked:
+                    raise KeyboardInterrupt from lost
                 losses += 1
                 newest = self._newest()
                 if newest.uri != last.uri:
@@ -167,19 +174,18 @@ class Submissions:
                 logger.warning("%s. Submitted again, from %s.", reason, where)
                 fit = replace(fit, resume=resume, again=True)
             except BaseException:
-                self._clean()
+                clean_nodes(self.session, self.fit.slab, self.ranks)
                 raise
 
-    def _tell(self, seconds: float) -> None:
-        log_line(f"training with {self.ranks} ranks, for {seconds:.0f} s so far")
+    def _end_of(self, rows: dict[str, bytes]) -> FitEnd | None:
+        if not rows:  # Spark runs no task for rows of which it knows that there are none
+            return None
+        if STORED in rows:
+            rows = pickle.loads(rows[STORED]).fetch(self.session)
+        end: FitEnd = pickle.loads(rows.pop(RESULT))
+        return replace(end, weights=rows)
 
     def _newest(self) -> NewestCheckpoint:
         if self.trainer.checkpoint is None:
             return self.before
         return look(self.session, self.trainer, None, any_data=False)
-
-    def _clean(self) -> None:
-        """Remove what the ranks have left, as far as tasks get to their nodes."""
-        with contextlib.suppress(PySparkException):
-            tasks = self.session.range(0, self.ranks, 1, self.ranks)
-            tasks.mapInArrow(_Clean(self.fit.slab), "nothing int").toArrow()

@@ -15,9 +15,19 @@ ALGORITHMS = ("grid", "random", "optuna")
 
 
 def problems_of_search(
-    trainer: Any, space: Any, metric: Any, trials: Any, algorithm: Any, parallel: Any, seed: Any
+    trainer: Any,
+    space: Any,
+    metric: Any,
+    trials: Any,
+    algorithm: Any,
+    parallel: Any,
+    seed: Any,
+    connected: bool = False,
 ) -> Iterator[str]:
-    """Yield what is wrong with the arguments of :func:`sparkdl.tune.search`, in its order."""
+    """Yield what is wrong with the arguments of :func:`sparkdl.tune.search`, in its order.
+
+    In a session of Spark Connect (``connected``) trials are fits of gangs.
+    """
     if not isinstance(trainer, Trainer):
         yield f"trainer is {kind_of(trainer)}: give a sparkdl.Trainer."
         return
@@ -49,7 +59,7 @@ def problems_of_search(
         )
     if parallel != 1:
         for wrong, what in (
-            (trainer.engine == "gang", 'engine="gang"'),
+            (trainer.engine == "gang" and not connected, 'engine="gang"'),
             (trainer.checkpoint is not None, "checkpoint"),
             (trainer.keep_optimizer_state, "keep_optimizer_state"),
         ):

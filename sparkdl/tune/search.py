@@ -23,7 +23,7 @@ from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import plain
-from sparkdl.session import context_of, settings_of
+from sparkdl.session import context_of, is_connected, settings_of
 from sparkdl.spark.properties import own_properties
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.local_fit import LocalFit
@@ -31,6 +31,7 @@ from sparkdl.train.placed_samples import session_of
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Random
 from sparkdl.tune.checks import problems_of_search
+from sparkdl.tune.connected import ConnectedTrials, check_search
 from sparkdl.tune.folder import SearchFolder
 from sparkdl.tune.logs import SearchLogs
 from sparkdl.tune.one_by_one import OneByOne
@@ -110,22 +111,26 @@ def search(
         CheckpointError: ``path`` cannot be read or written.
         KeyboardInterrupt: The user interrupted twice.
     """
-    context = context_of(data)
+    connected = is_connected(data)
+    context: Any = None if connected else context_of(data)
     settings = settings_of(context, session_of(data))
     trials, parallel, seed = plain(trials), plain(parallel), plain(seed)
     raise_all(
         ParameterError,
-        list(problems_of_search(trainer, space, metric, trials, algorithm, parallel, seed)),
+        list(
+            problems_of_search(trainer, space, metric, trials, algorithm, parallel, seed, connected)
+        ),
     )
+    if connected:
+        check_search(trainer, path)
     domains = domains_of(space)
     objective = _objective(trainer, metric)
     logs, own = SearchLogs.of(trainer, domains)
     together = parallel != 1
-    if together:
+    trainer_here, slots = own, 1
+    if together and not connected:
         trainer_here = replace(own, engine="local", replicas=own.replicas or 1)
         slots = parallel or task_slots(context, seconds=min(SLOT_SECONDS, settings.timeout or 30))
-    else:
-        trainer_here, slots = own, 1
     folder = None
     if path is not None:
         told = _described(trainer, domains, objective, algorithm, together, seed)
@@ -133,12 +138,16 @@ def search(
     search_id = folder.search_id if folder else secrets.token_hex(8)
     chosen = _algorithm(algorithm, domains, trials, seed, objective, search_id)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(warming_up(context))
-        stack.enter_context(own_properties(context))
+        if not connected:
+            stack.enter_context(warming_up(context))
+            stack.enter_context(own_properties(context))
         placements = stack.enter_context(Placements(data, list(domains), folder))
         stack.enter_context(logs)
         runner: Runner
-        if together:
+        if connected:
+            fits = ConnectedTrials(data, own, domains, objective, parallel)
+            runner = stack.enter_context(fits)
+        elif together:
             group = f"sparkdl-{search_id}"
             side_by_side = SideBySide(
                 context, trainer_here, domains, objective, placements, slots, group, bool(logs)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,6 +121,60 @@ class Kill(sparkdl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def search(data: Any) -> Any:
+    """A search, with the engine that the session has."""
+    import sparkdl.tune
+
+    trainer = replace(
+        by_group(), validation=sparkdl.Validation(data.where("kind < 3"), metrics=["mae"])
+    )
+    space = {"batch_size": [32, 64], "optimizer.lr": [0.01, 0.1], "optimizer.eps": [1e-8, -1.0]}
+    return sparkdl.tune.search(trainer, data, space, metric="mae", algorithm="grid")
+
+
+def of_search(found: Any) -> list[Any]:
+    """The trials of a search with their values, and the reasons of those that failed."""
+    return [[dict(one.arguments), repr(one.value), one.reason] for one in found.trials]
+
+
+def by_group() -> sparkdl.Trainer:
+    """The trainer of a model for each group."""
+    return sparkdl.Trainer(
+        model=_line,
+        loss=nn.MSELoss(),
+        optimizer=partial(torch.optim.Adam, lr=0.01),
+        features="x",
+        label="z",
+        batch_size=16,
+        stop=sparkdl.max_epoch(2),
+    )
+
+
+def of_groups(models: sparkdl.GroupModels) -> list[Any]:
+    """What was trained of each group, with all bits."""
+    rows = models.table.orderBy("kind").collect()
+    return [[row.kind, row.rows, row.iterations, bytes(row.weights).hex()] for row in rows]
+
+
+BEGUN = "begun"
+
+
+class LogBegin(sparkdl.Callback):
+    """Says in the log that training has begun."""
+
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        if state.iteration == 1:
+            print("a line of a callback")
+            logging.getLogger("sparkdl").warning(BEGUN)
+
+
+class Sleep(sparkdl.Callback):
+    """Makes iterations long, so that there are few."""
+
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        time.sleep(0.1)
+
+
 class Note(sparkdl.Callback):
     """Writes where it is and what it gets."""
 
@@ -141,8 +198,6 @@ class Raise(sparkdl.Callback):
 
 def bad_fits(data: Any) -> dict[str, Any]:
     """Calls that fail in either kind of session with the same message."""
-    from dataclasses import replace
-
     good = fits(data)["perceptron"]
     null = data.selectExpr("x", "CASE WHEN kind = 3 THEN NULL ELSE y END AS y")
     return {

@@ -9,16 +9,23 @@ from typing import Any
 import sparkdl
 from sparkdl.settings import SPARK_SETTINGS
 
+FORGETFUL = {
+    "spark.connect.execute.manager.detachedTimeout": "4s",
+    "spark.connect.execute.manager.maintenanceInterval": "1s",
+    "spark.connect.execute.reattachable.senderMaxStreamDuration": "4s",
+}
+"""Settings with which the query of a client that went away ends soon."""
 
-def connected() -> Any:
-    """A server in a JVM of its own, on ``local[2]``, and its client's session."""
+
+def connected(master: str = "local[2]") -> Any:
+    """A server in a JVM of its own, and its client's session."""
     from launch import QUIET
     from pyspark.sql import SparkSession
 
     os.environ["SPARK_TESTING"] = "1"  # any free port
-    builder = SparkSession.builder.remote("local[2]")
+    builder = SparkSession.builder.remote(master)
     quick = {key: value for key, (value, _) in SPARK_SETTINGS.items()}
-    for key, value in {**quick, **QUIET}.items():
+    for key, value in {**quick, **QUIET, **FORGETFUL}.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
 
@@ -60,7 +67,12 @@ def main() -> None:
             folder, table, given["names"], given["mistakes"], given["kills"]
         )
         result["interrupted"] = cases.interrupted(spark, folder, table)
+        result["groups"] = cases.groups(table)
+        result["search"] = cases.search(table)
+        result["texts"] = cases.texts(spark, given["texts"], given["bert"])
+        result["readme"] = cases.readme(spark)
         if given["soaks"]:
+            result["orphan"] = cases.orphan(spark, folder, given["data"])
             result["guide"] = cases.guide(spark, folder)
             result["pipeline"] = cases.pipeline(table)
         result["gangs"] = cases.gangs(spark)

@@ -11,6 +11,7 @@ import connected_fits
 import numpy as np
 import pytest
 import score_connected as script
+import small_text
 import torch
 import train_connected as cases
 from launch import asked_for, digest, launch, soak_but
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 BALLAST_BYTES = {"small": 0, "large": 4 * INLINE_BYTES}
 """A large model travels apart from the query."""
+TEXTS = ["a good film", "a very long day in town", "bad weather"]
 
 
 def module(ballast: int) -> nn.Module:
@@ -63,11 +65,25 @@ def found(request: Any, rows: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         models[name] = str(trained.save(folder / name))
     written = str(folder / "written")
     data = connected_fits.write_data(folder / "data.parquet")
-    given = {"models": models, "written": written, "data": data, "place": str(folder)}
+    bert = str(folder / "bert")
+    small_text.classifier().save_pretrained(bert)
+    small_text.tokenizer().save_pretrained(bert)
+    given = {
+        "models": models,
+        "texts": TEXTS,
+        "bert": bert,
+        "written": written,
+        "data": data,
+        "place": str(folder),
+    }
     asked = {"mistakes": asked_for(request, "mistake"), "kills": ["the checkpoint"]}
     asked["kills"] += [kill for kill in asked_for(request, "kill") if kill not in asked["kills"]]
     run = {item.name for item in request.session.items if item.path == request.path}
-    soaks = {"test_the_page_of_the_guide_runs_there", "test_an_estimator_of_pyspark_ml_trains"}
+    soaks = {
+        "test_the_page_of_the_guide_runs_there",
+        "test_an_estimator_of_pyspark_ml_trains",
+        "test_another_client_continues_the_run_of_one_that_died",
+    }
     names = ["perceptron", *(name for name in asked_for(request, "name") if name != "perceptron")]
     return {
         **launch(
@@ -156,9 +172,10 @@ def test_a_mistake_has_the_message_of_a_classic_session(
 
 
 def test_callbacks_run_in_rank_0(found: Any) -> None:
+    """What they keep comes back at the end."""
     training = found["training"]
     (expected,) = training["digests"]["perceptron"]
-    assert training["noted"] == [True, "10", expected]
+    assert training["noted"] == [True, "10", expected, 10]
     assert training["callback"].startswith("ParameterError: the callback Note cannot be pickled")
 
 
@@ -193,16 +210,75 @@ def test_what_needs_rdds_says_so(found: Any) -> None:
     assert all(text.startswith("SessionError: ") for text in messages.values())
     assert 'use engine="gang"' in messages["local"]
     assert "leave it out" in messages["min_ranks"]
-    assert messages["placed"] == messages["tune"]
-    assert "Trainer.fit and partial_fit train" in messages["tune"]
+    assert 'trains with engine="gang" only' in messages["inner steps"]
+    assert "this process uses Spark Connect" in messages["session"]
+    assert "Trainer.fit, partial_fit" in messages["placed"]
 
 
-def test_slabs_are_gone_and_slots_free_after_an_interrupt(found: Any) -> None:
-    assert found["training"]["slabs"] == []
+def test_an_interrupt_ends_the_training_and_a_second_one_the_fit(found: Any) -> None:
     interrupted = found["interrupted"]
-    assert interrupted["ranks"] == 2
-    assert interrupted["slabs"] == []
-    assert interrupted["seconds"] < 15  # 4 on a quiet machine, with the start of new ranks
+    assert found["training"]["slabs"] == []
+    assert interrupted["1"]["told"] == ["interrupted", True]
+    assert interrupted["2"]["told"] == ["KeyboardInterrupt"]
+    for one in (interrupted["1"], interrupted["2"]):
+        assert one["ranks"] == 2
+        assert one["slabs"] == []
+        assert one["seconds"] < 15  # 4 on a quiet machine, with the start of new ranks
+
+
+def test_a_bar_follows_the_training(found: Any) -> None:
+    shown = found["interrupted"]["shown"]
+    assert re.search(r"epoch \d+: .*loss .* samples/s", shown)
+    assert shown.count("a line of a callback\n") == 2
+
+
+def test_groups_have_the_bits_of_a_classic_session(found: Any, data: DataFrame) -> None:
+    models = sparkdl.fit_groups(data, "kind", connected_fits.by_group())
+    groups = found["groups"]
+    assert groups["groups"] == connected_fits.of_groups(models)
+    models.unpersist()
+    assert groups["predicted"]
+    assert groups["no group"] == "ParameterError: no model of 9: there is no such group."
+    assert groups["a mistake"].startswith('DataError: by names "sort"')
+
+
+def test_a_search_has_the_values_of_a_classic_session(found: Any, data: DataFrame) -> None:
+    classic = connected_fits.search(data)
+    search = found["search"]
+    assert search["trials"] == connected_fits.of_search(classic)
+    assert search["best"] == digest(classic.best_model.module)
+    assert search["checkpoints"].startswith("SessionError: Trainer(checkpoint=) cannot be had")
+
+
+def test_texts_are_classified_and_embedded(found: Any) -> None:
+    model, tokenizer = small_text.classifier(), small_text.tokenizer()
+    scores, vectors = [], []
+    for text in TEXTS:
+        inputs = tokenizer(text, return_tensors="pt")
+        with torch.no_grad():
+            scores.append(
+                model(inputs.input_ids, inputs.attention_mask).logits.softmax(1).max().item()
+            )
+            hidden = model.bert(inputs.input_ids, inputs.attention_mask).last_hidden_state[0, 0]
+        vectors.append((hidden / hidden.norm()).tolist())
+    assert found["texts"]["scores"] == pytest.approx(scores, rel=1e-4)
+    torch.testing.assert_close(
+        torch.tensor(found["texts"]["vectors"]), torch.tensor(vectors), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_the_program_of_the_readme_runs_there(found: Any) -> None:
+    assert re.match(r"\{'loss': 0\.\d+, 'accuracy': 0\.\d+\}\n", found["readme"])
+    assert "prediction" in found["readme"]
+
+
+@pytest.mark.soak
+def test_another_client_continues_the_run_of_one_that_died(found: Any) -> None:
+    """Spark ends that run: it holds its slots for as long as the server waits for its client."""
+    orphan = found["orphan"]
+    assert orphan["ranks"] == 2
+    assert orphan["last"] > 0
+    assert orphan["iterations"] == orphan["last"] + 3
 
 
 @pytest.mark.soak
@@ -233,3 +309,18 @@ def test_too_few_slots_are_an_error_at_once_or_soon(found: Any) -> None:
         "for at most 2 ranks, or for more executors or cores."
     )
     assert found["gangs"]["silent"].startswith("SessionError: Spark did not begin with the gang's")
+
+
+@pytest.mark.soak
+def test_ranks_on_two_executors(data: DataFrame, found: Any, tmp_path: Path) -> None:
+    names = ["mixed", "perceptron, fsdp"]
+    path, place = str(found["folder"] / "data.parquet"), str(tmp_path)
+    script_of_cluster = Path(script.__file__).with_name("connect_cluster.py")
+    cluster = launch(script_of_cluster, tmp_path, data=path, names=names, place=place)
+    assert cluster["executors"] == 2
+    for name in names:
+        trained = connected_fits.fits(data)[name].fit(data)
+        assert cluster["digests"][name] == cases.digests(trained)
+    assert cluster["interrupted"]["1"]["told"] == ["interrupted", True]
+    assert cluster["interrupted"]["2"]["told"] == ["KeyboardInterrupt"]
+    assert cluster["groups"] == found["groups"]["groups"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,8 @@ from torch import nn
 import sparkdl
 import sparkdl.gang.connect
 import sparkdl.train.connected
+import sparkdl.tune
+from sparkdl.checkpoint.store import CheckpointStore
 
 
 def told(call: Callable[[], Any]) -> str:
@@ -56,15 +63,18 @@ def training(
     by_default = replace(good, engine="shuffle", callbacks=[note])
     result["default engine"] = digests(by_default.fit(data))
     process, *noted = (folder / "note").read_text().split()
-    result["noted"] = [int(process) != os.getpid(), *noted]
+    result["noted"] = [int(process) != os.getpid(), *noted, note.iterations]
     lock: Any = threading.Lock()
     note.path = lock
     result["callback"] = told(lambda: replace(good, callbacks=[note]).fit(data))
     result["classic only"] = {
         "local": told(lambda: replace(good, engine="local").fit(data)),
         "min_ranks": told(lambda: replace(good, min_ranks=1).fit(data)),
+        "inner steps": told(
+            lambda: replace(good, engine="shuffle", consistency=sparkdl.DiLoCo()).fit(data)
+        ),
+        "session": told(sparkdl.session),
         "placed": told(lambda: sparkdl.PlacedSamples.of(good, data)),
-        "tune": told(lambda: _search(good, data)),
     }
     result["slots"] = told(lambda: replace(good, replicas=9).fit(data))
     two = [good.partial_fit(data.where(f"kind % 2 = {i}")) for i in (0, 1)]
@@ -84,12 +94,6 @@ def training(
     result["left"] = [name for name in os.listdir(folder / "checkpoints") if "result" in name]
     result["slabs"] = os.listdir(folder / "slabs")
     return result
-
-
-def _search(trainer: Any, data: Any) -> Any:
-    import sparkdl.tune
-
-    return sparkdl.tune.search(trainer, data, {"batch_size": [8]}, metric="loss")
 
 
 def sends(spark: Any, data: Any, model: Any) -> list[int]:
@@ -139,20 +143,130 @@ def pipeline(data: Any) -> list[str]:
     return stage.fit(data).transform(data).columns
 
 
+def _interrupt(at: list[float], times: int, record: logging.LogRecord) -> None:
+    """Interrupt when training has begun, and when that interrupt is told of, so many times in all."""
+    if (record.getMessage() == connected_fits.BEGUN or at) and len(at) < times:
+        at.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+
 def interrupted(spark: Any, folder: Path, data: Any) -> dict[str, Any]:
-    """An interrupt in the middle of a long fit: when its slots are free again, and what is left."""
-    trainer = replace(connected_fits.fits(data)["perceptron"], stop=sparkdl.max_epoch(100_000))
-    threading.Timer(2.5, os.kill, [os.getpid(), signal.SIGINT]).start()
-    try:
-        trainer.fit(data)
-    except KeyboardInterrupt:
-        at = time.monotonic()
-    ranks = sparkdl.gang.run(os.getpid, ranks=2, spark=spark)
-    return {
-        "ranks": len(ranks),
-        "seconds": time.monotonic() - at,
-        "slabs": os.listdir(folder / "slabs"),
+    """Interrupts in the middle of a long fit: what comes back, when slots are free, what is left."""
+    begin = connected_fits.LogBegin()
+    trainer = replace(
+        connected_fits.fits(data)["perceptron"], stop=sparkdl.max_epoch(100_000), callbacks=[begin]
+    )
+    handler = logging.Handler()
+    logging.getLogger("sparkdl").addHandler(handler)
+    result: dict[str, Any] = {}
+    shown = io.StringIO()
+    spark.conf.set("spark.sparkdl.progress", "true")
+    for times in (1, 2):
+        at: list[float] = []
+        handler.emit = partial(_interrupt, at, times)  # type: ignore[method-assign]
+        try:
+            with contextlib.redirect_stderr(shown), contextlib.redirect_stdout(shown):
+                trained = trainer.fit(data)
+            told = [str(trained.history.stopped), len(trained.history) > 0]
+        except KeyboardInterrupt:
+            told = ["KeyboardInterrupt"]
+        ranks = sparkdl.gang.run(os.getpid, ranks=2, spark=spark)
+        result[str(times)] = {
+            "told": told,
+            "ranks": len(ranks),
+            "seconds": time.monotonic() - at[-1],
+            "slabs": os.listdir(folder / "slabs"),
+        }
+    spark.conf.set("spark.sparkdl.progress", "false")
+    logging.getLogger("sparkdl").removeHandler(handler)
+    return {**result, "shown": shown.getvalue()}
+
+
+def groups(data: Any) -> dict[str, Any]:
+    """A model for each group of rows."""
+    found = sparkdl.fit_groups(data, "kind", connected_fits.by_group())
+    some = found.transform(data).where("kind = 2")
+    result = {
+        "groups": connected_fits.of_groups(found),
+        "predicted": some.where("prediction IS NOT NULL").count() == some.count() > 0,
+        "no group": told(lambda: found.model(9)),
+        "a mistake": told(
+            lambda: sparkdl.fit_groups(data, "sort", connected_fits.by_group()),
+        ),
     }
+    found.unpersist()
+    return result
+
+
+def search(data: Any) -> dict[str, Any]:
+    """A search, whose trials run side by side."""
+    found = connected_fits.search(data)
+    trainer = replace(connected_fits.fits(data)["mixed"], checkpoint=sparkdl.Checkpoint("place"))
+    return {
+        "trials": connected_fits.of_search(found),
+        "best": digest(found.best_model.module),
+        "checkpoints": told(
+            lambda: sparkdl.tune.search(trainer, data, {"batch_size": [8]}, parallel=1)
+        ),
+    }
+
+
+def texts(spark: Any, rows: list[str], folder: str) -> dict[str, Any]:
+    data = spark.createDataFrame(
+        [(number, text) for number, text in enumerate(rows)], "n int, text string"
+    )
+    classes = sparkdl.classify(data, folder).orderBy("n").collect()
+    vectors = sparkdl.embed(data, folder, pooling="cls").orderBy("n").collect()
+    return {
+        "scores": [row.score for row in classes],
+        "vectors": [list(row.embedding) for row in vectors],
+    }
+
+
+def readme(spark: Any) -> str:
+    """Run the README's program, and return what it prints."""
+    text = (ROOT / "README.md").read_text()
+    (program,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    first = 'spark = sparkdl.session("local[2]")\n'
+    assert first in program
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(program.replace(first, ""), {"spark": spark, "__name__": "__main__"})
+    return printed.getvalue()
+
+
+def orphan(spark: Any, folder: Path, data: str) -> dict[str, Any]:
+    """Kill a client while it trains: Spark ends its run, and another client continues it."""
+    from pyspark.sql.connect.client import DefaultChannelBuilder
+
+    place = folder / "orphan"
+    url = f"sc://localhost:{DefaultChannelBuilder.default_port()}"
+    script = str(Path(__file__).with_name("connected_client.py"))
+    client = subprocess.Popen([sys.executable, script, url, data, str(place)])
+    deadline = time.monotonic() + 120
+    while not _newest(place) and time.monotonic() < deadline:
+        assert client.poll() is None
+        time.sleep(0.1)
+    client.kill()
+    client.wait()
+    ranks = len(sparkdl.gang.run(os.getpid, ranks=2, spark=spark))  # waits until Spark has ended it
+    last = _newest(place)
+    table = spark.read.parquet(data)
+    trainer = replace(
+        connected_fits.fits(table)["perceptron"],
+        stop=sparkdl.max_iteration(last + 3),
+        checkpoint=sparkdl.Checkpoint(place),
+    )
+    trained = trainer.fit(table, resume="latest")
+    return {"ranks": ranks, "last": last, "iterations": len(trained.history)}
+
+
+def _newest(folder: Path) -> int:
+    """The iteration of the newest checkpoint; 0 without one."""
+    if not folder.exists():
+        return 0
+    found = CheckpointStore(folder).candidates()
+    return next((manifest.iteration for _, manifest in found), 0)
 
 
 def summed(value: float) -> Any:
@@ -176,9 +290,6 @@ def dies() -> None:
 
 def gangs(spark: Any) -> dict[str, Any]:
     """Functions on ranks."""
-    import contextlib
-    import io
-
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         found = sparkdl.gang.run(summed, 1.0, ranks=2, spark=spark, output=True)
@@ -191,6 +302,8 @@ def gangs(spark: Any) -> dict[str, Any]:
         "late": told(lambda: sparkdl.gang.run(time.sleep, 30, ranks=2, spark=spark, timeout=1.5)),
     }
     sparkdl.gang.connect.SILENT_SECONDS = 1.5
-    sparkdl.gang.connect._seen[spark.session_id] = 9  # as where nobody can tell the slots
+    sparkdl.gang.connect._seen[spark.session_id] = sparkdl.gang.connect.Nodes(
+        9, ()
+    )  # as where nobody can tell the slots
     result["silent"] = told(lambda: sparkdl.gang.run(os.getpid, ranks=9, spark=spark))
     return result

@@ -1,0 +1,150 @@
+"""What rank 0 says of a fit in a session of Spark Connect while it runs, and what the client shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from sparkdl.gang.connect import tell_line
+from sparkdl.loop.interrupt import Interrupt
+from sparkdl.loop.progress import Progress, log_line, progress_of, shows_bar
+from sparkdl.loop.state import TrainState
+
+if TYPE_CHECKING:
+    from sparkdl.train.trainer import Trainer
+
+HIDDEN = "false"
+"""The value of ``spark.sparkdl.progress`` with which nothing is shown."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to rank 0.
+
+    Attributes:
+        known: The number of lines of its log that the client has.
+        end: Whether training is to end after the current iteration.
+    """
+
+    known: int
+    end: bool
+
+
+@dataclass(frozen=True)
+class News:
+    """The answer of rank 0.
+
+    Attributes:
+        facts: A description of model and data; "" before training.
+        state: The state of the run, without histograms; None before training.
+        log: The level and the text of further lines of its log.
+    """
+
+    facts: str
+    state: TrainState | None
+    log: Sequence[tuple[int, str]]
+
+
+class ReportedProgress(Progress):
+    """The progress of a run in rank 0, which answers the client's questions.
+
+    Attributes:
+        interrupt: The user's request to end, which comes with a question.
+    """
+
+    def __init__(self, log: Sequence[tuple[int, str]]) -> None:
+        """Create the progress of a run.
+
+        Args:
+            log: The lines that rank 0 logs, which grow.
+        """
+        self.interrupt = Interrupt()
+        self._log, self._facts = log, ""
+        self._state: TrainState | None = None
+
+    def describing(self, facts: str) -> ReportedProgress:
+        """Take a description of model and data, and return the progress itself."""
+        self._facts = facts
+        return self
+
+    def answer(self, question: Question) -> News:
+        """Answer a question; called in another thread."""
+        if question.end:
+            self.interrupt.asked = True
+        state, log = self._state, list(self._log[question.known :])
+        return News(self._facts, None if state is None else replace(state, histograms=None), log)
+
+    def on_fit_start(self, trainer: Any, state: TrainState) -> None:
+        self._state = state
+
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
+        self._state = state
+
+    def on_validation_end(self, trainer: Any, state: TrainState) -> None:
+        self._state = state
+
+    def on_checkpoint(self, trainer: Any, state: TrainState) -> None:
+        self._state = state
+
+
+class FollowedFit:
+    """What follows a fit on the client: it shows the progress, and passes an interrupt on.
+
+    Attributes:
+        known: The number of lines of the log of rank 0 that were told.
+        training: Whether rank 0 trains, as far as is known.
+    """
+
+    def __init__(
+        self, trainer: Trainer, ranks: int, mode: str, one_pass: bool, interrupt: Interrupt
+    ) -> None:
+        """Create it for one submission.
+
+        Args:
+            trainer: The trainer.
+            ranks: The number of ranks.
+            mode: The value of ``spark.sparkdl.progress``.
+            one_pass: True for ``partial_fit``.
+            interrupt: The user's requests to end.
+        """
+        self._trainer, self._ranks, self._mode, self._one_pass = trainer, ranks, mode, one_pass
+        self._interrupt, self._began = interrupt, time.monotonic()
+        self._progress: Progress | None = None
+        self.known, self.training = 0, False
+
+    def question(self) -> Question | None:
+        """See :class:`sparkdl.gang.connect.Follower`, also for the methods below."""
+        if self._mode == HIDDEN and self.training and not self._interrupt.asked:
+            return None
+        return Question(self.known, self._interrupt.asked)
+
+    def heard(self, answer: News) -> None:
+        self.training = answer.state is not None
+        for level, text in answer.log:
+            tell_line(level, text)
+        self.known += len(answer.log)
+        if answer.state is None:
+            return
+        if self._progress is None:
+            self._progress = progress_of(self._mode, answer.facts, self._began, self._one_pass)
+        self._progress.follow(self._trainer, answer.state)
+
+    def waiting(self, seconds: float) -> None:
+        if self._mode != HIDDEN:
+            log_line(f"training with {self._ranks} ranks, for {seconds:.0f} s so far")
+
+    def ended(self, state: TrainState) -> None:
+        """Show the end of the run."""
+        if self._progress is None and shows_bar(self._mode):
+            self._progress = progress_of(self._mode, "", self._began, self._one_pass)
+        if self._progress is not None:
+            self._progress.follow(self._trainer, state)
+            self._progress.on_fit_end(self._trainer, state)
+
+    def close(self) -> None:
+        """Release the terminal's line."""
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None

@@ -1,0 +1,105 @@
+"""Plain tasks, each of which trains by itself, in a session of either kind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+from pyspark import SparkContext
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame
+
+from sparkdl.engines.resources import FitResources, clean_here
+from sparkdl.gang.connect import slots_of
+from sparkdl.gang.slots import cpus_of
+from sparkdl.session import context_of, is_connected, settings_of
+from sparkdl.settings import Settings
+from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.worker import finish_task
+
+
+@dataclass(frozen=True)
+class PlainTasks:
+    """What a run of plain tasks needs of its session.
+
+    Attributes:
+        session: The session.
+        context: Its SparkContext; None in a session of Spark Connect.
+        settings: The settings of the session.
+        slab: The slabs of the run.
+        slots: The number of tasks that run at once.
+        threads: The threads of each.
+    """
+
+    session: Any
+    context: SparkContext | None
+    settings: Settings
+    slab: SlabConfig
+    slots: int
+    threads: int
+
+    @staticmethod
+    def of(data: DataFrame) -> PlainTasks:
+        """Return those of the session of ``data``.
+
+        Raises:
+            SessionError: The session was stopped.
+        """
+        session: Any = data.sparkSession
+        if is_connected(data):
+            settings = settings_of(None, session)
+            slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
+            threads = int(session.conf.get("spark.task.cpus", "1") or 1)
+            return PlainTasks(session, None, settings, slab, slots_of(session), threads)
+        context = context_of(data)
+        settings = settings_of(context, session)
+        slab = SlabConfig.new(settings.slab_dir, context.applicationId)
+        slots, threads = context.defaultParallelism, cpus_of(context, None)
+        return PlainTasks(session, context, settings, slab, slots, threads)
+
+    @contextlib.contextmanager
+    def running(self, description: str) -> Iterator[None]:
+        """Remove the slabs of the tasks in the block afterwards.
+
+        Args:
+            description: What they do, for the Spark UI.
+        """
+        if self.context is None:
+            try:
+                yield
+            finally:
+                clean_nodes(self.session, self.slab, self.slots)
+            return
+        with FitResources(self.context, self.slab, self.settings.timeout):
+            self.context.setJobDescription(f"sparkdl: {description}")
+            yield
+
+
+@dataclass(frozen=True)
+class _Clean:
+    """The task that removes the slabs of a run from its node."""
+
+    slab: SlabConfig
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in batches:
+            pass
+        clean_here(self.slab)
+        finish_task()
+        yield from ()
+
+
+def clean_nodes(session: Any, slab: SlabConfig, tasks: int) -> None:
+    """Remove the slabs of a run in a session of Spark Connect, from the nodes that tasks get to.
+
+    Args:
+        session: The session.
+        slab: The slabs.
+        tasks: The number of tasks.
+    """
+    with contextlib.suppress(PySparkException):
+        frame = session.range(0, tasks, 1, tasks)
+        frame.mapInArrow(_Clean(slab), "nothing int").toArrow()
