@@ -24,6 +24,7 @@ from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
+from sparkdl.replica.iteration import Decisions
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality
@@ -58,7 +59,7 @@ def fit(
             "resume= and start= cannot be combined: a resumed run has its own weights. Pass one of "
             "them."
         )
-    recorded = recorded_staleness(trainer, replay)
+    recorded = recorded_decisions(trainer, replay)
     kept = chosen_state(start, optimizer_state)
     if is_connected(data):
         return run_connected(trainer, data, resume, start, kept, any_data=any_data).trained
@@ -74,14 +75,26 @@ def fit(
         ).trained
 
 
-def recorded_staleness(trainer: Trainer, replay: History | None) -> dict[int, int] | None:
-    """Return the staleness of each iteration of a history; None without a history.
+def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, Decisions] | None:
+    """Return what was decided on each iteration of a history; None without a history.
 
     Raises:
-        ParameterError: The consistency model keeps too few versions to repeat it.
+        ParameterError: The trainer cannot repeat it.
     """
     if replay is None:
         return None
+    counts = replay.micro_batches
+    if counts and trainer.engine == "gang":
+        raise ParameterError(
+            "replay: the history has replicas that left out micro-batches, which the ranks of a gang "
+            'cannot: use engine="shuffle" or "local".'
+        )
+    parts = max((max(each) for each in counts.values()), default=0)
+    if parts > trainer.accumulate:
+        raise ParameterError(
+            f"replay: the history has replicas with {parts} micro-batches, and this trainer has "
+            f"accumulate={trainer.accumulate}: train with that of the recorded run."
+        )
     recorded = replay.staleness
     most, keep = max(recorded.values(), default=0), trainer.consistency_model.keep
     if most >= keep:
@@ -89,7 +102,7 @@ def recorded_staleness(trainer: Trainer, replay: History | None) -> dict[int, in
             f"replay: the history has gradients that are {most} versions old, and this trainer keeps "
             f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
         )
-    return recorded
+    return replay.decisions
 
 
 def partial_fit(
@@ -121,7 +134,7 @@ def run(
     carried: CarriedRun | None = None,
     one_pass: bool = False,
     any_data: bool = False,
-    recorded: Mapping[int, int] | None = None,
+    recorded: Mapping[int, Decisions] | None = None,
 ) -> CarriedRun:
     """Train, and return the result and the state in which the run ended.
 
@@ -134,7 +147,7 @@ def run(
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``: one pass over ``data``, which is a part of all data.
         any_data: The checkpoint may come from other data.
-        recorded: The staleness to repeat, by the number of the iteration; None: no replay.
+        recorded: The decisions to repeat, by the number of the iteration; None: no replay.
     """
     began = time.monotonic()
     placed, given = (data, data.data) if isinstance(data, PlacedSamples) else (None, data)
