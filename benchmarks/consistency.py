@@ -52,6 +52,8 @@ def models(inner_steps: int) -> dict[str, Any]:
     return {
         "Synchronous": sparkdl.Synchronous(),
         "drop_stragglers": sparkdl.Synchronous(drop_stragglers=0.25),
+        "Asynchronous": sparkdl.Asynchronous(),
+        "Asynchronous, not scaled": sparkdl.Asynchronous(scale=None),
         "StaleSynchronous(0)": sparkdl.StaleSynchronous(staleness=0),
         "StaleSynchronous(1)": sparkdl.StaleSynchronous(staleness=1),
         "DiLoCo": sparkdl.DiLoCo(inner_steps=inner_steps, outer_optimizer=OUTER),

@@ -158,8 +158,8 @@ class GradientsSection:
     local_steps: int = 1
     """The number of optimizer steps of each replica between averages of the replicas."""
     consistency: Component | None = None
-    """The consistency of replicas: sparkdl:Synchronous (null), sparkdl:StaleSynchronous or
-    sparkdl:DiLoCo."""
+    """The consistency of replicas: sparkdl:Synchronous (null),
+    sparkdl:StaleSynchronous, sparkdl:Asynchronous or sparkdl:DiLoCo."""
     l1: float | dict[str, float] = 0.0
     """The strength of the L1 penalty, or a mapping from patterns of parameter names to strengths."""
     l2: float | dict[str, float] = 0.0

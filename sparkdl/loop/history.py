@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkdl.consistency.turns import commits_of
 from sparkdl.errors import ParameterError
 from sparkdl.loop import history_files, history_tables
 from sparkdl.loop.history_files import KINDS
@@ -213,6 +214,17 @@ class History:
         names.sort(key=lambda name: int(name.removeprefix(MICRO_BATCHES)))
         rows = {n: tuple(made.get(k, 0) for k in names) for n, made in self.decisions.items()}
         return {number: row for number, row in rows.items() if any(row)}
+
+    @property
+    def commits(self) -> dict[int, tuple[tuple[int, int, int], ...]]:
+        """Return the gradients that were applied in each iteration of :class:`sparkdl.Asynchronous`,
+        in order, by its number from 1.
+
+        A gradient is its group, the number of steps that were made between its weights and its
+        application, and its mini-batch: how many iterations the group is ahead of this one.
+        """
+        rows = {number: tuple(commits_of(made)) for number, made in self.decisions.items()}
+        return {number: row for number, row in rows.items() if row}
 
     @property
     def decisions(self) -> dict[int, Decisions]:

@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
@@ -24,7 +25,7 @@ from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
-from sparkdl.replica.iteration import Decisions
+from sparkdl.replica.iteration import STALENESS, Decisions
 from sparkdl.session import context_of, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality
@@ -83,6 +84,12 @@ def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, De
     """
     if replay is None:
         return None
+    asynchronous = isinstance(trainer.consistency_model, Asynchronous)
+    if bool(replay.commits) != asynchronous:
+        found = "the order of asynchronous steps" if replay.commits else "no order of steps"
+        raise ParameterError(
+            f"replay: the history has {found}: train with the consistency= of the recorded run."
+        )
     counts = replay.micro_batches
     if counts and trainer.engine == "gang":
         raise ParameterError(
@@ -103,6 +110,11 @@ def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, De
             f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
         )
     return replay.decisions
+
+
+def largest_staleness(recorded: Mapping[int, Decisions]) -> int:
+    """Return the largest staleness of recorded iterations."""
+    return max((decisions.get(STALENESS, 0) for decisions in recorded.values()), default=0)
 
 
 def partial_fit(
@@ -201,7 +213,7 @@ def run(
                 slab,
                 threads,
                 resources,
-                replays=recorded is not None,
+                replays=None if recorded is None else largest_staleness(recorded),
             )
 
         def take(done: FinishedEngine) -> TrainedModel:

@@ -175,8 +175,8 @@ class Trainer:
     averaged (local SGD). An iteration then uses ``local_steps`` batches of ``batch_size``. Not for a
     gang."""
     consistency: Consistency | None = None
-    """How replicas agree: :class:`sparkdl.Synchronous` (None), :class:`sparkdl.StaleSynchronous` or
-    :class:`sparkdl.DiLoCo`."""
+    """How replicas agree: :class:`sparkdl.Synchronous` (None), :class:`sparkdl.StaleSynchronous`,
+    :class:`sparkdl.Asynchronous` or :class:`sparkdl.DiLoCo`."""
     clip_value: float | None = None
     """Limit every element of the gradient to [-clip_value, clip_value]."""
     clip_norm: float | None = None
