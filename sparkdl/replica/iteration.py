@@ -55,7 +55,7 @@ class ResidualHandle:
 
 @dataclass(frozen=True)
 class PassedParts:
-    """What a replica did of its mini-batch, if it may stop early.
+    """The part of a mini-batch that a replica did, if it may stop early.
 
     Attributes:
         parts: The number of micro-batches that it did; 0 if it could not stop early.

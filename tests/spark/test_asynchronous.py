@@ -80,8 +80,12 @@ def data(spark: Any) -> Any:
 def delays(monkeypatch: Any) -> Callable[[Callable[[Turn], float]], None]:
     """Sets the virtual time that turns take on "local"."""
 
+    known = registry.ENGINES["local"]
+
     def set_to(seconds: Callable[[Turn], float]) -> None:
-        def build(given: Any) -> LocalGroupEngine:
+        def build(given: Any) -> Any:
+            if given.consistency == sparkdl.Synchronous():
+                return known(given)
             return LocalGroupEngine(
                 *(given.samples, given.run, given.payload, given.batch_size, given.validation),
                 given.consistency,

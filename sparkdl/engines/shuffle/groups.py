@@ -11,10 +11,9 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
-
-from pyspark.core.rdd import RDD
 
 from sparkdl.consistency.asynchronous import Asynchronous, GroupTurns
 from sparkdl.consistency.base import Update
@@ -28,16 +27,13 @@ from sparkdl.engines.shuffle.group_tasks import (
     CommitEntry,
     CommitMessage,
     Headers,
-    KeepGradients,
-    TakeTurn,
     TurnMessage,
 )
 from sparkdl.engines.shuffle.messages import SYNCHRONIZATION
-from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
 from sparkdl.engines.shuffle.reports import states_of
 from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.shuffle.state_reads import SnapshotRdds
-from sparkdl.engines.shuffle.state_tasks import Recount
+from sparkdl.engines.shuffle.turn_jobs import RunningTurn, turn_rdd
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import TrainingError
 from sparkdl.loop.engine import CURRENT, IterationResult, ReadState, slowest, summarize
@@ -49,40 +45,12 @@ from sparkdl.spark.frames import (
     RunningJob,
     forget_shuffles,
     map_frames,
-    shuffle_frames,
-    some_partitions,
     stage_name,
-    zip_frames,
 )
 from sparkdl.spark.message import post
 
 POLL_SECONDS = 0.001
 """The time between two looks at the running jobs."""
-
-
-@dataclass(frozen=True)
-class RunningTurn:
-    """A turn that is under way, or whose gradient waits.
-
-    Attributes:
-        turn: The turn.
-        asked: The iteration of the loop in which it began.
-        submission: The submission of its gradients.
-        job: Its job.
-        shuffled: The RDD behind which shuffle files are; None if there are none.
-        tries: The number of submissions before this one.
-        headers: The headers of its gradients, once they are there.
-        reports: The reports of its replicas, once they are there.
-    """
-
-    turn: Turn
-    asked: Iteration
-    submission: int
-    job: RunningJob
-    shuffled: RDD | None
-    tries: int = 0
-    headers: Headers = ()
-    reports: tuple[ReplicaReport, ...] = ()
 
 
 class GroupEngine(ShuffleEngine):
@@ -189,7 +157,7 @@ class GroupEngine(ShuffleEngine):
         placement = self._placement
         with stage_name(self._context, SYNCHRONIZATION):
             if post(self._context, placement.fit, message):
-                build = lambda: map_frames(placement.slice_rdd, ApplyCommits())  # noqa: E731
+                build = partial(map_frames, placement.slice_rdd, ApplyCommits())
                 rdd = self._rdds.once(SYNCHRONIZATION, build)
             else:
                 rdd = map_frames(placement.slice_rdd, ApplyCommits(message))
@@ -208,33 +176,10 @@ class GroupEngine(ShuffleEngine):
         with stage_name(self._context, name):
             told = post(self._context, self._placement.fit, message)
             alone = self._placement.single_node(message.states)
-            if alone and told:
-                rdd = self._rdds.once(name, lambda: self._build(message, group, told, alone))
-            else:
-                rdd = self._build(message, group, told, alone)
+            build = partial(turn_rdd, self._placement, message, group, told, alone)
+            rdd = self._rdds.once(name, build) if alone and told else build()
             job = RunningJob(rdd, len(group) if alone else self._placement.slices)
         return RunningTurn(turn, asked, message.submission, job, None if alone else rdd, tries)
-
-    def _build(self, message: TurnMessage, group: range, told: bool, alone: bool) -> RDD:
-        """Build the RDD of a turn.
-
-        Args:
-            message: The turn.
-            group: Its replicas.
-            told: Whether tasks find it in the job's message.
-            alone: Whether everything is on one node.
-        """
-        placement, inside = self._placement, None if told else message
-        task = TakeTurn(inside) if alone else ForwardBackward(inside)
-        seats = placement.at_seats(
-            task, placement.samples, message.read_states, message.copies, posted=told
-        )
-        some = some_partitions(seats, group)
-        if alone:
-            return some
-        sent = shuffle_frames(some, placement.slices, few_bytes=placement.few_bytes)
-        owners = map_frames(placement.slice_rdd, Recount(len(group)))
-        return map_frames(zip_frames(sent, owners), KeepGradients(inside))
 
     def _receive(self, ended: RunningTurn) -> bool:
         """Take what a turn's job returned. Return False if the turn was submitted again."""
