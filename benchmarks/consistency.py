@@ -2,10 +2,11 @@
 
     .venv/bin/python benchmarks/consistency.py --step-ms 100 --slow 1,2,4 --rounds 3
 
-Every forward pass sleeps for the time of a step; in replica 0 for ``slow`` times that. A round trains
-with each model in turn, so that they meet the same machine. The task is a regression on made rows. For
-each model: seconds for as many batches as Synchronous has, the loss at their end (the mean of the last
-tenth), seconds until Synchronous's loss was reached, steps with an exchange; all beside Synchronous's.
+Forward passes of a mini-batch sleep for the time of a step; in replica 0 for ``slow`` times that.
+A round trains with each model in turn, so that they meet the same machine. The task is a regression on
+made rows. For each model: seconds for as many batches as Synchronous has, the loss at their end (the
+mean of the last tenth), seconds until Synchronous's loss was reached, steps with an exchange; all
+beside Synchronous's.
 """
 
 from __future__ import annotations
@@ -26,20 +27,23 @@ from torch import nn
 
 import sparkdl
 
+ROWS = 32
+"""The rows of a replica's mini-batch."""
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 class Slow(nn.Module):
     """A small network whose first input says whether its replica is slow."""
 
-    def __init__(self, step: float, slow: float) -> None:
+    def __init__(self, step: float, slow: float, rows: int) -> None:
         super().__init__()
-        self.step, self.slow = step, slow
+        self.step, self.slow, self.rows = step, slow, rows
         self.net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
-            time.sleep(self.step * (self.slow if x[0, 0] > 0 else 1.0))
+            share = len(x) / self.rows
+            time.sleep(share * self.step * (self.slow if x[0, 0] > 0 else 1.0))
         found: torch.Tensor = self.net(x[:, 1:])
         return found
 
@@ -47,6 +51,9 @@ class Slow(nn.Module):
 def models(inner_steps: int) -> dict[str, Any]:
     return {
         "Synchronous": sparkdl.Synchronous(),
+        "drop_stragglers": sparkdl.Synchronous(drop_stragglers=0.25),
+        "Asynchronous": sparkdl.Asynchronous(),
+        "Asynchronous, not scaled": sparkdl.Asynchronous(scale=None),
         "StaleSynchronous(0)": sparkdl.StaleSynchronous(staleness=0),
         "StaleSynchronous(1)": sparkdl.StaleSynchronous(staleness=1),
         "DiLoCo": sparkdl.DiLoCo(inner_steps=inner_steps, outer_optimizer=OUTER),
@@ -65,10 +72,11 @@ def made_rows(replicas: int, each: int) -> list[tuple[list[float], list[float]]]
 def one(data: Any, model: Any, batches: int, arguments: argparse.Namespace, slow: float) -> Any:
     """Train, and return the seconds and the losses of its iterations."""
     trainer = sparkdl.Trainer(
-        model=partial(Slow, arguments.step_ms / 1000, slow),
+        model=partial(Slow, arguments.step_ms / 1000, slow, ROWS),
         loss=nn.MSELoss(),
         optimizer=partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-        batch_size=32 * arguments.replicas,
+        batch_size=ROWS * arguments.replicas,
+        accumulate=8 if model.may_drop else 1,
         replicas=arguments.replicas,
         consistency=model,
         stop=sparkdl.max_iteration(max(1, batches // model.inner_steps)),

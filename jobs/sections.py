@@ -159,7 +159,7 @@ class GradientsSection:
     """The number of optimizer steps of each replica between averages of the replicas."""
     consistency: Component | None = None
     """The consistency of replicas: sparkdl:Synchronous (null), sparkdl:StaleSynchronous,
-    sparkdl:DiLoCo or sparkdl:Gossip."""
+    sparkdl:Asynchronous, sparkdl:DiLoCo or sparkdl:Gossip."""
     l1: float | dict[str, float] = 0.0
     """The strength of the L1 penalty, or a mapping from patterns of parameter names to strengths."""
     l2: float | dict[str, float] = 0.0

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from sparkdl import collectives, gang, optim
 from sparkdl.checkpoint import Checkpoint
+from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.diloco import DiLoCo
 from sparkdl.consistency.gossip import Gossip
 from sparkdl.consistency.stale_synchronous import StaleSynchronous
@@ -71,6 +72,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DDP",
     "FSDP",
+    "Asynchronous",
     "Callback",
     "Checkpoint",
     "CheckpointError",

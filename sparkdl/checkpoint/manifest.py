@@ -103,7 +103,7 @@ class Manifest:
     batch_size: int
     seed: int
     local_steps: int = 1
-    consistency: str = "Synchronous()"
+    consistency: str = "Synchronous(drop_stragglers=None)"
     """The consistency model as text."""
     layout: ModelIdentity
     data: DataIdentity

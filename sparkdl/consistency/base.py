@@ -5,9 +5,9 @@ the gradients of all replicas. A model decides how old the weights may be that t
 computed on. Where the weights of one version are kept without those before it (a checkpoint, a
 snapshot), older versions end: the next iteration computes on the newest one.
 
-The engine records the staleness of each update in its result, and repeats an iteration with the
-staleness that was recorded. Therefore a replay has the same bits, whatever the model would decide
-then.
+The engine records the decisions on each iteration in its result: the staleness of the update, and
+the micro-batches of replicas that stopped early. It repeats an iteration with what was recorded.
+Therefore a replay has the same bits, whatever the model would decide then.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 from sparkdl.errors import ParameterError
+from sparkdl.replica.iteration import STALENESS, Decisions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,11 @@ class Update:
         """Return the number of versions by which the gradients are behind."""
         return self.base - self.version
 
+    @property
+    def decisions(self) -> Decisions:
+        """Return what is recorded of it."""
+        return {STALENESS: self.staleness} if self.staleness else {}
+
 
 class Consistency:
     """A rule for the versions that replicas compute on. Subclasses are frozen dataclasses.
@@ -55,12 +61,15 @@ class Consistency:
             moved the weights, as if it were their gradient. None: replicas send gradients.
         topology: The name of the topology over which replicas average weights of their own. None:
             the weights of all are the same.
+        may_drop: The share of the rows of an iteration that slow replicas may leave out, see
+            :mod:`sparkdl.consistency.stragglers`.
     """
 
     keep: int = 1
     inner_steps: int = 1
     outer_optimizer: Callable[..., Any] | None = None
     topology: str | None = None
+    may_drop: float = 0.0
 
     def dispatch(self, readable: range) -> Dispatch:
         """Return the decision on the next iteration: the newest version, unless a model overrides it.
@@ -107,20 +116,21 @@ class Consistency:
             )
 
 
-def next_update(model: Consistency, readable: range, recorded: int | None) -> Update:
+def next_update(model: Consistency, readable: range, repeated: Decisions | None) -> Update:
     """Return the update to make: as stale as it is recorded, else as the model says.
 
     Args:
         model: The consistency model.
         readable: The versions that replicas can compute on.
-        recorded: The staleness of the update that is repeated; None: the model decides.
+        repeated: What was decided on the iteration, if it is repeated; None: the model decides.
 
     Raises:
         ParameterError: A replayed history has read a version that this run no longer has.
             Or the model chose a version that nobody can compute on.
     """
     newest = readable[-1]
-    if recorded is not None:
+    if repeated is not None:
+        recorded = repeated.get(STALENESS, 0)
         if newest - recorded not in readable:
             raise ParameterError(
                 f"replay: the history has an update with gradients {recorded} versions old, and this "

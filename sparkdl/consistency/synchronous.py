@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from sparkdl.consistency.base import Consistency
+from sparkdl.plain import make_plain
+
+FEWEST_PARTS = 4
+"""The fewest micro-batches with which dropping helps: a replica stops between two of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -12,4 +18,56 @@ class Synchronous(Consistency):
     """Replicas compute on the newest version, as one process does.
 
     Every step waits for all replicas. The result is that of one process with the same global batch.
+
+    With ``drop_stragglers`` a step does not wait for slow replicas: a replica leaves out the
+    micro-batches (:attr:`sparkdl.Trainer.accumulate`) that it would do after a limit, and its
+    gradient counts for the rows that it did. The limit is learned from the times of the replicas. If
+    more than this fraction of the rows would be left out, the step is repeated with all of them. The
+    history has what each replica did (:attr:`sparkdl.History.micro_batches`), and
+    ``fit(replay=history)`` repeats it.
+
+    Attributes:
+        drop_stragglers: The largest share of the rows of a step to leave out, above 0 and at most
+            0.5, such as 0.25 for one of four replicas. None: none are.
     """
+
+    drop_stragglers: float | None = None
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+
+    @property
+    def may_drop(self) -> float:  # type: ignore[override]
+        """Return the share of the rows that may be left out."""
+        return self.drop_stragglers or 0.0
+
+    def problems(self) -> Iterator[str]:
+        """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""
+        given = self.drop_stragglers
+        if given is None:
+            return
+        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 0.5:
+            yield (
+                f"drop_stragglers={given!r}: give the share of the rows that a step may leave out, "
+                "above 0 and at most 0.5, or None."
+            )
+
+    def problems_with(self, trainer: Any) -> Iterator[str]:
+        if self.drop_stragglers is None:
+            return
+        what = f"consistency={self!r}"
+        if trainer.engine == "gang":
+            yield (
+                f'{what} with engine="gang": its ranks sum gradients while they compute them, and wait '
+                'for one another. Use engine="shuffle".'
+            )
+        if trainer.local_steps != 1:
+            yield (
+                f"{what} with local_steps={trainer.local_steps}: a replica that left out steps would "
+                "have other optimizer state than the rest. Leave one of the two out."
+            )
+        elif isinstance(trainer.accumulate, int) and trainer.accumulate < FEWEST_PARTS:
+            yield (
+                f"{what} with accumulate={trainer.accumulate}: a replica stops between micro-batches, "
+                f"so it needs several. Use accumulate={FEWEST_PARTS} or more."
+            )

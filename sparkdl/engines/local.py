@@ -7,6 +7,7 @@ bits.
 from __future__ import annotations
 
 import pickle
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,7 +17,8 @@ import numpy as np
 import torch
 
 from sparkdl.codec.packed import ByParameter
-from sparkdl.consistency.base import Consistency, next_update
+from sparkdl.consistency.base import Consistency, Update, next_update
+from sparkdl.consistency.stragglers import StragglerLimit
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.partition_reader import MappedPartition, open_partition
@@ -69,6 +71,7 @@ class LocalEngine:
         batch_size: The rows of a global batch, local steps included.
         validation: The validation samples; None without validation.
         consistency: The rule for the version of the weights that replicas compute on.
+        now: The clock that replicas measure their work by, in seconds.
     """
 
     recoveries = 0
@@ -82,6 +85,7 @@ class LocalEngine:
         batch_size: int,
         validation: ValidationSet | None = None,
         consistency: Consistency | None = None,
+        now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._validation = validation
         self._validation_partitions = [] if validation is None else _open(validation.samples)
@@ -94,6 +98,7 @@ class LocalEngine:
         self._states: list[SliceState] = []
         self._best: list[SliceState] = []
         self._consistency = consistency or Synchronous()
+        self._stragglers, self._now = StragglerLimit(self._consistency.may_drop), now
         self._older: deque[list[torch.Tensor]] = deque(maxlen=self._consistency.keep - 1)
         self._version = 0
         self._residuals: dict[int, ByParameter] = {}
@@ -129,34 +134,41 @@ class LocalEngine:
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """Run every replica and update every slice in this process."""
         with torch_threads(self._run.threads):
-            started = Clock()
             step = iteration.with_rows(self.plan.rows(iteration.batch))
             if self._replica.recipe.options.topology is not None:
                 return self._run_gossip(step, started)
             readable = range(self._version - len(self._older), self._version + 1)
-            update = next_update(self._consistency, readable, iteration.staleness)
-            newest = [state.weights for state in self._states]
-            weights = [*self._older, newest][readable.index(update.version)]
-            reports, sections, kept = [], [], {}
-            for replica, (start, stop) in enumerate(step.rows):
-                if stop > start:
-                    report, mine, outcome = self._replica_step(step, replica, weights)
-                    reports.append(report)
-                    sections.append(mine)
-                    if outcome.compressed is not None or outcome.kept:
-                        kept[replica] = outcome.kept
-            slices: list[SliceReport] = []
-            if not any(report.not_finite for report in reports):
-                if self._consistency.keep > 1:
-                    self._older.append([each.clone() for each in newest])
-                slices = self._synchronize(step, reports, sections)
-                self._residuals |= kept
-                self._version += 1
-            started.lap("iteration")
-            seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
-            seconds = {**seconds, **started.seconds}
-            result = summarize(reports, slices, self._plans.layout, seconds)
-            return replace(result, staleness=update.staleness)
+            update = next_update(self._consistency, readable, iteration.decisions)
+            return self._stragglers.run(step, lambda step: self._once(step, readable, update))
+
+    def _once(
+        self, step: IterationRows, readable: range, update: Update
+    ) -> tuple[IterationResult, list[ReplicaReport]]:
+        """Run the replicas, and update the slices if what they did counts."""
+        started = Clock()
+        newest = [state.weights for state in self._states]
+        weights = [*self._older, newest][readable.index(update.version)]
+        reports, sections, kept = [], [], {}
+        for replica, (start, stop) in enumerate(step.rows):
+            if stop > start:
+                report, mine, outcome = self._replica_step(step, replica, weights)
+                reports.append(report)
+                sections.append(mine)
+                if outcome.compressed is not None or outcome.kept:
+                    kept[replica] = outcome.kept
+        slices: list[SliceReport] = []
+        finite = not any(report.not_finite for report in reports)
+        if finite and not step.falls_short(report.passed for report in reports):
+            if self._consistency.keep > 1:
+                self._older.append([each.clone() for each in newest])
+            slices = self._synchronize(step, reports, sections)
+            self._residuals |= kept
+            self._version += 1
+        started.lap("iteration")
+        seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
+        seconds = {**seconds, **started.seconds}
+        result = summarize(reports, slices, self._plans.layout, seconds)
+        return replace(result, decisions={**result.decisions, **update.decisions}), reports
 
     def _run_gossip(self, step: IterationRows, started: Clock) -> IterationResult:
         """Run an iteration of replicas with weights of their own; the slices have the mean."""
@@ -176,7 +188,7 @@ class LocalEngine:
         self, step: IterationRows, replica: int, weights: Sequence[torch.Tensor]
     ) -> tuple[ReplicaReport, list[Section], ReplicaResult]:
         """Do the work of one task of the forward-backward job."""
-        live, clock = self._replica, Clock()
+        live, clock = self._replica, Clock(self._now)
         partition = self._partitions[replica]
         assert partition is not None
         work = ReplicaIteration(step, replica, self._run.batch_spec, self._run.shares[replica])
@@ -219,6 +231,7 @@ class LocalEngine:
             clock.seconds,
             problem,
             losses=outcome.losses,
+            passed=outcome.passed,
         )
         written = [replace(section, replica=replica, others=outcome.others) for section in sections]
         return report, written, outcome

@@ -1,7 +1,7 @@
 """Recovery from losing the state together with its executors: restore it and repeat what followed.
 
 [Note: snapshots and replay] An iteration is a function of the state before it, of the loop's
-request, and of the version that replicas compute on, whose staleness the log has. A run that is
+request, and of the decisions of the consistency model, which the log has. A run that is
 reset to an earlier state and receives the same requests therefore reaches the same bits. It can be
 reset to the last snapshot (Spark keeps it on two executors), otherwise to the last checkpoint,
 otherwise to the beginning. The log holds all requests since the beginning, at some 30 to 60 bytes
@@ -121,7 +121,7 @@ class RecoveringEngine:
             then = [each for each in then if each.index <= self._begun]
         result = self.with_recovery(lambda: self._engine.run(iteration, then))
         self._begun = then[-1].index if then else -1
-        self._log.append(iteration, result.staleness)
+        self._log.append(iteration, result.decisions)
         if then or not self._is_due:
             return result
         cost = self.with_recovery(self._take_snapshot)

@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.batches import preview_batch
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.gang.engine import GangEngine
 from sparkdl.engines.gang.start import gang_of_rdds
-from sparkdl.engines.local import LocalEngine
+from sparkdl.engines.local_groups import local_engine
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.engine import ShuffleEngine
+from sparkdl.engines.shuffle.groups import GroupEngine
 from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import StateLostError
@@ -52,7 +54,7 @@ class EngineInputs:
         built: The description of the driver's model, which executors compare theirs with.
         batch_size: The rows of an iteration's global batch, local steps included.
         consistency: The consistency model.
-        replays: Whether the run repeats the decisions of a history.
+        replays: The largest staleness in the history that the run repeats; None: it repeats none.
         sums: Whether the loss returns ``(sum, count)``.
         resources: The fit's Spark resources; None inside a gang that one of its ranks leads.
         settings: The settings of the session.
@@ -73,7 +75,7 @@ class EngineInputs:
     built: Description
     batch_size: int
     consistency: Consistency
-    replays: bool
+    replays: int | None
     sums: bool
     resources: FitResources | None
     settings: Settings
@@ -90,7 +92,7 @@ class EngineInputs:
         In local mode no executor can be lost, and in a gang that a rank leads a lost rank ends all of
         them. In a replay a snapshot would end versions that the history has read.
         """
-        if self.resources is None or self.replays or is_local(self.resources.context):
+        if self.resources is None or self.replays is not None or is_local(self.resources.context):
             return None
         return self.settings.snapshot_seconds
 
@@ -108,13 +110,14 @@ def build_engine(name: str, inputs: EngineInputs) -> TrainingEngine:
 
 
 def _local(inputs: EngineInputs) -> TrainingEngine:
-    return LocalEngine(
+    return local_engine(
         inputs.samples,
         inputs.run,
         inputs.payload,
         inputs.batch_size,
         inputs.validation,
         inputs.consistency,
+        inputs.replays or 0,
     )
 
 
@@ -129,9 +132,14 @@ def _shuffle(inputs: EngineInputs) -> TrainingEngine:
         built=inputs.built,
         resources=inputs.resources,
     )
-    engine = ShuffleEngine(
-        spec, inputs.batch_size, inputs.settings.stages, inputs.validation, inputs.consistency
-    )
+    engine: ShuffleEngine
+    model = inputs.consistency
+    if isinstance(model, Asynchronous):
+        engine = GroupEngine(spec, inputs.batch_size, model, inputs.validation, inputs.replays or 0)
+    else:
+        engine = ShuffleEngine(
+            spec, inputs.batch_size, inputs.settings.stages, inputs.validation, model
+        )
     return RecoveringEngine(engine, inputs.snapshot_seconds)
 
 

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-from sparkdl.replica.iteration import Iteration
+from sparkdl.replica.iteration import Decisions, Iteration
 
 Hyperparameters: TypeAlias = tuple[Mapping[str, Any], ...] | None
 _Form: TypeAlias = tuple[tuple[tuple[str, int | None], ...], ...]
@@ -18,32 +18,38 @@ class ReplayLog:
     """A log of iterations and of requests to keep the best weights.
 
     An entry takes some 30 bytes, and as many again where a schedule changes a hyperparameter. It
-    includes the staleness of the update that was committed, so that what is repeated has the same bits.
+    includes what was decided on the iteration that was committed, 8 bytes a decision, so that what is
+    repeated has the same bits.
     """
 
     def __init__(self) -> None:
         self._numbers = array("q")  # index, epoch, batch; -1, -1, -1 for keeping the best
         self._scales = array("d")
         self._histograms = bytearray()
-        self._staleness = array("H")
+        self._decided: dict[str, array[int]] = {}
         self._hyperparameters = _Values()
 
     def __len__(self) -> int:
         return len(self._scales)
 
-    def append(self, asked: Iteration | None, staleness: int = 0) -> None:
+    def append(self, asked: Iteration | None, decisions: Decisions | None = None) -> None:
         """Append an entry.
 
         Args:
             asked: An iteration, or None for a request to keep the best weights.
-            staleness: The staleness of the iteration's update.
+            decisions: What was decided on the iteration.
         """
         if asked is not None:
             self._hyperparameters.append(len(self), asked.hyperparameters)
         self._numbers.extend((asked.index, asked.epoch, asked.batch) if asked else (-1, -1, -1))
         self._scales.append(asked.loss_scale if asked else 0.0)
         self._histograms.append(asked.histograms if asked else False)
-        self._staleness.append(staleness)
+        decided = decisions or {}
+        for name in decided:
+            if name not in self._decided:
+                self._decided[name] = array("q", [0]) * (len(self) - 1)
+        for name, column in self._decided.items():
+            column.append(decided.get(name, 0))
 
     def since(self, start: int) -> Iterator[Iteration | None]:
         """Yield the entries from number ``start`` on, None for a request to keep the best weights."""
@@ -60,7 +66,7 @@ class ReplayLog:
                 description=text,
                 loss_scale=scale,
                 histograms=histograms,
-                staleness=self._staleness[n],
+                decisions={name: found[n] for name, found in self._decided.items() if found[n]},
             )
             yield None if index < 0 else iteration
 

@@ -17,7 +17,7 @@ from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, next_counters
 from sparkdl.model.options import TrainingOptions
-from sparkdl.replica.iteration import Iteration
+from sparkdl.replica.iteration import Decisions, Iteration
 
 
 def first_state(options: TrainingOptions) -> TrainState:
@@ -69,7 +69,10 @@ def catch_up(schedule: Schedule, state: TrainState, history: History) -> TrainSt
 
 
 def next_iteration(
-    state: TrainState, schedule: Schedule, histograms: bool, staleness: int | None = None
+    state: TrainState,
+    schedule: Schedule,
+    histograms: bool,
+    decisions: Decisions | None = None,
 ) -> Iteration:
     """Return the iteration that follows ``state``.
 
@@ -77,7 +80,7 @@ def next_iteration(
         state: The state of the run.
         schedule: The schedule, which stands at ``state``.
         histograms: Whether the iteration reports histograms.
-        staleness: The staleness to repeat; None: the engine decides.
+        decisions: What to repeat; None: the engine decides.
     """
     return Iteration(
         index=state.iteration,
@@ -87,7 +90,7 @@ def next_iteration(
         description=describe(state),
         loss_scale=state.loss_scale,
         histograms=histograms,
-        staleness=staleness,
+        decisions=decisions,
     )
 
 
@@ -130,7 +133,7 @@ def advance(
         loss_scale_age=age,
         timings=result.seconds,
         bytes_sent=busiest(result.traffic),
-        staleness=result.staleness,
+        decisions=result.decisions,
         histograms=result.histograms,
     )
 

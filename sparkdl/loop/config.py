@@ -9,6 +9,7 @@ from typing import Any
 from sparkdl.loop.state import TrainState, next_counters
 from sparkdl.loop.trigger import Trigger
 from sparkdl.model.options import TrainingOptions
+from sparkdl.replica.iteration import Decisions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,16 +20,16 @@ class LoopConfig:
         stop: When training ends.
         options: How gradients that are not finite, and the loss scale, are handled.
         histograms: When an iteration reports histograms; None: never.
-        recorded: The staleness of each iteration that is to be repeated, by its number from 1.
+        recorded: What was decided on each iteration that is to be repeated, by its number from 1.
     """
 
     stop: Trigger
     options: TrainingOptions
     histograms: Trigger | None = None
-    recorded: Mapping[int, int] = field(default_factory=dict)
+    recorded: Mapping[int, Decisions] = field(default_factory=dict)
 
     @staticmethod
-    def of(trainer: Any, recorded: Mapping[int, int] | None = None) -> LoopConfig:
+    def of(trainer: Any, recorded: Mapping[int, Decisions] | None = None) -> LoopConfig:
         """Take the constants from the fields of a trainer.
 
         Args:
@@ -42,8 +43,8 @@ class LoopConfig:
             recorded=recorded or {},
         )
 
-    def recorded_staleness(self, state: TrainState) -> int | None:
-        """Return the staleness to repeat in the iteration after ``state``; None: there is none."""
+    def recorded_decisions(self, state: TrainState) -> Decisions | None:
+        """Return what to repeat in the iteration after ``state``; None: there is nothing."""
         return self.recorded.get(state.iteration + 1)
 
     def wants_histograms(self, previous: TrainState, state: TrainState) -> bool:

@@ -13,7 +13,13 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.model.layout import Layout
 from sparkdl.replica.compute import added_up
-from sparkdl.replica.iteration import Iteration, ReplicaReport, SliceReport
+from sparkdl.replica.iteration import (
+    MICRO_BATCHES,
+    Decisions,
+    Iteration,
+    ReplicaReport,
+    SliceReport,
+)
 from sparkdl.slices.histogram import Histogram
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
@@ -40,8 +46,7 @@ class IterationResult:
             received.
         ended: The time of the end (``time.monotonic``), if that is not the present.
         losses: The mean of each named loss of a step over the global batch.
-        staleness: The number of versions by which the weights that the gradients were computed on
-            were older than those that they were applied to.
+        decisions: What was decided on the iteration and is needed to repeat it.
     """
 
     loss: float
@@ -53,7 +58,7 @@ class IterationResult:
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
     ended: float | None = None
     losses: Mapping[str, float] = field(default_factory=dict)
-    staleness: int = 0
+    decisions: Decisions = field(default_factory=dict)
 
 
 CURRENT, AVERAGE, BEST = "current", "average", "best"
@@ -225,7 +230,15 @@ def summarize(
         histograms=_joined(slices, layout),
         traffic=traffic or {},
         losses={name: s / c for name, (s, c) in named.items() if c},
+        decisions=_micro_batches(ordered),
     )
+
+
+def _micro_batches(replicas: Sequence[ReplicaReport]) -> Decisions:
+    """Return how many micro-batches each replica did; nothing if all did theirs."""
+    if not any(report.passed.missed for report in replicas):
+        return {}
+    return {f"{MICRO_BATCHES}{report.replica}": report.passed.parts for report in replicas}
 
 
 def _joined(slices: Sequence[SliceReport], layout: Layout) -> dict[str, Histogram] | None:

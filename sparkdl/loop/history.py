@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkdl.consistency.turns import commits_of
 from sparkdl.errors import ParameterError
 from sparkdl.loop import history_files, history_tables
 from sparkdl.loop.history_files import KINDS
 from sparkdl.loop.state import TrainState, Validated
+from sparkdl.replica.iteration import MICRO_BATCHES, STALENESS, Decisions
 
 if TYPE_CHECKING:
     import pandas
 
 _TIMINGS, _LOSSES = "timings/", "losses/"
-_STALENESS = "staleness"
+_DECISIONS = "decisions"
 _NO_NORM = -1.0  # a norm is never negative; NaN is a measured value
 _CODES: dict[type, Any] = {int: "q", float: "d", bool: "q"}  # "skipped" is kept as a count
 
@@ -40,7 +42,7 @@ class History:
         self._columns = {name: array(_CODES[kind]) for name, kind in KINDS.items()}
         self._timings: dict[str, array[float]] = {}
         self._losses: dict[str, array[float]] = {}
-        self._versions: dict[str, array[int]] = {}  # no column as long as all are 0
+        self._decided: dict[str, array[int]] = {}  # no column as long as all are 0
         self._length = 0
         self._validations: list[Validated] = []
         self._validated = 0
@@ -67,7 +69,7 @@ class History:
         """
         history = History()
         history._columns, history._timings = dict(self._columns), dict(self._timings)
-        history._losses, history._versions = dict(self._losses), dict(self._versions)
+        history._losses, history._decided = dict(self._losses), dict(self._decided)
         history._length = self._length
         history._validations, history._validated = self._validations, self._validated
         history._start = dict(self._start)
@@ -120,10 +122,11 @@ class History:
                     columns[name] = array("d", [math.nan]) * self._length
             for name, column in columns.items():
                 column.append(values.get(name, math.nan))
-        if state.staleness and not self._versions:
-            self._versions[_STALENESS] = array("q", [0]) * self._length
-        for column in self._versions.values():
-            column.append(state.staleness)
+        for name in state.decisions:
+            if name not in self._decided:
+                self._decided[name] = array("q", [0]) * self._length
+        for name, decided in self._decided.items():
+            decided.append(state.decisions.get(name, 0))
         for column, value in zip(self._columns.values(), row, strict=True):
             column.append(value)
         self._length += 1
@@ -137,7 +140,7 @@ class History:
 
     @property
     def _tables(self) -> tuple[dict[str, array[Any]], ...]:
-        return self._columns, self._timings, self._losses, self._versions
+        return self._columns, self._timings, self._losses, self._decided
 
     @property
     def _known(self) -> list[Validated]:
@@ -171,7 +174,8 @@ class History:
         samples (seen so far), seconds (since the start), gradient_norm (before clipping; None if it
         was not measured), loss_scale, skipped (whether the update of this iteration was skipped),
         bytes_sent (between nodes), timings (seconds by activity); if a step returns named losses,
-        losses (by name); and staleness, if any is above 0. See :class:`sparkdl.TrainState`.
+        losses (by name); and what a consistency model decided, such as staleness. See
+        :class:`sparkdl.TrainState`.
         """
         return self._records(0)
 
@@ -190,17 +194,46 @@ class History:
             record["timings"] = {k: v for k, v in timings.items() if not math.isnan(v)}
             if self._losses:
                 record["losses"] = {name: column[i] for name, column in self._losses.items()}
-            for name, versions in self._versions.items():
-                record[name] = versions[i]
+            for name, decided in self._decided.items():
+                record[name] = decided[i]
             yield record
 
     @property
     def staleness(self) -> dict[int, int]:
         """Return for each iteration, by its number from 1, by how many versions its gradients were
         behind the weights that they were applied to, see :class:`sparkdl.StaleSynchronous`."""
+        return {number: made.get(STALENESS, 0) for number, made in self.decisions.items()}
+
+    @property
+    def micro_batches(self) -> dict[int, tuple[int, ...]]:
+        """Return how many micro-batches each replica did, by the number of the iteration from 1.
+
+        It has only the iterations in which a replica left some out, see :class:`sparkdl.Synchronous`.
+        """
+        names = [name for name in self._decided if name.startswith(MICRO_BATCHES)]
+        names.sort(key=lambda name: int(name.removeprefix(MICRO_BATCHES)))
+        rows = {n: tuple(made.get(k, 0) for k in names) for n, made in self.decisions.items()}
+        return {number: row for number, row in rows.items() if any(row)}
+
+    @property
+    def commits(self) -> dict[int, tuple[tuple[int, int, int], ...]]:
+        """Return the gradients that were applied in each iteration of :class:`sparkdl.Asynchronous`,
+        in order, by its number from 1.
+
+        A gradient is its group, the number of steps that were made between its weights and its
+        application, and its mini-batch: how many iterations the group is ahead of this one.
+        """
+        rows = {number: tuple(commits_of(made)) for number, made in self.decisions.items()}
+        return {number: row for number, row in rows.items() if row}
+
+    @property
+    def decisions(self) -> dict[int, Decisions]:
+        """Return what the consistency model decided on each iteration, by its number from 1."""
         numbers = self._columns["iteration"][: self._length]
-        found = self._versions.get(_STALENESS) or array("q", [0]) * self._length
-        return dict(zip(numbers, found[: self._length], strict=True))
+        return {
+            number: {name: column[i] for name, column in self._decided.items() if column[i]}
+            for i, number in enumerate(numbers)
+        }
 
     @property
     def losses(self) -> list[float]:
@@ -320,11 +353,12 @@ class History:
         """Return the whole history as a safetensors file, for a checkpoint."""
         named = {_TIMINGS + name: column for name, column in self._timings.items()}
         named |= {_LOSSES + name: column for name, column in self._losses.items()}
-        named |= {name: array("d", column) for name, column in self._versions.items()}
+        named |= {name: array("d", column) for name, column in self._decided.items()}
         rest = {
             "validations": self.validations,
             "timings": list(self._timings),
             "losses": list(self._losses),
+            _DECISIONS: list(self._decided),
             "start": self._start,
             "stopped": self.stopped,
         }
@@ -348,8 +382,8 @@ class History:
         history._timings = {name: columns.pop(_TIMINGS + name) for name in rest["timings"]}
         losses = rest.get("losses", [])
         history._losses = {name: columns.pop(_LOSSES + name) for name in losses}
-        if _STALENESS in columns:
-            history._versions[_STALENESS] = array("q", map(int, columns.pop(_STALENESS)))
+        decided = {name: map(int, columns.pop(name)) for name in rest.get(_DECISIONS, [])}
+        history._decided = {name: array("q", column) for name, column in decided.items()}
         if columns:
             raise ValueError(f"it has no {', '.join(columns)}")
         history._length = len(history._columns["loss"])
@@ -375,8 +409,10 @@ class History:
         for row in rows:
             del row["timings"]
             row.pop("losses", None)
-            row.pop(_STALENESS, None)
+            for name in self._decided:
+                del row[name]
         named = {name: _or_none(column) for name, column in self.named_losses.items()}
+        decided = {name: list(column[: self._length]) for name, column in self._decided.items()}
         return {
             "iterations": rows,
             "epochs": self.epochs(),
@@ -385,7 +421,7 @@ class History:
                 name: _or_none(column[: self._length]) for name, column in self._timings.items()
             },
             **({"losses": named} if named else {}),
-            **({_STALENESS: list(self.staleness.values())} if self._versions else {}),
+            **({_DECISIONS: decided} if decided else {}),
             "start": dict(self._start),
             "stopped": self.stopped,
         }
@@ -403,7 +439,7 @@ class History:
         history = History()
         history._read_rest(content)
         timings, losses = content.get("timings", {}), content.get("losses", {})
-        skipped, behind = history._start["skipped"], content.get(_STALENESS)
+        skipped, decided = history._start["skipped"], content.get(_DECISIONS, {})
         for i, row in enumerate(content["iterations"]):
             skipped += row.get("skipped", False)
             state = TrainState(
@@ -416,7 +452,7 @@ class History:
                 loss_scale=row.get("loss_scale", 1.0),
                 skipped=skipped,
                 bytes_sent=row.get("bytes_sent") or 0,
-                staleness=int(behind[i]) if behind else 0,
+                decisions={name: int(made[i]) for name, made in decided.items() if made[i]},
                 timings={k: v[i] for k, v in timings.items() if v[i] is not None},
                 losses={k: v[i] for k, v in losses.items() if v[i] is not None},
             )

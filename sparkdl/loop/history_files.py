@@ -5,8 +5,8 @@ seconds to write the history of a long run, every time.
 
 The content of JSON and CSV is ``{"iterations": [record, ...], "epochs": [...], "validations":
 [record, ...], "timings": {activity: [seconds or None, ...]}, "start": {...}, "stopped": reason or
-None}``, of plain values; "losses", like "timings", if a step returned named losses; and "staleness",
-a list, if any is above 0.
+None}``, of plain values; "losses", like "timings", if a step returned named losses; and "decisions",
+``{name: [number, ...]}``, if a consistency model made any.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch
 
 from sparkdl.codec.files import parse_json, parse_tensors
 from sparkdl.errors import ParameterError
+from sparkdl.replica.iteration import COMMITS, MICRO_BATCHES, STALENESS
 
 KINDS = {  # the keys of a record in their order -> type of the values
     "iteration": int,
@@ -40,7 +41,7 @@ KINDS = {  # the keys of a record in their order -> type of the values
 }
 _TIMING, _LOSS, _METRIC = "timings/", "losses/", "validation/"
 DTYPES = {"q": torch.int64, "d": torch.float64}
-_STALENESS = "staleness"
+_DECISIONS, _DECIDED = "decisions", (STALENESS, MICRO_BATCHES, COMMITS)
 _REST = "history"
 
 
@@ -151,8 +152,7 @@ def to_csv(content: dict[str, Any]) -> str:
     metrics = list(dict.fromkeys(name for found in validated.values() for name in found))
     named = {_TIMING + name: column for name, column in content["timings"].items()}
     named |= {_LOSS + name: column for name, column in content.get("losses", {}).items()}
-    if content.get(_STALENESS):
-        named[_STALENESS] = content[_STALENESS]
+    named |= content.get(_DECISIONS, {})
     file = io.StringIO()
     writer = csv.writer(file)
     writer.writerow([*KINDS, *named, *(_METRIC + m for m in metrics)])
@@ -169,16 +169,16 @@ def from_csv(text: str) -> dict[str, Any]:
     names = reader.fieldnames or []
     rows: list[dict[str, Any]] = []
     validations = []
-    staleness: list[int] = []
     timings, losses = (
         {name.removeprefix(kind): list[float | None]() for name in names if name.startswith(kind)}
         for kind in (_TIMING, _LOSS)
     )
+    decided = {name: list[int]() for name in names if name.startswith(_DECIDED)}
     for line in reader:
         row = {name: _value(kind, line.get(name) or "") for name, kind in KINDS.items()}
         rows.append(row)
-        if _STALENESS in names:
-            staleness.append(int(line[_STALENESS]))
+        for name, numbers in decided.items():
+            numbers.append(int(line[name]))
         for kind, columns in ((_TIMING, timings), (_LOSS, losses)):
             for name, column in columns.items():
                 column.append(_value(float, line[kind + name]))
@@ -191,7 +191,7 @@ def from_csv(text: str) -> dict[str, Any]:
             where = {"iteration": row["iteration"], "epoch": row["epoch"]}
             validations.append({**where, "metrics": metrics})
     found = {"iterations": rows, "timings": timings, "losses": losses, "validations": validations}
-    return {**found, _STALENESS: staleness} if staleness else found
+    return {**found, _DECISIONS: decided} if decided else found
 
 
 def _value(kind: type, text: str) -> Any:

@@ -97,6 +97,6 @@ class Lookahead:
         self._schedule.after(self._at, state)
         self._at = state
         histograms = self._config.wants_histograms(previous, state)
-        staleness = self._config.recorded_staleness(state)
-        iteration = next_iteration(state, self._schedule, histograms, staleness)
+        decisions = self._config.recorded_decisions(state)
+        iteration = next_iteration(state, self._schedule, histograms, decisions)
         self._coming.append(PlannedIteration(iteration, self._schedule.learning_rates))

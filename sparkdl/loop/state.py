@@ -62,9 +62,8 @@ class TrainState:
     bytes_sent: int = 0
     """Bytes of gradients and weights that the last iteration sent between nodes, without headers,
     for the busiest node and its busiest direction (out or in). 0 on one node."""
-    staleness: int = 0
-    """The number of versions by which the weights that the last gradients were computed on were older
-    than those that they were applied to; 0 unless ``Trainer(consistency=)`` allows more."""
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    """What the consistency model decided on the last iteration, by name."""
     histograms: Mapping[str, Histogram] | None = None
     """Histograms of the last iteration, if ``Trainer.histograms`` requested them: "weights/NAME"
     and "gradients/NAME" for each trainable parameter."""
@@ -77,6 +76,13 @@ class TrainState:
     """For each metric of the validation, whether more is better."""
     checkpoint: str | None = None
     """The last checkpoint that was committed."""
+
+    @property
+    def staleness(self) -> int:
+        """Return the number of versions by which the weights that the last gradients were computed on
+        were older than those that they were applied to; 0 unless ``Trainer(consistency=)`` allows
+        more."""
+        return self.decisions.get("staleness", 0)
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -16,7 +16,8 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import loss_of
 from sparkdl.model.step import named_losses
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.iteration import Clock
+from sparkdl.replica.early_stop import EarlyStop
+from sparkdl.replica.iteration import Clock, PassedParts
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.slices.section import SparseRows
 
@@ -66,6 +67,7 @@ def forward_backward(
     share: float = 1.0,
     parts: int = 0,
     by_rows: bool = False,
+    stops: EarlyStop | None = None,
 ) -> Passed:
     """Compute the gradient of the mini-batch's mean loss, and leave it in the parameters' ``grad``.
 
@@ -84,6 +86,8 @@ def forward_backward(
         parts: The smallest number of forward and backward passes. If it is not 0, no part is left
             out, because other processes make their passes at the same time.
         by_rows: See :class:`sparkdl.replica.compute.Division`.
+        stops: Says whether to leave out the rest of the micro-batches. The result is then that of a
+            mini-batch without them.
 
     Returns:
         The mean loss, its weight, and the named losses of a step.
@@ -96,7 +100,7 @@ def forward_backward(
     cut = [(p, p.weight / total if total else 0.0) for p in batch.parts(options.accumulate)]
     if not parts:
         cut = [(part, own) for part, own in cut if own]
-    idle = max(0, parts - len(cut))
+    idle, left = max(0, parts - len(cut)), list[tuple[MiniBatch, float]]()
     division = Division(scale, share, total, by_rows)
 
     def take(number: int, gradient: torch.Tensor) -> None:
@@ -125,6 +129,10 @@ def forward_backward(
             if own:
                 named.append(told)
             clock.lap("backward")
+            if stops is not None and not last and stops(i + 1):
+                left = cut[i + 1 :]
+                division.done = sum(own for _, own in cut[: i + 1])
+                break
     if idle:
         _keep_pace(replica, cut[-1][0], idle)
     if division.undo != 1.0:
@@ -135,8 +143,11 @@ def forward_backward(
     # the first wait for a GPU is here, unless the loss returns a count
     loss = sum((float(value) * own for value, own in values), 0.0)
     losses = added_up({name: (float(s), c) for name, (s, c) in told.items()} for told in named)
+    if stops is not None:
+        missed = sum(len(part) for part, _ in left)
+        stops.passed = PassedParts(len(cut) - len(left), len(cut), missed)
     if division.counted is None:
-        return Passed(loss, total, losses)
+        return Passed(loss / division.done, total * division.done, losses)
     return Passed(loss / (division.counted or 1.0), division.counted, losses)
 
 
@@ -284,6 +295,7 @@ class Division:
         by_rows: See the note.
         counted: The count of the parts so far; None as long as the loss returned means.
         unit: The count of the first part.
+        done: The share of the rows whose parts were not left out.
     """
 
     scale: float
@@ -292,6 +304,7 @@ class Division:
     by_rows: bool
     counted: float | None = None
     unit: float = 0.0
+    done: float = 1.0
 
     def factor(self, own: float, count: float | None) -> float:
         """Return the factor of the loss of the next part.
@@ -310,5 +323,5 @@ class Division:
     def undo(self) -> float:
         """Return the divisor of gradients. It is valid once the last part has passed forward."""
         if self.counted is None or self.by_rows or not self.unit:
-            return self.scale
+            return self.scale * self.done
         return self.scale * (self.counted / self.unit)

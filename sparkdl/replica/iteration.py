@@ -3,14 +3,22 @@ wrote."""
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sparkdl.data.epoch import derive_seed
 from sparkdl.slab.pool import Reference
 from sparkdl.slices.histogram import Histogram
+
+Decisions = Mapping[str, int]
+"""The type of what a consistency model decided on an iteration, by name; what is not there is 0."""
+STALENESS, MICRO_BATCHES, COMMITS = "staleness", "micro_batches/", "commits/"
+"""Names of decisions: the staleness of the update (of several, the largest); followed by the number of
+a replica, how many micro-batches it did, if any replica stopped early; and, followed by a number in
+order, the turns whose gradients were applied."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,25 @@ class ResidualHandle:
 
 
 @dataclass(frozen=True)
+class PassedParts:
+    """The part of a mini-batch that a replica did, if it may stop early.
+
+    Attributes:
+        parts: The number of micro-batches that it did; 0 if it could not stop early.
+        of: The number of micro-batches.
+        missed: The rows of the others.
+    """
+
+    parts: int = 0
+    of: int = 0
+    missed: int = 0
+
+
+ALL_PARTS = PassedParts()
+"""All of a mini-batch, without a limit."""
+
+
+@dataclass(frozen=True)
 class Fault:
     """A reason why an attempt did no work.
 
@@ -73,6 +100,7 @@ class ReplicaReport:
         received: The bytes of weights that came from another node, by slice.
         residual: The handle of the state that the replica now keeps for compression.
         losses: Sum and count of each named loss of a step.
+        passed: What the replica did of its mini-batch.
     """
 
     replica: int
@@ -85,6 +113,7 @@ class ReplicaReport:
     received: Mapping[int, int] = field(default_factory=dict)
     residual: ResidualHandle | None = None
     losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    passed: PassedParts = field(default_factory=lambda: ALL_PARTS)
 
 
 @dataclass(frozen=True)
@@ -102,6 +131,7 @@ class SliceReport:
         skipped: A gradient was not finite, and ``state`` is the old state.
         norm: The global norm before clipping, if it was computed.
         histograms: Histograms by "weights" or "gradients" and parameter number.
+        passed: What each replica did of its mini-batch, as its gradient says; empty without a limit.
     """
 
     index: int
@@ -114,18 +144,23 @@ class SliceReport:
     skipped: bool = False
     norm: float | None = None
     histograms: Mapping[tuple[str, int], Histogram] = field(default_factory=dict)
+    passed: tuple[PassedParts, ...] = ()
 
 
 class Clock:
-    """Seconds by activity since the clock was made. Times of the same activity add up."""
+    """Seconds by activity since the clock was made. Times of the same activity add up.
 
-    def __init__(self) -> None:
+    Args:
+        now: Returns the time in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
+        self._now, self._last = now, now()
 
     def lap(self, activity: str) -> None:
         """Add the time since the last lap to ``activity``."""
-        now = time.perf_counter()
+        now = self._now()
         self.seconds[activity] = self.seconds.get(activity, 0.0) + now - self._last
         self._last = now
 
@@ -142,8 +177,8 @@ class Iteration:
         description: The text that the Spark UI shows.
         loss_scale: Factor of the loss before backward.
         histograms: Whether histograms of weights and gradients are wanted.
-        staleness: If the iteration is repeated, the staleness of its update the first time; None: the
-            engine decides.
+        decisions: If the iteration is repeated, what was decided the first time; None: the engine
+            decides.
     """
 
     index: int
@@ -153,7 +188,7 @@ class Iteration:
     description: str = ""
     loss_scale: float = 1.0
     histograms: bool = False
-    staleness: int | None = None
+    decisions: Decisions | None = None
 
     def with_rows(self, rows: Sequence[tuple[int, int]]) -> IterationRows:
         """Return the iteration with the rows of each replica."""
@@ -161,10 +196,40 @@ class Iteration:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Limit:
+    """A limit for the replicas of an iteration, beyond which they leave out micro-batches.
+
+    Attributes:
+        seconds: The time of a replica's work; None: none is measured.
+        may_miss: The most rows that all replicas may leave out together. If they leave out more, the
+            slices are not updated.
+        parts: If the iteration is repeated, how many micro-batches each replica does.
+    """
+
+    seconds: float | None = None
+    may_miss: int = sys.maxsize
+    parts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class IterationRows(Iteration):
-    """An iteration, and the rows [start, stop) of each replica in its order of the epoch."""
+    """An iteration, and the rows [start, stop) of each replica in its order of the epoch.
+
+    Attributes:
+        limit: The limit for its replicas; None: each does its whole mini-batch.
+    """
 
     rows: tuple[tuple[int, int], ...]
+    limit: Limit | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the number of rows of all replicas."""
+        return sum(stop - start for start, stop in self.rows)
+
+    def falls_short(self, passed: Iterable[PassedParts]) -> bool:
+        """Return whether replicas left out so many rows that the update does not count."""
+        return self.limit is not None and sum(each.missed for each in passed) > self.limit.may_miss
 
     def update_seed(self, seed: int) -> int:
         """Return the seed of random draws of optimizers, derived from the run's ``seed``.

@@ -20,8 +20,9 @@ from sparkdl.data.ragged import Rows
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import masses_of
 from sparkdl.replica.compute import Gradients, Losses, forward_backward, take_gradients
+from sparkdl.replica.early_stop import EarlyStop
 from sparkdl.replica.gradient_writer import GradientWriter
-from sparkdl.replica.iteration import Clock, IterationRows
+from sparkdl.replica.iteration import ALL_PARTS, Clock, IterationRows, PassedParts
 from sparkdl.replica.mini_batch import MiniBatch, to_tensors, weigh
 from sparkdl.slices.compression import GradBucket, compress
 
@@ -88,6 +89,7 @@ class ReplicaResult:
             number.
         kept: The tensors that the replica keeps of them, by parameter number.
         losses: Sum and count of each named loss of a step.
+        passed: What was done of the mini-batch.
     """
 
     loss: float = 0.0
@@ -99,6 +101,7 @@ class ReplicaResult:
     compressed: ByParameter | None = None
     kept: ByParameter = field(default_factory=dict)
     losses: Losses = field(default_factory=dict)
+    passed: PassedParts = ALL_PARTS
 
 
 def to_mini_batch(
@@ -140,12 +143,23 @@ def one_gradient(
         writer: Takes the dense gradients, if there is one.
     """
     mini_batch = to_mini_batch(batch, live)
-    passed = forward_backward(live, mini_batch, work.seed(), work.step.loss_scale, clock, writer)
+    limit, stops = work.step.limit, None
+    if limit is not None:
+        stops = EarlyStop(limit, work.replica, clock, live.device)
+    passed = forward_backward(
+        live, mini_batch, work.seed(), work.step.loss_scale, clock, writer, stops=stops
+    )
     gradients = take_gradients(live)
     if writer is not None:
         gradients = writer.finish(gradients)
+    done = ALL_PARTS if stops is None else stops.passed
     return ReplicaResult(
-        passed.loss, passed.weight, len(mini_batch), gradients, losses=passed.losses
+        passed.loss,
+        passed.weight,
+        len(mini_batch) - done.missed,
+        gradients,
+        losses=passed.losses,
+        passed=done,
     )
 
 

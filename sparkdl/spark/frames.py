@@ -139,6 +139,20 @@ def stored_frames(rdd: RDD) -> RDD:
     return RDD(named, rdd.ctx, NoOpSerializer())
 
 
+def some_partitions(rdd: RDD, partitions: Iterable[int]) -> RDD:
+    """Return an RDD of frames with some partitions of ``rdd``, which keep their numbers in tasks."""
+    jvm = rdd.ctx._jvm
+    assert jvm is not None
+    numbers = jvm.java.util.HashSet()
+    for partition in partitions:
+        numbers.add(partition)
+    wanted = jvm.scala.jdk.javaapi.CollectionConverters.asScala(numbers).toSet()  # is a function
+    source = rdd._jrdd.rdd()
+    pruned = jvm.org.apache.spark.rdd.PartitionPruningRDD.create(source, wanted)
+    named = jvm.org.apache.spark.api.java.JavaRDD(pruned, source.elementClassTag())
+    return RDD(named, rdd.ctx, NoOpSerializer())
+
+
 def store_frames(rdd: RDD) -> None:
     """Compute and store the missing partitions of a persisted RDD; send nothing to the driver."""
     rdd._jrdd.count()
@@ -175,6 +189,11 @@ class RunningJob:
     def done(self) -> bool:
         """Return whether the job has ended, with or without an error."""
         return bool(self._future.isDone())
+
+    def cancel(self) -> None:
+        """Cancel the job; its tasks may go on for a while."""
+        with contextlib.suppress(Py4JError):
+            self._future.cancel(True)
 
     def frames(self) -> list[bytes]:
         """Wait for the end, and return all ``count`` frames in order of the partitions."""

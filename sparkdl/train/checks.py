@@ -77,8 +77,8 @@ _KINDS: tuple[tuple[str, Any, str], ...] = (
     (
         "consistency",
         (Consistency, type(None)),
-        "give sparkdl.Synchronous(), sparkdl.StaleSynchronous(staleness=1), sparkdl.DiLoCo(), "
-        "sparkdl.Gossip(), or None",
+        "give sparkdl.Synchronous(), sparkdl.StaleSynchronous(staleness=1), sparkdl.Asynchronous(), "
+        "sparkdl.DiLoCo(), sparkdl.Gossip(), or None",
     ),
     ("validation", (Validation, type(None)), "give sparkdl.Validation(data, metrics=[...])"),
     ("checkpoint", (Checkpoint, type(None)), 'give sparkdl.Checkpoint("path")'),

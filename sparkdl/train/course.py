@@ -35,6 +35,7 @@ from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.model.recipe import weights_digest
+from sparkdl.replica.iteration import Decisions
 from sparkdl.slices.slice_file import PackSlice
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.engine_inputs import load_start, packed_state
@@ -58,14 +59,14 @@ class Start:
         kept: The optimizer state to begin with, or None.
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``: one pass over the data, which is a part of all data.
-        recorded: The staleness to repeat, by the number of the iteration; None: no replay.
+        recorded: The decisions to repeat, by the number of the iteration; None: no replay.
     """
 
     resuming: ResumeCandidates | None = None
     kept: StoredState | None = None
     carried: CarriedRun | None = None
     one_pass: bool = False
-    recorded: Mapping[int, int] | None = None
+    recorded: Mapping[int, Decisions] | None = None
 
 
 @dataclass(frozen=True)

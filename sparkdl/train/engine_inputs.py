@@ -42,7 +42,7 @@ def engine_inputs(
     threads: int,
     resources: FitResources | None,
     gang: StartableGroup | None = None,
-    replays: bool = False,
+    replays: int | None = None,
 ) -> EngineInputs:
     """Return the argument of :func:`sparkdl.engines.registry.build_engine`.
 
@@ -56,7 +56,7 @@ def engine_inputs(
         threads: torch's threads in a task.
         resources: What the fit owns in Spark, if it runs on the driver.
         gang: The ranks, if they are there already.
-        replays: Whether the run repeats the decisions of a history.
+        replays: The largest staleness in the history that the run repeats; None: it repeats none.
     """
     run = run_spec(trainer, model, samples, slab, threads)
     return EngineInputs(

@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
@@ -24,6 +25,7 @@ from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.loop.progress import progress_of
+from sparkdl.replica.iteration import STALENESS, Decisions
 from sparkdl.session import context_of, is_connected, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality
@@ -58,7 +60,7 @@ def fit(
             "resume= and start= cannot be combined: a resumed run has its own weights. Pass one of "
             "them."
         )
-    recorded = recorded_staleness(trainer, replay)
+    recorded = recorded_decisions(trainer, replay)
     kept = chosen_state(start, optimizer_state)
     if is_connected(data):
         return run_connected(trainer, data, resume, start, kept, any_data=any_data).trained
@@ -74,14 +76,32 @@ def fit(
         ).trained
 
 
-def recorded_staleness(trainer: Trainer, replay: History | None) -> dict[int, int] | None:
-    """Return the staleness of each iteration of a history; None without a history.
+def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, Decisions] | None:
+    """Return what was decided on each iteration of a history; None without a history.
 
     Raises:
-        ParameterError: The consistency model keeps too few versions to repeat it.
+        ParameterError: The trainer cannot repeat it.
     """
     if replay is None:
         return None
+    asynchronous = isinstance(trainer.consistency_model, Asynchronous)
+    if bool(replay.commits) != asynchronous:
+        found = "the order of asynchronous steps" if replay.commits else "no order of steps"
+        raise ParameterError(
+            f"replay: the history has {found}: train with the consistency= of the recorded run."
+        )
+    counts = replay.micro_batches
+    if counts and trainer.engine == "gang":
+        raise ParameterError(
+            "replay: the history has replicas that left out micro-batches, which the ranks of a gang "
+            'cannot: use engine="shuffle" or "local".'
+        )
+    parts = max((max(each) for each in counts.values()), default=0)
+    if parts > trainer.accumulate:
+        raise ParameterError(
+            f"replay: the history has replicas with {parts} micro-batches, and this trainer has "
+            f"accumulate={trainer.accumulate}: train with that of the recorded run."
+        )
     recorded = replay.staleness
     most, keep = max(recorded.values(), default=0), trainer.consistency_model.keep
     if most >= keep:
@@ -89,7 +109,12 @@ def recorded_staleness(trainer: Trainer, replay: History | None) -> dict[int, in
             f"replay: the history has gradients that are {most} versions old, and this trainer keeps "
             f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
         )
-    return recorded
+    return replay.decisions
+
+
+def largest_staleness(recorded: Mapping[int, Decisions]) -> int:
+    """Return the largest staleness of recorded iterations."""
+    return max((decisions.get(STALENESS, 0) for decisions in recorded.values()), default=0)
 
 
 def partial_fit(
@@ -121,7 +146,7 @@ def run(
     carried: CarriedRun | None = None,
     one_pass: bool = False,
     any_data: bool = False,
-    recorded: Mapping[int, int] | None = None,
+    recorded: Mapping[int, Decisions] | None = None,
 ) -> CarriedRun:
     """Train, and return the result and the state in which the run ended.
 
@@ -134,7 +159,7 @@ def run(
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``: one pass over ``data``, which is a part of all data.
         any_data: The checkpoint may come from other data.
-        recorded: The staleness to repeat, by the number of the iteration; None: no replay.
+        recorded: The decisions to repeat, by the number of the iteration; None: no replay.
     """
     began = time.monotonic()
     placed, given = (data, data.data) if isinstance(data, PlacedSamples) else (None, data)
@@ -188,7 +213,7 @@ def run(
                 slab,
                 threads,
                 resources,
-                replays=recorded is not None,
+                replays=None if recorded is None else largest_staleness(recorded),
             )
 
         def take(done: FinishedEngine) -> TrainedModel:

@@ -10,6 +10,7 @@ import torch
 
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.local import LocalEngine
+from sparkdl.engines.local_groups import local_engine as build_local
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
@@ -141,7 +142,7 @@ def local_engine(
         validation: The validation samples with their scorer, or None.
     """
     batch = trainer.batch_size * trainer.options.local_steps
-    engine = LocalEngine(samples, run, model.payload, batch, validation, trainer.consistency_model)
+    engine = build_local(samples, run, model.payload, batch, validation, trainer.consistency_model)
     engine.load()
     return engine
 

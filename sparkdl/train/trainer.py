@@ -176,7 +176,7 @@ class Trainer:
     gang."""
     consistency: Consistency | None = None
     """How replicas agree: :class:`sparkdl.Synchronous` (None), :class:`sparkdl.StaleSynchronous`,
-    :class:`sparkdl.DiLoCo` or :class:`sparkdl.Gossip`."""
+    :class:`sparkdl.Asynchronous`, :class:`sparkdl.DiLoCo` or :class:`sparkdl.Gossip`."""
     clip_value: float | None = None
     """Limit every element of the gradient to [-clip_value, clip_value]."""
     clip_norm: float | None = None

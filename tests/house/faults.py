@@ -148,7 +148,7 @@ FAULTS = {
     ),
     "what is repeated is decided anew": Fault(
         "consistency/base.py",
-        "if recorded is not None:",
+        "if repeated is not None:",
         "if False:",
         "spark/test_consistency.py",
     ),

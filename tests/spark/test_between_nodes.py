@@ -16,7 +16,7 @@ from sparkdl.engines.shuffle.traffic import least_bytes
 pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 cloudpickle.register_pickle_by_value(sys.modules["train_between_nodes"])
 CASES = ["even", "buffers", "clip_norm", "three replicas", "table"]
-PLAIN = ["local steps", "few rows", "clip_norm, one slice", "stale", "DiLoCo"]
+PLAIN = ["local steps", "few rows", "clip_norm, one slice", "stale", "asynchronous", "DiLoCo"]
 """Tried only where no nodes sum."""
 
 

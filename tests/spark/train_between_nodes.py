@@ -58,6 +58,7 @@ CASES = {
     "local steps": {"local_steps": 2},
     "few rows": {"batch_size": 3},
     "stale": {"consistency": sparkdl.StaleSynchronous(staleness=2)},
+    "asynchronous": {"consistency": sparkdl.Asynchronous(groups=2, quorum=2)},
     "DiLoCo": {"consistency": sparkdl.DiLoCo(inner_steps=2)},
 }
 

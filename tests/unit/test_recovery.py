@@ -103,13 +103,13 @@ def test_the_log_gives_back_what_was_asked_for():
             hyperparameters=None if i < 3 else ({"lr": 1 / (1 + i // 2)},),
             loss_scale=2.0**i,
             histograms=i == 5,
-            staleness=i % 3,
+            decisions={"staleness": i % 3} if i % 3 else {},
         )
         for i in range(8)
     ]
     log = ReplayLog()
     for one in asked:
-        log.append(replace(one, staleness=None), staleness=one.index % 3)
+        log.append(replace(one, decisions=None), one.decisions)
         if one.index % 3 == 0:
             log.append(None)
     told = [

@@ -19,6 +19,7 @@ import torch
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.consistency.base import Consistency, Update, next_update
+from sparkdl.consistency.stragglers import StragglerLimit
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.engines.shuffle.form_chooser import FormChooser
@@ -40,7 +41,7 @@ from sparkdl.loop.engine import (
     summarize,
     summed,
 )
-from sparkdl.replica.iteration import Fault, Iteration, IterationRows
+from sparkdl.replica.iteration import Fault, Iteration, IterationRows, ReplicaReport
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
@@ -73,6 +74,7 @@ class ShuffleEngine:
         self._context = spec.resources.context
         self._context.setJobDescription("sparkdl: setting up the replicas")
         self._consistency = consistency or Synchronous()
+        self._stragglers = StragglerLimit(self._consistency.may_drop)
         self._placement = Placement(spec)
         self._versions = SliceVersions(spec, self._placement, self._consistency.keep)
         self._reader = StateReader(self._placement, spec.resources)
@@ -83,9 +85,15 @@ class ShuffleEngine:
         self._context.setJobDescription(iteration.description)
         doing = f"iteration {iteration.index + 1}, epoch {iteration.epoch + 1}"
         asked = iteration.with_rows(self.plan.rows(iteration.batch))
-        update = next_update(self._consistency, self._versions.readable, iteration.staleness)
+        update = next_update(self._consistency, self._versions.readable, iteration.decisions)
+        return self._stragglers.run(asked, lambda asked: self._commit(asked, update, doing))
 
-        def submit() -> tuple[IterationResult | None, list[Fault]]:
+    def _commit(
+        self, asked: IterationRows, update: Update, doing: str
+    ) -> tuple[IterationResult, Sequence[ReplicaReport]]:
+        """Submit the iteration until its tasks have no faults, and commit it."""
+
+        def submit() -> tuple[Any, list[Fault]]:
             started = time.perf_counter()
             message, reports = self._submit(asked, update)
             if reports.faults:
@@ -93,9 +101,12 @@ class ShuffleEngine:
             self._placement.note_nodes(reports.replicas)
             self._versions.commit(message, reports)
             self._chooser.note(reports)
-            return self._result(message, reports, started, update), []
+            return (self._result(message, reports, started, update), reports.replicas), []
 
-        return self._placement.retry(submit, doing, self._placement.samples)
+        done: tuple[IterationResult, Sequence[ReplicaReport]] = self._placement.retry(
+            submit, doing, self._placement.samples
+        )
+        return done
 
     def _submit(
         self, asked: IterationRows, update: Update
@@ -124,7 +135,7 @@ class ShuffleEngine:
         }
         traffic = done.traffic(message.read_states)
         result = summarize(done.replicas, done.slices, self._layout, seconds, traffic)
-        return replace(result, staleness=update.staleness)
+        return replace(result, decisions={**result.decisions, **update.decisions})
 
     def load(
         self,

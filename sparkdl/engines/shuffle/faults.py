@@ -16,6 +16,9 @@ SAMPLES_CHANGED = "samples changed"
 """The partition was recomputed and holds other rows, because its source is not deterministic."""
 STATE_FOREIGN = "state foreign"
 """The synchronization task does not run on the node that holds the slice's state."""
+UNLIKE = "unlike"
+"""The owner of a slice was given the gradient of another attempt of a replica than others were, and the
+two attempts did not stop after as many micro-batches."""
 RESIDUAL_FOREIGN = "residual foreign"
 """The task does not run on the node that holds its replica's residuals."""
 

@@ -151,6 +151,8 @@ class OneStage(_OnOneNode):
             applied=states_of(seats[0].slices),
             update_seconds=tuple(summed([each.seconds for each in seat.slices]) for seat in seats),
         )
+        if message.falls_short(report.passed for report in reports.replicas):
+            return replace(reports, falls_short=True)
         if reports.faults or reports.skipped:
             return reports
         return replace(reports, pending=PendingGradients.of(message, seats))

@@ -8,8 +8,10 @@ from typing import Any
 
 from sparkdl.data.epoch import derive_seed
 from sparkdl.replica.iteration import (
+    ALL_PARTS,
     Fault,
     IterationRows,
+    PassedParts,
     ReplicaReport,
     ResidualHandle,
     SliceHandle,
@@ -130,6 +132,7 @@ class GradientHeader:
         finite: Whether the loss and all gradients are finite.
         report: The replica's report; only in frames to slice 0.
         fault: The reason why the replica did no work, if any.
+        passed: What the replica did of its mini-batch.
     """
 
     replica: int
@@ -142,6 +145,7 @@ class GradientHeader:
     finite: bool = True
     report: ReplicaReport | None = None
     fault: Fault | None = None
+    passed: PassedParts = ALL_PARTS
 
 
 @dataclass(frozen=True)

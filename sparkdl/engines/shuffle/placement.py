@@ -265,13 +265,13 @@ class Placement:
                 return result
             if submission:  # the first time, the task may just have been sent to a less busy node
                 raise_unrecoverable(faults, doing)
-            self._resolve(faults, samples)
+            self.resolve(faults, samples)
         raise TrainingError(
             f"{doing}: after {MAX_SUBMISSIONS} submissions tasks still find "
             f"themselves on other nodes than their data: {sorted({f.kind for f in faults})}."
         )
 
-    def _resolve(self, faults: list[Fault], samples: RDD) -> None:
+    def resolve(self, faults: list[Fault], samples: RDD) -> None:
         """Prepare the next submission after tasks have reported faults."""
         moved = {fault.partition: fault.node_id for fault in faults if fault.kind == MOVED}
         self.replica_nodes = tuple(

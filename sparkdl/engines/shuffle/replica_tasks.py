@@ -177,6 +177,7 @@ def _contributions(
         seat.received,
         residual,
         outcome.losses,
+        outcome.passed,
     )
     sent: list[Sent] = []
     place = 0
@@ -241,6 +242,7 @@ def _headers(
             others=outcome.others,
             finite=not report.not_finite,
             report=report if n == 0 else None,
+            passed=outcome.passed,
         )
         for n in range(seat.run.slices)
     ]

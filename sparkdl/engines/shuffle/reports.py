@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from sparkdl.engines.shuffle.faults import UNLIKE
 from sparkdl.engines.shuffle.messages import NodeCopies, NodeWeights, PendingGradients
 from sparkdl.engines.shuffle.traffic import between_nodes
 from sparkdl.loop.engine import Traffic
@@ -26,6 +27,7 @@ class IterationReports:
         update_seconds: The seconds by activity of each task that updated slices.
         copies: The copies of the version that the iteration began with, if nodes got them first.
         installed: If nodes sum, the copies of the new weights that each seat wrote for its node.
+        falls_short: Whether nothing is updated because replicas left out too much.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -36,6 +38,7 @@ class IterationReports:
     update_seconds: tuple[Mapping[str, float], ...] = ()
     copies: NodeCopies = field(default_factory=dict)
     installed: tuple[NodeWeights, ...] = ()
+    falls_short: bool = False
 
     @staticmethod
     def of(slices: Sequence[SliceReport], **rest: Any) -> IterationReports:
@@ -47,7 +50,7 @@ class IterationReports:
         """
         ordered = tuple(sorted(slices, key=lambda report: report.index))
         return IterationReports(
-            faults=tuple(fault for report in ordered for fault in report.faults),
+            faults=_faults(ordered),
             slices=ordered,
             update_seconds=tuple(report.seconds for report in ordered),
             **{"replicas": ordered[0].replicas, **rest},
@@ -55,8 +58,9 @@ class IterationReports:
 
     @property
     def skipped(self) -> bool:
-        """Return whether nothing is updated because a loss or a gradient is not finite."""
-        return any(report.not_finite for report in self.replicas)
+        """Return whether nothing is updated: something is not finite, or too much was left out."""
+        skipped = any(report.skipped for report in self.slices) or self.falls_short
+        return skipped or any(report.not_finite for report in self.replicas)
 
     def traffic(self, states: Sequence[SliceHandle]) -> dict[str, Traffic]:
         """Return the traffic of each node; ``states`` is the version that replicas computed on."""
@@ -77,6 +81,14 @@ class IterationReports:
             for n, copy in node.copies.items()
         ]
         return between_nodes(gradients, [*to_replicas, *to_nodes])
+
+
+def _faults(slices: Sequence[SliceReport]) -> tuple[Fault, ...]:
+    found = tuple(fault for report in slices for fault in report.faults)
+    for report in slices:
+        if not found and report.passed != slices[0].passed:
+            found = (Fault(UNLIKE, report.index, report.node_id),)
+    return found
 
 
 def states_of(reports: Sequence[SliceReport]) -> tuple[SliceHandle, ...]:

@@ -74,6 +74,8 @@ class Shuffled:
         """
         placement, read = self.placement, message.read_states
         nodes = self.node_sums.chosen(placement.replica_nodes, read)
+        if message.limit is not None and message.limit.seconds is not None:
+            nodes = None  # attempts of a replica may differ, and in a sum nobody would see that
         copies: NodeCopies = {}
         if nodes is not None and not placement.has_all_weights(read, message.copies):
             begun = self._hand_on(message, nodes)

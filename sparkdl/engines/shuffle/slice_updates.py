@@ -84,7 +84,9 @@ def read_sections(
     faults = tuple(header.fault for header in headers if header.fault)
     if not faults and state.node_id != pool.node_id:
         faults = (Fault(STATE_FOREIGN, partition, pool.node_id),)
-    skipped = not faults and not all(header.finite for header in headers)
+    passed = tuple(header.passed for header in headers) if step.limit is not None else ()
+    counts = all(header.finite for header in headers) and not step.falls_short(passed)
+    skipped = not faults and not counts
     report = SliceReport(
         partition,
         pool.node_id,
@@ -93,6 +95,7 @@ def read_sections(
         faults,
         received={header.replica: len(payload) for header, payload in frames if len(payload)},
         skipped=skipped,
+        passed=passed,
     )
     if faults or skipped:
         return report

@@ -147,7 +147,10 @@ def apply_pending(step: IterationMessage, partition: int, run: RunSpec) -> Slice
     assert pending is not None
     own = pending.index == step.index
     then = replace(
-        step, hyperparameters=pending.hyperparameters, histograms=step.histograms and own
+        step,
+        hyperparameters=pending.hyperparameters,
+        histograms=step.histograms and own,
+        limit=step.limit if own else None,  # gradients that fall short are not left pending
     )
     try:
         return synchronize(then, partition, run, _pending_frames(step, partition))

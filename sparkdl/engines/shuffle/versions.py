@@ -119,6 +119,22 @@ class SliceVersions:
             self._append(states_of(reports.slices), message.submission, copies)
         self._keep_residuals(reports.replicas)
 
+    def add(self, states: tuple[SliceHandle, ...], submission: int, updates: int) -> None:
+        """Keep a version that was made by several updates of the newest one.
+
+        Args:
+            states: Its handles.
+            submission: The submission of its buffers.
+            updates: The number of updates.
+        """
+        number = self.newest.number + updates
+        self._ring.append(Version(number=number, submission=submission, states=states))
+
+    def release(self, before: int) -> None:
+        """Give up the versions before number ``before``."""
+        while self._ring[0].number < before and len(self._ring) > 1:
+            self._ring.popleft()
+
     def _append(
         self, states: tuple[SliceHandle, ...], submission: int, copies: NodeCopies | None = None
     ) -> None:

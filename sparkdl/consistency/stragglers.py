@@ -1,0 +1,110 @@
+"""A limit for slow replicas, learned from the times that replicas took."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from sparkdl.errors import ParameterError
+from sparkdl.replica.iteration import MICRO_BATCHES, IterationRows, Limit, ReplicaReport
+
+Result = TypeVar("Result")
+WINDOW, MEASURED = 15, 3
+"""The number of iterations that the limit is learned from, and the fewest that give one."""
+
+
+class StragglerLimit:
+    """The limit of an engine's iterations, and what it is learned from.
+
+    The limit is the median, over the last iterations, of the time within which all replicas but the
+    ``fraction`` were done. The time of a replica that stopped early is what it would have taken for
+    the whole mini-batch, so that dropping does not lower the limit. Times of machines are no
+    function of the data: what came of the limit is therefore recorded, and repeated as recorded.
+
+    Args:
+        fraction: The share of the rows of an iteration that may be left out. 0: nothing is.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+        self._window: deque[float] = deque(maxlen=WINDOW)
+        self._largest, self._fell_short = 0, False
+
+    def run(
+        self,
+        step: IterationRows,
+        once: Callable[[IterationRows], tuple[Result, Sequence[ReplicaReport]]],
+    ) -> Result:
+        """Run an iteration within the limit, and again without one if too little was done.
+
+        Args:
+            step: The iteration.
+            once: Runs it with its ``limit``. It returns a result and the reports of the replicas.
+                Its update must not count if the iteration
+                :meth:`~sparkdl.replica.iteration.IterationRows.falls_short`.
+        """
+        if step.decisions is not None or not self._fraction:
+            return once(replace(step, limit=_recorded(step)))[0]
+        limited = replace(step, limit=self._limit(step))
+        result, reports = once(limited)
+        finite = not any(report.not_finite for report in reports)
+        if finite and limited.falls_short(report.passed for report in reports):
+            if self._fell_short:  # twice in a row: all have become slower
+                self._window.clear()
+            self._fell_short = True
+            result, reports = once(replace(step, limit=None))
+        else:
+            self._fell_short = False
+        self._learn(step, reports)
+        return result
+
+    def _limit(self, step: IterationRows) -> Limit | None:
+        """Return the limit; None while too little is known, and for a short batch at an epoch's end."""
+        if len(self._window) < MEASURED or not self._is_full(step):
+            return None
+        may_miss = int(self._fraction * step.size)
+        return Limit(seconds=statistics.median(self._window), may_miss=may_miss)
+
+    def _learn(self, step: IterationRows, reports: Sequence[ReplicaReport]) -> None:
+        if not self._is_full(step):
+            return
+        times = sorted(map(_whole_seconds, reports))
+        within = math.ceil((1 - self._fraction) * len(times) - 1e-9)
+        self._window.append(times[max(0, within - 1)])
+
+    def _is_full(self, step: IterationRows) -> bool:
+        self._largest = max(self._largest, step.size)
+        return 2 * step.size > self._largest
+
+
+def _whole_seconds(report: ReplicaReport) -> float:
+    """Return the seconds that a replica took, or would have taken for its whole mini-batch."""
+    seconds, passed = report.seconds, report.passed
+    more = passed.of / passed.parts - 1 if passed.parts else 0.0
+    passes = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
+    return sum(seconds.values()) + passes * more
+
+
+def _recorded(step: IterationRows) -> Limit | None:
+    """Return a limit that repeats what replicas did the first time; None if they did everything.
+
+    Raises:
+        ParameterError: The recorded run had other replicas.
+    """
+    found = {
+        int(name.removeprefix(MICRO_BATCHES)): count
+        for name, count in (step.decisions or {}).items()
+        if name.startswith(MICRO_BATCHES) and count
+    }
+    if not found:
+        return None
+    if max(found) >= len(step.rows):
+        raise ParameterError(
+            f"replay: the history has {max(found) + 1} replicas or more, and this run has "
+            f"{len(step.rows)}: train with the replicas= of the recorded run."
+        )
+    return Limit(parts=tuple(found.get(replica, 0) for replica in range(len(step.rows))))

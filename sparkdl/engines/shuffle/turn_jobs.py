@@ -1,0 +1,71 @@
+"""The Spark job of a group's turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pyspark.core.rdd import RDD
+
+from sparkdl.consistency.turns import Turn
+from sparkdl.engines.shuffle.group_tasks import Headers, KeepGradients, TakeTurn, TurnMessage
+from sparkdl.engines.shuffle.placement import Placement
+from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
+from sparkdl.engines.shuffle.state_tasks import Recount
+from sparkdl.replica.iteration import Iteration, ReplicaReport
+from sparkdl.spark.frames import (
+    RunningJob,
+    map_frames,
+    shuffle_frames,
+    some_partitions,
+    zip_frames,
+)
+
+
+@dataclass(frozen=True)
+class RunningTurn:
+    """A turn that is under way, or whose gradient waits.
+
+    Attributes:
+        turn: The turn.
+        asked: The iteration of the loop in which it began.
+        submission: The submission of its gradients.
+        job: Its job.
+        shuffled: The RDD behind which shuffle files are; None if there are none.
+        tries: The number of submissions before this one.
+        headers: The headers of its gradients, once they are there.
+        reports: The reports of its replicas, once they are there.
+    """
+
+    turn: Turn
+    asked: Iteration
+    submission: int
+    job: RunningJob
+    shuffled: RDD | None
+    tries: int = 0
+    headers: Headers = ()
+    reports: tuple[ReplicaReport, ...] = ()
+
+
+def turn_rdd(
+    placement: Placement, message: TurnMessage, group: range, told: bool, alone: bool
+) -> RDD:
+    """Return the RDD of a turn, whose frames hold the headers of its gradients.
+
+    Args:
+        placement: The placement of replicas and slices.
+        message: The turn.
+        group: Its replicas.
+        told: Whether tasks find it in the job's message.
+        alone: Whether everything is on one node.
+    """
+    inside = None if told else message
+    task = TakeTurn(inside) if alone else ForwardBackward(inside)
+    seats = placement.at_seats(
+        task, placement.samples, message.read_states, message.copies, posted=told
+    )
+    some = some_partitions(seats, group)
+    if alone:
+        return some
+    sent = shuffle_frames(some, placement.slices, few_bytes=placement.few_bytes)
+    owners = map_frames(placement.slice_rdd, Recount(len(group)))
+    return map_frames(zip_frames(sent, owners), KeepGradients(inside))
