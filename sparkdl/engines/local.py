@@ -136,7 +136,7 @@ class LocalEngine:
         with torch_threads(self._run.threads):
             step = iteration.with_rows(self.plan.rows(iteration.batch))
             if self._replica.recipe.options.topology is not None:
-                return self._run_gossip(step, started)
+                return self._run_gossip(step)
             readable = range(self._version - len(self._older), self._version + 1)
             update = next_update(self._consistency, readable, iteration.decisions)
             return self._stragglers.run(step, lambda step: self._once(step, readable, update))
@@ -170,8 +170,9 @@ class LocalEngine:
         result = summarize(reports, slices, self._plans.layout, seconds)
         return replace(result, decisions={**result.decisions, **update.decisions}), reports
 
-    def _run_gossip(self, step: IterationRows, started: Clock) -> IterationResult:
+    def _run_gossip(self, step: IterationRows) -> IterationResult:
         """Run an iteration of replicas with weights of their own; the slices have the mean."""
+        started = Clock()
         mean = torch.cat([state.weights for state in self._states])
         done = gossip(
             self._replica, self._plans, self._run, self._partitions, step, mean, self._residuals
