@@ -53,7 +53,7 @@ class RunSpec:
         threads: torch's threads in a task. They change the bits, so they are fixed.
         whole_tensors: Slices are cut only between tensors, because the optimizer or the compression
             needs it.
-        compressed: Replicas keep tensors between iterations: what compression leaves out of their
+        keeps_tensors: Replicas keep tensors between iterations: what compression leaves out of their
             gradients, or the state of their own optimizer.
         numerics: torch's settings on the driver.
     """
@@ -66,7 +66,7 @@ class RunSpec:
     shares: tuple[int, ...]
     threads: int
     whole_tensors: bool = False
-    compressed: bool = False
+    keeps_tensors: bool = False
     numerics: Numerics = field(default_factory=Numerics)
 
     @property

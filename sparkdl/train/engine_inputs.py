@@ -105,7 +105,7 @@ def run_spec(
         tuple(max(1, round(trainer.batch_size * rows / total)) for rows in samples.counts),
         threads,
         whole_tensors=not (optimizer.elementwise and optimizer.separate) or compressed,
-        compressed=compressed or trainer.options.keeps_own,
+        keeps_tensors=compressed or trainer.options.keeps_own,
         numerics=Numerics.here(),
     )
 

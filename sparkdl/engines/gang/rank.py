@@ -110,7 +110,7 @@ class Rank:
         assert root is not None
         self._node_id, self._folder = root.node_id, root.directories[-1]
         self._load: Callable[[], Recipe] = setup.recipe.load
-        files, residuals = SnapshotFiles(self._folder), member.size * self._run.compressed
+        files, residuals = SnapshotFiles(self._folder), member.size * self._run.keeps_tensors
         self.snapshots = Snapshots(files, member.rank, self._run.slices, residuals)
         handles = [pickle.loads(frame) for frame in frames_of(member.frames)]
         self._handles: list[SampleHandle] = handles

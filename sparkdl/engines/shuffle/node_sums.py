@@ -30,7 +30,7 @@ class NodeReducePlan:
         wire = (options.wire_dtype or layout.dtype).itemsize
         flat = layout.dtype.itemsize
         # After local steps, optimizer state travels too; compressed gradients cannot be summed yet.
-        self._possible = options.local_steps == 1 and not run.compressed
+        self._possible = options.local_steps == 1 and not run.keeps_tensors
         self._slices = [
             SliceBytes(plan.dense_length * wire, plan.dense_length * flat, plan.length * flat)
             for plan in slice_specs(layout, run.slices, whole=run.whole_tensors)
