@@ -41,14 +41,14 @@ _MANY = 1 << 16
 
 @dataclass(frozen=True)
 class Nodes:
-    """What a session was seen to have: the number of its slots, and the addresses of its nodes."""
+    """The number of slots that a session was seen to have, and the addresses of its nodes."""
 
     slots: int
     hosts: tuple[str, ...]
 
 
 class Follower(Protocol):
-    """What follows a query while it runs. It is called in a thread of its own."""
+    """A follower of a query while it runs. It is called in a thread of its own."""
 
     def question(self) -> Any | None:
         """Return a question to rank 0, or None if there is none now."""

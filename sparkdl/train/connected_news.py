@@ -1,4 +1,4 @@
-"""What rank 0 says of a fit in a session of Spark Connect while it runs, and what the client shows."""
+"""News of a fit over Spark Connect: rank 0 tells them while it runs, and the client shows them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class ReportedProgress(Progress):
 
 
 class FollowedFit:
-    """What follows a fit on the client: it shows the progress, and passes an interrupt on.
+    """A follower of a fit on the client: it shows the progress, and passes an interrupt on.
 
     Attributes:
         known: The number of lines of the log of rank 0 that were told.

@@ -23,7 +23,7 @@ from sparkdl.spark.worker import finish_task
 
 @dataclass(frozen=True)
 class PlainTasks:
-    """What a run of plain tasks needs of its session.
+    """The parts of a session that a run of plain tasks needs.
 
     Attributes:
         session: The session.

@@ -10,12 +10,12 @@ from launch import ROOT
 
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
-    "modules": 332,
-    "lines": 56_200,
+    "modules": 360,
+    "lines": 61_600,
     "modules of more than 300 lines": 9,
-    "lines of the longest module": 457,
+    "lines of the longest module": 493,
     "percent of lines in the largest room": 20,
-    "modules with a single importer": 67,
+    "modules with a single importer": 74,
     "docstrings that begin with Of, What, Whether or Where": 0,
 }
 
