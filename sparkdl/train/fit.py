@@ -63,6 +63,11 @@ def fit(
     recorded = recorded_decisions(trainer, replay)
     kept = chosen_state(start, optimizer_state)
     if is_connected(data):
+        if recorded:
+            raise ParameterError(
+                "replay: the history has decisions of a consistency model, which a gang cannot repeat, "
+                "and over Spark Connect a gang trains. Replay in a classic session."
+            )
         return run_connected(trainer, data, resume, start, kept, any_data=any_data).trained
     with warming_up(context_of(data_of(data))):
         return run(
