@@ -85,7 +85,7 @@ def snapshot(communicator: Any, folder: str) -> str | None:
     rank = communicator.rank
     kept = torch.full((2,), float(rank), device="meta" if rank == 1 else "cpu")
     held: Any = SimpleNamespace(as_slices=lambda states: {}, states={}, best={}, slices=[])
-    way: Any = SimpleNamespace(kept={0: {"rest": kept}})
+    way: Any = SimpleNamespace(kept={0: {"rest": kept}}, settle=lambda: None)
     snapshots = Snapshots(SnapshotFiles(Path(folder)), rank, 0, WORLD)
     snapshots.begin(held, way)
     problem = snapshots.save("snapshot", [0])
