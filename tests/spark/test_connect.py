@@ -210,7 +210,7 @@ def test_what_needs_rdds_says_so(found: Any) -> None:
     assert all(text.startswith("SessionError: ") for text in messages.values())
     assert 'use engine="gang"' in messages["local"]
     assert "leave it out" in messages["min_ranks"]
-    assert 'trains with engine="gang" only' in messages["inner steps"]
+    assert 'trains with engine="gang" only' in messages["staleness"]
     assert "this process uses Spark Connect" in messages["session"]
     assert "Trainer.fit, partial_fit" in messages["placed"]
 

@@ -70,8 +70,10 @@ def training(
     result["classic only"] = {
         "local": told(lambda: replace(good, engine="local").fit(data)),
         "min_ranks": told(lambda: replace(good, min_ranks=1).fit(data)),
-        "inner steps": told(
-            lambda: replace(good, engine="shuffle", consistency=sparkdl.DiLoCo()).fit(data)
+        "staleness": told(
+            lambda: replace(
+                good, engine="shuffle", consistency=sparkdl.StaleSynchronous(staleness=1)
+            ).fit(data)
         ),
         "session": told(sparkdl.session),
         "placed": told(lambda: sparkdl.PlacedSamples.of(good, data)),
