@@ -22,9 +22,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
-import torch.distributed as dist
-from distributor import ParquetRows
+from distributor import timed_steps
 from harness import (
     HERE,
     hardware,
@@ -39,8 +37,6 @@ from harness import (
 from models import WORKS
 from pyspark.ml.torch.distributor import TorchDistributor
 from pyspark.sql import SparkSession
-from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler
 from work import NAMES
 
 import sparkdl
@@ -87,37 +83,12 @@ def torch_distributor(name: str, batch: int, steps: int, path: str) -> dict[str,
         runner = TorchDistributor(num_processes=2, local_mode=False, use_gpu=False)
         for _ in range(2):
             started = time.perf_counter()
-            seconds, _ = runner.run(ddp_rank, name, path, batch, steps)
+            seconds, _ = runner.run(timed_steps, WORKS[name], path, batch, steps)
             whole = time.perf_counter() - started
         step = statistics.median(seconds[steps // 4 :])
         return {"fit": whole, "rest": whole - sum(seconds), "step": step * 1e3}
     finally:
         spark.stop()
-
-
-def ddp_rank(name: str, path: str, batch: int, steps: int) -> tuple[list[float], Any]:
-    """Body of a rank: the seconds of each step, and the weights."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, world = dist.get_rank(), dist.get_world_size()
-    work, rows = WORKS[name], ParquetRows(path)
-    torch.manual_seed(0)
-    module = nn.parallel.DistributedDataParallel(work.make())
-    (optimizer,) = work.optimizers(module.module)
-    seconds: list[float] = []
-    sampler = DistributedSampler(rows, world, rank)
-    while len(seconds) < steps:
-        sampler.set_epoch(len(seconds))
-        ended = time.perf_counter()
-        for x, y in DataLoader(rows, batch // world, sampler=sampler, collate_fn=lambda some: some):
-            optimizer.zero_grad(set_to_none=True)
-            work.loss(module(x), y).backward()
-            optimizer.step()
-            seconds.append(time.perf_counter() - ended)
-            ended = time.perf_counter()
-    weights = module.module.state_dict()
-    dist.destroy_process_group()
-    return seconds[:steps], weights
 
 
 def main() -> None:

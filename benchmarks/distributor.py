@@ -80,6 +80,31 @@ def train_rank(work: Work, path: str, batch: int, epochs: int, out: str) -> dict
     return {"entered": entered, "read": read, "trained": trained} if rank == 0 else None
 
 
+def timed_steps(work: Work, path: str, batch: int, steps: int) -> tuple[list[float], Any]:
+    """Body of a rank: the seconds of each step, and the weights."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = ParquetRows(path)
+    torch.manual_seed(0)
+    module = nn.parallel.DistributedDataParallel(work.make())
+    (optimizer,) = work.optimizers(module.module)
+    seconds: list[float] = []
+    sampler = DistributedSampler(rows, world, rank)
+    while len(seconds) < steps:
+        sampler.set_epoch(len(seconds))
+        ended = time.perf_counter()
+        for x, y in DataLoader(rows, batch // world, sampler=sampler, collate_fn=_as_it_is):
+            optimizer.zero_grad(set_to_none=True)
+            work.loss(module(x), y).backward()
+            optimizer.step()
+            seconds.append(time.perf_counter() - ended)
+            ended = time.perf_counter()
+    weights = module.module.state_dict()
+    dist.destroy_process_group()
+    return seconds[:steps], weights
+
+
 def make_predict(work: Work, weights: str) -> Callable[[np.ndarray], np.ndarray]:
     """For ``predict_batch_udf``: load the model, once a worker."""
     torch.set_num_threads(1)
