@@ -1,4 +1,4 @@
-"""What is lost and what is saved by sending less: DiLoCo and gossip beside Synchronous.
+"""Measure what DiLoCo and gossip save and lose beside Synchronous by sending less.
 
     unshare --net bash -c 'ip link set lo up; exec .venv/bin/python benchmarks/few_bytes.py bytes'
     .venv/bin/python benchmarks/few_bytes.py text [--seeds 5]

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def on_ranks(ranks: int, sizes: list[int], rounds: int) -> dict[str, Any]:
-    """What the last rank of as many new processes found."""
+    """Start ``ranks`` processes, and return the figures of the last rank."""
     start = multiprocessing.get_context("forkserver")
     start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.collectives"])
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +102,7 @@ def measured(server: ParameterServer, kilobytes: int, rounds: int) -> dict[str, 
 
 
 def median_ms(do: Callable[[], Any], rounds: int, settle: Callable[[], Any] | None = None) -> float:
-    """Of ten in a row each time, so that pushes do not run ahead of their steps; settled at the end."""
+    """Return the median milliseconds of a call. Ten in a row are measured at a time, and settled."""
     found = []
     for _ in range(max(3, rounds // 10)):
         started = time.perf_counter()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparkdl.consistency.base import Consistency
+from sparkdl.consistency.base import MOST, Consistency, problems_of_delay
 from sparkdl.consistency.turns import (
     MOST_GROUPS,
     Commit,
@@ -26,8 +26,6 @@ from sparkdl.plain import make_plain
 from sparkdl.replica.iteration import STALENESS, Decisions, Iteration, IterationRows
 
 SCALES = ("auto", "root", "share", None)
-MOST = 1 << 16
-"""The first staleness that cannot be recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,17 +113,7 @@ class Asynchronous(Consistency):
                 f'{what} with engine="gang": its ranks sum gradients at every step, and wait for one '
                 'another. Use engine="shuffle".'
             )
-        if trainer.local_steps != 1:
-            yield (
-                f"{what} with local_steps={trainer.local_steps}: after local steps the optimizer "
-                "state is replaced by the replicas' mean, which would undo the steps in between. "
-                "Leave one of the two out."
-            )
-        if trainer.compression is not None:
-            yield (
-                f"{what} with compression: it delays parts of the gradients too, and no bound on "
-                "their age would hold. Leave one of the two out."
-            )
+        yield from problems_of_delay(what, trainer)
         if trainer.precision == "fp16":
             yield (
                 f'{what} with precision="fp16": the loss scale is one for all gradients of an '

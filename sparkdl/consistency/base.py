@@ -19,6 +19,9 @@ from typing import Any
 from sparkdl.errors import ParameterError
 from sparkdl.replica.iteration import STALENESS, Decisions
 
+MOST = 1 << 16
+"""The first staleness that cannot be recorded."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
@@ -103,17 +106,27 @@ class Consistency:
                 f'{what} with engine="gang": its ranks have one version of the weights, which each '
                 'update overwrites. Use engine="shuffle".'
             )
-        if trainer.local_steps != 1:
-            yield (
-                f"{what} with local_steps={trainer.local_steps}: after local steps the optimizer "
-                "state is replaced by the replicas' mean, which would undo the steps in between. "
-                "Leave one of the two out."
-            )
-        if trainer.compression is not None:
-            yield (
-                f"{what} with compression: it delays parts of the gradients too, and no bound on "
-                "their age would hold. Leave one of the two out."
-            )
+        yield from problems_of_delay(what, trainer)
+
+
+def problems_of_delay(what: str, trainer: Any) -> Iterator[str]:
+    """Yield the problems of gradients that are applied to newer weights with fields of ``trainer``.
+
+    Args:
+        what: The consistency model as text.
+        trainer: The user's trainer.
+    """
+    if trainer.local_steps != 1:
+        yield (
+            f"{what} with local_steps={trainer.local_steps}: after local steps the optimizer "
+            "state is replaced by the replicas' mean, which would undo the steps in between. "
+            "Leave one of the two out."
+        )
+    if trainer.compression is not None:
+        yield (
+            f"{what} with compression: it delays parts of the gradients too, and no bound on "
+            "their age would hold. Leave one of the two out."
+        )
 
 
 def next_update(model: Consistency, readable: range, repeated: Decisions | None) -> Update:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from sparkdl.consistency.base import Consistency, Dispatch
+from sparkdl.consistency.base import MOST, Consistency, Dispatch
 from sparkdl.plain import make_plain
 
 
@@ -45,7 +45,3 @@ class StaleSynchronous(Consistency):
             yield f"staleness={self.staleness!r}: give a whole number of at least 0."
         elif not 0 <= self.staleness < MOST:
             yield f"staleness={self.staleness}: give a whole number from 0 to {MOST - 1}."
-
-
-MOST = 1 << 16
-"""The first staleness that cannot be recorded."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +13,7 @@ from sparkdl.data.partition_reader import MappedPartition
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.inner_state import keep_replica, open_replica_state
 from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport
-from sparkdl.replica.local_sgd import numbers_not_finite, step_alone, without_rows
+from sparkdl.replica.local_sgd import problem_of_step, step_alone, without_rows
 from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.replica.step import ReplicaIteration, one_gradient
 from sparkdl.slices.state import SliceState
@@ -110,10 +109,7 @@ class _Replica:
         result = one_gradient(live, batch, self._work, clock)
         live.flat.save_buffers(self.state.weights)
         self._gradients, self._loss, self.weight = result.gradients, result.loss, result.weight
-        wrong = numbers_not_finite(live, result.gradients)
-        problem = f'the gradient of "{live.flat.parameters[min(wrong)][0].name}"' if wrong else ""
-        if not math.isfinite(result.loss):
-            problem = f"the loss ({result.loss})"
+        problem = problem_of_step(live, result.loss, result.gradients)
         return ReplicaReport(
             self._work.replica,
             result.count,

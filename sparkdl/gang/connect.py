@@ -67,7 +67,7 @@ class Follower(Protocol):
 _LOST = ("barrier task", "ExecutorLostFailure", "StateLostError", "Python worker exited")
 """Texts in Spark's report of a query that has failed because a rank was lost."""
 _seen: dict[str, Nodes] = {}
-"""What each session was seen to have."""
+"""The slots and nodes that each session was seen to have, by its id."""
 
 
 def slots_of(session: Any) -> int:

@@ -63,7 +63,7 @@ class TrainState:
     """Bytes of gradients and weights that the last iteration sent between nodes, without headers,
     for the busiest node and its busiest direction (out or in). 0 on one node."""
     decisions: Mapping[str, int] = field(default_factory=dict)
-    """What the consistency model decided on the last iteration, by name."""
+    """The decisions of the consistency model on the last iteration, by name."""
     histograms: Mapping[str, Histogram] | None = None
     """Histograms of the last iteration, if ``Trainer.histograms`` requested them: "weights/NAME"
     and "gradients/NAME" for each trainable parameter."""

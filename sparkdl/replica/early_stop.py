@@ -21,7 +21,7 @@ class EarlyStop:
     """
 
     passed: PassedParts = ALL_PARTS
-    """What was done of the mini-batch, once it has passed."""
+    """The part of the mini-batch that was done, once it has passed."""
 
     def __init__(self, limit: Limit, replica: int, clock: Clock, device: torch.device) -> None:
         self._limit, self._replica, self._clock, self._device = limit, replica, clock, device

@@ -10,6 +10,7 @@ the way back, from the end of its steps to their beginning, as a gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -146,6 +147,20 @@ def numbers_not_finite(live: LiveReplica, gradients: Gradients) -> set[int]:
         for number, gradient in enumerate(gradients.dense)
         if gradient is not None and not (sums_up(gradient) or gradient.isfinite().all())
     }
+
+
+def problem_of_step(live: LiveReplica, loss: float, gradients: Gradients) -> str:
+    """Return the name of a value of a pass that is inf or NaN, or an empty string.
+
+    Args:
+        live: The replica.
+        loss: The loss of its mini-batch.
+        gradients: The gradients.
+    """
+    if not math.isfinite(loss):
+        return f"the loss ({loss})"
+    wrong = numbers_not_finite(live, gradients)
+    return f'the gradient of "{live.flat.parameters[min(wrong)][0].name}"' if wrong else ""
 
 
 def _flatten(live: LiveReplica, gradients: Gradients, whole: SliceUpdater) -> torch.Tensor:

@@ -36,6 +36,7 @@ from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.shipped_module import INLINE_BYTES, Artifact
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback, added_callbacks
+from sparkdl.loop.history import History
 from sparkdl.model.pickling import dumps
 from sparkdl.session import is_connected, settings_of
 from sparkdl.settings import Settings
@@ -43,7 +44,7 @@ from sparkdl.slab.root import SlabConfig
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.connected_news import HIDDEN
 from sparkdl.train.connected_rank import MAX_ROWS_BYTES, FitOrder, LedFit
-from sparkdl.train.course import with_state
+from sparkdl.train.course import recorded_decisions, with_state
 from sparkdl.train.fit_result import result_maker, trained_model
 from sparkdl.train.place_samples import source
 from sparkdl.train.prepare import PreparedModel, prepare
@@ -66,6 +67,7 @@ def run_connected(
     carried: CarriedRun | None = None,
     one_pass: bool = False,
     any_data: bool = False,
+    replay: History | None = None,
     quiet: bool = False,
     added: bool = True,
 ) -> CarriedRun:
@@ -80,6 +82,7 @@ def run_connected(
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``.
         any_data: The checkpoint may come from other data.
+        replay: The history to repeat. A gang decides nothing, so it is only checked.
         quiet: Whether to show no progress.
         added: Whether callbacks that every fit of this process has are added.
     """
@@ -88,6 +91,7 @@ def run_connected(
     if quiet:
         settings = replace(settings, progress=HIDDEN)
     trainer = for_gang(trainer)
+    recorded_decisions(trainer, replay)
     model = prepare(trainer, start, _check_connected)
     if kept is not None:
         kept.check(ModelIdentity.of(model.layout), model.optimizers)

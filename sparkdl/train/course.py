@@ -14,10 +14,12 @@ from torch import nn
 
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
+from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import EngineInputs, build_engine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.errors import ParameterError
 from sparkdl.infer.checkpoint_model import manifest_of_model
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.output import Output
@@ -35,7 +37,7 @@ from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.model.recipe import weights_digest
-from sparkdl.replica.iteration import Decisions
+from sparkdl.replica.iteration import STALENESS, Decisions
 from sparkdl.slices.slice_file import PackSlice
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.engine_inputs import load_start, packed_state
@@ -67,6 +69,51 @@ class Start:
     carried: CarriedRun | None = None
     one_pass: bool = False
     recorded: Mapping[int, Decisions] | None = None
+
+
+def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, Decisions] | None:
+    """Return what was decided on each iteration of a history; None without a history.
+
+    Args:
+        trainer: The trainer of the run that repeats it, with the engine that it uses.
+        replay: The history.
+
+    Raises:
+        ParameterError: The trainer cannot repeat it.
+    """
+    if replay is None:
+        return None
+    asynchronous = isinstance(trainer.consistency_model, Asynchronous)
+    if bool(replay.commits) != asynchronous:
+        found = "the order of asynchronous steps" if replay.commits else "no order of steps"
+        raise ParameterError(
+            f"replay: the history has {found}: train with the consistency= of the recorded run."
+        )
+    counts = replay.micro_batches
+    if counts and trainer.engine == "gang":
+        raise ParameterError(
+            "replay: the history has replicas that left out micro-batches, which the ranks of a gang "
+            'cannot: use engine="shuffle" or "local".'
+        )
+    parts = max((max(each) for each in counts.values()), default=0)
+    if parts > trainer.accumulate:
+        raise ParameterError(
+            f"replay: the history has replicas with {parts} micro-batches, and this trainer has "
+            f"accumulate={trainer.accumulate}: train with that of the recorded run."
+        )
+    recorded = replay.decisions
+    most, keep = largest_staleness(recorded), trainer.consistency_model.keep
+    if most >= keep:
+        raise ParameterError(
+            f"replay: the history has gradients that are {most} versions old, and this trainer keeps "
+            f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
+        )
+    return recorded
+
+
+def largest_staleness(recorded: Mapping[int, Decisions]) -> int:
+    """Return the largest staleness of recorded iterations."""
+    return max((decisions.get(STALENESS, 0) for decisions in recorded.values()), default=0)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from torch import nn
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
@@ -25,14 +24,21 @@ from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.loop.progress import progress_of
-from sparkdl.replica.iteration import STALENESS, Decisions
+from sparkdl.replica.iteration import Decisions
 from sparkdl.session import context_of, is_connected, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.carried import CarriedRun, chosen_state, has_rows
 from sparkdl.train.connected import run_connected
-from sparkdl.train.course import FinishedEngine, Start, run_course, with_state
+from sparkdl.train.course import (
+    FinishedEngine,
+    Start,
+    largest_staleness,
+    recorded_decisions,
+    run_course,
+    with_state,
+)
 from sparkdl.train.engine_inputs import engine_inputs
 from sparkdl.train.fit_result import trained_model
 from sparkdl.train.placed_samples import PlacedSamples, data_of, replicas_of, session_of
@@ -60,15 +66,12 @@ def fit(
             "resume= and start= cannot be combined: a resumed run has its own weights. Pass one of "
             "them."
         )
-    recorded = recorded_decisions(trainer, replay)
     kept = chosen_state(start, optimizer_state)
     if is_connected(data):
-        if recorded:
-            raise ParameterError(
-                "replay: the history has decisions of a consistency model, which a gang cannot repeat, "
-                "and over Spark Connect a gang trains. Replay in a classic session."
-            )
-        return run_connected(trainer, data, resume, start, kept, any_data=any_data).trained
+        return run_connected(
+            trainer, data, resume, start, kept, any_data=any_data, replay=replay
+        ).trained
+    recorded = recorded_decisions(trainer, replay)
     with warming_up(context_of(data_of(data))):
         return run(
             trainer,
@@ -79,47 +82,6 @@ def fit(
             any_data=any_data,
             recorded=recorded,
         ).trained
-
-
-def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, Decisions] | None:
-    """Return what was decided on each iteration of a history; None without a history.
-
-    Raises:
-        ParameterError: The trainer cannot repeat it.
-    """
-    if replay is None:
-        return None
-    asynchronous = isinstance(trainer.consistency_model, Asynchronous)
-    if bool(replay.commits) != asynchronous:
-        found = "the order of asynchronous steps" if replay.commits else "no order of steps"
-        raise ParameterError(
-            f"replay: the history has {found}: train with the consistency= of the recorded run."
-        )
-    counts = replay.micro_batches
-    if counts and trainer.engine == "gang":
-        raise ParameterError(
-            "replay: the history has replicas that left out micro-batches, which the ranks of a gang "
-            'cannot: use engine="shuffle" or "local".'
-        )
-    parts = max((max(each) for each in counts.values()), default=0)
-    if parts > trainer.accumulate:
-        raise ParameterError(
-            f"replay: the history has replicas with {parts} micro-batches, and this trainer has "
-            f"accumulate={trainer.accumulate}: train with that of the recorded run."
-        )
-    recorded = replay.staleness
-    most, keep = max(recorded.values(), default=0), trainer.consistency_model.keep
-    if most >= keep:
-        raise ParameterError(
-            f"replay: the history has gradients that are {most} versions old, and this trainer keeps "
-            f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
-        )
-    return replay.decisions
-
-
-def largest_staleness(recorded: Mapping[int, Decisions]) -> int:
-    """Return the largest staleness of recorded iterations."""
-    return max((decisions.get(STALENESS, 0) for decisions in recorded.values()), default=0)
 
 
 def partial_fit(

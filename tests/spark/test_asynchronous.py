@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from pyspark import cloudpickle
+from small_networks import SAMPLES, LosesSlabs, close, network, same
 from torch import nn
 
 import sparkdl
@@ -25,17 +25,8 @@ from sparkdl.engines.local_groups import LocalGroupEngine
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS, ITERATIONS = 16, 6
-SAMPLES = [([1.0, 0.5, -1.0], [1.0]), ([-0.5, 2.0, 0.3], [-1.0])]
-"""The sample of each replica, of which it has copies alone, so that their order does not count. The
-first number says that replica 0 is the slow one."""
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.5)
 ADAM = partial(torch.optim.Adam, lr=0.05)
-
-
-def network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 class Slow(nn.Module):
@@ -120,31 +111,6 @@ def plain(history: sparkdl.History, optimizer: Any, rate: float, quorum: int = 1
     return module
 
 
-def close(one: nn.Module, other: nn.Module) -> None:
-    for found, wanted in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-class Loss(sparkdl.Callback):
-    """Deletes all slabs after iteration ``at``."""
-
-    def __init__(self, slabs: Any, at: int) -> None:
-        self.slabs, self.at, self.recoveries = slabs, at, 0
-
-    def on_iteration_end(self, trainer: Any, state: Any) -> None:
-        if state.iteration == self.at:
-            for root in self.slabs():
-                shutil.rmtree(root)
-
-    def on_recovery(self, trainer: Any, state: Any) -> None:
-        self.recoveries += 1
-
-
 def turns(history: sparkdl.History, group: int) -> int:
     """Return how many gradients of a group were applied."""
     return sum(found[0] == group for made in history.commits.values() for found in made)
@@ -188,7 +154,7 @@ def test_a_quorum_of_all_has_the_bits_of_synchronous(data: Any, model: dict[str,
 
 def test_live_and_replayed(data: Any, slabs: Any, tmp_path: Path) -> None:
     """Through a loss of the state, from a file, on both engines and at other speeds."""
-    lost = Loss(slabs, at=4)
+    lost = LosesSlabs(slabs, at=4)
     trained = trainer(callbacks=[lost], optimizer=ADAM, slices=1).fit(data)
     history = trained.history
     assert lost.recoveries == 1
@@ -197,7 +163,7 @@ def test_live_and_replayed(data: Any, slabs: Any, tmp_path: Path) -> None:
     history.save(tmp_path / "history.csv")
     recorded = sparkdl.History.load(tmp_path / "history.csv")
     assert recorded.commits == history.commits
-    lost = Loss(slabs, at=3)
+    lost = LosesSlabs(slabs, at=3)
     for again in (
         at_once(engine="local", optimizer=ADAM),
         at_once(callbacks=[lost], optimizer=ADAM),

@@ -199,6 +199,12 @@ def test_the_default_engine_is_taken_as_the_gang(found: Any) -> None:
     assert training["log"][0].startswith('training with engine="gang": the engine "shuffle" needs')
 
 
+def test_a_history_is_repeated_if_a_gang_can(found: Any) -> None:
+    training = found["training"]
+    assert training["replay"]["synchronous"] == training["digests"]["perceptron"]
+    assert "which the ranks of a gang cannot" in training["replay"]["dropped"]
+
+
 def test_a_large_result_comes_through_the_folder_of_checkpoints(found: Any) -> None:
     """That of the fit whose rank was lost."""
     assert found["training"]["left"] == []

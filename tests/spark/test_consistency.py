@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from pyspark import cloudpickle
+from small_networks import LosesSlabs, same
 from torch import nn
 
 import sparkdl
@@ -99,21 +100,6 @@ class Buffers(sparkdl.Callback):
         self.counts.append(len(found))
 
 
-class Loss(sparkdl.Callback):
-    """Deletes all slabs after iteration ``at``."""
-
-    def __init__(self, slabs: Callable[..., list[str]], at: int) -> None:
-        self.slabs, self.at, self.recoveries = slabs, at, 0
-
-    def on_iteration_end(self, trainer: Any, state: Any) -> None:
-        if state.iteration == self.at:
-            for root in self.slabs():
-                shutil.rmtree(root)
-
-    def on_recovery(self, trainer: Any, state: Any) -> None:
-        self.recoveries += 1
-
-
 @pytest.fixture(scope="module")
 def data(spark: Any) -> Any:
     return spark.createDataFrame(rows(), "features array<float>, label array<float>").coalesce(2)
@@ -129,11 +115,6 @@ def fit(data: Any) -> Callable[..., Any]:
         return trainer(consistency=model, **changes).fit(data, resume=resume, replay=replay)
 
     return run
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -186,7 +167,7 @@ def test_what_is_repeated_after_a_loss_has_the_same_bits(
     """The model is asked again about the iteration that was lost, not about those before it."""
     set_stages(stages)
     undisturbed = fit(Alternating())
-    model, lost = Alternating(), Loss(slabs, at=4)
+    model, lost = Alternating(), LosesSlabs(slabs, at=4)
     trained = fit(model, callbacks=[lost])
     assert lost.recoveries == 1
     assert model.asked == [0, 1, 2, 3, 4, 4, 5]
@@ -264,7 +245,7 @@ def test_a_replay_has_the_bits_of_the_run(
     live.history.save(tmp_path / "history.json")
     recorded = sparkdl.History.load(tmp_path / "history.json")
     model = sparkdl.StaleSynchronous()
-    callbacks = [] if engine == "local" else [Loss(slabs, at=3)]
+    callbacks = [] if engine == "local" else [LosesSlabs(slabs, at=3)]
     again = fit(model, replay=recorded, engine=engine, callbacks=callbacks)
     assert all(each.recoveries == 1 for each in callbacks)
     assert again.history.losses == live.history.losses

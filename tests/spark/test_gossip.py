@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_networks import close, network, same
 from torch import nn
 
 import sparkdl
@@ -33,12 +34,6 @@ OPTIMIZERS = {
     "Adam": partial(torch.optim.Adam, lr=0.05),
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
 }
-
-
-def network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 def normed() -> nn.Module:
@@ -117,17 +112,6 @@ def plain(topology: str) -> tuple[nn.Module, list[float]]:
     return mean, distances
 
 
-def same(one: nn.Module, other: nn.Module) -> bool:
-    there = other.state_dict()
-    return all(torch.equal(found, there[name]) for name, found in one.state_dict().items())
-
-
-def close(one: nn.Module, other: nn.Module, most: float) -> None:
-    there = other.state_dict()
-    for name, found in one.state_dict().items():
-        torch.testing.assert_close(found, there[name], rtol=most, atol=most)
-
-
 def distances(trained: sparkdl.TrainedModel) -> list[float]:
     return trained.history.named_losses["replica_distance"]
 
@@ -136,7 +120,7 @@ def distances(trained: sparkdl.TrainedModel) -> list[float]:
 def test_it_is_the_algorithm(data: Any, topology: str) -> None:
     found = trainer(topology).fit(data)
     expected, apart = plain(topology)
-    close(found.module, expected, 1e-5)
+    close(found.module, expected, 1e-5, 1e-5)
     assert distances(found) == pytest.approx(apart, rel=1e-4)
 
 
@@ -158,7 +142,7 @@ def test_the_complete_topology_is_data_parallelism(spark: Any, changes: dict[str
     changes = {"optimizer": OPTIMIZERS["SGD"], "stop": sparkdl.max_epoch(2), **changes}
     all_in_one = trainer(None, **changes).fit(varied)
     gossip = trainer("complete", **changes).fit(varied)
-    close(gossip.module, all_in_one.module, 1e-6)
+    close(gossip.module, all_in_one.module, 1e-6, 1e-6)
     assert gossip.history.losses == pytest.approx(all_in_one.history.losses, rel=1e-5)
 
 

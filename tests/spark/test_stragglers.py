@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +13,7 @@ import pytest
 import torch
 import virtual_time
 from pyspark import cloudpickle
+from small_networks import SAMPLES, LosesSlabs, close, network, same
 from torch import nn
 
 import sparkdl
@@ -25,16 +25,7 @@ from sparkdl.replica.iteration import Limit, PassedParts
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS, PARTS, ITERATIONS = 8, 4, 6
-SAMPLES = [([1.0, 0.5, -1.0], [1.0]), ([-0.5, 2.0, 0.3], [-1.0])]
-"""The sample of each replica, of which it has copies alone, so that their order does not count. The
-first number says that replica 0 is the slow one."""
 DROP = sparkdl.Synchronous(drop_stragglers=0.5)
-
-
-def network() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 class Slow(nn.Module):
@@ -117,37 +108,12 @@ def plain(passed: Mapping[int, tuple[int, ...]]) -> nn.Module:
     return module
 
 
-def close(one: nn.Module, other: nn.Module) -> None:
-    for found, wanted in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    pairs = zip(one.parameters(), other.parameters(), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-class Loss(sparkdl.Callback):
-    """Deletes all slabs after iteration ``at``."""
-
-    def __init__(self, slabs: Any, at: int) -> None:
-        self.slabs, self.at, self.recoveries = slabs, at, 0
-
-    def on_iteration_end(self, trainer: Any, state: Any) -> None:
-        if state.iteration == self.at:
-            for root in self.slabs():
-                shutil.rmtree(root)
-
-    def on_recovery(self, trainer: Any, state: Any) -> None:
-        self.recoveries += 1
-
-
 def test_in_virtual_time(data: Any, virtual: None) -> None:
     """The first iterations are measured; then the slow replica does one micro-batch of four."""
     slow = partial(Slow, virtual_time.sleep, 1.0)
     trained = trainer(engine="local", model=slow).fit(data)
     assert trained.history.micro_batches == dict.fromkeys((4, 5, 6), (1, 4))
-    close(trained.module, plain(trained.history.micro_batches))
+    close(trained.module.net, plain(trained.history.micro_batches))
     assert list(trained.history)[-1]["samples"] == 3 * 16 + 3 * 10
 
 
@@ -165,7 +131,7 @@ def test_an_update_that_falls_short_does_not_count(
     set_stages(stages)
     trained = at_once().fit(data)
     assert trained.history.micro_batches == {}
-    close(trained.module, plain({}))
+    close(trained.module.net, plain({}))
 
 
 @pytest.mark.parametrize("stages", ["shuffle", "two", "one"])
@@ -174,12 +140,12 @@ def test_what_was_done_counts_and_is_repeated(
 ) -> None:
     """With real sleeping, in every form; through losses, from a file, and on "local"."""
     set_stages(stages)
-    lost = Loss(slabs, at=5)
+    lost = LosesSlabs(slabs, at=5)
     trained = trainer(callbacks=[lost]).fit(data)
     history = trained.history
     assert lost.recoveries == 1
     assert any(slow < PARTS for slow, _ in history.micro_batches.values())
-    close(trained.module, plain(history.micro_batches))
+    close(trained.module.net, plain(history.micro_batches))
     for name in ("h.json", "h.csv"):
         history.save(tmp_path / name)
         recorded = sparkdl.History.load(tmp_path / name)
@@ -189,7 +155,7 @@ def test_what_was_done_counts_and_is_repeated(
     assert same(again.module, trained.module)
     assert again.history.decisions == history.decisions
     if stages == "one":
-        lost = Loss(slabs, at=5)
+        lost = LosesSlabs(slabs, at=5)
         again = at_once(callbacks=[lost]).fit(data, replay=history)
         assert lost.recoveries == 1
         assert same(again.module, trained.module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import os
 import re
@@ -60,8 +61,18 @@ def training(
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sparkdl").addHandler(handler)
     note = connected_fits.Note(folder / "note")
-    by_default = replace(good, engine="shuffle", callbacks=[note])
-    result["default engine"] = digests(by_default.fit(data))
+    noting = replace(good, engine="shuffle", callbacks=[note])
+    by_default = noting.fit(data)
+    result["default engine"] = digests(by_default)
+    content = json.loads(by_default.history.to_json_bytes())
+    content["decisions"] = {"micro_batches/0": [1] * len(content["iterations"])}
+    dropped = sparkdl.History.from_json_bytes(json.dumps(content).encode())
+    result["replay"] = {
+        "synchronous": digests(
+            replace(good, engine="shuffle").fit(data, replay=by_default.history)
+        ),
+        "dropped": told(lambda: replace(good, engine="shuffle").fit(data, replay=dropped)),
+    }
     process, *noted = (folder / "note").read_text().split()
     result["noted"] = [int(process) != os.getpid(), *noted, note.iterations]
     lock: Any = threading.Lock()

@@ -7,7 +7,6 @@ then the flat vectors hold the mean, until the next iteration.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +19,7 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import Gradients, forward_backward, take_gradients
 from sparkdl.replica.inner_state import keep_replica, open_replica_state
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.local_sgd import numbers_not_finite, step_alone, without_rows
+from sparkdl.replica.local_sgd import problem_of_step, step_alone, without_rows
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.section import Section
@@ -88,11 +87,7 @@ class GossipSync(GradientSync):
         loss, self.count, self.losses = passed
         gradients = take_gradients(live)
         self._pending = work, gradients, loss
-        if not math.isfinite(loss):
-            return loss, f"the loss ({loss})"
-        wrong = numbers_not_finite(live, gradients)
-        name = live.flat.parameters[min(wrong)][0].name if wrong else ""
-        return loss, f'the gradient of "{name}"' if name else ""
+        return loss, problem_of_step(live, loss, gradients)
 
     def contributions(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
