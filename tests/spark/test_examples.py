@@ -34,7 +34,7 @@ LEARNED = {
     "engines": ("same weights", 1.0),
     "gang_run": ("agreement", 0.999),
     "matrix_factorization": ("asynchronous clients", 0.7),
-    "lstm_wavefront": ("early", 0.2),
+    "lstm_wavefront": ("agreement", 1.0),
     "two_optimizers": ("near", 0.9),
     "fine_tune_text": ("accuracy", 0.95),
     "fully_sharded": ("accuracy", 0.94),
