@@ -10,12 +10,12 @@ from launch import ROOT
 
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
-    "modules": 360,
-    "lines": 61_600,
-    "modules of more than 300 lines": 9,
-    "lines of the longest module": 493,
+    "modules": 361,
+    "lines": 61_700,
+    "modules of more than 300 lines": 8,
+    "lines of the longest module": 445,
     "percent of lines in the largest room": 20,
-    "modules with a single importer": 74,
+    "modules with a single importer": 75,
     "docstrings that begin with Of, What, Whether or Where": 0,
 }
 
