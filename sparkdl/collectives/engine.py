@@ -59,7 +59,7 @@ class Engine:
     """
 
     def __init__(self, threads: int = 4) -> None:
-        if not isinstance(threads, int) or threads < 1:
+        if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
             raise ParameterError(f"threads = {threads!r}: give a whole number of at least 1.")
         self._changed = threading.Condition()
         self._tags: dict[Hashable, _Tag] = {}
@@ -95,11 +95,8 @@ class Engine:
         """
         if not callable(fn):
             raise ParameterError(f"fn is {kind_of(fn)}: give a function without arguments.")
-        try:
-            changes = {_key(tag): tag for tag in (*mutate, *([_LANE] if ordered else []))}
-            tags = {_key(tag): tag for tag in read} | changes
-        except TypeError as error:
-            raise ParameterError(f"A tag is no tensor and not hashable: {error}.") from None
+        changes = _by_key(mutate) | ({_key(_LANE): _LANE} if ordered else {})
+        tags = _by_key(read) | changes
         with self._changed:
             if self._closed:
                 raise ParameterError("This Engine is closed: make a new one.")
@@ -193,6 +190,15 @@ class Engine:
                 del self._tags[key]
         self._unfinished -= 1
         self._changed.notify_all()
+
+
+def _by_key(tags: Iterable[Any]) -> dict[Hashable, Any]:
+    if isinstance(tags, (torch.Tensor, str)):  # of which the rows or characters would be the tags
+        raise ParameterError(f"The tags are {kind_of(tags)}: give a list, also of a single tag.")
+    try:
+        return {_key(tag): tag for tag in tags}
+    except TypeError as error:
+        raise ParameterError(f"A tag is no tensor and not hashable: {error}.") from None
 
 
 def _key(tag: Any) -> Hashable:

@@ -15,6 +15,11 @@ WHOLE = -1
 MakeOptimizer = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 
 
+def optimizer_name(make: MakeOptimizer | None) -> str:
+    """Return the name of an optimizer's class; an empty string if there is none."""
+    return "" if make is None else type(make([torch.zeros(1)])).__name__
+
+
 @dataclass(frozen=True)
 class KeySpec:
     """A key: a tensor whose rows, along its first dimension, are shared out to places.
@@ -124,6 +129,11 @@ class KeyRange:
     def use(self, make: MakeOptimizer | None) -> None:
         """Update with a new optimizer from now on."""
         self._optimizer = None if make is None else make([self.values])
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Return the state of the optimizer, which may be changed."""
+        return {} if self._optimizer is None else self._optimizer.state[self.values]
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Gradient]) -> None:

@@ -38,7 +38,7 @@ class KVStore:
         owners: Iterable[int] | None = None,
         timeout: float = 300.0,
     ) -> None:
-        if type not in KINDS:
+        if not isinstance(type, str) or type not in KINDS:
             known = " or ".join(f'"{word}"' for word in KINDS)
             raise ParameterError(f"type = {type!r}: give {known}.{nearest(str(type), KINDS)}")
         self.type = type

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 
 from sparkdl.collectives.key_range import WHOLE, Gradient, KeyRange, MakeOptimizer, Rounds
+from sparkdl.collectives.server_files import write_ranges
+from sparkdl.collectives.server_messages import pairs
 
 
 class OwnedRanges:
@@ -29,8 +32,16 @@ class OwnedRanges:
 
     def init(self, key: int, values: torch.Tensor) -> None:
         """Add a range."""
-        self._ranges[key] = KeyRange(values, self._make, self._average)
-        self._rounds[key] = Rounds(self._clients)
+        self.add({key: KeyRange(values, self._make, self._average)})
+
+    def add(self, ranges: Mapping[int, KeyRange]) -> None:
+        """Add ranges by the numbers of their keys."""
+        self._ranges |= ranges
+        self._rounds |= {key: Rounds(self._clients) for key in ranges}
+
+    def save(self, path: Path) -> None:
+        """Write all ranges to a file."""
+        write_ranges(path, self._ranges)
 
     def push(self, client: int, words: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Take a client's gradients, and make the steps that they complete.
@@ -73,8 +84,3 @@ class OwnedRanges:
     def _step_complete(self, key: int) -> None:
         for gradients in self._rounds[key].complete(self._active):
             self._ranges[key].step(gradients)
-
-
-def pairs(words: Sequence[int]) -> Iterable[tuple[int, int]]:
-    """Return the key and the number of rows of each gradient or value of an operation."""
-    return zip(words[::2], words[1::2], strict=True)

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import os
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sparkdl.collectives import key_range, server_arguments
-from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
+from sparkdl.collectives import server_arguments, server_files
+from sparkdl.collectives.key_operations import KeyOperations
+from sparkdl.collectives.key_range import KeySpec, MakeOptimizer, optimizer_name
 from sparkdl.collectives.server_client import connect
-from sparkdl.collectives.server_messages import Message
+from sparkdl.collectives.server_files import Manifest
 from sparkdl.collectives.turns import Kind
-from sparkdl.errors import ParameterError, nearest, raise_all
+from sparkdl.collectives.words import text_tensor
+from sparkdl.errors import CheckpointError, ParameterError, raise_all
 
 _open: set[ParameterServer] = set()
 """Those of this process that nobody has closed, which would otherwise end with no notice."""
 
 
-class ParameterServer:
+class ParameterServer(KeyOperations):
     """Tensors that the ranks of a process group share, updated where they lie.
 
     A *key* names a tensor. Its rows are shared out to *owners*, which are ranks. Every rank is a
@@ -75,12 +77,10 @@ class ParameterServer:
         ranks, options = server_arguments.checked(
             optimizer, consistency, staleness, owners, average, timeout, replay
         )
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._optimizer, self._order = optimizer, torch.empty(0, dtype=torch.int32)
-        self._means = options.synchronous and options.average
-        self._names: dict[Hashable, KeySpec] = {}
-        self._keys: dict[int, KeySpec] = {}
-        self._client, self._server = connect(ranks, self._keys, optimizer, options)
+        keys: dict[int, KeySpec] = {}
+        client, self._server = connect(ranks, keys, optimizer, options)
+        super().__init__(client, keys, optimizer, options.synchronous and options.average)
+        self.size, self._order = dist.get_world_size(), torch.empty(0, dtype=torch.int32)
         _open.add(self)
 
     @property
@@ -89,134 +89,6 @@ class ParameterServer:
         if not self._client.closed:
             raise ParameterError("The order is known once the server is closed: call close().")
         return self._order
-
-    def init(self, key: Any, value: Any) -> None:
-        """Give a key its first value, that of rank 0.
-
-        Args:
-            key: A name: a str, an int or another hashable object that is no list. Or a list of them.
-            value: A tensor, or a list of as many. All ranks give the same shapes and dtypes.
-
-        Raises:
-            sparkdl.ParameterError: The key exists, or the ranks differ.
-        """
-        names, values = server_arguments.as_lists(key, value)
-        problems = server_arguments.new_keys(
-            names, values, self._names, self._optimizer, self._means
-        )
-        raise_all(ParameterError, problems)
-        with self._client.in_use():
-            first = len(self._names)
-            specs = [
-                KeySpec.of(name, first + i, its, len(self._client.places))
-                for i, (name, its) in enumerate(zip(names, values, strict=True))
-            ]
-            self._keys.update((spec.number, spec) for spec in specs)  # before owners receive them
-            told = "; ".join(f"{s.name!r} {s.dtype} {list(s.shape)}" for s in specs)
-            self._client.meet(f"init {told}")
-            if self.rank == 0:
-                for spec, whole in zip(specs, values, strict=True):
-                    for place in spec.places:
-                        part = key_range.as_rows(whole.detach())[spec.range_of(place)].cpu()
-                        self._client.send(place, Message.INIT, [spec.number], [part])
-                    for place in spec.places:
-                        self._client.answer(place)
-            self._client.meet(f"init {told}")
-            self._names.update((spec.name, spec) for spec in specs)
-
-    def push(self, key: Any, gradient: Any) -> None:
-        """Push a gradient. Return when it has its turn and was sent; the owners apply it then.
-
-        Args:
-            key: A key, or a list of keys, which are pushed as one operation.
-            gradient: A tensor of the key's shape and dtype on any device, or a list of tensors.
-
-        Raises:
-            sparkdl.ParameterError: There is no such key, or a gradient does not fit.
-            sparkdl.StalledError: The slowest client is too far behind for longer than ``timeout``.
-            sparkdl.StateLostError: A rank is lost.
-        """
-        names, gradients = server_arguments.as_lists(key, gradient)
-        specs = [self._spec(name) for name in names]
-        raise_all(ParameterError, server_arguments.gradients(specs, gradients))
-        with self._client.in_use():
-            parts = {}
-            for place in key_range.places_of(specs):
-                words, rows = key_range.parts_at(place, specs, gradients)
-                parts[place] = words, [its.detach().cpu() for its in rows]
-            self._client.operate(Kind.PUSH, [spec.number for spec in specs], parts)
-
-    def pull(self, key: Any, out: Any = None) -> Any:
-        """Return the value of a key, after all operations before this one.
-
-        Args:
-            key: A key, or a list of keys, which are pulled as one operation.
-            out: A tensor, or a list of tensors, to copy the values into.
-
-        Returns:
-            A new CPU tensor, or a list of them; or ``out``.
-
-        Raises what :meth:`push` raises.
-        """
-        names, outs = server_arguments.as_lists(key, out)
-        specs = [self._spec(name) for name in names]
-        if out is not None:
-            raise_all(ParameterError, server_arguments.gradients(specs, outs))
-        with self._client.in_use():
-            values = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
-            parts = {p: key_range.parts_at(p, specs, values) for p in key_range.places_of(specs)}
-            asked = {place: (words, ()) for place, (words, _) in parts.items()}
-            self._client.operate(Kind.PULL, [spec.number for spec in specs], asked)
-            self._client.answers({place: rows for place, (_, rows) in parts.items()})
-        if out is None:
-            return values if isinstance(key, list) else values[0]
-        with torch.no_grad():
-            for into, value in zip(outs, values, strict=True):
-                into.copy_(value)
-        return out
-
-    def push_rows(self, key: Hashable, rows: Any, values: torch.Tensor) -> None:
-        """Push the gradient of some rows; the optimizer updates these rows alone.
-
-        Args:
-            key: A key whose tensor has rows.
-            rows: The numbers of the rows: int64, (n,). One that stands twice counts twice.
-            values: Their gradients, (n, ...).
-
-        Raises:
-            sparkdl.ParameterError: As :meth:`push`; or the optimizer takes no sparse gradients.
-        """
-        spec = self._spec(key)
-        rows, values = torch.as_tensor(rows).cpu(), values.detach().cpu()
-        problems = server_arguments.rows(spec, rows) + server_arguments.row_values(
-            spec, rows, values
-        )
-        raise_all(ParameterError, problems or server_arguments.sparse(self._optimizer, spec))
-        with self._client.in_use():
-            where, parts = spec.places_of(rows), {}
-            for place in spec.places:
-                chosen = where == place
-                its = rows[chosen] - spec.range_of(place).start
-                parts[place] = [spec.number, len(its)], [its, values[chosen]]
-            self._client.operate(Kind.PUSH, [spec.number], parts)
-
-    def pull_rows(self, key: Hashable, rows: Any) -> torch.Tensor:
-        """Return some rows of a key, (n, ...), in the order of ``rows``. See :meth:`pull`."""
-        spec = self._spec(key)
-        rows = torch.as_tensor(rows).cpu()
-        raise_all(ParameterError, server_arguments.rows(spec, rows))
-        found = torch.empty(len(rows), *spec.row_shape, dtype=spec.dtype)
-        with self._client.in_use():
-            where, parts, into = spec.places_of(rows), {}, {}
-            for place in where.unique().tolist():
-                its = rows[where == place] - spec.range_of(place).start
-                parts[place] = [spec.number, len(its)], [its]
-                into[place] = [torch.empty(len(its), *spec.row_shape, dtype=spec.dtype)]
-            self._client.operate(Kind.PULL, [spec.number], parts)
-            self._client.answers(into)
-            for place, (values,) in into.items():
-                found[where == place] = values
-        return found
 
     def set_optimizer(self, optimizer: MakeOptimizer | None) -> None:
         """Update with a new optimizer from now on. What the old one knew, such as momentum, is lost.
@@ -233,6 +105,78 @@ class ParameterServer:
             if self.rank == 0:
                 self._everywhere(Kind.OPTIMIZER)
             self._client.meet("set_optimizer")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all values, and the state of their optimizers, to a folder; called on one rank.
+
+        It is an operation with its turn, as a push is: the folder has the steps that the pushes
+        before it have made. Gradients that wait for those of other clients are not in it. The owners
+        serve nobody while they write. A folder that has a checkpoint keeps that one until the new one
+        is whole.
+
+        Args:
+            path: A folder that the machines of all ranks see.
+
+        Raises:
+            sparkdl.CheckpointError: A file cannot be written; the server remains usable.
+        """
+        folder = server_files.folder_of(path)
+        with self._client.in_use():
+            places, name = self._client.places, optimizer_name(self._optimizer)
+            saved = Manifest(
+                folder, server_files.new_name(), len(places), name, tuple(self._names.values())
+            )
+            notes = {place: text_tensor(str(saved.file_of(place))) for place in places}
+            parts = {place: ([len(note)], [note]) for place, note in notes.items()}
+            self._client.operate(Kind.SAVE, [], parts)
+            self._client.answers(dict.fromkeys(places, ()))
+            saved.write()
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Give the keys of a folder that :meth:`save` wrote their values; called on all ranks.
+
+        It takes the place of :meth:`init`. The number of owners may be another one. Optimizers have
+        their state, and the hyperparameters of this server's ``optimizer``.
+
+        Args:
+            path: The folder.
+
+        Raises:
+            sparkdl.CheckpointError: There is no checkpoint, or it cannot be read.
+            sparkdl.ParameterError: A key exists already, or the optimizer is another one.
+        """
+        saved = Manifest.read(server_files.folder_of(path))
+        name = optimizer_name(self._optimizer)
+        problems = [
+            f"The key {s.name!r} exists already." for s in saved.keys if s.name in self._names
+        ]
+        if saved.optimizer != name:
+            problems.append(
+                f'"{saved.folder}" has the state of {saved.optimizer or "no optimizer"}, and this '
+                f"server has {name or 'none'}: load with that one, then call set_optimizer."
+            )
+        raise_all(ParameterError, problems)
+        with self._client.in_use():
+            first, places, failed = len(self._names), len(self._client.places), None
+            specs = [
+                KeySpec.of(s.name, first + s.number, torch.empty(s.shape, dtype=s.dtype), places)
+                for s in saved.keys
+            ]
+            self._keys.update((spec.number, spec) for spec in specs)
+            try:
+                if self._server is not None:
+                    self._server.read(saved, specs, self._optimizer)
+            except CheckpointError as error:
+                failed = error
+            try:
+                self._client.meet(f"load {saved.name}" if failed is None else str(failed))
+            finally:
+                if failed is not None:
+                    raise failed
+            if self.rank == 0:
+                self._everywhere(Kind.LOAD)
+            self._client.meet("load")
+            self._names.update((spec.name, spec) for spec in specs)
 
     def barrier(self) -> None:
         """Return when all ranks have called this."""
@@ -283,14 +227,6 @@ class ParameterServer:
         """Make an operation that concerns all owners and no key."""
         self._client.operate(kind, [], dict.fromkeys(self._client.places, ((), ())))
         self._client.answers(dict.fromkeys(self._client.places, ()))
-
-    def _spec(self, name: Hashable) -> KeySpec:
-        self._client.check_open()
-        if name not in self._names:
-            texts = [known for known in self._names if isinstance(known, str)]
-            close = nearest(name, texts) if isinstance(name, str) else ""
-            raise ParameterError(f"There is no key {name!r}: init it on all ranks first.{close}")
-        return self._names[name]
 
 
 def abandon_all() -> None:

@@ -17,19 +17,31 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from sparkdl.collectives.key_range import WHOLE, KeySpec, MakeOptimizer
-from sparkdl.collectives.owned_ranges import OwnedRanges, pairs
-from sparkdl.collectives.server_messages import ERRORS, Message, Request, ServerOptions
+from sparkdl.collectives.key_range import KeyRange, KeySpec, MakeOptimizer
+from sparkdl.collectives.owned_ranges import OwnedRanges
+from sparkdl.collectives.server_files import Manifest, read_ranges
+from sparkdl.collectives.server_messages import (
+    ERRORS,
+    Message,
+    Request,
+    ServerOptions,
+    first_line,
+    message_of,
+    places_of,
+    tensors_of,
+)
 from sparkdl.collectives.turns import Kind, Operation, Turns
 from sparkdl.collectives.words import Words, text_of, text_tensor
 from sparkdl.errors import (
+    CheckpointError,
     ParameterError,
     SparkdlError,
     StalledError,
@@ -83,12 +95,16 @@ class Server:
             for peer in range(requests.size)
             if peer != requests.rank
         ]
-        self.next_make = make
+        self.next_make, self._next_ranges = make, dict[int, KeyRange]()
 
     def start(self) -> None:
         """Start the threads."""
         for thread in (self._server, *self._listeners):
             thread.start()
+
+    def read(self, saved: Manifest, specs: Sequence[KeySpec], make: MakeOptimizer | None) -> None:
+        """Read this owner's ranges of a checkpoint, which it has once LOAD has its turn."""
+        self._next_ranges = read_ranges(saved, specs, self._place, make, self._options.average)
 
     def submit(self, request: Request) -> None:
         """Add a request to the queue."""
@@ -113,34 +129,13 @@ class Server:
                     return
                 tensors = [
                     self._requests.receive_into(torch.empty(shape, dtype=dtype), peer)
-                    for shape, dtype in self._tensors_of(kind, words)
+                    for shape, dtype in tensors_of(kind, words, self._keys, self._place)
                 ]
                 self.submit(Request(peer, kind, words, tensors, answer))
         except Exception as error:  # whatever Gloo raises
             self._queue.put(
-                StateLostError(f"the connection to rank {peer} is lost: {_first_line(error)}")
+                StateLostError(f"the connection to rank {peer} is lost: {first_line(error)}")
             )
-
-    def _tensors_of(
-        self, kind: Message, words: Sequence[int]
-    ) -> Iterable[tuple[tuple[int, ...], torch.dtype]]:
-        """Yield the shapes and dtypes of the tensors of a message."""
-        if kind == Message.TURN:
-            places, rest = _places_of(words)
-            if 0 in places:
-                yield from self._tensors_of(_message_of(words), [0, *rest])
-        elif kind == Message.MEET:
-            yield (words[0],), torch.uint8
-        elif kind == Message.INIT:
-            yield self._keys[words[0]].range_shape(self._place), self._keys[words[0]].dtype
-        elif kind in (Message.PUSH, Message.PULL):
-            for key, rows in pairs(words[1:]):
-                spec = self._keys[key]
-                if rows != WHOLE:
-                    yield (rows,), torch.int64
-                if kind == Message.PUSH:
-                    whole = spec.range_shape(self._place)
-                    yield whole if rows == WHOLE else (rows, *spec.row_shape), spec.dtype
 
     def _serve(self) -> None:
         """Take requests from the queue until None comes."""
@@ -163,7 +158,7 @@ class Server:
             except SparkdlError as error:
                 self._fail(error)
             except Exception as error:  # of the user's optimizer
-                what = f"{type(error).__name__}: {_first_line(error)}"
+                what = f"{type(error).__name__}: {first_line(error)}"
                 self._fail(TrainingError(f"an update failed on rank {self._requests.rank}: {what}"))
 
     def _handle(self, request: Request) -> None:
@@ -193,14 +188,14 @@ class Server:
         self._turns.ask(Operation(request.client, Kind(kind), tuple(rest[:count])))
         while (granted := self._turns.grant()) is not None:
             its = self._turn_asked.pop(granted.client)
-            places, words = _places_of(its.words)
+            places, words = places_of(its.words)
             positions = [self._positions[place] for place in places]
             for place in places:
                 self._positions[place] += 1
             self._answer(its, positions)
             if 0 in places:
                 own = [positions[places.index(0)], *words]
-                self._hold(replace(its, kind=_message_of(its.words), words=own))
+                self._hold(replace(its, kind=message_of(its.words), words=own))
 
     def _meet(self, request: Request) -> None:
         """Answer all ranks once each of them has come."""
@@ -230,6 +225,13 @@ class Server:
             values = self._ranges.pull(words, request.tensors)
         elif request.kind == Message.FINISH:
             self._ranges.finish(request.client)
+        elif request.kind == Message.SAVE:
+            try:
+                self._ranges.save(Path(text_of(request.tensors[0])))
+            except CheckpointError as error:  # the server itself can go on
+                return self._refuse(request, error)
+        elif request.kind == Message.LOAD:
+            self._ranges.add(self._next_ranges)
         else:
             self._ranges.use(self.next_make)
         self._answer(request, tensors=values)
@@ -282,19 +284,3 @@ class Server:
     ) -> None:
         with contextlib.suppress(RuntimeError, ValueError):  # its listener finds that it is gone
             request.answer([code, *words], tensors)
-
-
-def _message_of(words: Sequence[int]) -> Message:
-    """Return the message of the operation for which a turn is asked."""
-    return Message[Kind(words[0]).name]
-
-
-def _places_of(words: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Return the places of the operation for which a turn is asked, and what it says to place 0."""
-    _, keys, *rest = words
-    count = rest[keys]
-    return rest[keys + 1 : keys + 1 + count], rest[keys + 1 + count :]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:200]

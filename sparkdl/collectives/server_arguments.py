@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from sparkdl.collectives.arguments import name_of
 from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
-from sparkdl.collectives.server_messages import ServerOptions
+from sparkdl.collectives.server_messages import ServerOptions, first_line
 from sparkdl.errors import ParameterError, kind_of, nearest, raise_all
 from sparkdl.plain import plain
 
@@ -48,14 +49,20 @@ def checked(
         problems.append(f"consistency = {consistency!r}: give {known}.{close}")
     if staleness is not None and not _whole(staleness):
         problems.append(f"staleness = {staleness!r}: give a whole number of at least 0, or None.")
-    ranks = list(range(size)) if owners is None else list(plain(owners))
-    if not ranks or len(set(ranks)) < len(ranks) or not all(_whole(r) and r < size for r in ranks):
-        problems.append(f"owners = {ranks}: give different ranks from 0 to {size - 1}.")
+    ranks = list(range(size)) if owners is None else _ranks(owners, size)
+    if not ranks or len(set(ranks)) < len(ranks):
+        problems.append(
+            f"owners = {owners!r}: give a list of different ranks from 0 to {size - 1}."
+        )
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not (number and 0 < timeout < math.inf):
         problems.append(f"timeout = {timeout!r}: give a number of seconds above 0.")
-    order = None if replay is None else [int(rank) for rank in plain(replay)]
-    if order is not None and not all(0 <= rank < size for rank in order):
+    if not isinstance(average, bool):
+        problems.append(f"average = {average!r}: give True or False.")
+    order = None if replay is None else _ranks(replay)
+    if replay is not None and not order:
+        problems.append(f"replay is {kind_of(replay)}: give the order of a closed server.")
+    elif order and max(order) >= size:
         problems.append(
             f"replay: the order is that of {max(order) + 1} ranks, and here are {size}. Run as many."
         )
@@ -68,6 +75,13 @@ def checked(
         timeout=timeout,
         replay=order,
     )
+
+
+def _ranks(given: Any, size: int = sys.maxsize) -> list[int]:
+    """Return ranks below ``size`` as a list, which is empty if they are none."""
+    found = plain(given)
+    found = list(found) if isinstance(found, Iterable) else [None]
+    return found if all(_whole(rank) and rank < size for rank in found) else []
 
 
 def optimizer(make: Any, places: int) -> list[str]:
@@ -84,7 +98,7 @@ def optimizer(make: Any, places: int) -> list[str]:
         return [
             f"optimizer = {make!r}: give a torch.optim class or a partial of one, such as "
             "partial(torch.optim.SGD, lr=0.1), whose step takes no closure. With a list of tensors "
-            f"it raises {type(error).__name__}: {_first_line(error)}"
+            f"it raises {type(error).__name__}: {first_line(error)}"
         ]
     if places > 1 and not torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-6):
         return [
@@ -103,7 +117,7 @@ def sparse(make: MakeOptimizer | None, spec: KeySpec) -> list[str]:
         _step(make, value, _sparse(torch.ones_like(value)))
     except Exception as error:
         return [
-            f"push_rows: the optimizer takes no gradient of some rows ({_first_line(error)}). Use "
+            f"push_rows: the optimizer takes no gradient of some rows ({first_line(error)}). Use "
             "torch.optim.SGD, Adagrad or SparseAdam, or push the whole gradient."
         ]
     return []
@@ -130,10 +144,6 @@ def _step(make: MakeOptimizer, value: torch.Tensor, gradient: torch.Tensor) -> t
 
 def _sparse(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.to_sparse(1).coalesce()
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0][:160]
 
 
 def as_lists(key: Any, value: Any) -> tuple[list[Hashable], list[Any]]:

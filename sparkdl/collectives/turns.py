@@ -26,6 +26,8 @@ class Kind(IntEnum):
     PULL = 1
     FINISH = 2
     OPTIMIZER = 3
+    SAVE = 4
+    LOAD = 5
 
 
 @dataclass(frozen=True)

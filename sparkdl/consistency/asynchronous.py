@@ -17,6 +17,7 @@ from sparkdl.consistency.turns import (
     Workplace,
     commits_of,
     make_commits,
+    quorum_of,
     recorded_commits,
     repeated_commits,
 )
@@ -94,6 +95,27 @@ class Asynchronous(Consistency):
         if groups >= MOST_GROUPS:
             return f"consistency={self!r} with {groups} groups: give groups= below {MOST_GROUPS}."
         return ""
+
+    def check_recorded(self, number: int, decisions: Decisions, groups: int) -> None:
+        """Check that what is recorded of an iteration can be repeated.
+
+        Args:
+            number: The number of the iteration, from 1.
+            decisions: What is recorded of it.
+            groups: The number of groups of the run that repeats it.
+
+        Raises:
+            ParameterError: The recorded run had other groups or another quorum.
+        """
+        found, quorum = len(commits_of(decisions)), quorum_of(decisions)
+        there, here = f"{found} gradients", f"{groups} groups"
+        if found == groups:
+            there, here = f"steps of {quorum} gradients", f"quorum={self.quorum}"
+        if found != groups or quorum != self.quorum:
+            raise ParameterError(
+                f"replay: iteration {number} of the history has {there}, and this run has {here}: "
+                "train with the replicas= and consistency= of the recorded run."
+            )
 
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""
@@ -230,12 +252,12 @@ class GroupTurns:
         """
         live, quorum = self.live, self._model.quorum
         version, index = live.version, iteration.index
+        if not self._started:
+            live.start(index)
+        self._started = True
         rule: TurnRule = live
         if iteration.decisions is not None:
             rule = RecordedTurns(version, self._repeated(iteration))
-        elif not self._started:
-            live.start(index)
-        self._started = True
         clocks = list(live.clocks)
         try:
             made = make_commits(rule, place, self.groups // quorum)
@@ -252,13 +274,9 @@ class GroupTurns:
         return made, {**decisions, **({STALENESS: behind} if behind else {})}
 
     def _repeated(self, iteration: Iteration) -> list[Commit]:
-        recorded = commits_of(iteration.decisions or {})
-        if len(recorded) != self.groups:
-            raise ParameterError(
-                f"replay: iteration {iteration.index + 1} of the history has {len(recorded)} "
-                f"gradients, and this run has {self.groups} groups: train with the replicas= and "
-                "consistency= of the recorded run."
-            )
+        decisions = iteration.decisions or {}
+        self._model.check_recorded(iteration.index + 1, decisions, self.groups)
+        recorded = commits_of(decisions)
         made = repeated_commits(recorded, self._model.quorum, self.live.version, iteration.index)
         if min(turn.version for commit in made for turn in commit) < self._oldest:
             raise ParameterError(

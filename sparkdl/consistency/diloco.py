@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sparkdl.consistency.base import Consistency
+from sparkdl.plain import make_plain
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 """The outer optimizer of the paper."""
@@ -33,6 +34,9 @@ class DiLoCo(Consistency):
 
     inner_steps: int = 30
     outer_optimizer: Callable[..., Any] | None = NESTEROV
+
+    def __post_init__(self) -> None:
+        make_plain(self, "inner_steps")
 
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""

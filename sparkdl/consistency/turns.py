@@ -19,6 +19,8 @@ MOST_GROUPS = 1 << 12
 """The first number of groups that cannot be recorded."""
 _OFFSET, _VERSIONS = 1 << 15, 1 << 16
 """The range of a recorded clock on each side of the iteration, and that of a recorded staleness."""
+_ENDS = MOST_GROUPS * _VERSIONS * 2 * _OFFSET
+"""What is added to the record of the last turn of a commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,29 +211,45 @@ def recorded_commits(made: Sequence[Commit], version: int, index: int) -> Decisi
         version: The newest version before them.
         index: The index of the iteration.
     """
-    turns = [(turn, version + n - turn.version) for n, commit in enumerate(made) for turn in commit]
+    turns = [
+        (turn, version + n - turn.version, turn is commit[-1])
+        for n, commit in enumerate(made)
+        for turn in commit
+    ]
     return {
         f"{COMMITS}{place}": 1
         + turn.group
         + MOST_GROUPS * (behind + _VERSIONS * (turn.clock - index + _OFFSET))
-        for place, (turn, behind) in enumerate(turns)
+        + _ENDS * last
+        for place, (turn, behind, last) in enumerate(turns)
     }
 
 
 def commits_of(decisions: Decisions) -> list[tuple[int, int, int]]:
     """Return for each recorded turn its group, its staleness, and its clock less the iteration's
     index, in the order of the commits."""
-    named = {
-        int(name.removeprefix(COMMITS)): number
-        for name, number in decisions.items()
-        if name.startswith(COMMITS)
-    }
     found = []
-    for _, number in sorted(named.items()):
-        rest, group = divmod(number - 1, MOST_GROUPS)
+    for number in _in_order(decisions):
+        rest, group = divmod(number % _ENDS, MOST_GROUPS)
         offset, behind = divmod(rest, _VERSIONS)
         found.append((group, behind, offset - _OFFSET))
     return found
+
+
+def quorum_of(decisions: Decisions) -> int:
+    """Return the number of recorded turns in the first commit; 0 without any."""
+    last = [number >= _ENDS for number in _in_order(decisions)]
+    return last.index(True) + 1 if any(last) else 0
+
+
+def _in_order(decisions: Decisions) -> list[int]:
+    """Return the records of turns, in the order of the commits."""
+    named = {
+        int(name.removeprefix(COMMITS)): number - 1
+        for name, number in decisions.items()
+        if name.startswith(COMMITS)
+    }
+    return [number for _, number in sorted(named.items())]
 
 
 def repeated_commits(

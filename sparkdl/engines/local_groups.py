@@ -126,7 +126,7 @@ class LocalGroupEngine(LocalEngine):
             self._done += reports
             index = self._turns.commit_index(asked, self._made)
             self._made += 1
-            if not any(report.not_finite for report in reports):
+            if reports and not any(report.not_finite for report in reports):
                 own = replace(asked, index=index, hyperparameters=rates)
                 self._slices = self._synchronize(own.with_rows(()), reports, sections)
 

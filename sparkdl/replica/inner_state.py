@@ -10,6 +10,8 @@ from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 
 _ARRAY, _OTHER, _WEIGHTS = "array.", "other.", "weights"
+_NUMBERS = {int: "int.", float: "float."}
+"""What the names of tensors begin with that stand for numbers, by the types of these."""
 
 
 def keep_inner(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torch.Tensor]]:
@@ -20,7 +22,7 @@ def keep_inner(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torch.
         state: Its state.
 
     Raises:
-        ModelError: The state of the optimizer has a value that is not a tensor.
+        ModelError: The state of the optimizer has a value that is no tensor or number.
     """
     kept: dict[int, dict[str, torch.Tensor]] = {}
     for part in plan.parameters:
@@ -30,11 +32,15 @@ def keep_inner(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torch.
         for name in state.held[part.number]:
             named[_ARRAY + name] = state.arrays[name][part.start : part.stop].cpu()
         for name, value in state.others[part.number].items():
+            if type(value) in _NUMBERS:
+                kind = torch.int64 if type(value) is int else torch.float64
+                named[_NUMBERS[type(value)] + name] = torch.tensor(value, dtype=kind)
+                continue
             if not isinstance(value, torch.Tensor):
                 raise ModelError(
                     "the consistency model keeps the state of each replica's optimizer, and "
-                    f'"{name}" in it is {type(value).__name__}, not a tensor: use another optimizer, '
-                    "such as torch.optim.AdamW."
+                    f'"{name}" in it is {type(value).__name__}, no tensor or number: use another '
+                    "optimizer, such as torch.optim.AdamW."
                 )
             named[_OTHER + name] = value.detach().cpu()
     return kept
@@ -58,6 +64,9 @@ def open_inner(plan: SliceSpec, kept: ByParameter, device: torch.device) -> Slic
         state.others[part.number] = {
             k.removeprefix(_OTHER): v.clone() for k, v in named.items() if k.startswith(_OTHER)
         }
+        for kind, begin in _NUMBERS.items():
+            numbers = {k.removeprefix(begin): v for k, v in named.items() if k.startswith(begin)}
+            state.others[part.number] |= {name: kind(v) for name, v in numbers.items()}
         for name, values in arrays.items():
             if name not in state.arrays:
                 length = plan.trainable_length
@@ -74,7 +83,7 @@ def keep_replica(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torc
         state: Its state.
 
     Raises:
-        ModelError: The state of the optimizer has a value that is not a tensor.
+        ModelError: The state of the optimizer has a value that is no tensor or number.
     """
     return {**keep_inner(plan, state), len(plan.parameters): {_WEIGHTS: state.weights.cpu()}}
 

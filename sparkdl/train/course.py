@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.consistency.asynchronous import Asynchronous
+from sparkdl.consistency.stragglers import check_replicas
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import EngineInputs, build_engine
 from sparkdl.engines.resources import FitResources
@@ -83,13 +84,26 @@ def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, De
     """
     if replay is None:
         return None
-    asynchronous = isinstance(trainer.consistency_model, Asynchronous)
-    if bool(replay.commits) != asynchronous:
+    model = trainer.consistency_model
+    if bool(replay.commits) != isinstance(model, Asynchronous):
         found = "the order of asynchronous steps" if replay.commits else "no order of steps"
         raise ParameterError(
             f"replay: the history has {found}: train with the consistency= of the recorded run."
         )
+    recorded = replay.decisions
+    if isinstance(model, Asynchronous):
+        groups = model.groups or trainer.replicas
+        for number, decisions in recorded.items():
+            if groups is not None:
+                model.check_recorded(number, decisions, groups)
     counts = replay.micro_batches
+    if counts and trainer.options.steps_on_replicas:
+        raise ParameterError(
+            "replay: the history has replicas that left out micro-batches, which replicas with steps "
+            "of their own do not: train with the consistency= and local_steps= of the recorded run."
+        )
+    if counts and trainer.replicas is not None:
+        check_replicas(max(map(len, counts.values())), trainer.replicas)
     if counts and trainer.engine == "gang":
         raise ParameterError(
             "replay: the history has replicas that left out micro-batches, which the ranks of a gang "
@@ -101,8 +115,7 @@ def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, De
             f"replay: the history has replicas with {parts} micro-batches, and this trainer has "
             f"accumulate={trainer.accumulate}: train with that of the recorded run."
         )
-    recorded = replay.decisions
-    most, keep = largest_staleness(recorded), trainer.consistency_model.keep
+    most, keep = largest_staleness(recorded), model.keep
     if most >= keep:
         raise ParameterError(
             f"replay: the history has gradients that are {most} versions old, and this trainer keeps "

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -121,6 +122,8 @@ def mistakes() -> dict[str, list[str]]:
         ParameterServer(consistency="synchron")
     with told() as found["owners"]:
         ParameterServer(owners=[0, 2], staleness=-1, timeout=0)
+    with told() as found["kinds"]:
+        ParameterServer(owners=1, average="no", replay="01")
     with told() as found["optimizer"]:
         ParameterServer(SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1))
     with told() as found["whole tensors"]:
@@ -139,6 +142,8 @@ def mistakes() -> dict[str, list[str]]:
         server.pull_rows("weight", [1, 4])
     with told() as found["sparse"]:
         server.push_rows("weight", [1], torch.ones(1, 3))
+    with told() as found["no tensor"]:
+        server.push_rows("weight", [1], [[1.0, 1.0, 1.0]])
     with told() as found["again"]:
         server.init("weight", torch.ones(4, 3))
     with told() as found["dtype of a key"]:
@@ -226,6 +231,64 @@ def kvstore() -> list[Any]:
         return found
 
 
+KEPT = {"weight": (10, 3), ("a", 2): (), "empty": (0, 3), "long": (7,)}
+
+
+def steps(server: ParameterServer, numbers: Any, by_rows: bool) -> list[torch.Tensor]:
+    rank = dist.get_rank()
+    for number in numbers:
+        if by_rows:
+            server.push_rows("weight", ROWS[rank], gradient(rank, number, (3, 3)))
+        else:
+            server.push(list(KEPT), [gradient(rank, number, shape) for shape in KEPT.values()])
+    found: list[torch.Tensor] = server.pull(list(KEPT))
+    return found
+
+
+def saved(folder: str, optimizer: Any, by_rows: bool = False) -> list[list[torch.Tensor]]:
+    """Returns what comes of a run that saves, and of runs that load, with each number of owners."""
+    make = partial(ParameterServer, optimizer, consistency="synchronous")
+    with make() as server:
+        server.init(list(KEPT), [torch.ones(shape) for shape in KEPT.values()])
+        for number in (1, 0, 3):
+            steps(server, range(number), by_rows)
+            server.barrier()
+            if dist.get_rank() == 1:
+                server.save(folder)
+            server.barrier()
+        found = [steps(server, range(3, 6), by_rows)]
+    for owners in (None, [1]):
+        with make(owners=owners) as server:
+            server.load(folder)
+            found.append(steps(server, range(3, 6), by_rows))
+    return found
+
+
+def not_saved(folder: str) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    with ParameterServer(partial(SGD, lr=0.1), consistency="synchronous") as server:
+        with told() as found["nothing there"]:
+            server.load(f"{folder}/nowhere")
+        with told() as found["uri"]:
+            server.save("s3://bucket/server")
+        server.init("weight", torch.ones(4))
+        with told() as found["no folder"]:
+            server.save("/dev/null/server")
+        if dist.get_rank() == 0:
+            server.save(f"{folder}/other")
+        server.barrier()
+        with told() as found["exists"]:
+            server.load(f"{folder}/other")
+    with ParameterServer() as server, told() as found["another optimizer"]:
+        server.load(f"{folder}/other")
+    for file in Path(folder, "other").glob("owner-1-*"):
+        file.unlink(missing_ok=True)
+    dist.barrier()
+    with ParameterServer(partial(SGD, lr=0.1)) as server, told() as found["file lost"]:
+        server.load(f"{folder}/other")
+    return found
+
+
 def ordered_sums() -> list[float]:
     """All-reduces that become possible in another order on each rank, and run in one."""
     rank = dist.get_rank()
@@ -260,11 +323,15 @@ SCENARIOS: dict[str, Any] = {
 }
 
 
-def run_all() -> tuple[dict[str, Any], list[str]]:
+def run_all(folder: str) -> tuple[dict[str, Any], list[str]]:
     """Runs on every rank: all scenarios, and the threads that are left."""
     import threading
 
     found = {name: scenario() for name, scenario in SCENARIOS.items()}
+    for name, optimizer in OPTIMIZERS.items():
+        found[f"saved, {name}"] = saved(f"{folder}/{name}", optimizer)
+    found["saved, rows"] = saved(f"{folder}/rows", SPARSE["adagrad"], by_rows=True)
+    found["not saved"] = not_saved(folder)
     recorded = momentum(None, slow=0)
     found["live"], found["replayed"] = recorded, momentum(recorded[1], slow=1)
     return found, [thread.name for thread in threading.enumerate()]

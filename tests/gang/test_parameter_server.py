@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from typing import Any
@@ -20,9 +21,10 @@ RANKS = 2
 
 
 @pytest.fixture(scope="module")
-def ranks(spark: Any) -> list[tuple[dict[str, Any], list[str]]]:
+def ranks(spark: Any, tmp_path_factory: Any) -> list[tuple[dict[str, Any], list[str]]]:
     """What both ranks have found, in one gang."""
-    return sparkdl.gang.run(scenarios.run_all, ranks=RANKS, timeout=120)
+    folder = str(tmp_path_factory.mktemp("server"))
+    return sparkdl.gang.run(scenarios.run_all, folder, ranks=RANKS, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +108,7 @@ def test_an_order_is_recorded_and_replayed_bit_by_bit(found):
 MISTAKES = {
     "word": 'consistency = \'synchron\': give "asynchronous" or "synchronous". Did you mean "synch',
     "owners": "3 problems:",
+    "kinds": "3 problems:",
     "optimizer": "give a torch.optim class or a partial of one",
     "whole tensors": "LARS looks at whole tensors, and 2 owners have some rows each",
     "ranks differ": "The ranks do not call the same collective:",
@@ -114,6 +117,7 @@ MISTAKES = {
     "dtype": "'weight' needs float32 [4, 3], not float64 [4, 3].",
     "no row": "'weight' has no row 4: its rows are 0 to 3.",
     "sparse": "the optimizer takes no gradient of some rows (Adam does not support sparse",
+    "no tensor": "'weight': give a tensor, not a list.",
     "again": "The key 'weight' exists already.",
     "dtype of a key": "is int64, which the optimizer cannot update",
     "key": "key = {}: give a str, an int or a tuple, or a list of these.",
@@ -149,6 +153,38 @@ def test_an_update_that_fails_is_told_to_all(found):
     expected = "TrainingError: an update failed on rank 0: ArithmeticError: enough"
     assert expected in told
     assert all(text == expected or text.startswith("StateLostError") for text in told)
+
+
+@pytest.mark.parametrize("case", [*scenarios.OPTIMIZERS, "rows"])
+def test_a_saved_server_goes_on_with_the_same_bits(found, case):
+    """Also with another number of owners."""
+    for its in found:
+        whole, *again = its[f"saved, {case}"]
+        assert len(again) == 2
+        assert all(all(map(torch.equal, whole, each)) for each in again)
+
+
+NOT_SAVED = {
+    "nothing there": 'CheckpointError: Cannot load the parameter server in "',
+    "uri": "ParameterError: path = 's3://bucket/server': give a folder that the machines of all",
+    "no folder": 'CheckpointError: Cannot save the parameter server in "/dev/null/server": [Errno',
+    "exists": "ParameterError: The key 'weight' exists already.",
+    "another optimizer": 'ParameterError: "{}/other" has the state of SGD, and this server has none',
+}
+
+
+@pytest.mark.parametrize("case", NOT_SAVED)
+def test_what_cannot_be_saved_or_loaded(found, case):
+    for its in found:
+        (text,) = its["not saved"][case]
+        assert re.match(re.escape(NOT_SAVED[case]).replace(r"\{\}", ".*"), text)
+
+
+def test_a_file_that_an_owner_cannot_read_is_told_to_all(found):
+    (other,), (own,) = (its["not saved"]["file lost"] for its in found)
+    assert own.startswith("CheckpointError: Cannot load the parameter server in")
+    assert other.startswith("ParameterError: The ranks do not call the same:")
+    assert "rank 1: Cannot load the parameter server" in other
 
 
 def test_kvstore_has_the_rules_of_mxnet(found):

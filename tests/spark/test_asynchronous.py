@@ -198,6 +198,32 @@ def test_what_goes_with_it(data: Any, changes: dict[str, Any]) -> None:
     )
 
 
+def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A mean of squares that is infinite where the target is that of replica 1."""
+    return ((output - target) ** 2 / (target > 0)).mean()
+
+
+def test_gradients_that_are_not_finite_are_left_out(data: Any) -> None:
+    """So the newest version is often the one before, whose buffers stay."""
+    changes = {"loss": fails, "on_nan": "skip", "stop": sparkdl.max_iteration(12)}
+    trained = at_once(**changes).fit(data)
+    assert turns(trained.history, 1) >= 4
+    again = at_once(engine="local", **changes).fit(data, replay=trained.history)
+    assert same(again.module, trained.module)
+    with pytest.raises(sparkdl.TrainingError, match="not finite: the loss in replica 1"):
+        at_once(loss=fails).fit(data)
+
+
+@pytest.mark.parametrize("engine", ["shuffle", "local"])
+def test_groups_without_rows(data: Any, engine: str) -> None:
+    """A batch of one row is one of the replicas'; the gradient of the other changes nothing."""
+    changes = {"batch_size": 1, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    trained = at_once(engine=engine, **changes).fit(data)
+    again = at_once(engine="local", **changes).fit(data, replay=trained.history)
+    assert same(again.module, trained.module)
+    assert not same(trained.module.net, network())
+
+
 def test_buffers_do_not_pile_up(data: Any, slabs: Any) -> None:
     class Buffers(sparkdl.Callback):
         def __init__(self) -> None:
@@ -244,6 +270,11 @@ def test_what_cannot_be_replayed(data: Any, delays: Any, tmp_path: Path) -> None
     plain = at_once(engine="local", consistency=None).fit(data)
     with pytest.raises(sparkdl.ParameterError, match="has no order of steps: train with the con"):
         at_once().fit(data, replay=plain.history)
-    one = sparkdl.Asynchronous(groups=1)
-    with pytest.raises(sparkdl.ParameterError, match="has 2 gradients, and this run has 1 groups"):
-        at_once(engine="local", consistency=one).fit(data, replay=live.history)
+    for model, said in (
+        (sparkdl.Asynchronous(groups=1), "has 2 gradients, and this run has 1 groups: train"),
+        (sparkdl.Asynchronous(quorum=2), "steps of 1 gradients, and this run has quorum=2: train"),
+    ):
+        for replicas in (2, None):
+            again = at_once(engine="local", consistency=model, replicas=replicas)
+            with pytest.raises(sparkdl.ParameterError, match=said):
+                again.fit(data, replay=live.history)

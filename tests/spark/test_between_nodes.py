@@ -90,6 +90,10 @@ def test_an_iteration_is_submitted_once_and_stores_nothing(results):
     assert len(set(results["even, plain"]["persisted"])) == 1
 
 
+def test_groups_send_what_replicas_send_where_nodes_do_not_sum(results):
+    assert results["asynchronous, plain"]["bytes_sent"] == results["even, plain"]["bytes_sent"]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_less_is_sent_where_nodes_sum(results, case):
     summed, plain = (results[f"{case}, {way}"]["bytes_sent"] for way in ("summed", "plain"))

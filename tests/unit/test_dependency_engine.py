@@ -200,13 +200,18 @@ def test_an_operation_can_be_cancelled_with_those_that_need_it():
 
 
 def test_mistakes_are_told():
-    with pytest.raises(ParameterError, match="threads = 0"):
-        Engine(0)
+    for wrong in (0, True):
+        with pytest.raises(ParameterError, match=f"threads = {wrong}"):
+            Engine(wrong)
     with Engine() as engine:
         with pytest.raises(ParameterError, match="fn is an int"):
             engine.push(3)
         with pytest.raises(ParameterError, match="A tag is no tensor and not hashable"):
             engine.push(int, read=[[1]])
+        with pytest.raises(ParameterError, match="The tags are a Tensor: give a list"):
+            engine.push(int, mutate=torch.ones(2))
+        with pytest.raises(ParameterError, match="The tags are a str: give a list"):
+            engine.push(int, read="state")
     with pytest.raises(ParameterError, match="closed"):
         engine.push(int)
     with pytest.raises(ZeroDivisionError), Engine() as engine:

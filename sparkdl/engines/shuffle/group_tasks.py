@@ -142,16 +142,17 @@ class ApplyCommits:
 
 
 def _apply(step: CommitMessage, partition: int, run: RunSpec) -> SliceReport:
-    """Make commits on slice ``partition``. One whose gradients are not finite changes nothing."""
+    """Make commits on slice ``partition``. One whose gradients are not finite changes nothing, nor
+    does one of groups without rows."""
     clock, done = Clock(), list[tuple[CommitEntry, ReadSections]]()
     report = SliceReport(partition, open_pool(run.slab).node_id, step.states[partition])
     for entry in step.entries:
         frames = [(header, memoryview(b"")) for header in entry.headers[partition]]
         found = read_sections(step, partition, run, frames)
-        if isinstance(found, ReadSections):
-            done.append((entry, found))
-        elif found.faults:
+        if isinstance(found, SliceReport) and found.faults:
             return found
+        if isinstance(found, ReadSections) and found.sections:
+            done.append((entry, found))
     if not done:
         return report
     updater, pool = done[0][1].updater, done[0][1].pool

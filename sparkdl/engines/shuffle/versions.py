@@ -127,7 +127,10 @@ class SliceVersions:
             submission: The submission of its buffers.
             updates: The number of updates.
         """
-        number = self.newest.number + updates
+        newest = self.newest
+        if states == newest.states:  # no gradient was finite, so their buffers are still needed
+            submission = newest.submission
+        number = newest.number + updates
         self._ring.append(Version(number=number, submission=submission, states=states))
 
     def release(self, before: int) -> None:
