@@ -89,6 +89,15 @@ def _whole_seconds(report: ReplicaReport) -> float:
     return sum(seconds.values()) + passes * more
 
 
+def check_replicas(recorded: int, replicas: int) -> None:
+    """Raise :class:`sparkdl.ParameterError` if a history has more replicas than the run."""
+    if recorded > replicas:
+        raise ParameterError(
+            f"replay: the history has {recorded} replicas or more, and this run has {replicas}: "
+            "train with the replicas= of the recorded run."
+        )
+
+
 def _recorded(step: IterationRows) -> Limit | None:
     """Return a limit that repeats what replicas did the first time; None if they did everything.
 
@@ -102,9 +111,11 @@ def _recorded(step: IterationRows) -> Limit | None:
     }
     if not found:
         return None
-    if max(found) >= len(step.rows):
+    check_replicas(max(found) + 1, len(step.rows))
+    unknown = [n for n, (start, stop) in enumerate(step.rows) if stop > start and n not in found]
+    if unknown:
         raise ParameterError(
-            f"replay: the history has {max(found) + 1} replicas or more, and this run has "
-            f"{len(step.rows)}: train with the replicas= of the recorded run."
+            f"replay: iteration {step.index + 1} of the history has no replica {unknown[0]}, and this "
+            f"run has {len(step.rows)}: train with the replicas= of the recorded run."
         )
     return Limit(parts=tuple(found.get(replica, 0) for replica in range(len(step.rows))))

@@ -9,6 +9,7 @@ version that it read, makes the same bits.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,6 +20,8 @@ MOST_GROUPS = 1 << 12
 """The first number of groups that cannot be recorded."""
 _OFFSET, _VERSIONS = 1 << 15, 1 << 16
 """The range of a recorded clock on each side of the iteration, and that of a recorded staleness."""
+_ENDS = MOST_GROUPS * _VERSIONS * 2 * _OFFSET
+"""What is added to the record of the last turn of a commit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,20 +128,30 @@ class LiveTurns:
 
 
 class RecordedTurns:
-    """The turns of an iteration that is repeated. Each version is made by itself, because a later
-    iteration may read it.
+    """The turns of iterations that are repeated.
 
     Args:
         version: The newest version.
-        commits: The commits of the iteration, in order.
+        commits: The commits to make, in order.
+        together: Whether versions that no expected turn reads are left out: commits whose gradients
+            are there are then made together.
     """
 
-    def __init__(self, version: int, commits: Sequence[Commit]) -> None:
+    def __init__(
+        self, version: int, commits: Sequence[Commit] = (), together: bool = False
+    ) -> None:
         self.version = version
-        self._commits = list(commits)
-        self._waiting = [turn for commit in commits for turn in commit]
+        self._together = together
+        self._commits: deque[Commit] = deque()
+        self._waiting: list[Turn] = []
         self._busy: set[int] = set()
         self._arrived: set[int] = set()
+        self.expect(commits)
+
+    def expect(self, commits: Sequence[Commit]) -> None:
+        """Add commits to make after the others. Their turns may begin when what they read is there."""
+        self._commits += commits
+        self._waiting += [turn for commit in commits for turn in commit]
 
     def begin(self) -> list[Turn]:
         """See :class:`TurnRule`, also for the methods below."""
@@ -157,13 +170,20 @@ class RecordedTurns:
         self._arrived |= set(groups)
 
     def due(self, most: int) -> list[Commit]:
-        groups = {turn.group for turn in self._commits[0]} if self._commits else set[int]()
-        if not groups or not groups <= self._arrived:
-            return []
-        self.version += 1
-        self._arrived -= groups
-        self._busy -= groups
-        return [self._commits.pop(0)]
+        due: list[Commit] = []
+        while self._commits and len(due) < most:
+            groups = {turn.group for turn in self._commits[0]}
+            if not groups <= self._arrived or (due and self._must_exist()):
+                break
+            self.version += 1
+            self._arrived -= groups
+            self._busy -= groups
+            due.append(self._commits.popleft())
+        return due
+
+    def _must_exist(self) -> bool:
+        """Return whether the newest version cannot be left out."""
+        return not self._together or any(turn.version == self.version for turn in self._waiting)
 
 
 class Workplace(Protocol):
@@ -209,29 +229,45 @@ def recorded_commits(made: Sequence[Commit], version: int, index: int) -> Decisi
         version: The newest version before them.
         index: The index of the iteration.
     """
-    turns = [(turn, version + n - turn.version) for n, commit in enumerate(made) for turn in commit]
+    turns = [
+        (turn, version + n - turn.version, turn is commit[-1])
+        for n, commit in enumerate(made)
+        for turn in commit
+    ]
     return {
         f"{COMMITS}{place}": 1
         + turn.group
         + MOST_GROUPS * (behind + _VERSIONS * (turn.clock - index + _OFFSET))
-        for place, (turn, behind) in enumerate(turns)
+        + _ENDS * last
+        for place, (turn, behind, last) in enumerate(turns)
     }
 
 
 def commits_of(decisions: Decisions) -> list[tuple[int, int, int]]:
     """Return for each recorded turn its group, its staleness, and its clock less the iteration's
     index, in the order of the commits."""
-    named = {
-        int(name.removeprefix(COMMITS)): number
-        for name, number in decisions.items()
-        if name.startswith(COMMITS)
-    }
     found = []
-    for _, number in sorted(named.items()):
-        rest, group = divmod(number - 1, MOST_GROUPS)
+    for number in _in_order(decisions):
+        rest, group = divmod(number % _ENDS, MOST_GROUPS)
         offset, behind = divmod(rest, _VERSIONS)
         found.append((group, behind, offset - _OFFSET))
     return found
+
+
+def quorum_of(decisions: Decisions) -> int:
+    """Return the number of recorded turns in the first commit; 0 without any."""
+    last = [number >= _ENDS for number in _in_order(decisions)]
+    return last.index(True) + 1 if any(last) else 0
+
+
+def _in_order(decisions: Decisions) -> list[int]:
+    """Return the records of turns, in the order of the commits."""
+    named = {
+        int(name.removeprefix(COMMITS)): number - 1
+        for name, number in decisions.items()
+        if name.startswith(COMMITS)
+    }
+    return [number for _, number in sorted(named.items())]
 
 
 def repeated_commits(

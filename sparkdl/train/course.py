@@ -15,6 +15,8 @@ from torch import nn
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.consistency.asynchronous import Asynchronous
+from sparkdl.consistency.base import largest_staleness
+from sparkdl.consistency.stragglers import check_replicas
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import EngineInputs, build_engine
 from sparkdl.engines.resources import FitResources
@@ -37,7 +39,7 @@ from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.model.recipe import weights_digest
-from sparkdl.replica.iteration import STALENESS, Decisions
+from sparkdl.replica.iteration import Decisions
 from sparkdl.slices.slice_file import PackSlice
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.engine_inputs import load_start, packed_state
@@ -83,13 +85,26 @@ def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, De
     """
     if replay is None:
         return None
-    asynchronous = isinstance(trainer.consistency_model, Asynchronous)
-    if bool(replay.commits) != asynchronous:
+    model = trainer.consistency_model
+    if bool(replay.commits) != isinstance(model, Asynchronous):
         found = "the order of asynchronous steps" if replay.commits else "no order of steps"
         raise ParameterError(
             f"replay: the history has {found}: train with the consistency= of the recorded run."
         )
+    recorded = replay.decisions
+    if isinstance(model, Asynchronous):
+        groups = model.groups or trainer.replicas
+        for number, decisions in recorded.items():
+            if groups is not None:
+                model.check_recorded(number, decisions, groups)
     counts = replay.micro_batches
+    if counts and trainer.options.steps_on_replicas:
+        raise ParameterError(
+            "replay: the history has replicas that left out micro-batches, which replicas with steps "
+            "of their own do not: train with the consistency= and local_steps= of the recorded run."
+        )
+    if counts and trainer.replicas is not None:
+        check_replicas(max(map(len, counts.values())), trainer.replicas)
     if counts and trainer.engine == "gang":
         raise ParameterError(
             "replay: the history has replicas that left out micro-batches, which the ranks of a gang "
@@ -101,19 +116,13 @@ def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, De
             f"replay: the history has replicas with {parts} micro-batches, and this trainer has "
             f"accumulate={trainer.accumulate}: train with that of the recorded run."
         )
-    recorded = replay.decisions
-    most, keep = largest_staleness(recorded), trainer.consistency_model.keep
+    most, keep = largest_staleness(recorded), model.keep
     if most >= keep:
         raise ParameterError(
             f"replay: the history has gradients that are {most} versions old, and this trainer keeps "
             f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
         )
     return recorded
-
-
-def largest_staleness(recorded: Mapping[int, Decisions]) -> int:
-    """Return the largest staleness of recorded iterations."""
-    return max((decisions.get(STALENESS, 0) for decisions in recorded.values()), default=0)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,11 +33,12 @@ from sparkdl.engines.shuffle.messages import SYNCHRONIZATION
 from sparkdl.engines.shuffle.reports import states_of
 from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.shuffle.state_reads import SnapshotRdds
+from sparkdl.engines.shuffle.traffic import Transfer, between_nodes
 from sparkdl.engines.shuffle.turn_jobs import RunningTurn, turn_rdd
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import TrainingError
 from sparkdl.loop.engine import CURRENT, IterationResult, ReadState, slowest, summarize
-from sparkdl.replica.iteration import Fault, Iteration, ReplicaReport, SliceReport
+from sparkdl.replica.iteration import Decisions, Fault, Iteration, ReplicaReport, SliceReport
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.spark.failures import faults_explained
@@ -61,7 +62,7 @@ class GroupEngine(ShuffleEngine):
         batch_size: The rows of a global batch.
         model: The consistency model.
         validation: The validation samples; None without validation.
-        replayed: The largest staleness in a history that the run repeats.
+        recorded: The decisions of a history that the run repeats, by the number of the iteration.
     """
 
     def __init__(
@@ -70,15 +71,17 @@ class GroupEngine(ShuffleEngine):
         batch_size: int,
         model: Asynchronous,
         validation: ValidationSet | None = None,
-        replayed: int = 0,
+        recorded: Mapping[int, Decisions] | None = None,
     ) -> None:
         super().__init__(spec, batch_size, validation=validation, consistency=model)
-        self._turns = GroupTurns(model, spec.run.replicas, replayed)
+        self._turns = GroupTurns(model, spec.run.replicas, recorded)
         self._spec, self._rdds = spec, IterationRdds()
         self._running: dict[int, RunningTurn] = {}
         self._asked: Iteration | None = None
         self._made = 0
         self._replicas: list[ReplicaReport] = []
+        self._gradients: list[Transfer] = []
+        self._weights: list[Transfer] = []
         self._slices: tuple[SliceReport, ...] = ()
         spec.resources.closing(self)
 
@@ -87,7 +90,8 @@ class GroupEngine(ShuffleEngine):
         started = time.perf_counter()
         self._context.setJobDescription(iteration.description)
         self._asked, self._made = iteration, 0
-        self._replicas.clear()
+        for each in (self._replicas, self._gradients, self._weights):
+            each.clear()
         try:
             _, decisions = self._turns.run(iteration, self)
         except BaseException:
@@ -99,7 +103,8 @@ class GroupEngine(ShuffleEngine):
             **slowest([report.seconds for report in self._slices]),
             "iteration": total,
         }
-        result = summarize(self._replicas, self._slices, self._layout, seconds)
+        traffic = between_nodes(self._gradients, self._weights)
+        result = summarize(self._replicas, self._slices, self._layout, seconds, traffic)
         return replace(result, decisions=decisions)
 
     def begin(self, turn: Turn) -> None:
@@ -131,6 +136,8 @@ class GroupEngine(ShuffleEngine):
             entries.append(CommitEntry(self._turns.commit_index(self._asked, self._made), headers))
             self._made += 1
             self._replicas += [report for turn in turns for report in turn.reports]
+            for running in turns:
+                self._note_traffic(running)
         newest = self._versions.newest
         base = self._versions.message(
             self._asked.with_rows(()), Update(version=newest.number, base=newest.number)
@@ -152,6 +159,18 @@ class GroupEngine(ShuffleEngine):
                 del self._running[turn.group]
         repeats = self._asked.decisions is not None
         self._versions.release(self._turns.oldest_needed(repeats))
+
+    def _note_traffic(self, turn: RunningTurn) -> None:
+        """Note what was sent for a turn: the gradients of its replicas, and the weights they read."""
+        nodes = {report.replica: report.node_id for report in turn.reports}
+        arrived = [(h.replica, h.reference) for row in turn.headers for h in row if h.reference]
+        self._gradients += [(nodes[m], to.node_id, to.nbytes) for m, to in arrived]
+        owners = [state.node_id for state in self._versions.newest.states]
+        self._weights += [
+            (owners[n], report.node_id, nbytes)
+            for report in turn.reports
+            for n, nbytes in report.received.items()
+        ]
 
     def _at_owners(self, message: CommitMessage) -> list[SliceReport]:
         placement = self._placement
