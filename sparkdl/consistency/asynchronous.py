@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sparkdl.consistency.base import MOST, Consistency, problems_of_delay
+from sparkdl.consistency.base import MOST, Consistency, largest_staleness, problems_of_delay
 from sparkdl.consistency.turns import (
     MOST_GROUPS,
     Commit,
@@ -168,7 +168,7 @@ class GroupTurns:
     Args:
         model: The consistency model.
         replicas: The number of replicas.
-        replayed: The largest staleness in a history that the run repeats.
+        recorded: The decisions of a history that the run repeats, by the number of the iteration.
 
     Attributes:
         groups: The number of groups.
@@ -177,10 +177,15 @@ class GroupTurns:
             repeated.
     """
 
-    def __init__(self, model: Asynchronous, replicas: int, replayed: int = 0) -> None:
+    def __init__(
+        self, model: Asynchronous, replicas: int, recorded: Mapping[int, Decisions] | None = None
+    ) -> None:
         self.groups = model.groups_of(replicas)
         self.live = LiveTurns(self.groups, model.quorum, model.staleness)
-        self.most = replayed
+        self._recorded = recorded or {}
+        self.most = largest_staleness(self._recorded)
+        self._rule: RecordedTurns | None = None
+        self._expected = 0
         self._model, self._size = model, replicas // self.groups
         self._started, self._oldest = False, 0
 
@@ -228,6 +233,7 @@ class GroupTurns:
     def give_up(self) -> None:
         """Give up turns whose gradients are not applied, and all versions but the newest."""
         self.live.drop()
+        self._rule = None
         self._oldest = self.live.version
 
     def oldest_needed(self, repeats: bool) -> int:
@@ -257,13 +263,14 @@ class GroupTurns:
         self._started = True
         rule: TurnRule = live
         if iteration.decisions is not None:
-            rule = RecordedTurns(version, self._repeated(iteration))
+            rule = self._repeat(iteration)
         clocks = list(live.clocks)
         try:
             made = make_commits(rule, place, self.groups // quorum)
         except BaseException:
             live.clocks[:] = clocks
             live.drop()
+            self._rule = None
             raise
         if rule is not live:
             for commit in made:
@@ -273,14 +280,36 @@ class GroupTurns:
         self.most = max(self.most, behind)
         return made, {**decisions, **({STALENESS: behind} if behind else {})}
 
-    def _repeated(self, iteration: Iteration) -> list[Commit]:
-        decisions = iteration.decisions or {}
-        self._model.check_recorded(iteration.index + 1, decisions, self.groups)
+    def _repeat(self, iteration: Iteration) -> RecordedTurns:
+        """Return the rule that repeats an iteration, and begins turns of later ones as early."""
+        version, index = self.live.version, iteration.index
+        steps = self.groups // self._model.quorum
+        if self._rule is None:
+            self._rule = RecordedTurns(version, together=bool(self._recorded))
+            self._expected = index
+        if self._expected <= index:
+            self._rule.expect(self._repeated(index, version, iteration.decisions or {}))
+            self._expected = index + 1
+        while self._expected + 1 in self._recorded:
+            first = version + steps * (self._expected - index)
+            if first - self.most > version + steps:  # it reads no version of this iteration
+                break
+            try:
+                coming = self._repeated(self._expected, first, self._recorded[self._expected + 1])
+            except ParameterError:  # it is told when it is its turn
+                break
+            self._rule.expect(coming)
+            self._expected += 1
+        return self._rule
+
+    def _repeated(self, index: int, version: int, decisions: Decisions) -> list[Commit]:
+        """Return the commits of an iteration, before which ``version`` is the newest version."""
+        self._model.check_recorded(index + 1, decisions, self.groups)
         recorded = commits_of(decisions)
-        made = repeated_commits(recorded, self._model.quorum, self.live.version, iteration.index)
+        made = repeated_commits(recorded, self._model.quorum, version, index)
         if min(turn.version for commit in made for turn in commit) < self._oldest:
             raise ParameterError(
-                f"replay: iteration {iteration.index + 1} of the history has a gradient of weights "
+                f"replay: iteration {index + 1} of the history has a gradient of weights "
                 "from before a checkpoint of this run, which ends them. Replay with the same "
                 "checkpoint= as the recorded run, or without any."
             )

@@ -12,7 +12,7 @@ Therefore a replay has the same bits, whatever the model would decide then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -51,6 +51,11 @@ class Update:
     def decisions(self) -> Decisions:
         """Return what is recorded of it."""
         return {STALENESS: self.staleness} if self.staleness else {}
+
+
+def largest_staleness(recorded: Mapping[int, Decisions]) -> int:
+    """Return the largest staleness of recorded iterations."""
+    return max((decisions.get(STALENESS, 0) for decisions in recorded.values()), default=0)
 
 
 class Consistency:

@@ -9,6 +9,7 @@ version that it read, makes the same bits.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -127,20 +128,30 @@ class LiveTurns:
 
 
 class RecordedTurns:
-    """The turns of an iteration that is repeated. Each version is made by itself, because a later
-    iteration may read it.
+    """The turns of iterations that are repeated.
 
     Args:
         version: The newest version.
-        commits: The commits of the iteration, in order.
+        commits: The commits to make, in order.
+        together: Whether versions that no expected turn reads are left out: commits whose gradients
+            are there are then made together.
     """
 
-    def __init__(self, version: int, commits: Sequence[Commit]) -> None:
+    def __init__(
+        self, version: int, commits: Sequence[Commit] = (), together: bool = False
+    ) -> None:
         self.version = version
-        self._commits = list(commits)
-        self._waiting = [turn for commit in commits for turn in commit]
+        self._together = together
+        self._commits: deque[Commit] = deque()
+        self._waiting: list[Turn] = []
         self._busy: set[int] = set()
         self._arrived: set[int] = set()
+        self.expect(commits)
+
+    def expect(self, commits: Sequence[Commit]) -> None:
+        """Add commits to make after the others. Their turns may begin when what they read is there."""
+        self._commits += commits
+        self._waiting += [turn for commit in commits for turn in commit]
 
     def begin(self) -> list[Turn]:
         """See :class:`TurnRule`, also for the methods below."""
@@ -159,13 +170,20 @@ class RecordedTurns:
         self._arrived |= set(groups)
 
     def due(self, most: int) -> list[Commit]:
-        groups = {turn.group for turn in self._commits[0]} if self._commits else set[int]()
-        if not groups or not groups <= self._arrived:
-            return []
-        self.version += 1
-        self._arrived -= groups
-        self._busy -= groups
-        return [self._commits.pop(0)]
+        due: list[Commit] = []
+        while self._commits and len(due) < most:
+            groups = {turn.group for turn in self._commits[0]}
+            if not groups <= self._arrived or (due and self._must_exist()):
+                break
+            self.version += 1
+            self._arrived -= groups
+            self._busy -= groups
+            due.append(self._commits.popleft())
+        return due
+
+    def _must_exist(self) -> bool:
+        """Return whether the newest version cannot be left out."""
+        return not self._together or any(turn.version == self.version for turn in self._waiting)
 
 
 class Workplace(Protocol):

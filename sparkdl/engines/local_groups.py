@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from sparkdl.engines.local import LocalEngine
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.loop.engine import CURRENT, IterationResult, ReadState, slowest, summarize
 from sparkdl.process.determinism import torch_threads
-from sparkdl.replica.iteration import Clock, Iteration, ReplicaReport, SliceReport
+from sparkdl.replica.iteration import Clock, Decisions, Iteration, ReplicaReport, SliceReport
 from sparkdl.replica.run import RunSpec
 from sparkdl.slices.rates import scaled_rates
 from sparkdl.slices.section import Section
@@ -52,7 +52,7 @@ class LocalGroupEngine(LocalEngine):
         batch_size: The rows of a global batch.
         validation: The validation samples; None without validation.
         model: The consistency model.
-        replayed: The largest staleness in a history that the run repeats.
+        recorded: The decisions of a history that the run repeats, by the number of the iteration.
         seconds: Returns the virtual time that a turn takes.
     """
 
@@ -64,11 +64,11 @@ class LocalGroupEngine(LocalEngine):
         batch_size: int,
         validation: ValidationSet | None,
         model: Asynchronous,
-        replayed: int = 0,
+        recorded: Mapping[int, Decisions] | None = None,
         seconds: Callable[[Turn], float] = lambda turn: 1.0,
     ) -> None:
         super().__init__(samples, run, recipe, batch_size, validation)
-        self._turns = GroupTurns(model, run.replicas, replayed)
+        self._turns = GroupTurns(model, run.replicas, recorded)
         self._seconds, self._time = seconds, 0.0
         self._computed: dict[int, ComputedTurn] = {}
         self._arrived: list[int] = []
@@ -164,7 +164,7 @@ def local_engine(
     batch_size: int,
     validation: ValidationSet | None,
     model: Consistency,
-    replayed: int = 0,
+    recorded: Mapping[int, Decisions] | None = None,
 ) -> LocalEngine:
     """Build the local engine for a consistency model.
 
@@ -175,8 +175,8 @@ def local_engine(
         batch_size: The rows of a global batch, local steps included.
         validation: The validation samples; None without validation.
         model: The consistency model.
-        replayed: The largest staleness in a history that the run repeats.
+        recorded: The decisions of a history that the run repeats, by the number of the iteration.
     """
     if isinstance(model, Asynchronous):
-        return LocalGroupEngine(samples, run, recipe, batch_size, validation, model, replayed)
+        return LocalGroupEngine(samples, run, recipe, batch_size, validation, model, recorded)
     return LocalEngine(samples, run, recipe, batch_size, validation, model)

@@ -33,6 +33,7 @@ from sparkdl.parallel.base import ParallelStrategy
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compare import Description
+from sparkdl.replica.iteration import Decisions
 from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings
@@ -54,7 +55,8 @@ class EngineInputs:
         built: The description of the driver's model, which executors compare theirs with.
         batch_size: The rows of an iteration's global batch, local steps included.
         consistency: The consistency model.
-        replays: The largest staleness in the history that the run repeats; None: it repeats none.
+        recorded: The decisions of the history that the run repeats, by the number of the iteration;
+            None: it repeats none.
         sums: Whether the loss returns ``(sum, count)``.
         resources: The fit's Spark resources; None inside a gang that one of its ranks leads.
         settings: The settings of the session.
@@ -75,7 +77,7 @@ class EngineInputs:
     built: Description
     batch_size: int
     consistency: Consistency
-    replays: int | None
+    recorded: Mapping[int, Decisions] | None
     sums: bool
     resources: FitResources | None
     settings: Settings
@@ -92,7 +94,7 @@ class EngineInputs:
         In local mode no executor can be lost, and in a gang that a rank leads a lost rank ends all of
         them. In a replay a snapshot would end versions that the history has read.
         """
-        if self.resources is None or self.replays is not None or is_local(self.resources.context):
+        if self.resources is None or self.recorded is not None or is_local(self.resources.context):
             return None
         return self.settings.snapshot_seconds
 
@@ -117,7 +119,7 @@ def _local(inputs: EngineInputs) -> TrainingEngine:
         inputs.batch_size,
         inputs.validation,
         inputs.consistency,
-        inputs.replays or 0,
+        inputs.recorded,
     )
 
 
@@ -135,7 +137,7 @@ def _shuffle(inputs: EngineInputs) -> TrainingEngine:
     engine: ShuffleEngine
     model = inputs.consistency
     if isinstance(model, Asynchronous):
-        engine = GroupEngine(spec, inputs.batch_size, model, inputs.validation, inputs.replays or 0)
+        engine = GroupEngine(spec, inputs.batch_size, model, inputs.validation, inputs.recorded)
     else:
         engine = ShuffleEngine(
             spec, inputs.batch_size, inputs.settings.stages, inputs.validation, model

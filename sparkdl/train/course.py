@@ -15,6 +15,7 @@ from torch import nn
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.consistency.asynchronous import Asynchronous
+from sparkdl.consistency.base import largest_staleness
 from sparkdl.consistency.stragglers import check_replicas
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import EngineInputs, build_engine
@@ -38,7 +39,7 @@ from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.model.recipe import weights_digest
-from sparkdl.replica.iteration import STALENESS, Decisions
+from sparkdl.replica.iteration import Decisions
 from sparkdl.slices.slice_file import PackSlice
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.engine_inputs import load_start, packed_state
@@ -122,11 +123,6 @@ def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, De
             f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
         )
     return recorded
-
-
-def largest_staleness(recorded: Mapping[int, Decisions]) -> int:
-    """Return the largest staleness of recorded iterations."""
-    return max((decisions.get(STALENESS, 0) for decisions in recorded.values()), default=0)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 from sparkdl.checkpoint.manifest import RunIdentity
@@ -21,6 +22,7 @@ from sparkdl.loop.engine import BEST, Engine, ReadState
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
 from sparkdl.process.numerics import Numerics
+from sparkdl.replica.iteration import Decisions
 from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
@@ -42,7 +44,7 @@ def engine_inputs(
     threads: int,
     resources: FitResources | None,
     gang: StartableGroup | None = None,
-    replays: int | None = None,
+    recorded: Mapping[int, Decisions] | None = None,
 ) -> EngineInputs:
     """Return the argument of :func:`sparkdl.engines.registry.build_engine`.
 
@@ -56,7 +58,8 @@ def engine_inputs(
         threads: torch's threads in a task.
         resources: What the fit owns in Spark, if it runs on the driver.
         gang: The ranks, if they are there already.
-        replays: The largest staleness in the history that the run repeats; None: it repeats none.
+        recorded: The decisions of the history that the run repeats, by the number of the iteration;
+            None: it repeats none.
     """
     run = run_spec(trainer, model, samples, slab, threads)
     return EngineInputs(
@@ -70,7 +73,7 @@ def engine_inputs(
         built=model.built,
         batch_size=trainer.batch_size * trainer.options.local_steps,
         consistency=trainer.consistency_model,
-        replays=replays,
+        recorded=recorded,
         sums=model.sums,
         resources=resources,
         settings=settings,

@@ -34,7 +34,6 @@ from sparkdl.train.connected import run_connected
 from sparkdl.train.course import (
     FinishedEngine,
     Start,
-    largest_staleness,
     recorded_decisions,
     run_course,
     with_state,
@@ -180,7 +179,7 @@ def run(
                 slab,
                 threads,
                 resources,
-                replays=None if recorded is None else largest_staleness(recorded),
+                recorded=recorded,
             )
 
         def take(done: FinishedEngine) -> TrainedModel:

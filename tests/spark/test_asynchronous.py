@@ -80,7 +80,7 @@ def delays(monkeypatch: Any) -> Callable[[Callable[[Turn], float]], None]:
             return LocalGroupEngine(
                 *(given.samples, given.run, given.payload, given.batch_size, given.validation),
                 given.consistency,
-                given.replays or 0,
+                given.recorded,
                 seconds,
             )
 

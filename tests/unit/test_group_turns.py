@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.consistency.asynchronous import Asynchronous
+from sparkdl.consistency.asynchronous import Asynchronous, GroupTurns
 from sparkdl.consistency.turns import (
     Commit,
     LiveTurns,
@@ -22,6 +22,7 @@ from sparkdl.consistency.turns import (
     repeated_commits,
 )
 from sparkdl.errors import ParameterError
+from sparkdl.replica.iteration import Iteration
 
 
 class Cluster:
@@ -33,9 +34,10 @@ class Cluster:
         self.begun: list[Turn] = []
         self.arrived: list[int] = []
         self.applied: list[Commit] = []
+        self.versions = [0]
 
     def begin(self, turn: Turn) -> None:
-        assert turn.version <= len(self.applied)
+        assert turn.version in self.versions
         self.running.append(turn)
         self.begun.append(turn)
 
@@ -48,6 +50,7 @@ class Cluster:
 
     def apply(self, commits: Sequence[Commit]) -> None:
         self.applied += commits
+        self.versions.append(len(self.applied))
 
 
 RULES = st.sampled_from(
@@ -75,6 +78,10 @@ def test_live_and_recorded(
         versions += groups // quorum
         assert turns.version == replay.version == versions
     assert cluster.applied == again.applied
+    ahead, sure = RecordedTurns(0, cluster.applied, together=True), Cluster(others)
+    while ahead.version < versions:  # of all iterations at once, as much as iterations have
+        make_commits(ahead, sure, groups // quorum)
+    assert sure.applied == cluster.applied
     in_order = [turn.group for commit in cluster.applied for turn in commit]
     for n, commit in enumerate(cluster.applied):  # first come, first served
         assert sorted(in_order[n * quorum :][:quorum]) == sorted(
@@ -96,6 +103,43 @@ def test_live_and_recorded(
             assert max(done) - min(done) <= staleness + 1
     if quorum == groups:
         assert all(turn.version == n for n, commit in enumerate(cluster.applied) for turn in commit)
+
+
+class Timed:
+    """Groups of which each needs a time of its own for a turn."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self.seconds, self.now = seconds, 0.0
+        self.ends: dict[int, float] = {}
+
+    def begin(self, turn: Turn) -> None:
+        self.ends[turn.group] = self.now + self.seconds[turn.group]
+
+    def wait(self) -> list[int]:
+        self.now = max(self.now, min(self.ends.values()))
+        arrived = [group for group, ends in self.ends.items() if ends <= self.now]
+        for group in arrived:
+            del self.ends[group]
+        return arrived
+
+    def apply(self, commits: Sequence[Commit]) -> None:
+        self.now += 0.1  # a job, whatever it does
+
+
+@pytest.mark.parametrize("slow", [1.0, 4.0])
+def test_a_replay_takes_no_longer(slow: float) -> None:
+    """It begins what later iterations need, and makes commits together as the recorded run did."""
+    model, recorded, ended = Asynchronous(), {}, []
+    for decisions in (None, recorded):
+        place = Timed([1.0, 1.0, 1.0, slow])
+        turns = GroupTurns(model, 4, decisions)
+        for index in range(20):
+            again = None if decisions is None else dict(decisions[index + 1])
+            asked = Iteration(index=index, epoch=0, batch=index, decisions=again)
+            made = turns.run(asked, place)[1]
+            assert recorded.setdefault(index + 1, made) == made
+        ended.append(place.now)
+    assert ended[1] <= ended[0] + 1e-9
 
 
 def test_nobody_starves() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -38,7 +38,7 @@ from sparkdl.engines.shuffle.turn_jobs import RunningTurn, turn_rdd
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import TrainingError
 from sparkdl.loop.engine import CURRENT, IterationResult, ReadState, slowest, summarize
-from sparkdl.replica.iteration import Fault, Iteration, ReplicaReport, SliceReport
+from sparkdl.replica.iteration import Decisions, Fault, Iteration, ReplicaReport, SliceReport
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.spark.failures import faults_explained
@@ -62,7 +62,7 @@ class GroupEngine(ShuffleEngine):
         batch_size: The rows of a global batch.
         model: The consistency model.
         validation: The validation samples; None without validation.
-        replayed: The largest staleness in a history that the run repeats.
+        recorded: The decisions of a history that the run repeats, by the number of the iteration.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class GroupEngine(ShuffleEngine):
         batch_size: int,
         model: Asynchronous,
         validation: ValidationSet | None = None,
-        replayed: int = 0,
+        recorded: Mapping[int, Decisions] | None = None,
     ) -> None:
         super().__init__(spec, batch_size, validation=validation, consistency=model)
-        self._turns = GroupTurns(model, spec.run.replicas, replayed)
+        self._turns = GroupTurns(model, spec.run.replicas, recorded)
         self._spec, self._rdds = spec, IterationRdds()
         self._running: dict[int, RunningTurn] = {}
         self._asked: Iteration | None = None
