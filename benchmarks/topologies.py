@@ -1,6 +1,6 @@
 """Topologies of synchronization: what they send, what they take, a formula for it, and clusters.
 
-    python benchmarks/topologies.py [--rounds 15] [--plot docs/images/topologies.svg] [--quick]
+    python benchmarks/topologies.py [--rounds 5] [--plot docs/images/topologies.svg] [--quick]
 
 M replicas hand P MB of gradients to the owners of N slices, and receive weights of as many bytes, as in
 an iteration of the shuffle engine between nodes with a replica on each: "N = M"; fewer owners; one, the
@@ -8,14 +8,15 @@ plain parameter server ("central"); a tree of two levels with fan-in sqrt(M), wi
 ``treeAggregate`` has them, and with M slices. ``exchange.py`` has the jobs; those of the trees exist
 nowhere else. Stages, tasks, messages and bytes are counted, and depend on no machine's load.
 
-Milliseconds: medians of the jobs of all topologies in turn, on ``local[2]``, where tasks queue for two
-slots and bytes go through Spark's shuffle files. Fitted by ``cost_model.py``:
+Milliseconds of processor time, which other work on the machine changes less than real time: medians of
+jobs, one of each topology in turn, on ``local[2]``, where bytes go through Spark's shuffle files. In
+brackets those of the formula, fitted by ``cost_model.py``, and real ones.
 
     t = a job + stages x a stage + tasks x a task + messages x a message + MB x a MB
 
-Last, clusters of one replica a node on a slot of its own, computed: an owner's messages and bytes are
-its own work, at half the speed of two slots, and each byte crosses a network; tasks of a stage run at
-once, and the driver takes 1.6 ms for each (``scaling.py``). "best N": of 1, 2, 4, ... M.
+Last, clusters of one replica a node with a core, computed: an owner's messages and bytes are its own
+work, and each byte crosses a network; tasks of a stage run at once, and the driver takes 1.6 ms for
+each (``scaling.py``). "best N": of 1, 2, 4, ... M.
 
 With the real engine, slices and sums on the nodes first are measured by
 
@@ -32,13 +33,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from between_nodes import processor_seconds
 from cost_model import Fit, Term, error, fit
 from exchange import Counts, Topology, expected, job, sliced, sliced_tree, tree
 from harness import hardware, in_fresh_process, markdown, options, session, write_json
 
 from sparkdl.spark.frames import RunningJob, forget_shuffles
 
-SIZES = {0.01: (4, 16, 36, 64), 1.0: (4, 16, 36, 64), 8.0: (4, 16)}
+SIZES = {0.01: (4, 16, 64), 1.0: (4, 16, 64), 8.0: (4, 16)}
 """MB -> replicas, square numbers."""
 DRIVER = 1.6e-3
 """Seconds of the driver for a task."""
@@ -53,13 +55,14 @@ TERMS: dict[str, Term] = {
 
 @dataclass(frozen=True)
 class Point:
-    """A topology, and what it took."""
+    """A topology, and what it took: seconds of processor time, and of the clock."""
 
     topology: str
     replicas: int
     size: float
     counts: Counts
     seconds: float = float("nan")
+    clock: float = float("nan")
 
 
 def topologies(replicas: int) -> dict[str, Topology]:
@@ -79,49 +82,52 @@ def elements(size: float) -> int:
 
 
 def measured(sizes: dict[float, tuple[int, ...]], rounds: int) -> list[Point]:
-    """After jobs that warm the JVM up; each sum is checked."""
+    """In each round a job of every topology, size and M in turn; the first round does not count."""
     spark = session()
+    places = [(size, replicas) for size, counts in sizes.items() for replicas in counts]
+    seconds: dict[tuple[str, int, float], list[tuple[float, float]]] = {}
     try:
-        one_round(spark, 16, 0.01, max(2, rounds))
-        return [
-            point
-            for size, counts in sizes.items()
-            for replicas in counts
-            for point in one_round(spark, replicas, size, rounds)
-        ]
+        for number in range(rounds + 1):
+            for size, replicas in places:
+                for name, topology in topologies(replicas).items():
+                    found = one_job(spark, topology, elements(size))
+                    if number:
+                        seconds.setdefault((name, replicas, size), []).append(found)
+            print(f"round {number} of {rounds}", flush=True)
     finally:
         spark.stop()
-
-
-def one_round(spark: Any, replicas: int, size: float, rounds: int) -> list[Point]:
-    """Of each topology, the jobs in turn; the first of each does not count."""
-    some, length = topologies(replicas), elements(size)
-    seconds: dict[str, list[float]] = {name: [] for name in some}
-    for _ in range(rounds + 1):
-        for name, topology in some.items():
-            rdd = job(spark.sparkContext, topology, length)
-            started = time.perf_counter()
-            frames = RunningJob(rdd, topology.up[-1].receivers).frames()
-            seconds[name].append(time.perf_counter() - started)
-            forget_shuffles(rdd)
-            total = sum(float(np.frombuffer(frame)[0]) for frame in frames)
-            assert abs(total / expected(topology, length) - 1) < 1e-9, name
-    print(f"M = {replicas}, {size:g} MB", flush=True)
     return [
-        Point(name, replicas, size, some[name].count(length), statistics.median(found[1:]))
-        for name, found in seconds.items()
+        Point(
+            *key,
+            topologies(key[1])[key[0]].count(elements(key[2])),
+            *(statistics.median(values) for values in zip(*found, strict=True)),
+        )
+        for key, found in seconds.items()
     ]
 
 
+def one_job(spark: Any, topology: Topology, length: int) -> tuple[float, float]:
+    """Seconds of processor time and of the clock; the sum is checked."""
+    rdd = job(spark.sparkContext, topology, length)
+    spent, started = processor_seconds(), time.perf_counter()
+    frames = RunningJob(rdd, topology.up[-1].receivers).frames()
+    seconds = time.perf_counter() - started
+    spent = processor_seconds() - spent
+    forget_shuffles(rdd)
+    total = sum(float(np.frombuffer(frame)[0]) for frame in frames)
+    assert abs(total / expected(topology, length) - 1) < 1e-9
+    return spent, seconds
+
+
 def on_a_cluster(constants: dict[str, float], counts: Counts, gbit: float) -> float:
-    """Seconds, if each node has one replica and one slot."""
+    """Seconds, if each node has one replica and one core."""
     fixed, stage, task, message, megabyte = constants.values()
     return (
         fixed
-        + counts.stages * (stage + 2 * max(0.0, task - DRIVER))
+        + counts.stages * (stage + max(0.0, task - DRIVER))
         + counts.tasks * DRIVER
-        + counts.most_messages * 2 * message
-        + counts.most_bytes / 1e6 * (2 * megabyte + 8e-3 / gbit)
+        + counts.most_messages * message
+        + counts.most_bytes / 1e6 * (megabyte + 8e-3 / gbit)
     )
 
 
@@ -141,16 +147,19 @@ def count_table(all_of: Iterable[int]) -> str:
 
 
 def time_table(points: Sequence[Point], guess: Fit) -> str:
-    """Milliseconds, and in brackets the formula's."""
+    """Milliseconds of processor time, and in brackets the formula's and those of the clock."""
     names = list(dict.fromkeys(point.topology for point in points))
     rows = []
     for size, replicas in dict.fromkeys((point.size, point.replicas) for point in points):
         some = [p for p in points if (p.size, p.replicas) == (size, replicas)]
-        cells = [f"{1e3 * p.seconds:.0f} ({1e3 * guess(p):.0f})" for p in some]
-        best = min(p.seconds for p in some if not p.topology.startswith("tree"))
-        trees = min(p.seconds for p in some if p.topology.startswith("tree"))
-        rows.append((f"{size:g}", replicas, *cells, trees / best))
-    return markdown(("MB", "M", *names, "better tree / best other"), rows)
+        cells = [f"{1e3 * p.seconds:.0f} ({1e3 * guess(p):.0f}; {1e3 * p.clock:.0f})" for p in some]
+        ratios = [
+            min(figure(p) for p in some if p.topology.startswith("tree"))
+            / min(figure(p) for p in some if not p.topology.startswith("tree"))
+            for figure in (lambda p: p.seconds, lambda p: p.clock)
+        ]
+        rows.append((f"{size:g}", replicas, *cells, *ratios))
+    return markdown(("MB", "M", *names, "better tree / best other", "real"), rows)
 
 
 def cluster_table(constants: dict[str, float]) -> str:
@@ -196,9 +205,13 @@ def draw(points: Sequence[Point], guess: Fit, path: str) -> None:
             axes.plot(counts, formula, color=dots.get_color(), linewidth=1.2)
         axes.set(title=f"{size:g} MB", xlabel="replicas (M)", xscale="log", yscale="log")
         axes.set_xticks(counts, [str(count) for count in counts])
+        low, high = axes.get_ylim()
+        ticks = [lead * 10**power for power in range(6) for lead in (1, 2, 5)]
+        axes.set_yticks(ticks, [str(tick) for tick in ticks])
+        axes.set_ylim(low, high)
         axes.minorticks_off()
         axes.grid(alpha=0.3)
-    panels[0][0].set_ylabel("ms on two slots: dots measured, lines by the formula")
+    panels[0][0].set_ylabel("processor ms: dots measured, lines by the formula")
     panels[0][0].legend(fontsize=8)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
@@ -206,7 +219,7 @@ def draw(points: Sequence[Point], guess: Fit, path: str) -> None:
 
 def main() -> None:
     parser = options(__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--plot", help="where to draw measurement and formula")
     given = parser.parse_args()
     sizes = {0.01: (4, 16), 1.0: (4,)} if given.quick else SIZES
