@@ -1,14 +1,15 @@
 """An iteration between nodes: milliseconds, and bytes beside the least there can be.
 
-    python benchmarks/between_nodes.py [--sizes 25,100] [--replicas 1,2] [--rounds 3] [--iterations 6]
+    python benchmarks/between_nodes.py [--sizes 25,100] [--replicas 1,2] [--slices 0,1] [--rounds 3]
+        [--iterations 6] [--nodes 2]
 
-Two executors of this machine with slab roots apart, so that bytes go through Spark's shuffle as they
-would between two machines: ``local-cluster[2,R,2048]``, R replicas a node, as many slices as replicas.
-Where R > 1, runs in which nodes sum their gradients first take turns with runs in which every replica
-sends its own; ``ratio`` is of their medians. Adam, layers of equal width, global batch 64. "bytes" are
-those of the busiest node and direction, "least" is 2 P (K - 1) / K of the flat vector. "processor" is
-the time of driver, JVMs and workers together in an iteration, which other work on the machine hardly
-changes, while it may change "ms" by any factor.
+Two executors (or more) of this machine with slab roots apart, so that bytes go through Spark's shuffle
+as they would between two machines: ``local-cluster[2,R,2048]``, R replicas a node, as many slices as
+replicas (0) or as many as is said. Where R > 1, runs in which nodes sum their gradients first take
+turns with runs in which every replica sends its own; ``ratio`` is of their medians. Adam, layers of
+equal width, global batch 64. "bytes" are those of the busiest node and direction, "least" is
+2 P (K - 1) / K of the flat vector. "processor" is the time of driver, JVMs and workers together in an
+iteration, which other work on the machine hardly changes, while it may change "ms" by any factor.
 """
 
 from __future__ import annotations
@@ -33,12 +34,14 @@ import sparkdl
 from sparkdl.engines.shuffle import node_sums
 from sparkdl.engines.shuffle.traffic import least_bytes
 
-WIDTH_AND_DEPTH = {1: (256, 4), 25: (1024, 6), 100: (1024, 25)}
-NODES, GLOBAL_BATCH = 2, 64
+WIDTH_AND_DEPTH = {0.1: (64, 6), 1: (256, 4), 25: (1024, 6), 100: (1024, 25)}
+GLOBAL_BATCH = 64
 RESULT = "RESULT "
+Way = tuple[int, bool]
+"""The number of slices, and whether nodes sum."""
 
 
-def make_model(size: int) -> nn.Module:
+def make_model(size: float) -> nn.Module:
     """Square layers with tanh; ``size`` is a key of ``WIDTH_AND_DEPTH``."""
     width, depth = WIDTH_AND_DEPTH[size]
     return nn.Sequential(
@@ -76,7 +79,7 @@ class Processor(sparkdl.Callback):
         self.seconds.append(processor_seconds())
 
 
-def fit(spark, size: int, replicas: int, iterations: int, summed: bool):
+def fit(spark, size: float, replicas: int, slices: int, iterations: int, summed: bool):
     """Milliseconds of each iteration but the first few, of processor time in one of them; the last
     loss, bytes, and where the time went."""
     node_sums.BYTES_PER_SECOND = 1e-9 if summed else 1e99
@@ -91,10 +94,11 @@ def fit(spark, size: int, replicas: int, iterations: int, summed: bool):
         loss=nn.MSELoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-4),
         batch_size=GLOBAL_BATCH,
-        replicas=NODES * replicas,
+        replicas=replicas,
+        slices=slices,
         stop=sparkdl.max_iteration(iterations + max(2, iterations // 4)),
     )
-    history = trainer.fit(spark.sparkContext.parallelize(samples, NODES * replicas)).history
+    history = trainer.fit(spark.sparkContext.parallelize(samples, replicas)).history
     clock = [record["seconds"] for record in history]
     whole = [1e3 * (b - a) for a, b in itertools.pairwise(clock)][-iterations:]
     spent = processor.seconds[-1] - processor.seconds[-1 - iterations]
@@ -104,9 +108,9 @@ def fit(spark, size: int, replicas: int, iterations: int, summed: bool):
 
 def run(options: dict) -> None:
     """All fits of one master, in this process."""
-    replicas = options["replicas"]
+    nodes, replicas = options["nodes"], options["replicas"]
     spark = sparkdl.session(
-        f"local-cluster[{NODES},{replicas},2048]",
+        f"local-cluster[{nodes},{replicas},2048]",
         **{
             "spark.ui.enabled": "false",
             "spark.sparkdl.progress": "false",
@@ -118,26 +122,28 @@ def run(options: dict) -> None:
     )
     rows = []
     try:
-        slots = NODES * replicas
+        slots = nodes * replicas
         spark.sparkContext.parallelize(range(slots), slots).count()
         for size in options["sizes"]:
-            ways = [False, True] if replicas > 1 else [False]
-            times: dict[bool, list[float]] = {way: [] for way in ways}
-            spent: dict[bool, list[float]] = {way: [] for way in ways}
+            ways = list(
+                itertools.product(options["slices"], [False, True] if replicas > 1 else [False])
+            )
+            times: dict[Way, list[float]] = {way: [] for way in ways}
+            spent: dict[Way, list[float]] = {way: [] for way in ways}
             sent, losses, timings = {}, set(), {}
             for _ in range(options["rounds"]):
                 for way in ways:
                     whole, processor, loss, sent[way], timings[way] = fit(
-                        spark, size, replicas, options["iterations"], way
+                        spark, size, slots, way[0] or slots, options["iterations"], way[1]
                     )
                     times[way] += whole
                     spent[way].append(processor)
                     losses.add(loss)
-            assert len(losses) == 1, "sums on the nodes change no bit"
+            assert len(losses) == 1, "neither slices nor sums on the nodes change a bit"
             for way in ways:
                 median = {name: 1e3 * row["median"] for name, row in timings[way].items()}
                 ms, processor = statistics.median(times[way]), statistics.mean(spent[way])
-                rows.append([size, replicas, way, ms, processor, sent[way], median])
+                rows.append([size, replicas, *way, ms, processor, sent[way], median])
     finally:
         spark.stop()
     print(RESULT + json.dumps(rows), flush=True)
@@ -177,7 +183,9 @@ def launch(**options) -> list:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="25,100", help="MB of parameters")
+    parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--replicas", default="1,2", help="a node")
+    parser.add_argument("--slices", default="0", help="0: as many as replicas")
     parser.add_argument("--rounds", type=int, default=3, help="fits of each kind, taking turns")
     parser.add_argument("--iterations", type=int, default=6, help="measured in each fit")
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -185,25 +193,30 @@ def main() -> None:
     if options.run:
         run(json.loads(options.run))
         return
-    sizes = [int(size) for size in options.sizes.split(",")]
     print(
-        "| MB | replicas a node | nodes sum | ms | ratio | processor ms | ratio | MB sent | least MB "
-        "| where (ms) |"
+        "| MB | replicas a node | slices | nodes sum | ms | ratio | processor ms | ratio | MB sent "
+        "| least MB | where (ms) |"
     )
-    print("|" + "---|" * 10)
+    print("|" + "---|" * 11)
     for replicas in map(int, options.replicas.split(",")):
         rows = launch(
-            sizes=sizes, replicas=replicas, rounds=options.rounds, iterations=options.iterations
+            nodes=options.nodes,
+            sizes=[float(size) for size in options.sizes.split(",")],
+            replicas=replicas,
+            slices=[int(count) for count in options.slices.split(",")],
+            rounds=options.rounds,
+            iterations=options.iterations,
         )
-        plain = {row[0]: row for row in rows if not row[2]}
-        for size, count, way, ms, processor, sent, where in rows:
+        plain = {row[0]: row for row in reversed(rows) if not row[3]}
+        for size, count, slices, summed, ms, processor, sent, where in rows:
             width, depth = WIDTH_AND_DEPTH[size]
-            least = least_bytes(4 * width * width * depth, NODES)
+            least = least_bytes(4 * width * width * depth, options.nodes)
             parts = ", ".join(f"{name} {value:.0f}" for name, value in where.items())
             print(
-                f"| {size} | {count} | {'yes' if way else 'no'} "
-                f"| {ms:.0f} | {ms / plain[size][3]:.2f} "
-                f"| {processor:.0f} | {processor / plain[size][4]:.2f} "
+                f"| {size:g} | {count} | {slices or options.nodes * count} "
+                f"| {'yes' if summed else 'no'} "
+                f"| {ms:.0f} | {ms / plain[size][4]:.2f} "
+                f"| {processor:.0f} | {processor / plain[size][5]:.2f} "
                 f"| {sent / 1e6:.2f} | {least / 1e6:.2f} | {parts} |",
                 flush=True,
             )

@@ -4,6 +4,7 @@ from others."""
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,6 +142,14 @@ class DataIdentity:
                         f"partition {i} holds other rows than in the checkpoint (the checksums "
                         "differ)"
                     )
+
+
+def consistency_text(text: str) -> str:
+    """Return the description of a consistency model without the options that are None.
+
+    So a model that gets an option more, None by default, is still that of older checkpoints.
+    """
+    return re.sub(r", \w+=None\b|\b\w+=None(, |(?=\)))", "", text)
 
 
 def constant_differences(here: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[str]:

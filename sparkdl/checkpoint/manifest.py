@@ -7,13 +7,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdl.checkpoint.files import Entry, Folder, check_name
 from sparkdl.checkpoint.identity import (
     DataIdentity,
     ModelIdentity,
+    consistency_text,
     constant_differences,
     first_few,
 )
@@ -103,8 +104,8 @@ class Manifest:
     batch_size: int
     seed: int
     local_steps: int = 1
-    consistency: str = "Synchronous(drop_stragglers=None)"
-    """The consistency model as text."""
+    consistency: str = "Synchronous()"
+    """The consistency model as text, see :func:`consistency_text`."""
     layout: ModelIdentity
     data: DataIdentity
     optimizers: tuple[str, ...] = ()
@@ -201,6 +202,7 @@ class Manifest:
             if content.pop("checksum", None) != checksum(_canonical(content)):
                 raise DamagedCheckpoint("its manifest was changed (its checksum differs)")
             manifest: Manifest = from_plain(content, Manifest)
+            manifest = replace(manifest, consistency=consistency_text(manifest.consistency))
             manifest._check()
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DamagedCheckpoint(f"its manifest is wrong: {error}") from None

@@ -252,7 +252,7 @@ class Checkpointer:
             slices=len(files),
             batch_size=own["batch_size"],
             local_steps=own["local_steps"],
-            consistency=own.get("consistency", "Synchronous(drop_stragglers=None)"),
+            consistency=own.get("consistency", "Synchronous()"),
             seed=own["seed"],
             layout=self._identity.model,
             data=self._identity.data,

@@ -92,6 +92,26 @@ class BarrierJob:
                 self._context.cancelJobGroup(self._group)
 
 
+def is_one_to_one(rdd: RDD) -> bool:
+    """Return whether Spark runs a barrier stage over ``rdd``.
+
+    It refuses an RDD that does not have a partition for each partition of every RDD that the stage
+    reads, as after ``coalesce`` or ``union``, even if the RDD is persisted (SPARK-24820).
+    """
+    count, seen, left = rdd.getNumPartitions(), set(), [rdd._jrdd.rdd()]
+    while left:
+        one = left.pop()
+        if one.getNumPartitions() != count:
+            return False
+        if one.id() not in seen:
+            seen.add(one.id())
+            behind = one.dependencies()
+            for dependency in map(behind.apply, range(behind.size())):
+                if dependency.getClass().getSimpleName() != "ShuffleDependency":
+                    left.append(dependency.rdd())
+    return True
+
+
 def not_together(error: Exception) -> TrainingError:
     """Return the error to raise if a Spark job failed before the gang was complete."""
     text = str(error)

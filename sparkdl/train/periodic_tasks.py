@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
+from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity, consistency_text
 from sparkdl.checkpoint.manifest import Manifest, RunIdentity
 from sparkdl.checkpoint.resume import RestoredRun
 from sparkdl.checkpoint.save import Checkpointer
@@ -44,7 +44,7 @@ def run_identity(
             "replicas": len(handles),
             "batch_size": trainer.batch_size,
             "local_steps": trainer.options.local_steps,
-            "consistency": describe(trainer.consistency_model),
+            "consistency": consistency_text(describe(trainer.consistency_model)),
             "seed": trainer.seed,
         },
         optimizers=model.optimizers,

@@ -15,6 +15,7 @@ from sparkdl.data.samples import SampleSet, Source, materialize, materialize_her
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError
+from sparkdl.gang.barrier_job import is_one_to_one
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.model_loss import is_own_loss
@@ -71,7 +72,30 @@ def place(trainer: Trainer, source: Source, resources: FitResources) -> SampleSe
     with reading_explained():
         if trainer.engine == "local":
             return materialize_here(source)
-        return materialize(source, lambda rdd: resources.persist(place_contiguously(rdd)))
+
+        def persist(rdd: RDD) -> RDD:
+            if trainer.engine == "gang":
+                check_partitions(rdd)
+            return resources.persist(place_contiguously(rdd))
+
+        return materialize(source, persist)
+
+
+def check_partitions(rdd: RDD) -> None:
+    """Check that the ranks of a gang can get the partitions of the samples.
+
+    Args:
+        rdd: The RDD of the samples.
+
+    Raises:
+        DataError: Spark would refuse the barrier stage.
+    """
+    if not is_one_to_one(rdd):
+        raise DataError(
+            "coalesce(), union() or the like made these partitions of others, and over such Spark runs "
+            "no barrier stage, which a gang needs: divide the rows anew with "
+            f"repartition({rdd.getNumPartitions()})."
+        )
 
 
 def place_validation(

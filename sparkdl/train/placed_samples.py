@@ -22,7 +22,7 @@ from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.gpus import within_gpus
 from sparkdl.spark.warm_up import warming_up
-from sparkdl.train.place_samples import place, place_validation, source
+from sparkdl.train.place_samples import check_partitions, place, place_validation, source
 from sparkdl.train.prepare import prepare
 
 if TYPE_CHECKING:
@@ -129,6 +129,7 @@ class PlacedSamples:
 
         Raises:
             ParameterError: The trainer reads the data otherwise, or the samples were given back.
+            DataError: It has a gang, whose barrier stage cannot read them.
         """
         if self._closed.is_set():
             raise ParameterError(
@@ -142,6 +143,10 @@ class PlacedSamples:
                 f"{'; '.join(found)}. Make the trainers alike in this, or place the samples for this "
                 "one: sparkdl.PlacedSamples.of(trainer, data)."
             )
+        if trainer.engine == "gang":
+            for samples in (self.training, self.validation):
+                if samples is not None and samples.rdd is not None:
+                    check_partitions(samples.rdd)
 
     def _differences(self, trainer: Trainer, float_dtype: str) -> Iterator[str]:
         mine = self._trainer

@@ -29,6 +29,7 @@ from sparkdl.session import context_of
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.train.recipes import (
     build_model,
+    check_closures,
     check_columns,
     check_compression,
     check_options,
@@ -138,6 +139,7 @@ def prepare(
     if options.outer:
         outer = plan_optimizer(recipe.for_slices, module, trainer.slices, "outer_optimizer")
     optimizer = plan_optimizer(recipe, module, None if outer else trainer.slices)
+    check_closures(trainer.consistency_model, optimizer, *([] if outer is None else [outer]))
     for part in trainer.parts.values():
         part.check_model(module, layout, optimizer, options)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)

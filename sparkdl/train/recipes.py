@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from sparkdl.consistency.base import Consistency
 from sparkdl.data.columns.base import Specs
 from sparkdl.errors import ModelError, cannot_travel, nearest
 from sparkdl.model.layout import Layout, TensorRange, layout_of
@@ -21,6 +22,7 @@ from sparkdl.model.recipe import Recipe
 from sparkdl.slices.compression import GradBucket, compress
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
+from sparkdl.slices.optimizer_step import wants_loss
 from sparkdl.train.hints import text_of
 from sparkdl.usercode import accompanied
 
@@ -130,6 +132,28 @@ def plan_optimizer(
             f"but there are {slices}: set slices=1."
         )
     return plan
+
+
+def check_closures(model: Consistency, *plans: OptimizerSpec) -> None:
+    """Check that no optimizer needs a loss that a consistency model cannot give it.
+
+    Args:
+        model: The consistency model.
+        plans: The plans of the optimizers.
+
+    Raises:
+        ModelError: An optimizer's step requires a closure, and other weights come in between.
+    """
+    if model.keep == 1 and model.outer_optimizer is None:
+        return
+    for part in (part for plan in plans for part in plan.parts):
+        if wants_loss(part.kind):  # type: ignore[arg-type]
+            raise ModelError(
+                f"optimizer {part.name} with consistency={type(model).__name__}: its step needs the "
+                "loss of the very weights that it changes, and with this model other changes of the "
+                "weights come in between. Use an optimizer whose step takes no closure, such as "
+                "torch.optim.Adam, or consistency=sparkdl.Synchronous()."
+            )
 
 
 def check_options(options: TrainingOptions, module: nn.Module, layout: Layout) -> None:

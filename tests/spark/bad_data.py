@@ -39,6 +39,7 @@ TIME = (
 )
 
 
+LABELLED = "features array<double>, label double"
 COLUMNS = [
     Mistake(
         "missing column",
@@ -213,6 +214,27 @@ COLUMNS = [
         "without a label, set label=None.",
     ),
 ]
+
+COLUMNS += [
+    Mistake(
+        f"a gang on {name}",
+        lambda fit, make=make: fit(make(fit), engine="gang"),
+        DataError,
+        "coalesce(), union() or the like made these partitions of others, and over such Spark runs no "
+        "barrier stage, which a gang needs: divide the rows anew with repartition(2).",
+    )
+    for name, make in {
+        "a coalesced DataFrame": lambda fit: in_partitions(fit, 4).toDF(LABELLED).coalesce(2),
+        "a coalesced RDD": lambda fit: in_partitions(fit, 4).coalesce(2),
+        "a union": lambda fit: in_partitions(fit, 1).union(in_partitions(fit, 1)),
+    }.items()
+]
+
+
+def in_partitions(fit: Any, count: int) -> Any:
+    rows = [([float(n), 1.0], float(n)) for n in range(8)]
+    return fit.spark.sparkContext.parallelize(rows, count)
+
 
 ROWS = [
     Mistake(

@@ -799,6 +799,7 @@ LOSSES = [
     ),
 ]
 
+ONE_LBFGS = partial(torch.optim.LBFGS, max_iter=1)
 OPTIMIZERS = [
     Mistake(
         "no optimizer",
@@ -853,6 +854,25 @@ OPTIMIZERS = [
         "optimizer LBFGS uses all parameters together, so they must be in one slice, but there are "
         "2: set slices=1.",
     ),
+    *[
+        Mistake(
+            f"{name} in {model}",
+            lambda fit, model=model, optimizer=optimizer: fit(
+                fit.good(), optimizer=optimizer, consistency=model
+            ),
+            ModelError,
+            f"optimizer {name} with consistency={type(model).__name__}: its step needs the loss of the "
+            "very weights that it changes, and with this model other changes of the weights come in "
+            "between. Use an optimizer whose step takes no closure, such as torch.optim.Adam, or "
+            "consistency=sparkdl.Synchronous().",
+        )
+        for name, optimizer, model in [
+            ("LBFGS", ONE_LBFGS, sparkdl.StaleSynchronous()),
+            ("LBFGS", ONE_LBFGS, sparkdl.Asynchronous()),
+            ("LBFGS", ONE_LBFGS, sparkdl.DiLoCo()),
+            ("LBFGS", torch.optim.SGD, sparkdl.DiLoCo(outer_optimizer=ONE_LBFGS)),
+        ]
+    ],
     Mistake(
         "SparseAdam on dense gradients",
         lambda fit: fit(fit.good(), optimizer=torch.optim.SparseAdam),

@@ -12,8 +12,14 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
+from sparkdl.checkpoint.identity import (
+    DataIdentity,
+    FieldIdentity,
+    ModelIdentity,
+    consistency_text,
+)
 from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile, StoredFile, checksum
+from sparkdl.codec.describe import describe
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.loop.state import Validated
 from sparkdl.model.layout import layout_of
@@ -102,6 +108,23 @@ def altered(**changes: Any) -> bytes:
     content = {k: v for k, v in content.items() if v != "absent" and k != "checksum"}
     plain = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     return json.dumps({**content, "checksum": checksum(plain)}).encode()
+
+
+@pytest.mark.parametrize(
+    ("written", "model"),
+    [
+        ("Synchronous()", sparkdl.Synchronous()),
+        ("Synchronous(drop_stragglers=None)", sparkdl.Synchronous()),
+        ("Asynchronous(quorum=1, staleness=None, groups=2)", sparkdl.Asynchronous(groups=2)),
+    ],
+)
+def test_options_that_a_consistency_model_got_later_are_no_difference(
+    written: str, model: sparkdl.Synchronous | sparkdl.Asynchronous
+) -> None:
+    ours = consistency_text(describe(model)).replace(", scale='auto'", "")
+    stored = Manifest.from_json(altered(consistency=written))
+    assert not stored.differences(MANIFEST.layout, DATA, {"consistency": ours})
+    assert consistency_text(describe(sparkdl.Synchronous())) == Manifest.consistency
 
 
 def test_another_order_and_unknown_keys_are_read() -> None:
