@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.utils import is_remote
 
 from sparkdl.codec.safe import mapped
-from sparkdl.errors import ParameterError, SessionError, cannot_travel, kind_of
+from sparkdl.errors import ParameterError, SessionError, TrainingError, cannot_travel, kind_of
 from sparkdl.gang.connect import check_slots_of, run_led, slots_of
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.environment import check_unshared
@@ -33,6 +33,8 @@ from sparkdl.spark.frames import is_local
 from sparkdl.usercode import accompanied
 
 DEVICES = ("auto", "cpu", "cuda")
+MOST_BYTES = 128_000_000
+"""The largest results that come back over Spark Connect: the server holds all of them at once."""
 
 
 def run(
@@ -158,7 +160,14 @@ class _LedCall:
         if self.by_slots:
             check_unshared(gang.where)
         call = functools.partial(_call, received_bytes(self.call))
-        yield RESULT, packed_result(gang.call(call, self.name))
+        results = packed_result(gang.call(call, self.name))
+        if len(results) > MOST_BYTES:
+            raise TrainingError(
+                f"{self.name}: the results of the ranks have {len(results) / 1e6:,.0f} MB, and a Spark "
+                f"Connect session returns at most {MOST_BYTES / 1e6:,.0f} MB: write them to files, and "
+                "return where they are."
+            )
+        yield RESULT, results
 
     def end(self) -> None:
         pass

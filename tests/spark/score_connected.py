@@ -13,8 +13,9 @@ FORGETFUL = {
     "spark.connect.execute.manager.detachedTimeout": "4s",
     "spark.connect.execute.manager.maintenanceInterval": "1s",
     "spark.connect.execute.reattachable.senderMaxStreamDuration": "4s",
+    "spark.connect.progress.reportInterval": "200ms",
 }
-"""Settings with which the query of a client that went away ends soon."""
+"""Settings with which the query of a client that went away ends soon, and reports come soon."""
 
 
 def connected(master: str = "local[2]") -> Any:

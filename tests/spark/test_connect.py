@@ -342,6 +342,10 @@ def test_functions_run_on_ranks(found: Any) -> None:
     assert gangs["printed"] == ["[rank 0] of 2", "[rank 1] of 2"]
     assert gangs["slots"] == 2
     assert gangs["large"] == [3 << 20] * 2
+    assert gangs["too large"].startswith(
+        "TrainingError: bytes: the results of the ranks have 140 MB"
+    )
+    assert re.match(r"TrainingError: exit: rank \d on \S+ failed. SystemExit: 3\n", gangs["exits"])
     assert re.match(
         r"TrainingError: fails: rank 1 on \S+ failed. ValueError: no luck\n", gangs["fails"]
     )
@@ -375,3 +379,7 @@ def test_ranks_on_two_executors(data: DataFrame, found: Any, tmp_path: Path) -> 
     assert cluster["interrupted"]["1"]["told"] == ["interrupted", True]
     assert cluster["interrupted"]["2"]["told"] == ["KeyboardInterrupt"]
     assert cluster["groups"] == found["groups"]["groups"]
+    profile = cluster["profile"]  # each rank has both cores of its executor
+    assert profile["threads"] == [2, 2]
+    assert profile["iterations"] == 10
+    assert profile["slots"].startswith("ParameterError: a gang of 3 ranks needs 3 task slots")

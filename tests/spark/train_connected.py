@@ -362,14 +362,16 @@ def gangs(spark: Any, data: Any) -> dict[str, Any]:
         "printed": sorted(printed.getvalue().splitlines()),
         "slots": len(sparkdl.gang.run(os.getpid)),
         "large": sparkdl.gang.run(len, bytes(3 << 20), ranks=2, spark=spark),
+        "too large": told(lambda: sparkdl.gang.run(bytes, 70_000_000, ranks=2, spark=spark)),
+        "exits": told(lambda: sparkdl.gang.run(sys.exit, 3, ranks=2, spark=spark)),
         "fails": told(lambda: sparkdl.gang.run(fails, ranks=2, spark=spark)),
         "dies": told(lambda: sparkdl.gang.run(dies, ranks=2, spark=spark)),
         "late": told(lambda: sparkdl.gang.run(time.sleep, 30, ranks=2, spark=spark, timeout=1.5)),
     }
-    silent, sparkdl.gang.connect.SILENT_SECONDS = sparkdl.gang.connect.SILENT_SECONDS, 1.5
+    silent, sparkdl.gang.connect.SILENT_SECONDS = sparkdl.gang.connect.SILENT_SECONDS, 3.0
     with ThreadPoolExecutor(2) as threads:  # one waits for the other
         both = [
-            threads.submit(sparkdl.gang.run, time.sleep, 3, ranks=2, spark=spark) for _ in range(2)
+            threads.submit(sparkdl.gang.run, time.sleep, 4, ranks=2, spark=spark) for _ in range(2)
         ]
         result["in turn"] = [each.result() for each in both]
     # as where nobody can tell the slots
