@@ -140,6 +140,36 @@ def is_connected(thing: Any) -> bool:
     return type(thing).__module__.startswith("pyspark.sql.connect")
 
 
+def connected_session_of(data: Any, method: str) -> Any:
+    """Return the session of a DataFrame of Spark Connect.
+
+    Args:
+        data: The DataFrame.
+        method: The name of the method that takes it, for the message.
+
+    Raises:
+        DataError: ``data`` is something else of Spark Connect, such as a column.
+        SessionError: The session was stopped.
+    """
+    from pyspark.sql import DataFrame
+
+    if not isinstance(data, DataFrame):
+        remedy = "Read one with spark.read or spark.table."
+        raise wrong_data(method, data, "a DataFrame", remedy)
+    session: Any = data.sparkSession
+    check_running(session)
+    return session
+
+
+def check_running(session: Any) -> None:
+    """Raise SessionError if a session of Spark Connect was stopped."""
+    if session.is_stopped:
+        raise SessionError(
+            "the Spark Connect session was stopped, here or by its server: make a new one with "
+            "SparkSession.builder.remote(address).getOrCreate(), and load the data again with it."
+        )
+
+
 def context_of(data: Any) -> SparkContext:
     """Return the SparkContext of a DataFrame or an RDD.
 

@@ -24,14 +24,16 @@ from pyspark.resource import ResourceProfile
 from sparkdl.errors import ParameterError, SessionError, StateLostError
 from sparkdl.gang.control import ControlClient, hosts_and_slots
 from sparkdl.gang.led_task import FAILED, LOG, OUTPUT, PRINTED, SCHEMA, LedTask
-from sparkdl.gang.slots import no_dynamic_allocation, too_few_slots
-from sparkdl.spark.failures import explain, of_python, reading_explained
+from sparkdl.gang.query_begin import QueryBegin
+from sparkdl.gang.slots import check_profile, no_dynamic_allocation, too_few_slots
+from sparkdl.spark.failures import explain, of_python
+from sparkdl.spark.frames import is_local_master
 from sparkdl.usercode import accompanied
 
 logger = logging.getLogger("sparkdl")
 SILENT_SECONDS = 60.0
-"""The time after which a query of which Spark has not reported anything is taken for one that waits for
-slots that do not exist."""
+"""The time after which a query that runs no task is taken for one that waits for slots that do not
+exist."""
 NEWS_SECONDS = 30.0
 """The time between two lines of the log that say how long a query has been running."""
 ASK_SECONDS = 1.0
@@ -41,9 +43,9 @@ _MANY = 1 << 16
 
 @dataclass(frozen=True)
 class Nodes:
-    """The number of slots that a session was seen to have, and the addresses of its nodes."""
+    """The number of cores that a session was seen to have, and the addresses of its nodes."""
 
-    slots: int
+    cores: int
     hosts: tuple[str, ...]
 
 
@@ -56,8 +58,8 @@ class Follower(Protocol):
     def heard(self, answer: Any) -> None:
         """Take the answer of rank 0."""
 
-    def waiting(self, seconds: float) -> None:
-        """Take note that nobody has answered for so long."""
+    def waiting(self, seconds: float, begun: bool) -> None:
+        """Take note that nobody has answered for so long; ``begun`` says whether tasks run."""
 
     @property
     def known(self) -> int:
@@ -67,18 +69,30 @@ class Follower(Protocol):
 _LOST = ("barrier task", "ExecutorLostFailure", "StateLostError", "Python worker exited")
 """Texts in Spark's report of a query that has failed because a rank was lost."""
 _seen: dict[str, Nodes] = {}
-"""The slots and nodes that each session was seen to have, by its id."""
+"""The cores and nodes that each session was seen to have, by its id."""
 
 
-def slots_of(session: Any) -> int:
+def slots_of(session: Any, profile: ResourceProfile | None = None) -> int:
     """Return how many tasks can run at once in a session of Spark Connect, as far as it tells.
 
-    It is the number of partitions of a range, which Spark makes as many as there are cores.
+    Spark makes a range of as many partitions as there are cores. Of other resources than cores it
+    tells nothing.
+
+    Args:
+        session: The session.
+        profile: The resources of the tasks, if they differ from those of other tasks.
     """
     hosts, found = hosts_and_slots(session, _MANY)
-    cores = max(1, int(session.conf.get("spark.task.cpus", "1") or 1))
-    _seen[session.session_id] = Nodes(max(1, found // cores), hosts)
-    return _seen[session.session_id].slots
+    _seen[session.session_id] = Nodes(found, hosts)
+    return _slots(session, found, profile)
+
+
+def _slots(session: Any, cores: int, profile: ResourceProfile | None) -> int:
+    """Return how many tasks can have their cores at once."""
+    each = int(session.conf.get("spark.task.cpus", "1") or 1)
+    if profile is not None and "cpus" in profile.taskResources:
+        each = int(profile.taskResources["cpus"].amount)
+    return max(1, cores // max(1, each))
 
 
 def control_of(session: Any) -> ControlClient:
@@ -91,21 +105,23 @@ def control_of(session: Any) -> ControlClient:
 def check_slots_of(session: Any, ranks: int, profile: ResourceProfile | None) -> None:
     """Raise an error if the session has too few slots for a gang, as far as it tells.
 
-    With a profile, or ``spark.default.parallelism``, nobody can tell: the query then ends after
+    With ``spark.default.parallelism``, nobody can tell: the query then ends after
     :data:`SILENT_SECONDS`.
 
     Raises:
-        ParameterError: There are too few slots.
-        SessionError: The session has dynamic allocation.
+        ParameterError: There are too few slots, or the profile asks for executors of its own.
+        SessionError: The session has dynamic allocation, or it is local and there is a profile.
     """
     if session.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
         raise no_dynamic_allocation()
+    if profile is not None:
+        check_profile(profile, is_local_master(session.conf.get("spark.master", None)))
     seen = _seen.get(session.session_id)
-    if (seen is not None and ranks <= seen.slots) or profile is not None:
+    if seen is not None and ranks <= _slots(session, seen.cores, profile):
         return
     if session.conf.get("spark.default.parallelism", None) is not None:
         return
-    slots = slots_of(session)
+    slots = slots_of(session, profile)
     if slots < ranks:
         raise ParameterError(too_few_slots(ranks, slots))
 
@@ -129,6 +145,7 @@ def run_led(
         follower: What follows the query, if anything does.
 
     Raises:
+        PySparkException: If the query fails for another reason than those below.
         sparkdl.StateLostError: If a rank was lost.
         sparkdl.SessionError: If the ranks do not get their slots, or do not reach each other.
         Exception: What rank 0 has raised.
@@ -178,15 +195,14 @@ def _contents(table: Any, known: int) -> dict[str, bytes]:
 
 def _collected(query: Any) -> Any:
     """Return the rows of the query as an Arrow table; raise what :func:`run_led` raises."""
-    with reading_explained():
-        try:
-            return query.toArrow()
-        except PySparkException as error:
-            text = str(error)
-            if any(word in text for word in _LOST):
-                reason = explain(text) if of_python(text) else explain(text).partition("\n")[0]
-                raise StateLostError(f"a rank of the gang went away: {reason}") from None
-            raise
+    try:
+        return query.toArrow()
+    except PySparkException as error:
+        text = str(error)
+        if any(word in text for word in _LOST):
+            reason = explain(text) if of_python(text) else explain(text).partition("\n")[0]
+            raise StateLostError(f"a rank of the gang went away: {reason}") from None
+        raise
 
 
 @contextlib.contextmanager
@@ -198,17 +214,14 @@ def _watched(
     follower: Follower | None,
 ) -> Iterator[None]:
     """Interrupt the query of the block if Spark does not begin with it, and follow it."""
-    heard, over, silent = threading.Event(), threading.Event(), threading.Event()
+    over, silent = threading.Event(), threading.Event()
 
-    def hear(*args: Any, **kwargs: Any) -> None:
-        heard.set()
-
-    def watch() -> None:
+    def watch(begin: QueryBegin) -> None:
         began = told = asked = time.monotonic()
         pause = ASK_SECONDS
         while not over.wait(0.1):
             now = time.monotonic()
-            if not heard.is_set() and now - began > SILENT_SECONDS:
+            if begin.idle_seconds() > SILENT_SECONDS:
                 silent.set()
                 session.interruptTag(tag)
                 return
@@ -225,25 +238,24 @@ def _watched(
                     follower.heard(answer)
             if now - told >= NEWS_SECONDS:
                 told = now
-                follower.waiting(now - began)
+                follower.waiting(now - began, begin.begun)
 
-    session.registerProgressHandler(hear)
-    thread = threading.Thread(target=watch, name="sparkdl-query", daemon=True)
-    thread.start()
-    try:
-        yield
-    except Exception:
-        if silent.is_set():
-            raise SessionError(
-                f"Spark did not begin with the gang's {ranks} tasks in {SILENT_SECONDS:.0f} s: it "
-                f"needs {ranks} task slots at once, and this session seems to have fewer, or others "
-                "use them (also the fit of a client that went away, for some minutes). Ask for "
-                "fewer ranks, or for more executors or cores."
-            ) from None
-        raise
-    finally:
-        over.set()
-        session.removeProgressHandler(hear)
-        thread.join()
-        if control is not None:
-            control.close()
+    with QueryBegin(session, tag) as begin:
+        thread = threading.Thread(target=watch, args=(begin,), name="sparkdl-query", daemon=True)
+        thread.start()
+        try:
+            yield
+        except Exception:
+            if silent.is_set():
+                raise SessionError(
+                    f"Spark did not begin with the gang's {ranks} tasks in {SILENT_SECONDS:.0f} s: it "
+                    f"needs {ranks} task slots at once, and this session seems to have fewer, or "
+                    "others use them (also the fit of a client that went away, for some minutes). Ask "
+                    "for fewer ranks, or for more executors or cores."
+                ) from None
+            raise
+        finally:
+            over.set()
+            thread.join()
+            if control is not None:
+                control.close()

@@ -83,7 +83,7 @@ class LedRanks(ConnectedRanks):
         except StalledError:
             self.close()
             raise
-        except Exception as error:  # if it comes afterwards, the next command fails with it
+        except (Exception, SystemExit) as error:  # the next command fails with one that comes later
             self._failed = {0: describe_failure(error)}
 
     @contextlib.contextmanager

@@ -137,7 +137,7 @@ class LedTask:
                     rows.extend(self.work.lead(gang, frames))
             except StateLostError:  # Spark tells the client
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 rows = [(FAILED, _packed_error(error))]
         rows.append((LOG, pickle.dumps(log)))
         rows.append((OUTPUT, printed.getvalue().encode()))
@@ -206,7 +206,7 @@ def _logged() -> Iterator[list[tuple[int, str]]]:
         logger.removeHandler(handler)
 
 
-def _packed_error(error: Exception) -> bytes:
+def _packed_error(error: BaseException) -> bytes:
     """Pickle an exception, with its traceback as a note if it is not ours.
 
     One that cannot be pickled becomes a TrainingError with its text.

@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.utils import is_remote
 
 from sparkdl.codec.safe import mapped
-from sparkdl.errors import ParameterError, SessionError, kind_of
+from sparkdl.errors import ParameterError, SessionError, TrainingError, cannot_travel, kind_of
 from sparkdl.gang.connect import check_slots_of, run_led, slots_of
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.environment import check_unshared
@@ -26,11 +26,15 @@ from sparkdl.gang.led_task import RESULT, LedTask
 from sparkdl.gang.rank_task import RankContext, packed_result
 from sparkdl.gang.slots import task_slots
 from sparkdl.plain import plain
-from sparkdl.session import is_connected
+from sparkdl.session import check_running, is_connected
+from sparkdl.spark.artifacts import Artifact, received_bytes, sent_bytes
+from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import is_local
 from sparkdl.usercode import accompanied
 
 DEVICES = ("auto", "cpu", "cuda")
+MOST_BYTES = 128_000_000
+"""The largest results that come back over Spark Connect: the server holds all of them at once."""
 
 
 def run(
@@ -89,9 +93,11 @@ def run(
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout < math.inf):
         raise ParameterError(f"timeout = {timeout!r}: give a number of seconds, or None.")
-    session = _connected(spark)
+    session, name = _connected(spark), getattr(fn, "__name__", type(fn).__name__)
+    call = _pickled_call(name, fn, args, kwargs)
     if session is not None:
-        work = _LedCall(accompanied(fn), args, kwargs, ranks is None)
+        check_running(session)
+        work = _LedCall(name, sent_bytes(call, "call", session), ranks is None)
         return _run_led(session, work, ranks, device, timeout, output, resource_profile)
     context = _context_of(spark)
     count = ranks or task_slots(context, resource_profile)
@@ -111,8 +117,7 @@ def run(
         gang.start()
         if ranks is None:
             check_unshared(gang.where)
-        name = getattr(fn, "__name__", type(fn).__name__)
-        return gang.call(functools.partial(_call, accompanied(fn), args, kwargs), name)
+        return gang.call(functools.partial(_call, call), name)
 
 
 def _context_of(spark: SparkSession | None) -> SparkContext:
@@ -135,15 +140,13 @@ class _LedCall:
     """The call of a function on every rank, as the work of a gang that rank 0 leads.
 
     Attributes:
-        fn: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        name: The name of the function.
+        call: The pickled call, or the artifact that has it.
         by_slots: Whether the number of ranks is that of the slots.
     """
 
-    fn: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    name: str
+    call: bytes | Artifact
     by_slots: bool
 
     def begin(self, batches: Iterable[Any]) -> list[Any]:
@@ -156,9 +159,15 @@ class _LedCall:
         gang.start()
         if self.by_slots:
             check_unshared(gang.where)
-        name = getattr(self.fn, "__name__", type(self.fn).__name__)
-        call = functools.partial(_call, accompanied(self.fn), self.args, self.kwargs)
-        yield RESULT, packed_result(gang.call(call, name))
+        call = functools.partial(_call, received_bytes(self.call))
+        results = packed_result(gang.call(call, self.name))
+        if len(results) > MOST_BYTES:
+            raise TrainingError(
+                f"{self.name}: the results of the ranks have {len(results) / 1e6:,.0f} MB, and a Spark "
+                f"Connect session returns at most {MOST_BYTES / 1e6:,.0f} MB: write them to files, and "
+                "return where they are."
+            )
+        yield RESULT, results
 
     def end(self) -> None:
         pass
@@ -174,14 +183,26 @@ def _run_led(
     profile: ResourceProfile | None,
 ) -> list[Any]:
     """Run ``work`` in a session of Spark Connect; see :func:`run`."""
-    count = ranks or slots_of(session)
+    count = ranks or slots_of(session, profile)
     check_slots_of(session, count, profile)
     task = LedTask(work, device, timeout, output)
-    found = run_led(session.range(0, count, 1, count), task, count, profile)
+    with faults_explained(work.name):
+        found = run_led(session.range(0, count, 1, count), task, count, profile)
     results: list[Any] = cloudpickle.loads(found[RESULT])
     return results
 
 
-def _call(fn: Callable[..., Any], args: Any, kwargs: Any, member: RankContext) -> Any:
+def _pickled_call(name: str, fn: Any, args: Any, kwargs: Any) -> bytes:
+    """Return a call as bytes. Raises ParameterError if it cannot be pickled."""
+    try:
+        call: bytes = cloudpickle.dumps(accompanied((fn, args, kwargs)))
+    except Exception as error:
+        what, remedy = f"{name}, or an argument of it,", "Open files, locks and sessions inside it."
+        raise ParameterError(cannot_travel(what, error, remedy)) from None
+    return call
+
+
+def _call(call: bytes, member: RankContext) -> Any:
+    fn, args, kwargs = cloudpickle.loads(call)
     result = fn(*args, **kwargs)
     return mapped(result, torch.Tensor, torch.Tensor.cpu)  # the driver may have no GPU

@@ -43,7 +43,7 @@ def task_slots(
         SessionError: If there is a profile in local mode.
     """
     if profile is not None:
-        check_profile(context, profile)
+        check_profile(profile, is_local(context))
     given, began, fixed = in_java(context, profile), time.monotonic(), is_local(context)
     while not (slots := _count(context, given)):
         if fixed or time.monotonic() - began >= seconds:
@@ -106,7 +106,7 @@ def check_slots(
     if conf_of(context).get("spark.dynamicAllocation.enabled", "false") == "true":
         raise no_dynamic_allocation()
     if profile is not None:
-        check_profile(context, profile)
+        check_profile(profile, is_local(context))
     given, began, fixed = in_java(context, profile), time.monotonic(), is_local(context)
     while (slots := _count(context, given)) < ranks:
         waited = time.monotonic() - began
@@ -150,8 +150,12 @@ def too_few_slots(ranks: int, slots: int, min_slots: int | None = None) -> str:
     )
 
 
-def check_profile(context: SparkContext, profile: ResourceProfile) -> None:
+def check_profile(profile: ResourceProfile, local: bool) -> None:
     """Check a resource profile.
+
+    Args:
+        profile: The profile.
+        local: Whether the session is in local mode.
 
     Raises:
         ParameterError: If it requests executors of its own, which Spark starts only with dynamic
@@ -164,7 +168,7 @@ def check_profile(context: SparkContext, profile: ResourceProfile) -> None:
             f"resource_profile asks for executors ({names}), which Spark starts with dynamic "
             f"allocation only, and a gang does not go with that: leave {names} out."
         )
-    if is_local(context):
+    if local:
         raise SessionError(
             "resource_profile needs a cluster: Spark has no resource profiles in local mode. Leave it "
             "out here."

@@ -6,16 +6,13 @@ import hashlib
 import itertools
 import os
 import pickle
-import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-from pyspark import SparkContext, SparkFiles
+from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from torch import nn
 
@@ -30,54 +27,14 @@ from sparkdl.process.numerics import Numerics
 from sparkdl.replica.compute import evaluating
 from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.slab.gpu_memory import kept_while_used
+from sparkdl.spark.artifacts import INLINE_BYTES, Artifact
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.device import task_device
 from sparkdl.usercode import accompanied
 
 Dimensions = tuple[int | None, int | None]
 """The numbers of dimensions of a batch's output and of the predictions made from it."""
-INLINE_BYTES = 1 << 20
 MAX_LOADED = 2
-
-
-_sent: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""The names of the files that each session of Spark Connect has."""
-
-
-@dataclass(frozen=True)
-class Artifact:
-    """A file that a Spark Connect session sends to its server, in place of a broadcast.
-
-    Each executor fetches it from there. It is deleted with the session.
-    """
-
-    name: str
-
-    @staticmethod
-    def of(data: bytes, name: str, session: Any) -> Artifact:
-        """Send bytes as a file, unless the session has it, and return the artifact.
-
-        Args:
-            data: The bytes.
-            name: A name that belongs to these bytes alone, since a session replaces no file.
-            session: The session of Spark Connect.
-        """
-        sent = _sent.setdefault(session, set())
-        if name not in sent:
-            with tempfile.TemporaryDirectory(prefix="sparkdl-") as folder:
-                path = Path(folder, name)
-                path.write_bytes(data)
-                session.addArtifacts(path.as_uri(), file=True)
-            sent.add(name)
-        return Artifact(name)
-
-    @property
-    def value(self) -> bytes:
-        """The bytes, in an executor."""
-        return Path(SparkFiles.get(self.name)).read_bytes()
-
-    def destroy(self) -> None:
-        """Do nothing, since a session cannot delete a file."""
 
 
 def sender_to(data: Any) -> Any:

@@ -13,6 +13,7 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.ml.model import TorchModel
 from sparkdl.ml.plan import FitPlan
 from sparkdl.train.placed_samples import PlacedSamples
+from sparkdl.train.shared_samples import SharedSamples
 
 
 class GridPoint(Protocol):
@@ -30,9 +31,9 @@ class _Group:
         self.plan = plan
         self.validation: DataFrame | None = None
         self._lock = threading.Lock()
-        self._samples: PlacedSamples | None = None
+        self._samples: SharedSamples | None = None
 
-    def samples(self, dataset: DataFrame) -> PlacedSamples:
+    def samples(self, dataset: DataFrame) -> SharedSamples:
         """Return the samples; other threads wait until they are in place."""
         with self._lock:
             if self._samples is None:

@@ -160,8 +160,12 @@ def store_frames(rdd: RDD) -> None:
 
 def is_local(context: SparkContext) -> bool:
     """Return whether driver and tasks always share one process on one node: ``local[...]``."""
-    master = context.master or ""
-    return master == "local" or master.startswith("local[")
+    return is_local_master(context.master)
+
+
+def is_local_master(master: str | None) -> bool:
+    """Return whether a master stands for one process: ``local`` or ``local[...]``."""
+    return master is not None and (master == "local" or master.startswith("local["))
 
 
 def collect_frames(rdd: RDD) -> list[bytes]:

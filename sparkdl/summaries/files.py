@@ -43,7 +43,7 @@ class Curves(Recorder):
     def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
         super().__init__(every_epoch() if every is None else every)
         make_figure, _ = _matplotlib("Curves")
-        self._path = path_here(path)
+        self._path = path_here(path).absolute()  # the callback may run elsewhere
         kinds = make_figure().canvas.get_supported_filetypes()
         if self._path.suffix.lower().removeprefix(".") not in kinds:
             raise ParameterError(
@@ -195,7 +195,7 @@ class HistoryFile(Recorder):
 
     def __init__(self, path: str | Path, every: Trigger | None = None) -> None:
         super().__init__(every_epoch() if every is None else every)
-        self._path = path_here(path)
+        self._path = path_here(path).absolute()  # the callback may run elsewhere
         if self._path.suffix.lower() not in (".csv", ".json"):
             raise ParameterError(f'HistoryFile("{path}"): end the name in .csv or .json.')
 

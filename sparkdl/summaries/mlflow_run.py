@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import os
 import re
+import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.codec.redaction import without_credentials
@@ -25,8 +29,42 @@ _OPEN: set[str] = set()
 """The runs that a summary started and has not ended."""
 
 
+@dataclass(frozen=True)
+class Surroundings:
+    """What MLflow knows in the user's process, and must know where a callback of it runs.
+
+    Attributes:
+        process: Identifies the process.
+        store: The tracking URI.
+        run_id: The id of the active run; empty without one.
+        experiment: The id of the experiment of further runs; None is MLflow's own choice.
+    """
+
+    process: tuple[str, int]
+    store: str
+    run_id: str
+    experiment: str | None
+
+    @staticmethod
+    def here() -> Surroundings:
+        """Return those of this process."""
+        active, experiment = library().active_run(), None
+        if active is None:
+            with contextlib.suppress(library().exceptions.MlflowException, OSError):
+                experiment = library().tracking.fluent._get_experiment_id()
+        run_id = "" if active is None else active.info.run_id
+        return Surroundings(_process(), library().get_tracking_uri(), run_id, experiment)
+
+
+def _process() -> tuple[str, int]:
+    return socket.gethostname(), os.getpid()
+
+
 class TrackedRun:
     """A writer to a run of MLflow: the active one, or one that it starts.
+
+    It may travel to another process, as over Spark Connect. There it writes to the store, the active
+    run and the experiment of the process that it comes from.
 
     Attributes:
         run_id: The id of the run; empty before :meth:`open`.
@@ -52,6 +90,15 @@ class TrackedRun:
         self._unsent: list[Any] = []
         self._next_try = 0.0
         self.run_id = ""
+        self._from: Surroundings | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        there = None if self._elsewhere() else Surroundings.here()
+        return {**vars(self), "client": None, "_from": there}
+
+    def _elsewhere(self) -> bool:
+        """Return whether the writer has come from another process."""
+        return self._from is not None and self._from.process != _process()
 
     def open(self, params: Mapping[str, str], iteration: int) -> None:
         self._unsent, self._next_try = [], 0.0
@@ -69,13 +116,20 @@ class TrackedRun:
 
     def _begin(self) -> None:
         """Find the active run, or start one."""
+        experiment = None
+        if self._from is not None and self._elsewhere():
+            library().set_tracking_uri(self._from.store)
+            self.run_id, experiment = self._from.run_id, self._from.experiment
+            if self.run_id:
+                self.client = library().MlflowClient()
+                return
         active = library().active_run()
         self.client = library().MlflowClient()
         if active is not None and active.info.run_id in _OPEN:  # its fit failed
             self._end(active.info.run_id, "FAILED")
             active = None
         if active is None:
-            active = library().start_run(run_name=self._name)
+            active = library().start_run(run_name=self._name, experiment_id=experiment)
             _OPEN.add(active.info.run_id)
         self.run_id = active.info.run_id
 

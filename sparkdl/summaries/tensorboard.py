@@ -49,7 +49,8 @@ class EventFiles:
         except ImportError:
             raise extra_needed("TensorBoard", "tensorboard", "tensorboard") from None
         self._new_events = Events
-        self._log_dir = str(log_dir)
+        there = "://" in str(log_dir)  # the callback may run where the working directory is another
+        self._log_dir = str(log_dir if there else Path(log_dir).absolute())
         self._events: Any = None
 
     def open(self, params: Mapping[str, str], iteration: int) -> None:

@@ -10,7 +10,7 @@ from sparkdl.infer.kept_state import StoredState
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest
-from sparkdl.session import context_of, is_connected
+from sparkdl.session import connected_session_of, context_of, is_connected
 from sparkdl.spark.failures import reading_explained
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> St
 
 def has_rows(data: Any) -> bool:
     """Return whether the data has rows. Raises what a fit raises if ``data`` cannot be read."""
-    if not is_connected(data):
+    if is_connected(data):
+        connected_session_of(data, "partial_fit")
+    else:
         context_of(data)
     with reading_explained():
         return not data.isEmpty()

@@ -131,9 +131,10 @@ class FollowedFit:
             self._progress = progress_of(self._mode, answer.facts, self._began, self._one_pass)
         self._progress.follow(self._trainer, answer.state)
 
-    def waiting(self, seconds: float) -> None:
+    def waiting(self, seconds: float, begun: bool) -> None:
         if self._mode != HIDDEN:
-            log_line(f"training with {self._ranks} ranks, for {seconds:.0f} s so far")
+            what = "training with {} ranks" if begun else "waiting for {} task slots"
+            log_line(f"{what.format(self._ranks)}, for {seconds:.0f} s so far")
 
     def ended(self, state: TrainState) -> None:
         """Show the end of the run."""

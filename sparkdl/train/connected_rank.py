@@ -30,7 +30,6 @@ from sparkdl.gang.led_task import RESULT
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.output import Output
-from sparkdl.infer.shipped_module import Artifact
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
@@ -38,6 +37,7 @@ from sparkdl.loop.state import TrainState
 from sparkdl.process.numerics import Numerics
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.artifacts import Artifact, received_bytes
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.connected_news import ReportedProgress
 from sparkdl.train.course import FinishedEngine, Start, run_course, with_state
@@ -159,9 +159,7 @@ class LedFit:
         parts = [[pickle.loads(frame) for frame in frames_of(records)] for records in frames]
         training = [handles[0] for handles in parts]
         check_handles(training, "column")
-        order: FitOrder = pickle.loads(
-            self.order if isinstance(self.order, bytes) else self.order.value
-        )
+        order: FitOrder = pickle.loads(received_bytes(self.order))
         trainer = order.trainer
         order.numerics.use()
         model = prepare(trainer, order.start, check_data=lambda data: None)

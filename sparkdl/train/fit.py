@@ -42,13 +42,14 @@ from sparkdl.train.engine_inputs import engine_inputs
 from sparkdl.train.fit_result import trained_model
 from sparkdl.train.placed_samples import PlacedSamples, data_of, replicas_of, session_of
 from sparkdl.train.prepare import PreparedModel, prepare
+from sparkdl.train.shared_samples import SharedSamples
 from sparkdl.train.sizes import check_gang, check_sizes
 from sparkdl.train.trainer import Trainer
 
 
 def fit(
     trainer: Trainer,
-    data: DataFrame | RDD[Any] | PlacedSamples,
+    data: DataFrame | RDD[Any] | SharedSamples,
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
     optimizer_state: bool | None = None,
@@ -66,7 +67,7 @@ def fit(
             "them."
         )
     kept = chosen_state(start, optimizer_state)
-    if is_connected(data):
+    if is_connected(data_of(data)):
         return run_connected(
             trainer, data, resume, start, kept, any_data=any_data, replay=replay
         ).trained
@@ -105,7 +106,7 @@ def partial_fit(
 
 def run(
     trainer: Trainer,
-    data: DataFrame | RDD[Any] | PlacedSamples,
+    data: DataFrame | RDD[Any] | SharedSamples,
     resume: str | os.PathLike[str] | None = None,
     start: TrainedModel | None = None,
     kept: StoredState | None = None,
@@ -128,7 +129,8 @@ def run(
         recorded: The decisions to repeat, by the number of the iteration; None: no replay.
     """
     began = time.monotonic()
-    placed, given = (data, data.data) if isinstance(data, PlacedSamples) else (None, data)
+    placed = data if isinstance(data, PlacedSamples) else None
+    given: Any = data_of(data)
     context = context_of(given)
     settings = settings_of(context, session_of(given))
     tell_what_costs_speed(context)

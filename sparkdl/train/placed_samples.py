@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,23 +13,24 @@ from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.resources import FitResources
-from sparkdl.errors import ParameterError
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
-from sparkdl.session import context_of, settings_of
+from sparkdl.session import context_of, is_connected, settings_of
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.gpus import within_gpus
 from sparkdl.spark.warm_up import warming_up
+from sparkdl.train.connected_rows import PersistedSamples
 from sparkdl.train.place_samples import check_partitions, place, place_validation, source
 from sparkdl.train.prepare import prepare
+from sparkdl.train.shared_samples import SharedSamples
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
 @dataclass(frozen=True, eq=False)
-class PlacedSamples:
+class PlacedSamples(SharedSamples):
     """The training and validation samples of a trainer, written into slabs once for several fits.
 
     :meth:`of` makes them, and ``Trainer.fit`` takes them in place of the data. The trainers may
@@ -61,8 +61,11 @@ class PlacedSamples:
     _closed: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
-    def of(cls, trainer: Trainer, data: DataFrame | RDD[Any]) -> PlacedSamples:
+    def of(cls, trainer: Trainer, data: DataFrame | RDD[Any]) -> PlacedSamples | PersistedSamples:
         """Place the samples of ``data``, and those of the validation of ``trainer``.
+
+        In a session of Spark Connect the rows are persisted instead, see
+        :class:`sparkdl.train.connected_rows.PersistedSamples`.
 
         Args:
             trainer: Says how the data is read, and has the validation data.
@@ -75,6 +78,8 @@ class PlacedSamples:
             UserError: The data, the model or a parameter cannot work.
             TrainingError: Spark fails.
         """
+        if isinstance(data, DataFrame) and is_connected(data):
+            return PersistedSamples.of(trainer, data)
         context = context_of(data)
         settings = settings_of(context, session_of(data))
         with warming_up(context), waiting_for_locality(context), contextlib.ExitStack() as stack:
@@ -115,84 +120,26 @@ class PlacedSamples:
         """M, the number of replicas that the samples are divided among."""
         return len(self.training.handles)
 
-    @property
-    def float_dtype(self) -> str:
-        """The dtype of floating-point values."""
-        return self._float_dtype
-
     def check(self, trainer: Trainer, float_dtype: str) -> None:
-        """Raise an error if a fit of ``trainer`` cannot use the samples.
-
-        Args:
-            trainer: The trainer of the fit.
-            float_dtype: The floating dtype of its model.
+        """See :meth:`sparkdl.train.shared_samples.SharedSamples.check`.
 
         Raises:
-            ParameterError: The trainer reads the data otherwise, or the samples were given back.
-            DataError: It has a gang, whose barrier stage cannot read them.
+            DataError: The trainer has a gang, whose barrier stage cannot read the samples.
         """
-        if self._closed.is_set():
-            raise ParameterError(
-                "these samples were given back with close(): place them again with "
-                "sparkdl.PlacedSamples.of(trainer, data)."
-            )
-        found = list(self._differences(trainer, float_dtype))
-        if found:
-            raise ParameterError(
-                f"the samples were placed for a trainer that reads the data otherwise: "
-                f"{'; '.join(found)}. Make the trainers alike in this, or place the samples for this "
-                "one: sparkdl.PlacedSamples.of(trainer, data)."
-            )
+        super().check(trainer, float_dtype)
         if trainer.engine == "gang":
             for samples in (self.training, self.validation):
                 if samples is not None and samples.rdd is not None:
                     check_partitions(samples.rdd)
 
-    def _differences(self, trainer: Trainer, float_dtype: str) -> Iterator[str]:
-        mine = self._trainer
-        for name, one, other in (
-            (
-                "features",
-                (trainer.feature_columns, trainer.keywords),
-                (mine.feature_columns, mine.keywords),
-            ),
-            ("label", trainer.label_columns, mine.label_columns),
-            ("weight", trainer.weight, mine.weight),
-            ("columns", dict(trainer.columns), dict(mine.columns)),
-        ):
-            if one != other:
-                yield f"{name}={getattr(trainer, name)!r}, placed with {getattr(mine, name)!r}"
-        if trainer.replicas not in (None, self.replicas):
-            yield f"replicas={trainer.replicas}, placed with {self.replicas}"
-        if (trainer.engine == "local") != (mine.engine == "local"):
-            yield f'engine="{trainer.engine}", placed with "{mine.engine}"'
-        if float_dtype != self._float_dtype:
-            yield f"a model of {float_dtype}, placed with {self._float_dtype}"
-        theirs, ours = trainer.validation, mine.validation
-        if theirs is not None and (ours is None or theirs.data is not ours.data):
-            yield "validation has other data" if ours else "validation was not placed"
-
-    def close(self) -> None:
-        """Give the slabs and the persisted RDDs back. A second call does nothing.
-
-        No fit on the samples may be running.
-        """
-        with self._lock:
-            if not self._closed.is_set():
-                self._closed.set()
-                with self._resources:
-                    pass
-
-    def __enter__(self) -> PlacedSamples:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+    def _release(self) -> None:
+        with self._resources:
+            pass
 
 
 def data_of(data: Any) -> Any:
     """Return the data that samples were made of, if ``data`` are samples in place; else ``data``."""
-    return data.data if isinstance(data, PlacedSamples) else data
+    return data.data if isinstance(data, SharedSamples) else data
 
 
 def session_of(data: DataFrame | RDD[Any]) -> SparkSession | None:

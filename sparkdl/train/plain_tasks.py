@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +17,13 @@ from pyspark.sql import DataFrame
 from sparkdl.engines.resources import FitResources, clean_here
 from sparkdl.gang.connect import slots_of
 from sparkdl.gang.slots import cpus_of
-from sparkdl.session import context_of, is_connected, settings_of
+from sparkdl.session import connected_session_of, context_of, is_connected, settings_of
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.worker import finish_task
+
+CLEAN_SECONDS = 20.0
+"""The longest time that removing the slabs of a run takes, where other queries have the slots."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +53,13 @@ class PlainTasks:
         Raises:
             SessionError: The session was stopped.
         """
-        session: Any = data.sparkSession
         if is_connected(data):
+            session = connected_session_of(data, "fit_groups")
             settings = settings_of(None, session)
             slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
             threads = int(session.conf.get("spark.task.cpus", "1") or 1)
             return PlainTasks(session, None, settings, slab, slots_of(session), threads)
-        context = context_of(data)
+        context, session = context_of(data), data.sparkSession
         settings = settings_of(context, session)
         slab = SlabConfig.new(settings.slab_dir, context.applicationId)
         slots, threads = context.defaultParallelism, cpus_of(context, None)
@@ -95,11 +100,21 @@ class _Clean:
 def clean_nodes(session: Any, slab: SlabConfig, tasks: int) -> None:
     """Remove the slabs of a run in a session of Spark Connect, from the nodes that tasks get to.
 
+    If others use the slots for :data:`CLEAN_SECONDS`, the slabs stay until their executors have ended.
+
     Args:
         session: The session.
         slab: The slabs.
         tasks: The number of tasks.
     """
-    with contextlib.suppress(PySparkException):
-        frame = session.range(0, tasks, 1, tasks)
-        frame.mapInArrow(_Clean(slab), "nothing int").toArrow()
+    tag = f"sparkdl-{secrets.token_hex(8)}"
+    timer = threading.Timer(CLEAN_SECONDS, session.interruptTag, (tag,))
+    session.addTag(tag)
+    timer.start()
+    try:
+        with contextlib.suppress(PySparkException):
+            frame = session.range(0, tasks, 1, tasks)
+            frame.mapInArrow(_Clean(slab), "nothing int").toArrow()
+    finally:
+        timer.cancel()
+        session.removeTag(tag)

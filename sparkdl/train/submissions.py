@@ -151,7 +151,8 @@ class Submissions:
                 with interruptible(ready=training) as interrupt:
                     follower = FollowedFit(self.trainer, self.ranks, mode, self.one_pass, interrupt)
                     with contextlib.closing(follower):
-                        rows = run_led(self.frame, task, self.ranks, profile, control, follower)
+                        with reading_explained():
+                            rows = run_led(self.frame, task, self.ranks, profile, control, follower)
                         end = self._end_of(rows)
                         if end is not None:
                             follower.ended(end.state)

@@ -38,7 +38,7 @@ from sparkdl.train.checks import NAMES, VALUES, problems_of, problems_of_start
 
 if TYPE_CHECKING:
     from sparkdl.train.carried import CarriedRun
-    from sparkdl.train.placed_samples import PlacedSamples
+    from sparkdl.train.shared_samples import SharedSamples
 
 TEN_EPOCHS = MaxEpoch(10)
 
@@ -343,7 +343,7 @@ class Trainer:
 
     def fit(
         self,
-        data: DataFrame | RDD[Any] | PlacedSamples,
+        data: DataFrame | RDD[Any] | SharedSamples,
         *,
         resume: str | os.PathLike[str] | None = None,
         start: TrainedModel | None = None,

@@ -15,7 +15,8 @@ from sparkdl.errors import ModelError, ParameterError, SessionError, TrainingErr
 from sparkdl.gang.connect import slots_of
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.interrupt import INTERRUPTED
-from sparkdl.train.connected import for_gang, run_connected
+from sparkdl.train.connected import run_connected
+from sparkdl.train.connected_checks import for_gang
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed
 from sparkdl.tune.runners import Ended, RunningTrial, SearchInterrupted

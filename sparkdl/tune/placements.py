@@ -38,6 +38,7 @@ class Placements:
         key = repr([arguments[name] for name in self._names])
         if key not in self._placed:
             placed = PlacedSamples.of(trainer, self._data)
+            assert isinstance(placed, PlacedSamples)  # not persisted: no session of Spark Connect
             self._placed[key] = self._stack.enter_context(placed)
         return self._placed[key]
 

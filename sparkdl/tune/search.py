@@ -23,7 +23,7 @@ from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import plain
-from sparkdl.session import context_of, is_connected, settings_of
+from sparkdl.session import connected_session_of, context_of, is_connected, settings_of
 from sparkdl.spark.properties import own_properties
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.local_fit import LocalFit
@@ -112,7 +112,11 @@ def search(
         KeyboardInterrupt: The user interrupted twice.
     """
     connected = is_connected(data)
-    context: Any = None if connected else context_of(data)
+    context: Any = None
+    if connected:
+        connected_session_of(data, "search")
+    else:
+        context = context_of(data)
     settings = settings_of(context, session_of(data))
     trials, parallel, seed = plain(trials), plain(parallel), plain(seed)
     raise_all(

@@ -231,8 +231,8 @@ def _missing(own: OwnModule, name: str | None) -> str:
     ship = own.file if alone else f"{own.name.partition('.')[0]}.zip"
     return (
         f'the executors cannot import "{own.name}", which is {own.file} at the driver. Ship it: '
-        f'spark.sparkContext.addPyFile("{ship}"), or spark-submit --py-files {ship}; see '
-        "docs/guide/packaging.md."
+        f'spark.sparkContext.addPyFile("{ship}"), or spark-submit --py-files {ship}, or with Spark '
+        f'Connect spark.addArtifacts("{ship}", pyfile=True); see docs/guide/packaging.md.'
     )
 
 
@@ -260,13 +260,15 @@ def _check(own: OwnModule, module: types.ModuleType) -> None:
             f'the executors have other code for "{own.name}" than this process: {differing[0]} '
             f"differs, between {own.file} as it was loaded here and {module.__file__} there. If "
             "the file was edited, reload it here (importlib.reload) or restart, and ship it again "
-            "(spark.sparkContext.addPyFile). The executors do not see what was replaced in the "
-            "running process: define it in the script or notebook itself, whose code is sent along."
+            "(spark.sparkContext.addPyFile, spark.addArtifacts). The executors do not see what was "
+            "replaced in the running process: define it in the script or notebook itself, whose code "
+            "is sent along."
         )
 
 
 REMEDY = (
-    "Install it there, or ship it: your own modules with spark.sparkContext.addPyFile or "
-    "spark-submit --py-files, everything else with --archives; see docs/guide/packaging.md."
+    "Install it there, or ship it: your own modules with spark.sparkContext.addPyFile, "
+    "spark-submit --py-files or, with Spark Connect, spark.addArtifacts(file, pyfile=True); "
+    "everything else with --archives; see docs/guide/packaging.md."
 )
 """The advice for a module that the executors do not have."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import connected_fits
+import torch
 import train_connected as cases
 from launch import answer, spec
+from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 from score_connected import connected
 
 import sparkdl
@@ -16,7 +19,7 @@ import sparkdl
 def main() -> None:
     given = spec()
     folder = Path(given["place"])
-    spark = connected("local-cluster[2,1,1024]")
+    spark = connected("local-cluster[2,2,1024]")
     try:
         (folder / "slabs").mkdir()
         spark.conf.set("spark.sparkdl.slab.dir", str(folder / "slabs"))
@@ -28,6 +31,17 @@ def main() -> None:
                 for name in given["names"]
             },
             "interrupted": cases.interrupted(spark, folder, table),
+        }
+        profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(2)).build
+        threads = sparkdl.gang.run(torch.get_num_threads, spark=spark, resource_profile=profile)
+        trainer = connected_fits.fits(table)["perceptron"]
+        trained = replace(trainer, replicas=None, resource_profile=profile).fit(table)
+        found["profile"] = {
+            "threads": threads,
+            "iterations": len(trained.history),
+            "slots": cases.told(
+                lambda: replace(trainer, replicas=3, resource_profile=profile).fit(table)
+            ),
         }
         models = sparkdl.fit_groups(table, "kind", connected_fits.by_group())
         found["groups"] = connected_fits.of_groups(models)

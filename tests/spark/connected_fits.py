@@ -196,12 +196,25 @@ class Raise(sparkdl.Callback):
         raise KeyError("no such epoch")
 
 
+class Held(sparkdl.Trigger):
+    """A trigger that holds what does not pickle."""
+
+    def __init__(self, thing: Any) -> None:
+        self.thing = thing
+
+    def __call__(self, before: Any, state: Any) -> bool:
+        return state.iteration >= 1
+
+
 def bad_fits(data: Any) -> dict[str, Any]:
     """Calls that fail in either kind of session with the same message."""
     good = fits(data)["perceptron"]
     null = data.selectExpr("x", "CASE WHEN kind = 3 THEN NULL ELSE y END AS y")
     return {
         "a row": lambda: good.fit(null.coalesce(1)),
+        "a stream": lambda: good.fit(
+            data.sparkSession.readStream.format("rate").load().selectExpr("array(1f) x", "value y")
+        ),
         "a column": lambda: replace(good, features="X1").fit(data),
         "no rows": lambda: good.fit(data.where("kind > 100")),
         "the model": lambda: replace(good, model=partial(nn.Linear, 3, 2)).fit(data),

@@ -13,8 +13,9 @@ FORGETFUL = {
     "spark.connect.execute.manager.detachedTimeout": "4s",
     "spark.connect.execute.manager.maintenanceInterval": "1s",
     "spark.connect.execute.reattachable.senderMaxStreamDuration": "4s",
+    "spark.connect.progress.reportInterval": "200ms",
 }
-"""Settings with which the query of a client that went away ends soon."""
+"""Settings with which the query of a client that went away ends soon, and reports come soon."""
 
 
 def connected(master: str = "local[2]") -> Any:
@@ -23,6 +24,7 @@ def connected(master: str = "local[2]") -> Any:
     from pyspark.sql import SparkSession
 
     os.environ["SPARK_TESTING"] = "1"  # any free port
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     builder = SparkSession.builder.remote(master)
     quick = {key: value for key, (value, _) in SPARK_SETTINGS.items()}
     for key, value in {**quick, **QUIET, **FORGETFUL}.items():
@@ -67,6 +69,9 @@ def main() -> None:
             folder, table, given["names"], given["mistakes"], given["kills"]
         )
         result["interrupted"] = cases.interrupted(spark, folder, table)
+        result["placed"] = cases.placed(table)
+        result["logged"] = cases.logged(folder, table)
+        result["refused"] = cases.refused(spark, table)
         result["groups"] = cases.groups(table)
         result["search"] = cases.search(table)
         result["texts"] = cases.texts(spark, given["texts"], given["bert"])
@@ -75,9 +80,10 @@ def main() -> None:
             result["orphan"] = cases.orphan(spark, folder, given["data"])
             result["guide"] = cases.guide(spark, folder)
             result["pipeline"] = cases.pipeline(table)
-        result["gangs"] = cases.gangs(spark)
+        result["gangs"] = cases.gangs(spark, table)
     finally:
         spark.stop()
+    result["stopped"] = cases.stopped(spark, table)
     answer(result)
 
 

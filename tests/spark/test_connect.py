@@ -84,7 +84,7 @@ def found(request: Any, rows: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         "test_an_estimator_of_pyspark_ml_trains",
         "test_another_client_continues_the_run_of_one_that_died",
     }
-    names = ["perceptron", *(name for name in asked_for(request, "name") if name != "perceptron")]
+    names = list(dict.fromkeys(["perceptron", "mixed", *asked_for(request, "name")]))
     return {
         **launch(
             Path(script.__file__),
@@ -159,8 +159,11 @@ def test_passes_over_parts_of_the_data_have_the_bits_too(found: Any, data: DataF
 @pytest.mark.parametrize(
     "mistake",
     soak_but(
-        ["a row", "a column", "no rows", "a callback", "the mesh"],
-        ["a row", "a column", "no rows", "the model", "the validation", "a callback", "the mesh"],
+        ["a row", "a stream", "a column", "no rows", "a callback", "the mesh"],
+        [
+            *("a row", "a stream", "a column", "no rows", "the model", "the validation"),
+            *("a callback", "the mesh"),
+        ],
     ),
 )
 def test_a_mistake_has_the_message_of_a_classic_session(
@@ -218,7 +221,6 @@ def test_what_needs_rdds_says_so(found: Any) -> None:
     assert "leave it out" in messages["min_ranks"]
     assert 'trains with engine="gang" only' in messages["staleness"]
     assert "this process uses Spark Connect" in messages["session"]
-    assert "Trainer.fit, partial_fit" in messages["placed"]
 
 
 def test_an_interrupt_ends_the_training_and_a_second_one_the_fit(found: Any) -> None:
@@ -236,6 +238,43 @@ def test_a_bar_follows_the_training(found: Any) -> None:
     shown = found["interrupted"]["shown"]
     assert re.search(r"epoch \d+: .*loss .* samples/s", shown)
     assert shown.count("a line of a callback\n") == 2
+
+
+def test_several_fits_share_samples_that_were_persisted_once(found: Any, data: DataFrame) -> None:
+    trainer = connected_fits.fits(data)["mixed"]
+    placed = found["placed"]
+    assert placed["digests"][0] == found["training"]["digests"]["mixed"]
+    assert placed["digests"][1] == cases.digests(replace(trainer, seed=1).fit(data))
+    assert "replicas=1, placed with 2" in placed["differs"]
+    assert "were given back with close()" in placed["closed"]
+
+
+def test_summaries_go_where_the_client_would_write_them(found: Any) -> None:
+    logged = found["logged"]
+    assert logged["events"] > 0
+    assert logged["same"]
+    assert {"loss", "learning_rate"} <= set(logged["metrics"])
+    assert logged["status"] == ["FINISHED", "FINISHED"]
+    assert logged["experiment"] == "of the client"
+
+
+REFUSED = {
+    "session": "DataError: fit takes a DataFrame, not pyspark.sql.connect.session.SparkSession.",
+    "column": "DataError: search takes a DataFrame, not pyspark.sql.connect.column.Column.",
+    "stop": "ParameterError: stop= cannot be pickled",
+    "profile": "SessionError: resource_profile needs a cluster",
+    "function": "ParameterError: acquire, or an argument of it, cannot be pickled",
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_had_is_told_before_the_training(found: Any, what: str) -> None:
+    assert found["refused"][what].startswith(REFUSED[what])
+
+
+def test_a_session_that_was_stopped_is_told(found: Any) -> None:
+    for text in found["stopped"]:
+        assert text.startswith("SessionError: the Spark Connect session was stopped")
 
 
 def test_groups_have_the_bits_of_a_classic_session(found: Any, data: DataFrame) -> None:
@@ -302,6 +341,11 @@ def test_functions_run_on_ranks(found: Any) -> None:
     assert gangs["results"] == [[3.0, 0], [3.0, 1]]
     assert gangs["printed"] == ["[rank 0] of 2", "[rank 1] of 2"]
     assert gangs["slots"] == 2
+    assert gangs["large"] == [3 << 20] * 2
+    assert gangs["too large"].startswith(
+        "TrainingError: bytes: the results of the ranks have 140 MB"
+    )
+    assert re.match(r"TrainingError: exit: rank \d on \S+ failed. SystemExit: 3\n", gangs["exits"])
     assert re.match(
         r"TrainingError: fails: rank 1 on \S+ failed. ValueError: no luck\n", gangs["fails"]
     )
@@ -314,7 +358,12 @@ def test_too_few_slots_are_an_error_at_once_or_soon(found: Any) -> None:
         "ParameterError: a gang of 9 ranks needs 9 task slots at once, and this session has 2: ask "
         "for at most 2 ranks, or for more executors or cores."
     )
-    assert found["gangs"]["silent"].startswith("SessionError: Spark did not begin with the gang's")
+    for text in found["gangs"]["silent"]:
+        assert text.startswith("SessionError: Spark did not begin with the gang's 9 tasks")
+
+
+def test_a_gang_waits_for_another_one_of_the_client(found: Any) -> None:
+    assert found["gangs"]["in turn"] == [[None, None], [None, None]]
 
 
 @pytest.mark.soak
@@ -330,3 +379,7 @@ def test_ranks_on_two_executors(data: DataFrame, found: Any, tmp_path: Path) -> 
     assert cluster["interrupted"]["1"]["told"] == ["interrupted", True]
     assert cluster["interrupted"]["2"]["told"] == ["KeyboardInterrupt"]
     assert cluster["groups"] == found["groups"]["groups"]
+    profile = cluster["profile"]  # each rank has both cores of its executor
+    assert profile["threads"] == [2, 2]
+    assert profile["iterations"] == 10
+    assert profile["slots"].startswith("ParameterError: a gang of 3 ranks needs 3 task slots")

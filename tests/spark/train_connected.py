@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -87,7 +88,6 @@ def training(
             ).fit(data)
         ),
         "session": told(sparkdl.session),
-        "placed": told(lambda: sparkdl.PlacedSamples.of(good, data)),
     }
     result["slots"] = told(lambda: replace(good, replicas=9).fit(data))
     two = [good.partial_fit(data.where(f"kind % 2 = {i}")) for i in (0, 1)]
@@ -193,6 +193,57 @@ def interrupted(spark: Any, folder: Path, data: Any) -> dict[str, Any]:
     spark.conf.set("spark.sparkdl.progress", "false")
     logging.getLogger("sparkdl").removeHandler(handler)
     return {**result, "shown": shown.getvalue()}
+
+
+def placed(data: Any) -> dict[str, Any]:
+    """Fits on samples that were persisted once."""
+    trainer = connected_fits.fits(data)["mixed"]
+    with sparkdl.PlacedSamples.of(trainer, data) as samples:
+        found = {
+            "digests": [digests(replace(trainer, seed=i).fit(samples)) for i in (0, 1)],
+            "differs": told(lambda: replace(trainer, replicas=1).fit(samples)),
+        }
+    return {**found, "closed": told(lambda: trainer.fit(samples))}
+
+
+def logged(folder: Path, data: Any) -> dict[str, Any]:
+    """A fit that TensorBoard and the active run of MLflow show."""
+    import mlflow
+
+    from sparkdl.summaries import MLflow, TensorBoard
+
+    trainer = connected_fits.fits(data)["perceptron"]
+    mlflow.set_tracking_uri((folder / "runs").as_uri())
+    with mlflow.start_run() as run:
+        shown = MLflow()
+        replace(trainer, callbacks=[TensorBoard("events"), shown]).fit(data)
+    own = MLflow(run_name="own")
+    mlflow.set_experiment("of the client")
+    replace(trainer, callbacks=[own]).fit(data)
+    client = mlflow.MlflowClient()
+    active, another = client.get_run(run.info.run_id), client.get_run(own.run_id)
+    return {
+        "events": len(os.listdir("events")),
+        "same": shown.run_id == run.info.run_id,
+        "metrics": sorted(active.data.metrics),
+        "status": [active.info.status, another.info.status],
+        "experiment": client.get_experiment(another.info.experiment_id).name,
+    }
+
+
+def refused(spark: Any, data: Any) -> dict[str, str]:
+    """What a user may get wrong only here."""
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+    good, lock = connected_fits.fits(data)["perceptron"], threading.Lock()
+    profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(1)).build
+    return {
+        "session": told(lambda: good.fit(spark)),
+        "column": told(lambda: sparkdl.tune.search(good, data["x"], {"batch_size": [8]})),
+        "stop": told(lambda: replace(good, stop=connected_fits.Held(lock)).fit(data)),
+        "profile": told(lambda: replace(good, resource_profile=profile).fit(data)),
+        "function": told(lambda: sparkdl.gang.run(lock.acquire, ranks=2, spark=spark)),
+    }
 
 
 def groups(data: Any) -> dict[str, Any]:
@@ -301,7 +352,7 @@ def dies() -> None:
     dist.barrier()
 
 
-def gangs(spark: Any) -> dict[str, Any]:
+def gangs(spark: Any, data: Any) -> dict[str, Any]:
     """Functions on ranks."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
@@ -310,13 +361,32 @@ def gangs(spark: Any) -> dict[str, Any]:
         "results": [[each["sum"].item(), each["rank"]] for each in found],
         "printed": sorted(printed.getvalue().splitlines()),
         "slots": len(sparkdl.gang.run(os.getpid)),
+        "large": sparkdl.gang.run(len, bytes(3 << 20), ranks=2, spark=spark),
+        "too large": told(lambda: sparkdl.gang.run(bytes, 70_000_000, ranks=2, spark=spark)),
+        "exits": told(lambda: sparkdl.gang.run(sys.exit, 3, ranks=2, spark=spark)),
         "fails": told(lambda: sparkdl.gang.run(fails, ranks=2, spark=spark)),
         "dies": told(lambda: sparkdl.gang.run(dies, ranks=2, spark=spark)),
         "late": told(lambda: sparkdl.gang.run(time.sleep, 30, ranks=2, spark=spark, timeout=1.5)),
     }
-    sparkdl.gang.connect.SILENT_SECONDS = 1.5
-    sparkdl.gang.connect._seen[spark.session_id] = sparkdl.gang.connect.Nodes(
-        9, ()
-    )  # as where nobody can tell the slots
-    result["silent"] = told(lambda: sparkdl.gang.run(os.getpid, ranks=9, spark=spark))
+    silent, sparkdl.gang.connect.SILENT_SECONDS = sparkdl.gang.connect.SILENT_SECONDS, 3.0
+    with ThreadPoolExecutor(2) as threads:  # one waits for the other
+        both = [
+            threads.submit(sparkdl.gang.run, time.sleep, 4, ranks=2, spark=spark) for _ in range(2)
+        ]
+        result["in turn"] = [each.result() for each in both]
+    # as where nobody can tell the slots
+    sparkdl.gang.connect._seen[spark.session_id] = sparkdl.gang.connect.Nodes(9, ())
+    result["silent"] = [
+        told(lambda: sparkdl.gang.run(os.getpid, ranks=9, spark=spark)),
+        told(lambda: replace(connected_fits.fits(data)["perceptron"], replicas=9).fit(data)),
+    ]
+    sparkdl.gang.connect.SILENT_SECONDS = silent
     return result
+
+
+def stopped(spark: Any, data: Any) -> list[str]:
+    """What a session says that was stopped."""
+    return [
+        told(lambda: connected_fits.fits(data)["weighted"].fit(data)),
+        told(lambda: sparkdl.gang.run(os.getpid, ranks=2, spark=spark)),
+    ]

@@ -195,7 +195,8 @@ def test_a_module_that_is_missing_is_told(worker: Worker, folder: Folder) -> Non
     assert worker.says(alone.says) == (
         f'ModelError: the executors cannot import "uc_missing", which is {path}/uc_missing.py at the '
         f'driver. Ship it: spark.sparkContext.addPyFile("{path}/uc_missing.py"), or spark-submit '
-        f"--py-files {path}/uc_missing.py; see docs/guide/packaging.md."
+        f"--py-files {path}/uc_missing.py, or with Spark Connect "
+        f'spark.addArtifacts("{path}/uc_missing.py", pyfile=True); see docs/guide/packaging.md.'
     )
     assert 'addPyFile("uc_gone.zip")' in worker.says(inner.says)
     assert worker.says(needing.says).startswith(
