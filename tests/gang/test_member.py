@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import multiprocessing
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import forkserver
 from pyspark import cloudpickle
 
 from sparkdl.errors import StateLostError, TrainingError
@@ -40,8 +40,7 @@ Begin = Callable[..., tuple[ConnectedRanks, Any]]
 @pytest.fixture
 def begin() -> Iterator[Begin]:
     """A team of one, and the rank's process."""
-    start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.gang.rank_task"])
+    start = forkserver()
     listener, begun = Listener("127.0.0.1"), []
 
     def make(output: bool = False, afterwards: float = 0.0, timeout: float = 60.0) -> Any:
