@@ -1,4 +1,4 @@
-"""Programs in processes of their own that need not import torch anew: each is a fork of one that has."""
+"""Programs in processes of their own that need not import torch: each is a fork of one that has."""
 
 from __future__ import annotations
 
