@@ -18,18 +18,21 @@ from forked import forkserver
 from pyspark import cloudpickle
 
 from sparkdl.errors import StateLostError, TrainingError
+from sparkdl.gang import command_queue
 from sparkdl.gang.channel import Listener
-from sparkdl.gang.command_queue import END_SECONDS
 from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks
 from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 HELLO = Introduction(0, 1, 0, 1, "here")
+END_SECONDS = 1.5
+"""Shorter than in use, and longer than what a test waits for outside of Python."""
 
 
 def attend(meeting: Rendezvous, afterwards: float) -> None:
     """The life of a rank, whose process then has other work."""
+    command_queue.END_SECONDS = END_SECONDS
     meeting.serve(HELLO, functools.partial(RankContext, 0, 1, "127.0.0.1", torch.device("cpu"), []))
     time.sleep(afterwards)
 
@@ -153,7 +156,7 @@ def wait_outside_python(member: RankContext) -> None:
 
 def test_an_interrupt_that_comes_late_ends_nothing_else(begin):
     """The driver hangs up while the rank waits; its process goes on to another task."""
-    team, process = begin(afterwards=END_SECONDS + 3.0)
+    team, process = begin(afterwards=END_SECONDS + 1.0)
     team.send([wait_outside_python])
     time.sleep(0.3)
     team.close()

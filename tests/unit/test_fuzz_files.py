@@ -1,5 +1,5 @@
-"""Damaged and forged files (ten thousand in the soak): each is refused with the documented error, or read
-right; nothing is written, no link is followed, no pickle is opened, and memory stays bounded."""
+"""Damaged and forged files, ten thousand in the soak: each is refused with its error, or read right;
+nothing is written, no link is followed, no pickle is opened, and memory stays bounded."""
 
 from __future__ import annotations
 
