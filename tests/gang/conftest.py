@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ def ranks() -> Iterator[Ranks]:
 def frames(spark: Any) -> Any:
     """Frames of partitions of the given sizes, with a weight for each row."""
 
+    @functools.cache
     def make(*sizes: int) -> Any:
         generator = np.random.default_rng(1)
         parts = [
