@@ -3,33 +3,27 @@
 Faults strike on a standalone cluster whose master, workers and executors are real processes: two
 replicas on two executors and six on three, whose slab roots are one (references travel) or apart
 (bytes do), always with speculation on; and in local mode, the rows that can.
-
-Gangs that lose a rank, and states that are lost with an executor whose slabs are its own, are tried in
-the session of the first two.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fault_table
-import gang_lost
-import lose_executors
 import pytest
 from harness import processes
 from harness.cluster import PATIENT, Standalone
 from harness.faulty import frame, outcome, trainer
-from launch import asked_for, launch_together, soak_but
+from launch import asked_for, launch_together
 
 import sparkdl
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
 SPECULATION = {
     "spark.speculation": "true",
     "spark.speculation.interval": "50ms",
@@ -73,10 +67,9 @@ QUICK = (
     "slabs deleted",
     "begun again, weights borrowed",
 )
-TWO_ON_TWO = Shape(2, 2, 1, "references", QUICK)
 SHAPES = [
     Shape(2, 0, 2, "references"),
-    TWO_ON_TWO,
+    Shape(2, 2, 1, "references", QUICK),
     Shape(2, 2, 1, "bytes"),
     Shape(6, 3, 2, "references"),
     Shape(6, 3, 2, "bytes"),
@@ -90,8 +83,17 @@ CASES = [
 ]
 
 
-def train(shape: Shape, folder: Path, parts: dict[str, dict[str, Any]]) -> dict:
-    """What comes of the modules ``parts`` in one session."""
+def train(shape: Shape, folder: Path, rows: list[str]) -> dict:
+    """What comes of the rows in one session."""
+    local = str(folder / "cluster") if shape.executors else ""
+    table = {
+        "replicas": shape.replicas,
+        "local": local,
+        "slabs": "slabs" if shape.way == "bytes" else str(folder / "slabs"),
+        "notes": str(folder / "notes"),
+        "often": "0" if shape.way == "bytes" else "30",
+        "rows": rows,
+    }
     with contextlib.ExitStack() as stack:
         master = f"local[{shape.cores},8]"
         if shape.executors:
@@ -103,35 +105,22 @@ def train(shape: Shape, folder: Path, parts: dict[str, dict[str, Any]]) -> dict:
             "spark.cores.max": str(max(1, shape.executors) * shape.cores),
             "spark.executor.cores": str(shape.cores),
         }
-        path = Path(__file__).parent
-        return launch_together(path, folder, master, parts, seconds=1700, settings=settings)
+        parts = {"fault_table": table}
+        found = launch_together(
+            Path(__file__).parent, folder, master, parts, seconds=850, settings=settings
+        )
+        return found["fault_table"]
 
 
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory) -> Callable[[Shape, str], dict]:
-    """What came of the session in which a row was tried, by module."""
+    """What came of the session in which a row was tried."""
     asked = asked_for(request, "shape", "row")
-    gangs, losses = asked_for(request, "gang_row"), asked_for(request, "loss")
 
     @functools.cache
     def tried(shape: Shape, rows: tuple[str, ...]) -> dict:
-        folder = tmp_path_factory.mktemp("table")
-        local, notes = str(folder / "cluster") if shape.executors else "", folder / "notes"
-        table = {
-            "replicas": shape.replicas,
-            "local": local,
-            "slabs": "slabs" if shape.way == "bytes" else str(folder / "slabs"),
-            "notes": str(notes / "table"),
-            "often": "0" if shape.way == "bytes" else "30",
-            "rows": [row for row in rows if (shape, row) in asked],
-        }
-        parts: dict[str, dict[str, Any]] = {"fault_table": table}
-        if (shape, rows[0]) == (TWO_ON_TWO, QUICK[0]):
-            apart = {"notes": str(notes / "lost"), "names": losses}
-            wanted = [*gangs, *filter(ROWS_OF_GANGS.__contains__, map(unharmed, gangs))]
-            gang = {"local": local, "notes": str(notes / "gang"), "rows": sorted(set(wanted))}
-            parts |= {"lose_executors": apart, "gang_lost": gang}
-        return train(shape, folder, parts)
+        wanted = [row for row in rows if (shape, row) in asked]
+        return train(shape, tmp_path_factory.mktemp("table"), wanted)
 
     return lambda shape, row: tried(shape, tuple(shape.group(row)))
 
@@ -147,13 +136,13 @@ def undisturbed(spark) -> Callable[[int, str], dict]:
         given = {"engine": "local", "validation": validation, **dict(changes)}
         return outcome(trainer(replicas, **given).fit(df))
 
-    return lambda replicas, **changes: trained(replicas, tuple(changes.items()))
+    return lambda replicas, row: trained(replicas, tuple(ROWS[row].changes.items()))
 
 
 @pytest.mark.parametrize(("shape", "row"), CASES)
 def test_the_fault_happened_and_the_bits_are_the_same(results, undisturbed, shape, row):
-    tried = results(shape, row)["fault_table"]
-    result, expected = tried[row], undisturbed(shape.replicas, **ROWS[row].changes)
+    tried, expected = results(shape, row), undisturbed(shape.replicas, row)
+    result = tried[row]
     assert "error" not in result, result["error"]
     assert {name: result[name] for name in expected} == expected
     assert result["struck"] == result["expected"]
@@ -166,58 +155,3 @@ def test_the_fault_happened_and_the_bits_are_the_same(results, undisturbed, shap
         assert result["seconds"] < fault_table.STRAGGLER_SECONDS
     if row == "host lost":
         assert tried["executors left"] == shape.executors - 1
-
-
-# State that is lost with its executor: the run goes on from what is kept.
-
-
-RESUMED = r".+\. Continued from {} and repeated \d+ iterations?: \d+\.\d s\."
-
-
-@pytest.mark.parametrize(
-    "loss",
-    soak_but(["slabs and an executor, with all that a state can hold"], lose_executors.CASES),
-)
-def test_the_run_goes_on_with_the_same_bits_and_says_from_where(results, spark, loss):
-    case = lose_executors.CASES[loss]
-    result = results(TWO_ON_TWO, QUICK[0])["lose_executors"][loss]
-    assert result["struck"] == [fault.times for fault in case.faults]
-    assert result["outcome"] == lose_executors.fit(spark, case, engine="local")
-    told = [line for line in result["log"] if "cannot be read" not in line]
-    points = [re.compile(RESUMED.format(point)) for point in case.points]
-    assert all(any(point.fullmatch(line) for line in told) for point in points), result["log"]
-    assert all(any(point.fullmatch(line) for point in points) for line in told), result["log"]
-    assert len(result["recoveries"]) == len(told)
-    assert all(0 < done < lose_executors.ITERATIONS for done in result["recoveries"])
-    assert result["persisted"] == 0
-
-
-# Gangs that lose a rank, or an executor with its samples and slabs.
-
-
-ROWS_OF_GANGS = gang_lost.all_rows()
-
-
-def unharmed(row: str) -> str:
-    """The row of the same strategy without a fault, where it is not that of one process."""
-    return f"none, {ROWS_OF_GANGS[row][0]['strategy']}"
-
-
-@pytest.mark.parametrize(
-    "gang_row", soak_but(["rank killed in its update", gang_lost.WRITES], ROWS_OF_GANGS)
-)
-def test_a_gang_ends_with_the_same_bits(results, undisturbed, gang_row):
-    found, (how, faults) = results(TWO_ON_TWO, QUICK[0])["gang_lost"], ROWS_OF_GANGS[gang_row]
-    result, alike = found[gang_row], found.get(unharmed(gang_row))
-    assert "error" not in result, result
-    assert result["struck"] == result["expected"] == [fault.times for fault in faults]
-    changes = {name: how[name] for name in ("compression", "consistency") if name in how}
-    slices = 2 if how["strategy"] == "zero1" else 1
-    expected = undisturbed(gang_lost.REPLICAS, slices=slices, **changes)
-    alike = alike or expected
-    assert {name: result[name] for name in expected} == {name: alike[name] for name in expected}
-    if gang_row == gang_lost.WRITES:
-        # A checkpoint that was lost with its rank is written again, of the state then
-        assert result["checkpoints"][0] == 10
-        assert {2, 4} <= set(result["checkpoints"])
-        assert len(result["checkpoints"]) >= 4
