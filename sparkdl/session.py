@@ -209,7 +209,7 @@ def settings_of(context: SparkContext | None, session: SparkSession | None = Non
 def _all_of(session: SparkSession) -> list[tuple[str, str]]:
     """Return the settings of a session by name.
 
-    ``conf.getAll`` of a classic session makes three calls into the JVM for each; this makes three in all.
+    ``conf.getAll`` of a classic session calls the JVM three times for each of them.
     """
     if not hasattr(session, "_jsparkSession"):
         return list(session.conf.getAll.items())
