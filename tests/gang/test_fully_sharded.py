@@ -150,7 +150,7 @@ def test_validation_is_that_of_one_process(frames):
 @pytest.mark.parametrize(
     ("precision", "how"),
     [
-        ({"precision": "bf16"}, UNITS),
+        pytest.param({"precision": "bf16"}, UNITS, marks=pytest.mark.soak),
         ({"precision": "fp16"}, UNITS),
         ({"wire": "bf16"}, UNITS),
         ({"model": plain}, FSDP(units=["0", "3"], param_dtype="bf16")),

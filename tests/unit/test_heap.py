@@ -42,7 +42,7 @@ print(kept(33 << 20))
     ("environment", "found"),
     [
         ({}, ["False", "False", "True", "False"]),
-        ({"MALLOC_TRIM_THRESHOLD_": "131072"}, ["False"] * 4),
+        pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, ["False"] * 4, marks=pytest.mark.soak),
     ],
     ids=["by itself", "as the user says"],
 )
