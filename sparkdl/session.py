@@ -231,9 +231,20 @@ def settings_of(context: SparkContext | None, session: SparkSession | None = Non
         assert context is not None
         found = conf_of(context).getAll()
     else:
-        found = list(session.conf.getAll.items())
+        found = _all_of(session)
     given = {key: value for key, value in found if key.startswith(PREFIX)}
     return Settings.read(lambda key, default: given.get(key) or default, list(given))
+
+
+def _all_of(session: SparkSession) -> list[tuple[str, str]]:
+    """Return the settings of a session by name.
+
+    ``conf.getAll`` of a classic session calls the JVM three times for each of them.
+    """
+    if not hasattr(session, "_jsparkSession"):
+        return list(session.conf.getAll.items())
+    text = session._jsparkSession.conf().getAll().mkString("\0")
+    return [(key, value) for key, _, value in (pair.partition(" -> ") for pair in text.split("\0"))]
 
 
 def tell_what_costs_speed(context: SparkContext) -> list[str]:

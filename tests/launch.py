@@ -62,18 +62,20 @@ def launch(
     folder: Path,
     seconds: float = 550,
     host: tuple[Sequence[str], str] = ((), "127.0.0.1"),
+    path: Path | None = None,
     **spec: Any,
 ) -> dict[str, Any]:
     """Run ``script`` with ``spec`` in a fresh process whose working directory is ``folder``.
 
     What the script hands to :func:`answer` comes back. It and all it started are gone afterwards.
     ``host``: a command in front of its own, which puts it on a host, and that host's address.
+    ``path``: the folder of modules that it imports; by default its own.
     """
     prefix, address = host
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join([*PATHS, str(script.parent)]),
+        "PYTHONPATH": os.pathsep.join([*PATHS, str(path or script.parent)]),
         "PYSPARK_PYTHON": sys.executable,
         "SPARK_LOCAL_IP": address,
         "SPARK_LOCAL_DIRS": str(folder / "local"),
@@ -101,6 +103,22 @@ def launch(
     assert process.returncode == 0, output[-4000:]
     assert answers, output[-4000:]
     return json.loads(answers[-1].removeprefix(RESULT))
+
+
+def launch_together(
+    path: Path, folder: Path, master: str, parts: dict[str, dict[str, Any]], **given: Any
+) -> dict[str, Any]:
+    """Call ``run(spark, ...)`` of several modules in one session; return what each of them returns.
+
+    Args:
+        path: The folder of the modules.
+        folder: The working directory.
+        master: The master of the session.
+        parts: The arguments for each module, by its name.
+        given: What :func:`launch` takes besides, and ``settings``.
+    """
+    values = {"settings": {}, **given, "master": master, "parts": parts}
+    return launch(ROOT / "tests" / "in_one_session.py", folder, path=path, **values)
 
 
 def asked_for(request: Any, *arguments: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Script: train on one master again and again, each time with other faults; what came of it.
+"""Train in one session again and again, each time with other faults; what came of it.
 
 The rows are those of docs/reliability.md that a run survives.
 """
@@ -43,7 +43,7 @@ class Row:
     snapshots: bool = True
 
 
-def rows(cluster: Cluster) -> dict[str, Row]:
+def all_rows(cluster: Cluster) -> dict[str, Row]:
     """In the order in which they are tried. An epoch is 4 iterations of 10."""
     found = {name: Row(faults) for name, faults in _plain_rows(cluster).items()}
     if not cluster.executors:
@@ -153,32 +153,34 @@ def tried(spark, cluster: Cluster, faults: Sequence[Fault], notes: Path, **chang
     }
 
 
-def main() -> None:
-    from launch import answer, session, spec
-
-    given, lines = spec(), list[str]()
+def run(
+    spark, replicas: int, local: str, slabs: str, notes: str, often: str, rows: Sequence[str]
+) -> dict:
+    """Args:
+    local: The folder of all executors' local directories; in local mode "".
+    slabs: Where slab roots are.
+    notes: The folder of the faults' notes.
+    often: The setting of snapshots.
+    rows: The names of the rows that are tried.
+    """
+    lines = list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sparkdl").addHandler(handler)
-    executors = not given["master"].startswith("local[")
-    cluster = Cluster(given["replicas"], Path(given["local"]), given["slabs"], executors)
-    results, often = {}, given["settings"]["spark.sparkdl.snapshot.seconds"]
-    settings = {"spark.sparkdl.slab.dir": cluster.slabs, **given["settings"]}
-    with session(given["master"], **settings) as spark:
-        for name, row in rows(cluster).items():
-            if given["rows"] and name not in given["rows"]:
-                continue
-            lines.clear()
-            spark.conf.set("spark.sparkdl.snapshot.seconds", often if row.snapshots else "off")
-            notes = Path(given["notes"]) / name
-            stages = "shuffle" if "shuffle" in name else "auto"  # else there is none on one node
-            spark.conf.set("spark.sparkdl.stages", stages)
-            results[name] = tried(spark, cluster, row.faults, notes, **row.changes)
-            results[name]["log"] = list(lines)
-            print(name, results[name], flush=True)
-        results["executors left"] = len(processes.executors(processes.driver(spark.sparkContext)))
-    answer(results)
-
-
-if __name__ == "__main__":
-    main()
+    cluster = Cluster(replicas, Path(local), slabs, executors=bool(local))
+    results: dict = {}
+    spark.conf.set("spark.sparkdl.slab.dir", slabs)
+    for name, row in all_rows(cluster).items():
+        if name not in rows:
+            continue
+        lines.clear()
+        spark.conf.set("spark.sparkdl.snapshot.seconds", often if row.snapshots else "off")
+        stages = "shuffle" if "shuffle" in name else "auto"  # else there is none on one node
+        spark.conf.set("spark.sparkdl.stages", stages)
+        results[name] = tried(spark, cluster, row.faults, Path(notes) / name, **row.changes)
+        results[name]["log"] = list(lines)
+        print(name, results[name], flush=True)
+    spark.conf.set("spark.sparkdl.stages", "auto")
+    logging.getLogger("sparkdl").removeHandler(handler)
+    results["executors left"] = len(processes.executors(processes.driver(spark.sparkContext)))
+    return results

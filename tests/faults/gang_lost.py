@@ -1,7 +1,8 @@
-"""Script: train with the gang engine on one cluster again and again, each time with other faults."""
+"""Train with the gang engine in one session again and again, each time with other faults."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fault_table import Cluster, tried
@@ -22,7 +23,7 @@ COMPRESSED = {"compression": sparkdl.TopK(0.3)}
 WRITES = "executor killed, writing"
 
 
-def rows() -> dict[str, tuple[dict, list[Fault]]]:
+def all_rows() -> dict[str, tuple[dict, list[Fault]]]:
     """How the trainer differs, and faults, by name."""
     return {
         "none": (DDP, []),
@@ -56,7 +57,7 @@ def rows() -> dict[str, tuple[dict, list[Fault]]]:
             [at(job="sync", iteration=7, partition=0).kill_executor()],
         ),
         WRITES: (
-            {**ZERO1, "checkpoint": WRITING},
+            {**FSDP, "checkpoint": WRITING},
             [at(job="fb", iteration=7, partition=1).kill_executor()],
         ),
         "executor killed, DiLoCo": (
@@ -74,23 +75,17 @@ def rows() -> dict[str, tuple[dict, list[Fault]]]:
     }
 
 
-def main() -> None:
-    from launch import answer, session, spec
-
-    given = spec()
-    cluster = Cluster(REPLICAS, Path(given["local"]), "slabs")
-    results = {}
-    settings = {"spark.sparkdl.slab.dir": cluster.slabs, **given["settings"]}
-    with session(given["master"], **settings) as spark:
-        for name in given["rows"]:
-            how, faults = rows()[name]
-            notes = Path(given["notes"]) / name
-            results[name] = tried(spark, cluster, faults, notes, engine="gang", **how)
-            print(name, results[name], flush=True)
+def run(spark, local: str, notes: str, rows: Sequence[str]) -> dict:
+    """``local``: the folder of all executors' local directories. ``notes``: of the faults' notes."""
+    cluster = Cluster(REPLICAS, Path(local), "slabs")
+    results: dict = {}
+    spark.conf.set("spark.sparkdl.slab.dir", cluster.slabs)
+    spark.conf.set("spark.sparkdl.snapshot.seconds", "0")
+    for name in rows:
+        how, faults = all_rows()[name]
+        results[name] = tried(spark, cluster, faults, Path(notes) / name, engine="gang", **how)
+        print(name, results[name], flush=True)
+    if WRITES in rows:
         found = [m.iteration for _, m in CheckpointStore.open(WRITING.path).candidates()]
         results[WRITES]["checkpoints"] = found
-    answer(results)
-
-
-if __name__ == "__main__":
-    main()
+    return results

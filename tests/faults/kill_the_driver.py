@@ -17,7 +17,7 @@ from torch import nn
 import sparkdl
 from sparkdl.checkpoint.store import CheckpointStore
 
-WIDTH, CLASSES = 6, 3
+WIDTH, CLASSES, ITERATIONS = 6, 3, 20
 
 
 def model() -> nn.Module:
@@ -49,13 +49,13 @@ def trainer(folder: Path | None, engine: str, told: Path | None = None) -> spark
         model=model,
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=1e-2),
-        schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=30),
+        schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=ITERATIONS),
         batch_size=16,
         replicas=2,
         slices=2,
         seed=3,
         engine=engine,
-        stop=sparkdl.max_iteration(30),
+        stop=sparkdl.max_iteration(ITERATIONS),
         checkpoint=kept,
         callbacks=[Tell(told)] if told else [],
     )

@@ -1,8 +1,9 @@
-"""Script: train while state is lost with executors, or with their slabs; what came of it."""
+"""Train while state is lost with executors, or with their slabs; what came of it."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from harness import faulty
-from harness.cluster import PATIENT
 from harness.inject import Fault, at
 
 import sparkdl
@@ -76,36 +76,32 @@ class Recoveries(sparkdl.Callback):
         self.told.append(state.iteration)
 
 
-def main() -> None:
-    from launch import answer, session, spec, wait_for_executors
+def run(spark, notes: str, names: Sequence[str]) -> dict:
+    """``notes``: the folder of the faults' notes and of checkpoints."""
+    from launch import wait_for_executors
 
-    given, lines = spec(), list[str]()
+    lines = list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("sparkdl").addHandler(handler)
-    settings = {**PATIENT, "spark.sparkdl.slab.dir": "slabs"}
     results = {}
-    with session(given["master"], **settings) as spark:
-        for name in given["names"]:
-            case = CASES[name]
-            lines.clear()
-            wait_for_executors(spark.sparkContext, 2)  # a snapshot's copies need two
-            often = "0" if case.snapshots else "off"
-            spark.conf.set("spark.sparkdl.snapshot.seconds", often)
-            notes = Path(given["notes"], name)
-            armed = tuple(fault.into(notes) for fault in case.faults)
-            checkpoint = sparkdl.Checkpoint(notes / "checkpoints", every=sparkdl.every(4))
-            kept = {} if case.snapshots else {"checkpoint": checkpoint}
-            recoveries = Recoveries()
-            results[name] = {
-                "outcome": fit(spark, case, armed, callbacks=[recoveries], **kept),
-                "recoveries": recoveries.told,
-                "struck": [len(fault.told()) for fault in armed],
-                "log": list(lines),
-                "persisted": spark.sparkContext._jsc.getPersistentRDDs().size(),
-            }
-    answer(results)
-
-
-if __name__ == "__main__":
-    main()
+    spark.conf.set("spark.sparkdl.slab.dir", "slabs")
+    for name in names:
+        case = CASES[name]
+        lines.clear()
+        wait_for_executors(spark.sparkContext, 2)  # a snapshot's copies need two
+        often = "0" if case.snapshots else "off"
+        spark.conf.set("spark.sparkdl.snapshot.seconds", often)
+        armed = tuple(fault.into(Path(notes, name)) for fault in case.faults)
+        checkpoint = sparkdl.Checkpoint(Path(notes, name, "checkpoints"), every=sparkdl.every(4))
+        kept = {} if case.snapshots else {"checkpoint": checkpoint}
+        recoveries = Recoveries()
+        results[name] = {
+            "outcome": fit(spark, case, armed, callbacks=[recoveries], **kept),
+            "recoveries": recoveries.told,
+            "struck": [len(fault.told()) for fault in armed],
+            "log": list(lines),
+            "persisted": spark.sparkContext._jsc.getPersistentRDDs().size(),
+        }
+    logging.getLogger("sparkdl").removeHandler(handler)
+    return results

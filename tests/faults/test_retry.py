@@ -66,18 +66,16 @@ def results(request, tmp_path_factory) -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.spark
-def test_runs_without_a_fault_are_the_same(results, undisturbed):
+def test_a_run_without_a_fault_is_the_same(results, undisturbed):
     assert results["undisturbed"] == undisturbed
-    assert results["undisturbed again"] == undisturbed
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.spark
-@pytest.mark.parametrize("fault", train_with_faults.FAULTS)
-def test_a_fault_in_one_attempt_changes_no_bit(results, undisturbed, fault):
+def test_a_fault_in_one_attempt_changes_no_bit(results, undisturbed):
     """The task raises, or its Python worker is killed by SIGKILL, in the middle of its writing."""
-    assert results[fault] == {"digest": undisturbed, "struck": 1}
+    assert results["faults"] == {"digest": undisturbed, "struck": [1, 1, 1, 1]}
 
 
 @pytest.mark.slow

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from gang_training import CLASSES, WIDTH
+from real_ranks import Ranks, real_ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Ranks that are processes of this machine, started once."""
+    with real_ranks() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
 def frames(spark: Any) -> Any:
     """Frames of partitions of the given sizes, with a weight for each row."""
 
+    @functools.cache
     def make(*sizes: int) -> Any:
         generator = np.random.default_rng(1)
         parts = [

@@ -1,15 +1,20 @@
-"""Script: some models on every engine with three replicas; their losses, iteration by iteration."""
+"""Some models on every engine with three replicas; their losses, iteration by iteration."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
+from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 REPLICAS, ROWS, SIDE, CLASSES, WORDS = 3, 90, 6, 3, 20
 SCHEMA = "image array<float>, words array<long>, label long"
 
@@ -107,7 +112,7 @@ ENGINES: dict[str, dict] = {
 }
 
 
-def runs() -> dict[tuple[str, str], dict]:
+def all_runs() -> dict[tuple[str, str], dict]:
     """What is trained: how a trainer differs, by model and engine."""
     found = {(m, e): MODELS[m] | ENGINES[e] for m in MODELS for e in ENGINES}
     for model, units in UNITS.items():
@@ -137,29 +142,21 @@ def frame(spark):
     )
 
 
-def main() -> None:
-    from launch import answer, session, spec
-
-    given = spec()
-    wanted = {(model, engine) for model, engine in given["runs"]}
+def run(spark: Any, runs: Sequence[tuple[str, str]]) -> dict[str, list[float]]:
+    wanted = {(model, engine) for model, engine in runs}
     wanted |= {(model, "local") for model, _ in wanted}
-    with session(given["master"]) as spark:
-        df = frame(spark).cache()
-        results = {}
-        for (model, engine), how in runs().items():
-            if (model, engine) not in wanted:
-                continue
-            values = {
-                "features": "image",
-                "loss": nn.CrossEntropyLoss(),
-                "batch_size": 18,
-                "replicas": REPLICAS,
-                "stop": sparkdl.max_epoch(2),
-                **how,
-            }
-            results[f"{model}: {engine}"] = sparkdl.Trainer(**values).fit(df).history.losses
-    answer(results)
-
-
-if __name__ == "__main__":
-    main()
+    df = frame(spark).cache()
+    results = {}
+    for (model, engine), how in all_runs().items():
+        if (model, engine) not in wanted:
+            continue
+        values = {
+            "features": "image",
+            "loss": nn.CrossEntropyLoss(),
+            "batch_size": 18,
+            "replicas": REPLICAS,
+            "stop": sparkdl.max_epoch(2),
+            **how,
+        }
+        results[f"{model}: {engine}"] = sparkdl.Trainer(**values).fit(df).history.losses
+    return results

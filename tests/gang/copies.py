@@ -1,4 +1,4 @@
-"""Script: four ranks, a model that is cut in several ways; then on with another strategy.
+"""Four ranks, a model that is cut in several ways; then on with another strategy.
 
 Of three models: one whose rows meet in a batch norm, one for pipelines, whose rows do not, and one of
 layers that are cut.
@@ -158,47 +158,43 @@ def updated(common: Any, how: dict, df: Any, folder: Path) -> list[int]:
     return [int((folder / str(rank)).read_text()) for rank in range(RANKS)]
 
 
-def main() -> None:
-    from launch import answer, session, spec
-
-    given = spec()
-    with session(given["master"]) as spark:
-        generator = np.random.default_rng(1)
-        rows = [
-            (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES)))
-            for _ in range(60)
-        ]
-        even, uneven = (
-            spark.createDataFrame(
-                spark.sparkContext.parallelize(
-                    [rows[a:b] for a, b in itertools.pairwise(cuts)], RANKS
-                ).flatMap(list),
-                "features array<double>, label long",
-            ).cache()
-            for cuts in ((0, 15, 30, 45, 60), (0, 25, 28, 48, 60))
+def run(spark: Any, runs: dict[str, list[str]], path: str) -> dict[str, Any]:
+    """``runs``: by beginning, how it goes on. ``path``: of checkpoints and notes."""
+    generator = np.random.default_rng(1)
+    rows = [
+        (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES))) for _ in range(60)
+    ]
+    even, uneven = (
+        spark.createDataFrame(
+            spark.sparkContext.parallelize(
+                [rows[a:b] for a, b in itertools.pairwise(cuts)], RANKS
+            ).flatMap(list),
+            "features array<double>, label long",
+        ).cache()
+        for cuts in ((0, 15, 30, 45, 60), (0, 25, 28, 48, 60))
+    )
+    found = {}
+    for name, wanted in runs.items():
+        made, beginning, ends = BEGINNINGS[name]
+        kept = f"{path}/{name}"
+        df = even if made is model else uneven
+        common = partial(
+            trainer_of, model=made, replicas=RANKS, batch_size=12, clip_norm=0.3, ema=0.8
         )
-        found = {}
-        for name, wanted in given["runs"].items():
-            made, beginning, ends = BEGINNINGS[name]
-            path = f"{given['path']}/{name}"
-            df = even if made is model else uneven
-            common = partial(
-                trainer_of, model=made, replicas=RANKS, batch_size=12, clip_norm=0.3, ema=0.8
-            )
-            begun = common(
-                **beginning,
-                checkpoint=sparkdl.Checkpoint(path, every=sparkdl.every(3)),
-                **seen(df),
-            )
-            whole = common(engine="local", stop=STOP, **seen(df))
-            some = {"whole": told(whole.fit(df)), "begun": told(begun.fit(df))}
-            for end in wanted:
-                some[end] = told(common(stop=STOP, **ends[end]).fit(df, resume=path))
-            if name in SHARED:
-                notes = Path(given["path"], "notes", name)
-                some["updated"] = updated(common, beginning, df, notes)
-            found[name] = some
-    answer(found)
+        begun = common(
+            **beginning,
+            checkpoint=sparkdl.Checkpoint(kept, every=sparkdl.every(3)),
+            **seen(df),
+        )
+        whole = common(engine="local", stop=STOP, **seen(df))
+        some = {"whole": told(whole.fit(df)), "begun": told(begun.fit(df))}
+        for end in wanted:
+            some[end] = told(common(stop=STOP, **ends[end]).fit(df, resume=kept))
+        if name in SHARED:
+            notes = Path(path, "notes", name)
+            some["updated"] = updated(common, beginning, df, notes)
+        found[name] = some
+    return found
 
 
 def seen(df: Any) -> dict[str, Any]:
@@ -216,7 +212,3 @@ def told(trained: sparkdl.TrainedModel) -> dict:
         "weights": torch.cat(weights).tolist(),
         "validated": validated,
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -105,28 +105,27 @@ def refused(
     assert scheduler.numTotalJobs() == before
 
 
-def goes_on_elsewhere(
-    made: Callable[..., sparkdl.Trainer], df: Any, path: Any, first: dict, then: dict, alike: dict
-) -> None:
-    """A checkpoint of one way to train, read by another: the training of one process."""
-    checkpoint = sparkdl.Checkpoint(path, every=sparkdl.every(3))
-    whole = made(engine="local", slices=2, **alike).fit(df)
-    begun = made(**first, **alike, checkpoint=checkpoint, stop=sparkdl.max_iteration(3))
-    begun.fit(df)
-    ended = made(**then, **alike, checkpoint=checkpoint).fit(df, resume="latest")
-    assert ended.history.losses == pytest.approx(whole.history.losses, rel=1e-5, abs=1e-5)
-    close(whole, ended)
-    close(whole.ema, ended.ema)
-
-
 def goes_on_with_kept_state(run: sparkdl.Trainer, df: Any) -> None:
-    """Of the optimizer, from fit to fit and from pass to pass."""
+    """Of the optimizer, from fit to fit."""
     whole = replace(run, engine="local", stop=sparkdl.max_epoch(2)).fit(df)
     half = replace(run, keep_optimizer_state=True, stop=sparkdl.max_epoch(1)).fit(df)
-    once = replace(run, stop=sparkdl.max_epoch(1))
-    close(replace(once, engine="local").fit(df, start=half), once.fit(df, start=half))
-    run.partial_fit(df)
-    close(whole, run.partial_fit(df))
+    close(whole, replace(run, stop=sparkdl.max_epoch(1)).fit(df, start=half))
+
+
+def goes_on_in_turn(
+    ways: list[dict[str, Any]], df: Any, path: Any, **alike: Any
+) -> tuple[sparkdl.TrainedModel, sparkdl.TrainedModel]:
+    """Train an iteration in each of some ways, each going on from the checkpoint of the one before.
+
+    Returns:
+        What comes of it, and of one process.
+    """
+    kept = sparkdl.Checkpoint(path)
+    for number, way in enumerate(ways, start=1):
+        stop = sparkdl.max_iteration(number)
+        ended = trainer_of(**alike, **way, checkpoint=kept, stop=stop).fit(df, resume="latest")
+    here = trainer_of(engine="local", slices=2, stop=sparkdl.max_iteration(len(ways)), **alike)
+    return ended, here.fit(df)
 
 
 def same(one: sparkdl.TrainedModel, other: sparkdl.TrainedModel) -> None:

@@ -1,10 +1,11 @@
-"""Script: ranks of one model on two nodes. Of the rows of others a rank reads some from their files,
+"""Ranks of one model on two nodes. Of the rows of others a rank reads some from their files,
 some are sent to it; those that are augmented always are."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,31 +33,25 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
-    from launch import answer, session, spec
-
-    with session(spec()["master"], **{"spark.sparkdl.slab.dir": "slabs"}) as spark:
-        random = np.random.default_rng(1)
-        rows = [
-            (random.normal(size=WIDTH).tolist(), int(random.integers(CLASSES)), n % 5 / 2)
-            for n in range(60)
-        ]
-        numbered = spark.sparkContext.parallelize(range(RANKS), RANKS)
-        cuts = [0, 25, 28, 48, 60]
-        df = spark.createDataFrame(
-            numbered.flatMap(lambda n: rows[cuts[n] : cuts[n + 1]]),
-            "features array<double>, label long, weight double",
-        ).cache()
-        df.count()
-        found: dict[str, Any] = {"nodes": len(set(numbered.map(lambda _: os.getcwd()).collect()))}
-        for name, how in HOW.items():
-            for way, strategy in {"local": {"engine": "local"}, **WAYS}.items():
-                run = trainer_of(model=paired, replicas=RANKS, batch_size=12, **how, **strategy)
-                trained = run.fit(df)
-                weights = torch.cat([p.detach().flatten() for p in trained.module.parameters()])
-                found[f"{name}, {way}"] = [*trained.history.losses, *weights.tolist()]
-    answer(found)
-
-
-if __name__ == "__main__":
-    main()
+def run(spark: Any, runs: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """``runs``: some of HOW and WAYS; each of HOW in one process, too."""
+    random = np.random.default_rng(1)
+    rows = [
+        (random.normal(size=WIDTH).tolist(), int(random.integers(CLASSES)), n % 5 / 2)
+        for n in range(60)
+    ]
+    numbered = spark.sparkContext.parallelize(range(RANKS), RANKS)
+    cuts = [0, 25, 28, 48, 60]
+    df = spark.createDataFrame(
+        numbered.flatMap(lambda n: rows[cuts[n] : cuts[n + 1]]),
+        "features array<double>, label long, weight double",
+    ).cache()
+    df.count()
+    found: dict[str, Any] = {"nodes": len(set(numbered.map(lambda _: os.getcwd()).collect()))}
+    for name, way in [*((name, "local") for name in HOW), *runs]:
+        strategy = WAYS.get(way, {"engine": "local"})
+        trainer = trainer_of(model=paired, replicas=RANKS, batch_size=12, **HOW[name], **strategy)
+        trained = trainer.fit(df)
+        weights = torch.cat([p.detach().flatten() for p in trained.module.parameters()])
+        found[f"{name}, {way}"] = [*trained.history.losses, *weights.tolist()]
+    return found

@@ -1,10 +1,12 @@
-"""Script: gangs whose tasks get more cores than others, on two executors of two cores."""
+"""Gangs whose tasks get more cores than others, on two executors of two cores."""
 
 from __future__ import annotations
 
 import os
 import sys
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,6 +15,7 @@ from pyspark import cloudpickle
 from pyspark.resource import ExecutorResourceRequests, ResourceProfileBuilder, TaskResourceRequests
 
 import sparkdl
+from sparkdl.gang import driver
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -47,39 +50,25 @@ def error_of(doing) -> str:
     return "none"
 
 
-def main() -> None:
-    from launch import answer, session, spec
-
-    given = spec()
-    with session(given["master"]) as spark:
-        two = ResourceProfileBuilder().require(TaskResourceRequests().cpus(2)).build
-        ask = ExecutorResourceRequests().cores(4)
-        executors = ResourceProfileBuilder().require(ask).build
-        places = sparkdl.gang.run(where, ranks=2, resource_profile=two)
-        generator = np.random.default_rng(1)
-        rows = [
-            (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES)))
-            for _ in range(24)
-        ]
-        records = spark.sparkContext.parallelize(rows, 2)
-        df = spark.createDataFrame(records, "features array<double>, label long")
-        run = trainer_of(model=lambda: threads_in(given["notes"]), resource_profile=two)
-        answer(
-            {
-                "executors": len(set(places)),
-                "too many": error_of(
-                    lambda: sparkdl.gang.run(where, ranks=3, resource_profile=two)
-                ),
-                "asks": error_of(
-                    lambda: sparkdl.gang.run(where, ranks=2, resource_profile=executors)
-                ),
-                "losses": run.fit(df).history.losses,
-                "expected": replace(run, engine="local", resource_profile=None)
-                .fit(df)
-                .history.losses,
-            }
-        )
-
-
-if __name__ == "__main__":
-    main()
+def run(spark: Any, notes: str) -> dict[str, Any]:
+    """``notes``: the folder of the threads' notes."""
+    two = ResourceProfileBuilder().require(TaskResourceRequests().cpus(2)).build
+    ask = ExecutorResourceRequests().cores(4)
+    executors = ResourceProfileBuilder().require(ask).build
+    places = sparkdl.gang.run(where, ranks=2, resource_profile=two)
+    generator = np.random.default_rng(1)
+    rows = [
+        (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES))) for _ in range(24)
+    ]
+    records = spark.sparkContext.parallelize(rows, 2)
+    df = spark.createDataFrame(records, "features array<double>, label long")
+    trainer = trainer_of(model=lambda: threads_in(notes), resource_profile=two)
+    with mock.patch.object(driver, "SLOT_SECONDS", 1.0):
+        too_many = error_of(lambda: sparkdl.gang.run(where, ranks=3, resource_profile=two))
+    return {
+        "executors": len(set(places)),
+        "too many": too_many,
+        "asks": error_of(lambda: sparkdl.gang.run(where, ranks=2, resource_profile=executors)),
+        "losses": trainer.fit(df).history.losses,
+        "expected": replace(trainer, engine="local", resource_profile=None).fit(df).history.losses,
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -16,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import forkserver
 
 from sparkdl.collectives.communicator import Communicator
 
 WORLD = 8
-SHORT = "the last two, with a short timeout"
 PATIENCE = 60.0
 
 
@@ -30,11 +29,11 @@ class Ranks:
     def __init__(self, pipes: list[Connection]) -> None:
         self.pipes = pipes
 
-    def run(self, group: int | str, do: Callable[..., Any], *args: Any) -> list[Any]:
+    def run(self, size: int, do: Callable[..., Any], *args: Any) -> list[Any]:
         """``do(communicator, *args)`` on every rank of the group; AssertionError if any raises."""
-        pipes = self.pipes[-(2 if isinstance(group, str) else group) :]
+        pipes = self.pipes[-size:]
         for pipe in pipes:
-            pipe.send_bytes(pickle.dumps((group, do, args)))
+            pipe.send_bytes(pickle.dumps((size, do, args)))
         found = []
         for pipe in pipes:
             assert pipe.poll(PATIENCE), "a rank does not answer"
@@ -47,8 +46,7 @@ class Ranks:
 @contextlib.contextmanager
 def real_ranks() -> Iterator[Ranks]:
     """WORLD processes, forked from one that has imported torch."""
-    start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.collectives.communicator"])
+    start = forkserver()
     with tempfile.TemporaryDirectory() as folder:
         ends = [start.Pipe() for _ in range(WORLD)]
         store = os.path.join(folder, "store")
@@ -78,16 +76,22 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
         timeout=timedelta(seconds=PATIENCE / 2),
     )  # fmt: skip
-    groups: dict[int | str, Any] = {
+    groups: dict[int, Any] = {
         size: dist.new_group(range(WORLD - size, WORLD)) for size in range(1, WORLD)
     }
-    groups[SHORT] = dist.new_group([WORLD - 2, WORLD - 1], timeout=timedelta(seconds=1))
     groups[WORLD] = None
     with contextlib.suppress(EOFError):
         while True:
-            group, do, args = pickle.loads(pipe.recv_bytes())
+            size, do, args = pickle.loads(pipe.recv_bytes())
             try:
-                answer = True, do(Communicator(groups[group]), *args)
+                answer = True, do(Communicator(groups[size]), *args)
             except Exception:
                 answer = False, traceback.format_exc()
             pipe.send_bytes(pickle.dumps(answer))
+
+
+def impatient(communicator: Communicator) -> Communicator:
+    """Return the group of the same ranks with a short timeout, for what breaks it."""
+    ranks = dist.get_process_group_ranks(communicator._group)
+    timeout = timedelta(seconds=1)
+    return Communicator(dist.new_group(ranks, timeout, use_local_synchronization=True))

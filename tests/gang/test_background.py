@@ -53,9 +53,7 @@ def tensors(uri: str, files: Any) -> dict[tuple[int, str], list]:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "ddp": {},
     "zero1": {"strategy": "zero1", "ema": 0.9},
-    "fsdp": {"strategy": "fsdp"},
     "pipeline": {"strategy": "pipeline"},
     "compressed": {"compression": sparkdl.PowerSGD(1)},
 }
@@ -118,7 +116,7 @@ def held(monkeypatch, tmp_path) -> Path:
     return gate
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_training_goes_on_and_the_state_is_that_of_when_it_began(
     frames, tmp_path, held, monkeypatch, strategy
 ):

@@ -21,7 +21,7 @@ from sparkdl.collectives.link import SubgroupLink
 CASES = [(operation, name) for operation, names in ALGORITHMS.items() for name in names]
 SUMS = ("reduce", "all_reduce", "reduce_scatter")
 BLOCKS = ("reduce_scatter", "all_gather")
-SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 11, 16)
+SIZES = (1, 2, 3, 5, 8, 11)
 NETWORK = Network(alpha=1000.0, beta=3.0, gamma=0.5)
 
 
@@ -60,7 +60,7 @@ def whole_numbers(size: int, length: int, seed: int = 0) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("operation", "name"), CASES)
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(
     size=st.integers(1, 12),
     lengths=st.lists(st.integers(0, 5), min_size=12, max_size=12),

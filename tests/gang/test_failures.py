@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pyspark import cloudpickle
-from real_ranks import SHORT, WORLD, real_ranks
+from real_ranks import WORLD, impatient
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleGPipe
@@ -26,12 +26,6 @@ from sparkdl.gang.rank_task import Failure, describe_failure
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Any:
-    with real_ranks() as found:
-        yield found
 
 
 class Waits(nn.Module):
@@ -65,6 +59,7 @@ def failure_of(stage: nn.Module, alone: Any) -> Failure:
 
 def in_stages(communicator: Communicator) -> list[Failure]:
     """Of the first rank, alone; the other one does nothing."""
+    communicator = impatient(communicator)
     if communicator.rank != 0:
         return []
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -72,7 +67,7 @@ def in_stages(communicator: Communicator) -> list[Failure]:
 
 
 def test_a_group_that_breaks_inside_a_stage_is_told_from_a_mistake(ranks: Any) -> None:
-    (broken, mistake), _ = ranks.run(SHORT, in_stages)
+    (broken, mistake), _ = ranks.run(2, in_stages)
     assert broken.by_group
     assert "gloo" in broken.text
     assert not mistake.by_group

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import multiprocessing
 import os
 import socket
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from forked import forkserver
 from pyspark import cloudpickle
 
 from sparkdl.errors import SessionError, StalledError, StateLostError, TrainingError
@@ -36,8 +36,7 @@ def attend(meeting: Rendezvous) -> None:
 
 @contextlib.contextmanager
 def leading(timeout: float = 60.0, come: bool = True) -> Iterator[LedGang]:
-    start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.gang.rank_task"])
+    start = forkserver()
     listener = Listener("127.0.0.1")
     meeting = Rendezvous("127.0.0.1", listener.port, listener.key, "cpu", False, led.JOB)
     process = start.Process(target=attend, args=(meeting,))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import functools
-import multiprocessing
 import os
 import sys
 import time
@@ -15,21 +14,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from forked import forkserver
 from pyspark import cloudpickle
 
 from sparkdl.errors import StateLostError, TrainingError
+from sparkdl.gang import command_queue
 from sparkdl.gang.channel import Listener
-from sparkdl.gang.command_queue import END_SECONDS
 from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks
 from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 HELLO = Introduction(0, 1, 0, 1, "here")
+END_SECONDS = 1.5
+"""Shorter than in use, and longer than what a test waits for outside of Python."""
 
 
 def attend(meeting: Rendezvous, afterwards: float) -> None:
     """The life of a rank, whose process then has other work."""
+    command_queue.END_SECONDS = END_SECONDS
     meeting.serve(HELLO, functools.partial(RankContext, 0, 1, "127.0.0.1", torch.device("cpu"), []))
     time.sleep(afterwards)
 
@@ -40,8 +43,7 @@ Begin = Callable[..., tuple[ConnectedRanks, Any]]
 @pytest.fixture
 def begin() -> Iterator[Begin]:
     """A team of one, and the rank's process."""
-    start = multiprocessing.get_context("forkserver")
-    start.set_forkserver_preload(["torch", "torch.distributed", "sparkdl.gang.rank_task"])
+    start = forkserver()
     listener, begun = Listener("127.0.0.1"), []
 
     def make(output: bool = False, afterwards: float = 0.0, timeout: float = 60.0) -> Any:
@@ -154,7 +156,7 @@ def wait_outside_python(member: RankContext) -> None:
 
 def test_an_interrupt_that_comes_late_ends_nothing_else(begin):
     """The driver hangs up while the rank waits; its process goes on to another task."""
-    team, process = begin(afterwards=END_SECONDS + 3.0)
+    team, process = begin(afterwards=END_SECONDS + 1.0)
     team.send([wait_outside_python])
     time.sleep(0.3)
     team.close()

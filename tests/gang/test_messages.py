@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from real_ranks import Ranks, real_ranks
+from real_ranks import Ranks
 
 from sparkdl.collectives.communicator import Communicator
 from sparkdl.engines.gang.rank_messages import (
@@ -23,12 +23,6 @@ from sparkdl.engines.gang.rank_messages import (
 
 pytestmark = pytest.mark.gang
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Any:
-    with real_ranks() as found:
-        yield found
 
 
 def value_of(rank: int) -> Any:

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from pyspark import cloudpickle
-from real_ranks import real_ranks
 
 from sparkdl.collectives.direct import (
     MOST_BYTES,
@@ -22,12 +21,6 @@ pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 SIZES = [2, 3, MOST_RANKS, MOST_RANKS + 1]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with real_ranks() as found:
-        yield found
 
 
 def values(rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,11 +1,10 @@
-"""What a task takes of an executor: cores of a resource profile, and GPUs."""
+"""What a task takes of an executor: GPUs; and cores of a resource profile, which local mode has not."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import gpus
-import profiles
 import pytest
 from gang_training import trainer_of
 from launch import launch
@@ -15,40 +14,6 @@ import sparkdl
 from sparkdl import ParameterError, SessionError
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark]
-TOO_MANY = (
-    "ParameterError: a gang of 3 ranks needs 3 task slots at once, and this session has 2: ask for at "
-    "most 2 ranks, or for more executors or cores."
-)
-ASKS = (
-    "ParameterError: resource_profile asks for executors (cores), which Spark starts with dynamic "
-    "allocation only, and a gang does not go with that: leave cores out."
-)
-
-
-@pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict:
-    folder = tmp_path_factory.mktemp("profiles")
-    (folder / "threads").mkdir()
-    path, script = str(folder / "threads"), Path(profiles.__file__)
-    result = launch(script, folder, master="local-cluster[2,2,1024]", notes=path)
-    notes = [int(note.read_text()) for note in (folder / "threads").iterdir()]
-    return {**result, "threads": notes}
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_each_rank_has_two_cores(found):
-    """So that two of them cannot be on one executor of two."""
-    assert found["executors"] == 2
-    assert found["too many"] == TOO_MANY
-    assert found["asks"] == ASKS
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_a_trainers_gang_has_them_too(found):
-    assert found["losses"] == pytest.approx(found["expected"], rel=1e-6)
-    assert found["threads"].count(2) >= 2  # the ranks; the driver's own passes have one
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pyspark import cloudpickle
-from real_ranks import WORLD, real_ranks
+from real_ranks import WORLD
 from torch import nn
 
 from sparkdl.consistency.gossip import TOPOLOGIES
@@ -40,12 +40,6 @@ pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS = tuple((0, 4) for _ in range(WORLD))
 GOSSIPED = 4
-
-
-@pytest.fixture(scope="module")
-def ranks():
-    with real_ranks() as found:
-        yield found
 
 
 class Sometimes(nn.Module):

@@ -20,7 +20,7 @@ from gang_training import (
     by_keyword,
     close,
     counted,
-    goes_on_elsewhere,
+    goes_on_in_turn,
     goes_on_with_kept_state,
     refused,
     without_norm,
@@ -115,7 +115,7 @@ def trainer_of(**changes: Any) -> sparkdl.Trainer:
     return any_trainer(**{"model": model, "strategy": "tensor", **changes})
 
 
-BY_HAND = Tensor(plan={"0": "column", "2": "row", "4.up": "column", "4.down": "row"})
+BY_HAND = Tensor(plan={"0": "column", "2": "row", "*.up": "column", "*.down": "row"})
 BY_SEQUENCE = Tensor(
     plan={
         "first": PrepareModuleOutput(
@@ -129,26 +129,28 @@ BY_SEQUENCE = Tensor(
 CASES: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "by hand": {"model": hidden, "strategy": BY_HAND},
-    "by pattern": {"model": hidden, "strategy": Tensor(plan={"*.up": "column", "*.down": "row"})},
     "a transformer layer": {"model": Words},
     "rows of a table": {"model": Words, "strategy": Tensor(plan={"table": "row"})},
     "in styles of torch's": {"model": Normed, "strategy": BY_SEQUENCE},
-    "clipped by norm": {"clip_norm": 0.1},
-    "clipped by value": {"clip_value": 0.02},
-    "regularised": {"l1": 1e-3, "l2": {"*.weight": 1e-2}},
-    "average of the weights": {"ema": 0.8},
-    "micro-batches": {"accumulate": 3},
-    "weights of samples": {"weight": "weight"},
-    "labels that the loss ignores and weighs": {"loss": IGNORING},
+    "with care": {
+        "clip_norm": 0.1,
+        "l1": 1e-3,
+        "l2": {"*.weight": 1e-2},
+        "ema": 0.8,
+        "accumulate": 3,
+        "weight": "weight",
+        "class_weights": [1.0, 0.0, 2.0],
+        "activation_checkpointing": ["0", "2"],
+        "optimizer": {
+            "0": partial(torch.optim.SGD, lr=0.1),
+            "": partial(torch.optim.Adam, lr=0.01),
+        },
+        "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+    },
+    "labels that the loss ignores and weighs": {"loss": IGNORING, "clip_value": 0.02},
     "a sum and its count": {"loss": counted, "clip_norm": 0.1, "accumulate": 2},
     "batches in which nothing counts": {"loss": IGNORING, "batch_size": 1, "model": without_norm},
-    "weights of classes": {"class_weights": [1.0, 0.0, 2.0]},
     "a frozen layer that is cut": {"freeze": ["0"]},
-    "checkpointed activations": {"activation_checkpointing": ["0", "2"]},
-    "two optimizers": {
-        "optimizer": {"0": partial(torch.optim.SGD, lr=0.1), "": partial(torch.optim.Adam, lr=0.01)}
-    },
-    "a schedule": {"schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2)},
     "inputs by keyword, an output of several fields": by_keyword(),
     "shards of one rank": {"mesh": {"shard": 1, "tensor": 2}},
     "copies of layers that are whole": {"mesh": {"data": 2, "tensor": 1}},
@@ -183,9 +185,12 @@ def test_batch_norm_over_the_mini_batch_of_all_parts(frames):
     assert there.module[3].num_batches_tracked == 6
 
 
-@pytest.mark.parametrize("sizes", [(20, 12), (0, 24)], ids=str)
-@pytest.mark.parametrize("made", [{}, {"model": Words}, by_keyword()], ids=["", "words", "keyword"])
-def test_validation_is_that_of_one_process(frames, sizes, made):
+@pytest.mark.parametrize(
+    ("made", "sizes"),
+    [({"model": Words}, (0, 24)), (by_keyword(), (20, 12))],
+    ids=["words", "keyword"],
+)
+def test_validation_is_that_of_one_process(frames, made, sizes):
     """Ranks have different numbers of batches to validate; histograms count each weight once."""
     df = frames(*sizes)
     validation = sparkdl.Validation(df, metrics=["accuracy"], best="loss", every=sparkdl.every(2))
@@ -218,8 +223,11 @@ class Seen(sparkdl.Callback):
             self.counts[name] = int(sum(histogram.counts))
 
 
-@pytest.mark.parametrize("mesh", [None, {"shard": 1, "tensor": 2}], ids=["", "shards"])
-@pytest.mark.parametrize("precision", [{"precision": "bf16"}, {"precision": "fp16"}], ids=str)
+@pytest.mark.parametrize(
+    ("precision", "mesh"),
+    [({"precision": "bf16"}, None), ({"precision": "fp16"}, {"shard": 1, "tensor": 2})],
+    ids=["bf16", "fp16, shards"],
+)
 def test_lower_precision(frames, precision, mesh):
     """Also in validation, of different numbers of batches. SGD, as Adam would not see gradients that
     are a loss scale too large."""
@@ -234,31 +242,28 @@ def test_lower_precision(frames, precision, mesh):
     assert all(p.dtype == torch.float32 for p in there.module.parameters())
 
 
-CHANGES = [
-    ({"engine": "shuffle", "slices": 3}, {}),
-    ({"strategy": BY_HAND}, {"strategy": "tensor"}),
-    ({}, {"strategy": "fsdp"}),
-    ({}, {"strategy": "pipeline"}),
-    ({"strategy": "pipeline"}, {}),
-    ({}, {"engine": "local", "slices": 3}),
+WAYS: list[dict[str, Any]] = [
+    {"engine": "shuffle", "slices": 3},
+    {"strategy": "tensor"},
+    {"strategy": BY_HAND},
+    {"strategy": sparkdl.FSDP(units=["0", "2"])},
+    {"strategy": "fsdp"},
+    {"strategy": "zero1"},
+    {"strategy": sparkdl.Pipeline(stages_per_rank=2)},
+    {"strategy": sparkdl.Pipeline(split=["2"])},
+    {"strategy": "tensor"},
+    {"strategy": "fsdp"},
+    {"strategy": "pipeline"},
+    {"engine": "local", "slices": 3},
 ]
 
 
-@pytest.mark.parametrize(
-    ("first", "then"),
-    CHANGES,
-    ids=[
-        "shuffle to tensor",
-        "plan to plan",
-        "tensor to fsdp",
-        "tensor to pipeline",
-        "pipeline to tensor",
-        "tensor to local",
-    ],
-)
-def test_checkpoints_are_cut_anew(frames, tmp_path, first, then):
-    df, alike = frames(20, 12), {"model": hidden, "ema": 0.9}
-    goes_on_elsewhere(trainer_of, df, tmp_path, first, then, alike)
+def test_checkpoints_are_cut_anew(frames, tmp_path):
+    """Every engine and strategy goes on from the checkpoint of another: the training of one process."""
+    ended, whole = goes_on_in_turn(WAYS, frames(20, 12), tmp_path, model=hidden, ema=0.9)
+    assert ended.history.losses == pytest.approx(whole.history.losses, rel=1e-5, abs=1e-5)
+    close(whole, ended)
+    close(whole.ema, ended.ema)
 
 
 def test_it_goes_on_with_the_optimizer_state_it_kept(frames):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from functools import partial
 from unittest import mock
 
@@ -43,27 +44,16 @@ OPTIMIZERS = {
 SCHEDULES = {"constant": None, "cosine": partial(CosineAnnealingLR, T_max=12)}
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
-CASES = [
-    (m, n, kind, optimizer, schedule, dtype)
-    for kind, by_m in PARTITIONS.items()
-    for m in by_m
-    for n in sorted({m, 1, 7})
-    for optimizer in OPTIMIZERS
-    for schedule in SCHEDULES
-    for dtype in DTYPES
-]
+CUTS = [(m, n, kind) for kind, by_m in PARTITIONS.items() for m in by_m for n in sorted({m, 1, 7})]
+WAYS = list(itertools.product(OPTIMIZERS, SCHEDULES, DTYPES))
+CASES = [(*cut, *WAYS[5 * number % len(WAYS)]) for number, cut in enumerate(CUTS)]
+"""Every cut; the ways to train by turns, as the two do not depend on each other."""
 SHUFFLE_CASES = [
-    (1, 1, "even", "sgd", "constant", "fp32"),
     (1, 7, "uneven", "adam", "cosine", "fp64"),
-    (2, 2, "uneven", "adam", "constant", "fp32"),
-    (2, 1, "even", "adamw", "cosine", "fp32"),
-    (2, 7, "empty", "sgd", "cosine", "fp64"),
-    (3, 3, "empty", "adamw", "constant", "fp64"),
-    (3, 1, "uneven", "adam", "cosine", "fp32"),
-    (3, 7, "even", "sgd", "constant", "fp32"),
-    (5, 5, "uneven", "sgd", "cosine", "fp32"),
-    (5, 1, "even", "adam", "constant", "fp64"),
-    (5, 7, "empty", "adamw", "cosine", "fp32"),
+    (2, 2, "uneven", "adamw", "constant", "fp32"),
+    (2, 1, "even", "sgd", "cosine", "fp32"),
+    (3, 3, "empty", "adam", "constant", "fp64"),
+    (5, 5, "empty", "sgd", "cosine", "fp32"),
 ]
 
 

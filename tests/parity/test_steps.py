@@ -12,7 +12,7 @@ from feature_runs import BATCH_SIZE, CLASSES, Parts, assert_close, fit_here, pla
 import sparkdl
 
 pytestmark = pytest.mark.parity
-SIZES = [((43,), 5), ((40, 3), 1), ((0, 43), 2), ((12, 3, 20, 8), 3)]
+SIZES = [((43,), 5), ((12, 0, 23, 8), 3)]
 SOME = 1
 """Rows of a class up to this one are counted alone, of which replicas have unequal numbers."""
 

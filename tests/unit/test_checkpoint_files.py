@@ -6,13 +6,12 @@ import os
 import pickle
 import resource
 import secrets
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fresh import run_fresh
 from permissions import unprivileged
 from pyarrow import fs
 
@@ -217,7 +216,7 @@ def test_a_killed_writer_leaves_no_file_under_the_name(tmp_path: Path) -> None:
         "os.replace = lambda *_: os._exit(9)\n"
         "Folder.of(sys.argv[1]).write('a.bin', b'12345')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    done = run_fresh(code, str(tmp_path))
     assert done.returncode == 9
     (left,) = Folder.of(tmp_path).entries()
     assert unfinished(left) == "a.bin"
@@ -262,5 +261,5 @@ def test_without_fsspec_the_extra_is_named() -> None:
         "from sparkdl.checkpoint.files import Folder\n"
         "Folder.of('memory://a').make()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_fresh(code)
     assert 'pip install fsspec (the extra "remote")' in done.stderr

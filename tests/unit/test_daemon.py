@@ -20,10 +20,12 @@ from sparkdl.slab import root
 
 SCRIPT = """
 import gc, json, os, sys
-from sparkdl.daemon import MODULES, preload
-preload()
+from sparkdl import daemon
+daemon.MODULES = (*daemon.MODULES, "asks_for_gpus")
+daemon.preload()
 threads = [open(f"/proc/self/task/{t}/comm").read().strip() for t in os.listdir("/proc/self/task")]
 import torch
+import asks_for_gpus
 modules = set(sys.modules)
 from sparkdl.engines.shuffle import update_tasks
 from sparkdl.data import arrow_tasks, record_tasks
@@ -32,7 +34,8 @@ torch.optim.Adam([parameter])
 print(json.dumps({
     "threads": threads, "frozen": gc.get_freeze_count(), "tracked": len(gc.get_objects()),
     "collecting": gc.isenabled(), "cuda": torch.cuda.is_initialized(),
-    "missing": [m for m in MODULES if m not in modules],
+    "missing": [m for m in daemon.MODULES if m not in modules],
+    "asked": [asks_for_gpus.found, asks_for_gpus.calls, os.environ.get(daemon.ASK_NVML)],
     "later": sorted(m for m in set(sys.modules) - modules if m.startswith(("sparkdl", "torch._dy"))),
 }))
 """
@@ -76,12 +79,27 @@ def test_a_socket_with_a_long_path_stays_where_spark_wants_it(
     assert list(deep.iterdir()) == []
 
 
+ASKS_FOR_GPUS = """
+import torch
+calls = []
+torch._C._cuda_getDeviceCount = lambda: calls.append("started") or 1
+torch.cuda._device_count_nvml = lambda: calls.append("asked") or 1
+found = torch.cuda.is_available()
+"""
+
+
 @pytest.mark.linux
-def test_what_is_forked_has_everything_and_runs_no_thread() -> None:
-    """A lock that a thread of the parent held would stay locked for ever in the child."""
+def test_what_is_forked_has_everything_and_runs_no_thread(tmp_path: Path) -> None:
+    """A lock that a thread of the parent held would stay locked for ever in the child; and what is
+    forked from a process that has started CUDA could not use it. No GPU is here: torch's own functions
+    are told what one would say."""
+    (tmp_path / "asks_for_gpus.py").write_text(ASKS_FOR_GPUS)
+    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment.pop(daemon.ASK_NVML, None)
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env=environment,
         capture_output=True,
         text=True,
         check=True,
@@ -92,36 +110,7 @@ def test_what_is_forked_has_everything_and_runs_no_thread() -> None:
     assert found["collecting"]
     assert found["frozen"] > 100_000 > found["tracked"]
     assert found["missing"] == found["later"] == []
-
-
-ASKS = """
-import os, torch
-from sparkdl import daemon
-daemon.MODULES = (*daemon.MODULES, "asks_for_gpus")
-daemon.preload()
-import asks_for_gpus as module
-print(module.found, module.calls, os.environ.get(daemon.ASK_NVML), torch.cuda.is_initialized())
-"""
-ASKS_FOR_GPUS = """
-import torch
-calls = []
-torch._C._cuda_getDeviceCount = lambda: calls.append("started") or 1
-torch.cuda._device_count_nvml = lambda: calls.append("asked") or 1
-found = torch.cuda.is_available()
-"""
-
-
-def test_a_module_that_asks_for_gpus_does_not_start_cuda(tmp_path: Path) -> None:
-    """What is forked from a process that has could not use it. No GPU is here: torch's own functions
-    are told what one would say."""
-    (tmp_path / "asks_for_gpus.py").write_text(ASKS_FOR_GPUS)
-    paths = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    environment.pop(daemon.ASK_NVML, None)
-    result = subprocess.run(
-        [sys.executable, "-c", ASKS], env=environment, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "True ['asked'] None False"
+    assert found["asked"] == [True, ["asked"], None]
 
 
 FORKS = """

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fresh import run_fresh
 from pyspark import TaskContext
 
 from sparkdl.errors import SessionError
@@ -160,22 +158,17 @@ def test_why_torch_sees_none(sight, reason):
     assert re.search(reason, replace(SEEN, **sight).reason)
 
 
-LIMITED = (
-    "import json; from sparkdl.spark.device import Sight; print(json.dumps(vars(Sight.here())))"
-)
+LIMITED = """
+import json, resource
+resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30))
+from sparkdl.spark.device import Sight
+print(json.dumps(vars(Sight.here())))
+"""
 
 
 def test_the_limits_of_this_process_are_seen():
-    limit = 32 << 30
-    result = subprocess.run(
-        [sys.executable, "-c", LIMITED],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "7"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = run_fresh(LIMITED, CUDA_VISIBLE_DEVICES="7")
     found = json.loads(result.stdout)
-    assert found["address_space"] == limit
+    assert found["address_space"] == 32 << 30
     assert found["visible"] == "7"
     assert not found["forked"]

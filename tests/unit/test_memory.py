@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from fresh import run_fresh
 
 from sparkdl.data.partition_writer import PartitionWriter, close_partitions, open_partition
 from sparkdl.process import memory
@@ -117,8 +116,7 @@ def test_a_limit_of_the_process_counts(tmp_path: Path, kind: str, pages: int) ->
     if pages:
         (tmp_path / "self").mkdir()
         (tmp_path / "self/statm").write_text(f"{pages} 7 7 7 0 7 0\n")
-    command = [sys.executable, "-c", LIMITED, kind, str(3 << 40), str(tmp_path)]
-    run = subprocess.run(command, check=True, capture_output=True, text=True)
+    run = run_fresh(LIMITED, kind, str(3 << 40), str(tmp_path))
     assert int(run.stdout) == (3 << 40) - pages * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from fresh import run_fresh
 from launch import ROOT
 
 from sparkdl import __main__ as report_module
@@ -132,5 +133,5 @@ assert set(sparkdl.__all__) <= set(dir(sparkdl))
 from sparkdl import *
 assert tune.search and predict and fit_groups and not hasattr(sparkdl, "nothing")
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT)
+    done = run_fresh(text, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 import torch
 import torchmetrics as tm
+from fresh import run_fresh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import roc_auc_score
@@ -190,8 +189,8 @@ def test_torchmetrics_is_not_imported_for_others() -> None:
         "resolve(['auc', 'top5', ('mine', sparkdl.MeanMetric('m', max))])\n"
         "print('torchmetrics' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    done = run_fresh(code)
+    assert done.stdout.strip() == "False", done.stderr
 
 
 # the loss

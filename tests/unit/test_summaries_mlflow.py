@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import summary_runs as runs
 import torch
+from fresh import run_fresh
 from torch import nn
 
 import sparkdl
@@ -96,13 +96,7 @@ print(callback.run_id)
 
 
 def test_a_program_that_ends_early_leaves_a_failed_run() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_fresh(PROGRAM, cwd=Path(__file__).parent)
     assert done.returncode == 0, done.stderr
     run_id = done.stdout.strip()
     assert mlflow.MlflowClient().get_run(run_id).info.status == "FAILED"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import summary_runs as runs
 import torch
+from fresh import run_fresh
 from permissions import open_to_all, unprivileged
 
 import sparkdl
@@ -118,12 +118,6 @@ summary_runs.play([callback], summary_runs.states(last=6), finish=False)
 
 def test_a_program_imports_it_late_sees_no_warning_and_loses_nothing(tmp_path: Path) -> None:
     """The program ends without the end of its fit."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_fresh(PROGRAM, str(tmp_path), cwd=Path(__file__).parent)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(scalars(tmp_path)["loss"]) == [1, 2, 3, 4, 5, 6]
