@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from sparkdl.consistency.asynchronous import Asynchronous, GroupTurns
+from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import Consistency
+from sparkdl.consistency.group_turns import GroupTurns
 from sparkdl.consistency.turns import Commit, Turn
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.local import LocalEngine

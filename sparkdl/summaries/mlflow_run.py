@@ -30,8 +30,8 @@ _OPEN: set[str] = set()
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What MLflow knows in the user's process, and must know where a callback of it runs.
+class TrackingSettings:
+    """The settings of MLflow in a process, which go with a callback to the process that runs it.
 
     Attributes:
         process: Identifies the process.
@@ -46,14 +46,14 @@ class Surroundings:
     experiment: str | None
 
     @staticmethod
-    def here() -> Surroundings:
-        """Return those of this process."""
+    def here() -> TrackingSettings:
+        """Return the settings of this process."""
         active, experiment = library().active_run(), None
         if active is None:
             with contextlib.suppress(library().exceptions.MlflowException, OSError):
                 experiment = library().tracking.fluent._get_experiment_id()
         run_id = "" if active is None else active.info.run_id
-        return Surroundings(_process(), library().get_tracking_uri(), run_id, experiment)
+        return TrackingSettings(_process(), library().get_tracking_uri(), run_id, experiment)
 
 
 def _process() -> tuple[str, int]:
@@ -90,10 +90,10 @@ class TrackedRun:
         self._unsent: list[Any] = []
         self._next_try = 0.0
         self.run_id = ""
-        self._from: Surroundings | None = None
+        self._from: TrackingSettings | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        there = None if self._elsewhere() else Surroundings.here()
+        there = None if self._elsewhere() else TrackingSettings.here()
         return {**vars(self), "client": None, "_from": there}
 
     def _elsewhere(self) -> bool:

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.consistency.asynchronous import Asynchronous, GroupTurns
+from sparkdl.consistency.asynchronous import Asynchronous
+from sparkdl.consistency.group_turns import GroupTurns
 from sparkdl.consistency.turns import (
     Commit,
     LiveTurns,

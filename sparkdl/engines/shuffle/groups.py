@@ -15,8 +15,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from sparkdl.consistency.asynchronous import Asynchronous, GroupTurns
+from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import Update
+from sparkdl.consistency.group_turns import GroupTurns
 from sparkdl.consistency.turns import Commit, Turn
 from sparkdl.engines.resources import MAX_SUBMISSIONS
 from sparkdl.engines.shuffle.engine import ShuffleEngine
