@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import logging
@@ -237,7 +238,14 @@ def refused(spark: Any, data: Any) -> dict[str, str]:
 
     good, lock = connected_fits.fits(data)["perceptron"], threading.Lock()
     profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(1)).build
+    module = Path("only_here.py").absolute()
+    module.write_text("def same(value):\n    return value\n")
+    sys.path.insert(0, str(module.parent))
+    only_here = importlib.import_module("only_here")
+    module.unlink()
+    columns = {"x": sparkdl.Convert(only_here.same)}
     return {
+        "module": told(lambda: replace(good, columns=columns).fit(data)),
         "session": told(lambda: good.fit(spark)),
         "column": told(lambda: sparkdl.tune.search(good, data["x"], {"batch_size": [8]})),
         "stop": told(lambda: replace(good, stop=connected_fits.Held(lock)).fit(data)),
