@@ -263,6 +263,7 @@ REFUSED = {
     "session": "DataError: fit takes a DataFrame, not pyspark.sql.connect.session.SparkSession.",
     "column": "DataError: search takes a DataFrame, not pyspark.sql.connect.column.Column.",
     "stop": "ParameterError: stop= cannot be pickled",
+    "frame": "ParameterError: stop= cannot be pickled",
     "profile": "SessionError: resource_profile needs a cluster",
     "function": "ParameterError: acquire, or an argument of it, cannot be pickled",
 }

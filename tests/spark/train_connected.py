@@ -249,6 +249,7 @@ def refused(spark: Any, data: Any) -> dict[str, str]:
         "session": told(lambda: good.fit(spark)),
         "column": told(lambda: sparkdl.tune.search(good, data["x"], {"batch_size": [8]})),
         "stop": told(lambda: replace(good, stop=connected_fits.Held(lock)).fit(data)),
+        "frame": told(lambda: replace(good, stop=connected_fits.Held(data)).fit(data)),
         "profile": told(lambda: replace(good, resource_profile=profile).fit(data)),
         "function": told(lambda: sparkdl.gang.run(lock.acquire, ranks=2, spark=spark)),
     }
