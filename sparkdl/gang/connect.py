@@ -26,7 +26,7 @@ from sparkdl.gang.control import ControlClient, hosts_and_slots
 from sparkdl.gang.led_task import FAILED, LOG, OUTPUT, PRINTED, SCHEMA, LedTask
 from sparkdl.gang.query_begin import QueryBegin
 from sparkdl.gang.slots import check_profile, no_dynamic_allocation, too_few_slots
-from sparkdl.spark.failures import explain, of_python
+from sparkdl.spark.failures import explain, of_modules, of_python
 from sparkdl.spark.frames import is_local_master
 from sparkdl.usercode import accompanied
 
@@ -199,7 +199,7 @@ def _collected(query: Any) -> Any:
         return query.toArrow()
     except PySparkException as error:
         text = str(error)
-        if any(word in text for word in _LOST):
+        if any(word in text for word in _LOST) and not of_modules(text):
             reason = explain(text) if of_python(text) else explain(text).partition("\n")[0]
             raise StateLostError(f"a rank of the gang went away: {reason}") from None
         raise

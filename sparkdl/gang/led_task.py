@@ -21,7 +21,7 @@ from typing import Any, Protocol, TextIO
 import pyarrow as pa
 from pyspark import BarrierTaskContext, cloudpickle
 
-from sparkdl.errors import SparkdlError, StateLostError, TrainingError, UserError
+from sparkdl.errors import SlabFullError, SparkdlError, StateLostError, TrainingError, UserError
 from sparkdl.gang.channel import Listener, connect
 from sparkdl.gang.led import JOB, REACH_SECONDS, LedGang
 from sparkdl.gang.rank_task import Introduction, Rendezvous
@@ -42,7 +42,7 @@ class LedWork(Protocol):
     def begin(self, batches: Iterable[pa.RecordBatch]) -> list[Any]:
         """Take the rows of the task, and return the frames of its rank; in every task.
 
-        The other ranks are told of a UserError that it raises.
+        The other ranks are told of a UserError or SlabFullError that it raises.
         """
 
     def lead(self, gang: LedGang, frames: list[list[Any]]) -> Iterator[tuple[str, bytes]]:
@@ -77,9 +77,10 @@ class LedTask:
         context = BarrierTaskContext.get()
         infos, rank = context.getTaskInfos(), context.partitionId()
         address = infos[rank].address.rpartition(":")[0]
+        problem: SparkdlError | None = None
         try:
-            frames, problem = self.work.begin(batches), None
-        except UserError as error:
+            frames = self.work.begin(batches)
+        except (UserError, SlabFullError) as error:
             frames, problem = [], error
         listener, at = None, None
         if rank == 0:
@@ -119,7 +120,7 @@ class LedTask:
         meeting: Rendezvous,
         listener: Listener,
         frames: list[list[Any]],
-        problems: list[UserError],
+        problems: list[SparkdlError],
     ) -> Iterator[pa.RecordBatch]:
         """Lead the other ranks, and yield the rows of the results."""
         rows: list[tuple[str, bytes]] = []

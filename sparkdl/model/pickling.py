@@ -8,12 +8,15 @@ class again on unpickling.
 from __future__ import annotations
 
 import io
+import pickle
 from typing import Any
 
 import torch
 from pyspark import cloudpickle
 from torch import nn
 from torch.nn.utils import parametrize
+
+_CONNECT = "pyspark.sql.connect"
 
 
 def dumps(value: Any) -> bytes:
@@ -32,6 +35,10 @@ class _Pickler(cloudpickle.CloudPickler):  # type: ignore[misc]
             kind = parametrize.type_before_parametrizations(obj)
             state = kind.__getstate__(obj)  # type: ignore[call-arg]
             return _parametrized, (kind, tuple(obj.parametrizations)), state  # type: ignore[arg-type]
+        kind = type(obj)
+        if kind.__name__ == "SparkSession" and kind.__module__.startswith(_CONNECT):
+            # it would pickle, and fail where it is unpickled
+            raise pickle.PicklingError("it holds a session of Spark Connect, or data of one")
         return super().reducer_override(obj)
 
 

@@ -48,6 +48,11 @@ def of_python(text: str) -> bool:
     return _TRACE.search(text) is not None
 
 
+def of_modules(text: str) -> bool:
+    """Return whether Spark reports that the executors lack a module of the user, or have another."""
+    return _OF_MODULES.search(text) is not None
+
+
 def explain(text: str) -> str:
     """Return one line with partition, node, attempts and error, followed by any Python traceback.
 

@@ -259,9 +259,11 @@ def test_summaries_go_where_the_client_would_write_them(found: Any) -> None:
 
 
 REFUSED = {
+    "module": 'ModelError: reading the data: the executors cannot import "only_here"',
     "session": "DataError: fit takes a DataFrame, not pyspark.sql.connect.session.SparkSession.",
     "column": "DataError: search takes a DataFrame, not pyspark.sql.connect.column.Column.",
     "stop": "ParameterError: stop= cannot be pickled",
+    "frame": "ParameterError: stop= cannot be pickled",
     "profile": "SessionError: resource_profile needs a cluster",
     "function": "ParameterError: acquire, or an argument of it, cannot be pickled",
 }

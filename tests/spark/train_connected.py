@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import json
 import logging
@@ -237,10 +238,18 @@ def refused(spark: Any, data: Any) -> dict[str, str]:
 
     good, lock = connected_fits.fits(data)["perceptron"], threading.Lock()
     profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(1)).build
+    module = Path("only_here.py").absolute()
+    module.write_text("def same(value):\n    return value\n")
+    sys.path.insert(0, str(module.parent))
+    only_here = importlib.import_module("only_here")
+    module.unlink()
+    columns = {"x": sparkdl.Convert(only_here.same)}
     return {
+        "module": told(lambda: replace(good, columns=columns).fit(data)),
         "session": told(lambda: good.fit(spark)),
         "column": told(lambda: sparkdl.tune.search(good, data["x"], {"batch_size": [8]})),
         "stop": told(lambda: replace(good, stop=connected_fits.Held(lock)).fit(data)),
+        "frame": told(lambda: replace(good, stop=connected_fits.Held(data)).fit(data)),
         "profile": told(lambda: replace(good, resource_profile=profile).fit(data)),
         "function": told(lambda: sparkdl.gang.run(lock.acquire, ranks=2, spark=spark)),
     }
