@@ -107,9 +107,9 @@ def refused(
 
 def goes_on_with_kept_state(run: sparkdl.Trainer, df: Any) -> None:
     """Of the optimizer, from fit to fit."""
-    whole = replace(run, engine="local", stop=sparkdl.max_epoch(2)).fit(df)
-    half = replace(run, keep_optimizer_state=True, stop=sparkdl.max_epoch(1)).fit(df)
-    close(whole, replace(run, stop=sparkdl.max_epoch(1)).fit(df, start=half))
+    once = replace(run, stop=sparkdl.max_epoch(1))
+    half = replace(once, keep_optimizer_state=True).fit(df)
+    close(replace(once, engine="local").fit(df, start=half), once.fit(df, start=half))
 
 
 def goes_on_in_turn(

@@ -93,5 +93,5 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
 def impatient(communicator: Communicator) -> Communicator:
     """Return the group of the same ranks with a short timeout, for what breaks it."""
     ranks = dist.get_process_group_ranks(communicator._group)
-    timeout = timedelta(seconds=1)
+    timeout = timedelta(seconds=3)
     return Communicator(dist.new_group(ranks, timeout, use_local_synchronization=True))

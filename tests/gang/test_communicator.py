@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from launch import soak_but
-from real_ranks import impatient
+from real_ranks import WORLD, impatient
 
 from sparkdl.collectives.algorithms import ALGORITHMS
 from sparkdl.collectives.arguments import DTYPES, LIBRARY, OPS
@@ -347,9 +347,9 @@ def test_needs_a_process_group():
 
 
 def serve_all(communicator: Communicator, replay: torch.Tensor | None) -> Any:
-    """Steps whose result depends on their order, from five clients at three owners."""
+    """Steps whose result depends on their order, from eight clients at three owners."""
     momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    with ParameterServer(momentum, owners=[4, 2, 3], replay=replay, timeout=30) as server:
+    with ParameterServer(momentum, owners=[6, 2, 3], replay=replay, timeout=30) as server:
         server.init(["a", "b"], [torch.ones(5, 2), torch.ones(1)])
         for number in range(3):
             a, b = server.pull(["a", "b"])
@@ -360,10 +360,10 @@ def serve_all(communicator: Communicator, replay: torch.Tensor | None) -> Any:
     return found, server.order
 
 
-def test_a_parameter_server_of_three_owners_replays_five_clients(ranks):
-    live = ranks.run(5, serve_all, None)
+def test_a_parameter_server_of_three_owners_replays_eight_clients(ranks):
+    live = ranks.run(WORLD, serve_all, None)
     values, order = live[0]
-    assert sorted(order.bincount().tolist()) == [3 * 3 + 1 + 1] * 5
-    for found, same in [*live, *ranks.run(5, serve_all, order)]:
+    assert sorted(order.bincount().tolist()) == [3 * 3 + 1 + 1] * WORLD
+    for found, same in [*live, *ranks.run(WORLD, serve_all, order)]:
         assert all(map(torch.equal, found, values))
-        assert same.tolist()[: 5 * 3 * 3] == order.tolist()[: 5 * 3 * 3]
+        assert same.tolist()[: WORLD * 3 * 3] == order.tolist()[: WORLD * 3 * 3]

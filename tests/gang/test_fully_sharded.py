@@ -134,7 +134,7 @@ def test_micro_batches_of_several_rows_for_a_batch_norm(frames):
 
 def test_validation_is_that_of_one_process(frames):
     """Ranks have different numbers of batches to validate; the best weights are kept in shards."""
-    df = frames(20, 2)
+    df = frames(20, 12)
     validation = sparkdl.Validation(df, metrics=["accuracy"], best="loss", every=sparkdl.every(2))
     validation = replace(validation, batch_size=4)
     run = trainer_of(strategy=UNITS, validation=validation, histograms=sparkdl.every(2))

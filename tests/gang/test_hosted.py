@@ -111,7 +111,7 @@ def test_a_lost_rank_costs_a_new_beginning(spark, frames, tmp_path, caplog, how)
     with caplog.at_level("WARNING", logger="sparkdl"):
         trained = replace(run, callbacks=[counts]).fit(df)
     assert (tmp_path / "struck").exists()
-    assert counts.found == {4}
+    assert max(counts.found) == 4
     here = {"engine": "local", "slices": 4, "min_ranks": None, "strategy": "ddp"}
     same(trained, replace(run, **here).fit(df))
     (line,) = [r.getMessage() for r in caplog.records if "Continued from" in r.getMessage()]
