@@ -58,6 +58,7 @@ $(STAMP): pyproject.toml constraints.txt conf/spark-defaults.conf conf/log4j2.pr
 	@v=$$("$${JAVA_HOME:+$$JAVA_HOME/bin/}java" -version 2>&1 | \
 	  sed -n 's/.* version "\([0-9]*\).*/\1/p'); [ "$${v:-0}" -ge 17 ] || \
 	  { echo "Spark needs Java 17 or newer, on PATH or in JAVA_HOME" >&2; exit 1; }
+	@echo "building .venv: Spark, PyTorch and what else it needs, some minutes the first time" >&2
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 # Spark reads its settings from the conf directory of the pip-installed pyspark. The link is where

@@ -150,12 +150,14 @@ _ON_USE = {
     "register_function": "sparkdl.infer.scoring.function",
 }
 """The modules of names that bring all engines with them, which ``import sparkdl`` does without."""
+_MODULES = ("ml", "mlflow", "summaries", "tune")
+"""The public modules that ``import sparkdl`` does without."""
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is used for the first time."""
-    if name == "tune":
-        return importlib.import_module("sparkdl.tune")
+    if name in _MODULES:
+        return importlib.import_module(f"sparkdl.{name}")
     if name not in _ON_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(importlib.import_module(_ON_USE[name]), name)

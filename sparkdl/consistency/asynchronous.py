@@ -70,8 +70,8 @@ class Asynchronous(Consistency):
             )
         if groups % self.quorum:
             return (
-                f"consistency={self!r} with {groups} groups: an iteration has whole steps. Give "
-                "quorum= a divisor of the number of groups."
+                f"consistency={self!r}: the {groups} gradients of an iteration make no whole number of "
+                f"steps with {self.quorum} each. Give quorum= a divisor of {groups}."
             )
         if self.staleness is not None and 1 < self.quorum < groups:
             return (

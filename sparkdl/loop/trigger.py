@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from sparkdl.errors import ParameterError
 from sparkdl.loop.state import TrainState
 
 
@@ -44,13 +45,34 @@ class Trigger:
         return frozenset()
 
     def __and__(self, other: Trigger) -> Trigger:
-        return And(self, other)
+        return And(self, _checked("&", other))
 
     def __or__(self, other: Trigger) -> Trigger:
-        return Or(self, other)
+        return Or(self, _checked("|", other))
+
+    def __bool__(self) -> bool:
+        raise ParameterError(
+            "a trigger has no truth value before the training: combine triggers with |, & and ~ in "
+            "place of or, and, not."
+        )
 
     def __invert__(self) -> Trigger:
         return Not(self)
+
+
+def _checked(sign: str, other: object) -> Trigger:
+    """Return ``other``, or raise an error if it cannot stand behind ``sign``."""
+    if isinstance(other, Trigger):
+        return other
+    found = (
+        f"{other.__name__}, not called"
+        if callable(other) and hasattr(other, "__name__")
+        else repr(other)
+    )
+    raise ParameterError(
+        f"behind {sign} stands {found}: give a trigger, such as sparkdl.max_epoch(5) or "
+        "sparkdl.every_epoch()."
+    )
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ class LocalFit:
     def _tried(self, trainer: Trainer) -> tuple[PreparedModel, ValidationSet | None, Output | None]:
         """Return the prepared model, the validation samples and the model's output, after trials on
         a few rows."""
-        model = prepare(replace(trainer, validation=None), None)
+        model = prepare(trainer, None, check_data=lambda data: None)  # it is in place
         if model.float_dtype != self.float_dtype:
             raise ModelError(
                 f"the model is of {model.float_dtype}, and the samples were placed for one of "

@@ -66,7 +66,7 @@ def trainer(frames: tuple[DataFrame, DataFrame]) -> sparkdl.Trainer:
         loss=nn.CrossEntropyLoss(),
         optimizer=partial(torch.optim.Adam, lr=0.01),
         batch_size=50,
-        stop=sparkdl.max_epoch(2),
+        stop=sparkdl.max_epoch(2) | sparkdl.max_score("accuracy", 2.0),
         validation=sparkdl.Validation(frames[1], metrics=["accuracy"]),
     )
 

@@ -150,6 +150,20 @@ def test_a_trigger_must_say_when() -> None:
     assert str(caught.value) == "Unfinished does not define __call__(previous, current)"
 
 
+@pytest.mark.parametrize(
+    ("slip", "message"),
+    [
+        (lambda: max_epoch(3) or min_loss(0.1), r"combine triggers with \|, & and ~"),
+        (lambda: not max_epoch(3), r"combine triggers with \|, & and ~"),
+        (lambda: max_epoch(3) | 5, r"behind \| stands 5: give a trigger"),
+        (lambda: max_epoch(3) & every_epoch, "behind & stands every_epoch, not called"),
+    ],
+)
+def test_slips_with_operators(slip: Any, message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        slip()
+
+
 def test_triggers_are_values() -> None:
     trigger = max_epoch(3) & every(2) | max_iteration(5)
     assert trigger == max_epoch(3) & every(2) | max_iteration(5)
