@@ -98,7 +98,7 @@ def test_the_tables_are_large() -> None:
     assert len(everything) >= 180
 
 
-@pytest.mark.parametrize("mistake", [*ROWS, *RECORDS][::3], ids=lambda mistake: mistake.name)
+@pytest.mark.parametrize("mistake", [*ROWS, *RECORDS][::8], ids=lambda mistake: mistake.name)
 def test_the_local_engine_tells_the_same(
     mistake: Mistake, spark: Any, tmp_path: Path, nothing_left: Any
 ) -> None:

@@ -98,7 +98,7 @@ def test_a_pipeline_through_cross_validation_into_another_process(
 ) -> None:
     indexer = StringIndexer(inputCol="species", outputCol="label")
     torch_stage = TorchClassifier(
-        model=perceptron, featuresCol="scaled", batchSize=32, maxEpochs=3, replicas=2
+        model=perceptron, featuresCol="scaled", batchSize=32, maxEpochs=3, engine="local"
     )
     stages = [
         indexer,

@@ -1,4 +1,5 @@
-"""Lines that the user's code prints on executors arrive, each with its origin."""
+"""A program of its own: lines that the user's code prints arrive, each with its origin; and where the
+JVM is killed when the last iteration is done, the weights come back without it."""
 
 from __future__ import annotations
 
@@ -6,14 +7,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang]
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow]
 
 PROGRAM = """
-import logging
+import logging, os, signal
 import sparkdl, torch
 from torch import nn
 
@@ -43,15 +43,32 @@ sparkdl.fit_groups(
         model=make, loss=nn.MSELoss(), optimizer=torch.optim.SGD, stop=sparkdl.max_iteration(1)
     ),
 )
-spark.stop()
+
+
+class Kill(sparkdl.Callback):
+    def __init__(self, pid):
+        self.pid = pid
+
+    def on_fit_end(self, trainer, state):
+        os.kill(self.pid, signal.SIGKILL)
+
+jvm = spark.sparkContext._jvm.java.lang.ProcessHandle.current().pid()
+for engine, callbacks in ("local", []), ("shuffle", [Kill(jvm)]):
+    trained = sparkdl.Trainer(
+        model=make, loss=nn.MSELoss(), optimizer=torch.optim.SGD, engine=engine, replicas=2,
+        batch_size=8, clip_norm=1.0, stop=sparkdl.max_iteration(3), callbacks=callbacks,
+    ).fit(data)
+    print("weights", [value.tolist() for value in trained.module.state_dict().values()], flush=True)
 """
 
 
-def test_each_line_has_its_origin(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "program.py").write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "program.py"],
-        cwd=tmp_path,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -59,7 +76,11 @@ def test_each_line_has_its_origin(tmp_path: Path) -> None:
         env={**os.environ, "PYSPARK_PYTHON": sys.executable},
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    lines = re.findall(r"^(\[.*?\] .*)$", done.stdout, re.MULTILINE)
+    return done.stdout
+
+
+def test_each_line_has_its_origin(printed: str) -> None:
+    lines = re.findall(r"^(\[.*?\] .*)$", printed, re.MULTILINE)
     for number in (0, 1):
         for iteration in (1, 2):
             for one in ("replica", "rank"):
@@ -68,3 +89,8 @@ def test_each_line_has_its_origin(tmp_path: Path) -> None:
                 at = lines.index(f"{label} WARNING:root:two")
                 assert f"{label} lines" in lines[at:]
         assert f"[group {number}] trains on 10" in lines
+
+
+def test_weights_on_the_driver_s_node_come_back_without_spark(printed: str) -> None:
+    local, killed = re.findall(r"^weights (.*)$", printed, re.MULTILINE)
+    assert killed == local
