@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from launch import in_turn
+from launch import in_turn, soak_but
 from noisy import Noisy
 from pyspark import cloudpickle
 from structured import ModelOutput
@@ -286,7 +286,7 @@ SPARED = [
 """Tried in another test, or part of another case: they soak here."""
 SPARED_IN_A_GANG = [
     *("plain", "tables", "tables, clip_norm", "compression PowerSGD", "skip", "skip, clip_norm"),
-    *("augment", "clip_value", "accumulate", "weights"),
+    *("augment", "clip_value", "accumulate", "weights", "regularisers", "draws"),
 ]
 
 
@@ -451,7 +451,7 @@ def test_a_gang_of_two_gives_the_same_bits(frames, alone, case, strategy):
 
 
 @pytest.mark.gang
-@pytest.mark.parametrize(("wire", "digits"), [("bf16", 8), ("fp16", 11)])
+@pytest.mark.parametrize(("wire", "digits"), soak_but([("bf16", 8)], [("bf16", 8), ("fp16", 11)]))
 def test_a_gang_sums_in_what_travels(frames, wire, digits):
     """Each gradient and each sum is rounded once: half a unit in the last place, twice."""
     df, validation = frames

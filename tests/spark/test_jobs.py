@@ -32,7 +32,7 @@ from jobs import console, datasets, predict, train
 from jobs.spark_errors import status_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable
     from types import ModuleType
 
     from pyspark.sql import SparkSession
@@ -315,32 +315,29 @@ def test_evaluate(trained: Path, work: Path) -> None:
     assert lines[-1] == str(trained / "evaluation.json")
 
 
-def refused(
-    job: ModuleType,
-    arguments: Sequence[object],
-    spark: SparkSession,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Run a job in this process, in the session of the tests: it ends with exit status 2."""
-    monkeypatch.setattr(console, "session", lambda *_: contextlib.nullcontext(spark))
-    monkeypatch.setattr(sys, "argv", ["job", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        console.run(job.main)
-    assert ended.value.code == 2
+@pytest.fixture
+def run_here(
+    spark: SparkSession, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Done]:
+    """Runs a job in this process, in the session of the tests."""
+
+    def run(job: ModuleType, *arguments: object) -> Done:
+        monkeypatch.setattr(console, "session", lambda *_: contextlib.nullcontext(spark))
+        monkeypatch.setattr(sys, "argv", ["job", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            console.run(job.main)
+        said = capsys.readouterr()
+        return Done(ended.value.code, said.out, said.err)
+
+    return run
 
 
-def test_predict(
-    trained: Path,
-    work: Path,
-    spark: SparkSession,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_predict(trained: Path, work: Path, run_here: Callable[..., Done]) -> None:
     arguments = [
         "--model", trained / "model", "--data", work / "data/digits/test.parquet",
         "--output", work / "predicted", "--argmax",
     ]  # fmt: skip
-    done = job("predict", *arguments, cwd=work, submit=True)
+    done = run_here(predict, *arguments)
     assert (done.status, done.err) == (0, "")
     table = parquet.read_table(work / "predicted")
     right = sum(a == b for a, b in zip(*(table[c] for c in ("label", "prediction")), strict=True))
@@ -353,17 +350,15 @@ def test_predict(
 
     before = (work / "data/digits/test.parquet").read_bytes()
     onto = ["--output", work / "data/digits", "--overwrite"]
-    refused(predict, [*arguments[:4], *onto], spark, monkeypatch)
-    said = capsys.readouterr()
-    assert (said.out, said.err.count("\n")) == ("", 1)
-    assert said.err.startswith("error: --overwrite would delete ")
+    refused = run_here(predict, *arguments[:4], *onto)
+    assert (refused.status, refused.out) == (2, "")
+    assert refused.err.startswith("error: --overwrite would delete ")
     assert (work / "data/digits/test.parquet").read_bytes() == before
 
-    refused(predict, arguments, spark, monkeypatch)
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert "already exists" in said.err
+    again = run_here(predict, *arguments)
+    assert (again.status, again.out) == (2, "")
+    assert again.err.startswith("error: ")
+    assert "already exists" in again.err
 
 
 def test_predictions_never_replace_what_they_are_made_of(
@@ -435,18 +430,12 @@ def test_other_formats_and_models_of_a_file(work: Path) -> None:
     assert content["loss"] == pytest.approx(content["mae"])
 
 
-def test_data_that_are_not_there(
-    spark: SparkSession,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_data_that_are_not_there(tmp_path: Path, run_here: Callable[..., Done]) -> None:
     changes = "data.prepare=null", f"data.train={tmp_path}/none.parquet"
     arguments = [part for change in changes for part in ("--set", change)]
-    refused(train, ["--config", CONFIG, *arguments], spark, monkeypatch)
-    said = capsys.readouterr()
+    done = run_here(train, "--config", CONFIG, *arguments)
     message = f"error: Path does not exist: file:{tmp_path}/none.parquet.\n"
-    assert (said.out, said.err) == ("", message)
+    assert (done.status, done.out, done.err) == (2, "", message)
 
 
 @pytest.mark.soak
