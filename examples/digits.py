@@ -36,7 +36,7 @@ def make_model() -> nn.Module:
     )
 
 
-def main(spark: SparkSession, epochs: int = 8) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 3) -> dict[str, float]:
     train, test = digits_frame(spark).randomSplit([0.8, 0.2], seed=1)
 
     trainer = sparkdl.Trainer(

@@ -1,8 +1,8 @@
 """Training that stops by itself, keeps the best model, and goes on after a break.
 
 After each epoch the model is scored on held-out digits, and a checkpoint is written. The first run is
-cut short, as by a crash; the second goes on from its checkpoint until three epochs in a row brought
-nothing.
+cut short, as by a crash; the second goes on from its checkpoint until two epochs in a row brought
+little.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10))
 
 
-def main(spark: SparkSession, epochs: int = 40) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 12) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         return run(spark, folder, epochs)
 
@@ -41,9 +41,9 @@ def run(spark: SparkSession, folder: str, epochs: int) -> dict[str, float]:
     trainer = sparkdl.Trainer(
         model=make_model,
         loss=nn.CrossEntropyLoss(),
-        optimizer=partial(torch.optim.Adam, lr=5e-3),
+        optimizer=partial(torch.optim.Adam, lr=1e-2),
         batch_size=128,
-        stop=sparkdl.max_epoch(epochs) | sparkdl.plateau("accuracy", patience=3, min_delta=0.001),
+        stop=sparkdl.max_epoch(epochs) | sparkdl.plateau("accuracy", patience=2, min_delta=0.01),
         validation=sparkdl.Validation(val, metrics=["accuracy"], best="accuracy"),
         checkpoint=sparkdl.Checkpoint(folder, every=sparkdl.every_epoch(), keep=2),
     )

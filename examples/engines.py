@@ -31,7 +31,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def main(spark: SparkSession, epochs: int = 5) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 2) -> dict[str, float]:
     train, test = digits_frame(spark).randomSplit([0.8, 0.2], seed=1)
     models = []
     for engine in ENGINES:

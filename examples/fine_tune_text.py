@@ -25,7 +25,7 @@ FILLING = "the this that it we they was really quite never always a and with of 
 MARKS = ["awful dull broken poor sad".split(), "lovely fine superb warm bright".split()]
 
 
-def write_reviews(spark: SparkSession, folder: str, count: int = 1200) -> None:
+def write_reviews(spark: SparkSession, folder: str, count: int = 800) -> None:
     """text string, of any length; label int, 1 for praise."""
     draw, rows = random.Random(0), []
     for i in range(count):
@@ -60,11 +60,12 @@ def main(spark: SparkSession, epochs: int = 8) -> dict[str, float]:
         model=partial(adapted_encoder, tokenizer.get_vocab_size()),
         loss=sparkdl.ModelLoss(),  # the model computes it from its labels
         output="logits",
-        optimizer=partial(torch.optim.AdamW, lr=3e-3),
+        optimizer=partial(torch.optim.AdamW, lr=5e-3),
         features={"input_ids": "text"},
         columns={"text": sparkdl.Text(tokenizer, max_length=32)},
         bucketing=256,
         batch_size=32,
+        engine="gang",  # its iterations are short
         stop=sparkdl.max_epoch(epochs),
     )
     trained = trainer.fit(train)

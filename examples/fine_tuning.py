@@ -44,7 +44,7 @@ class Network(nn.Module):
         return next(iter(self.heads.values()))(self.body(pixels))
 
 
-def main(spark: SparkSession, epochs: int = 3) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 2) -> dict[str, float]:
     digits = digits_frame(spark)
     high = digits.where("label >= 5").selectExpr("features", "label - 5 AS label")
     few, test = high.randomSplit([0.2, 0.8], seed=1)

@@ -51,7 +51,7 @@ class Digits(nn.Module):
         return self.last(self.blocks(self.first(x / 16)))
 
 
-def main(spark: SparkSession, epochs: int = 3) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 2) -> dict[str, float]:
     train, test = digits_frame(spark).randomSplit([0.8, 0.2], seed=1)
     trainer = sparkdl.Trainer(
         model=Digits,

@@ -52,7 +52,7 @@ def make_model() -> nn.Module:
     )
 
 
-def main(spark: SparkSession, epochs: int = 15) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 7) -> dict[str, float]:
     train, test = digit_frame(spark).randomSplit([0.8, 0.2], seed=1)
 
     trainer = sparkdl.Trainer(

@@ -24,7 +24,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(13, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
-def main(spark: SparkSession, epochs: int = 5) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 2) -> dict[str, float]:
     wine = load_wine()
     measures = [name.replace("/", "_") for name in wine.feature_names]
     rows = [

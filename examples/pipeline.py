@@ -41,7 +41,7 @@ def convolutions() -> nn.Module:
     )
 
 
-def main(spark: SparkSession, epochs: int = 6) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 2) -> dict[str, float]:
     train, test = digits_frame(spark).randomSplit([0.8, 0.2], seed=1)
     trainer = sparkdl.Trainer(
         model=convolutions,

@@ -21,7 +21,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(30, 16), nn.ReLU(), nn.Linear(16, 1), nn.Flatten(0))
 
 
-def main(spark: SparkSession, epochs: int = 15) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 4) -> dict[str, float]:
     measured, benign = load_breast_cancer(return_X_y=True)
     measured = (measured - measured.mean(axis=0)) / measured.std(axis=0)
     samples = [sparkdl.Sample(x, float(y)) for x, y in zip(measured, benign, strict=True)]

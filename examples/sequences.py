@@ -58,7 +58,7 @@ class Reader(nn.Module):
         return self.score(last).squeeze(1)
 
 
-def main(spark: SparkSession, epochs: int = 12) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 4) -> dict[str, float]:
     train, test = string_frame(spark).randomSplit([0.8, 0.2], seed=1)
 
     trainer = sparkdl.Trainer(

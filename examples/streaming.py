@@ -31,7 +31,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def main(spark: SparkSession, batches: int = 4) -> dict[str, float]:
+def main(spark: SparkSession, batches: int = 2) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         return run(spark, Path(folder), batches)
 

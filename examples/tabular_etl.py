@@ -32,7 +32,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(len(COLUMNS), 16), nn.ReLU(), nn.Linear(16, 1), nn.Flatten(0))
 
 
-def main(spark: SparkSession, epochs: int = 30) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 5) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         return run(spark, Path(folder), epochs)
 
@@ -58,7 +58,7 @@ def run(spark: SparkSession, folder: Path, epochs: int) -> dict[str, float]:
     trainer = sparkdl.Trainer(
         model=make_model,
         loss=nn.MSELoss(),
-        optimizer=partial(torch.optim.AdamW, lr=5e-3, weight_decay=0.1),
+        optimizer=partial(torch.optim.AdamW, lr=2e-2, weight_decay=0.1),
         batch_size=64,
         stop=sparkdl.max_epoch(epochs),
     )

@@ -42,7 +42,7 @@ class Rows(nn.Module):
         return self.out(self.blocks(rows).mean(1))
 
 
-def main(spark: SparkSession, epochs: int = 8) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 4) -> dict[str, float]:
     train, test = digits_frame(spark).randomSplit([0.8, 0.2], seed=1)
     trainer = sparkdl.Trainer(
         model=Rows,

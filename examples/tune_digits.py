@@ -29,7 +29,7 @@ def make_model(width: int = 16, dropout: float = 0.0) -> nn.Module:
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Dropout(dropout), nn.Linear(width, 10))
 
 
-def main(spark: SparkSession, trials: int = 12) -> dict[str, float]:
+def main(spark: SparkSession, trials: int = 6) -> dict[str, float]:
     train, val, test = digits_frame(spark).randomSplit([0.6, 0.2, 0.2], seed=1)
     trainer = sparkdl.Trainer(
         model=make_model,

@@ -40,7 +40,7 @@ class TwoInputs(nn.Module):
         return self.scores(torch.cat([measurements, self.colours(colour)], dim=1))
 
 
-def main(spark: SparkSession, epochs: int = 15) -> dict[str, float]:
+def main(spark: SparkSession, epochs: int = 6) -> dict[str, float]:
     train, test = wine_frame(spark).randomSplit([0.7, 0.3], seed=1)
 
     trainer = sparkdl.Trainer(

@@ -57,7 +57,7 @@ def train(rounds: int, rows: int) -> tuple[nn.Module, float]:
     return generator, sum(p.sum().item() for p in generator.parameters())
 
 
-def main(spark: SparkSession, rounds: int = 1000) -> dict[str, float]:
+def main(spark: SparkSession, rounds: int = 600) -> dict[str, float]:
     found = sparkdl.gang.run(train, rounds, 128, ranks=2, spark=spark)
     (generator, one), (_, other) = found
     assert one == other, "ranks have the same weights"

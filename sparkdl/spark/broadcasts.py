@@ -29,14 +29,18 @@ class BroadcastBytes:
 
     @staticmethod
     def of(context: SparkContext, parts: Sequence[bytes]) -> BroadcastBytes:
-        """Broadcast ``parts`` without copying them, so that they live as long as the broadcasts."""
-        pieces: list[list[pickle.PickleBuffer]] = [[]]
+        """Broadcast ``parts`` without copying them, so that they live as long as the broadcasts.
+
+        Where Spark encrypts what it writes to disks, PySpark takes plain bytes only: they are copied.
+        """
+        encrypted = getattr(context, "_encryption_enabled", False)
+        pieces: list[list[bytes | pickle.PickleBuffer]] = [[]]
         room = PIECE_BYTES
         for part in parts:
             left = memoryview(part).toreadonly()
             while True:
                 chunk, left = left[:room], left[room:]
-                pieces[-1].append(pickle.PickleBuffer(chunk))
+                pieces[-1].append(bytes(chunk) if encrypted else pickle.PickleBuffer(chunk))
                 room -= len(chunk)
                 if not left:
                     break

@@ -23,6 +23,7 @@ from bad_inputs import Fit, Mistake, batch_normed, expect, two_classes, vector_l
 from bad_recipes import LOSSES, MODELS, OPTIMIZERS
 from bad_settings import DAMAGED, PARAMETERS, PATHS, RESUMED, Resumed
 from bad_uses import USES
+from launch import in_turn
 from pyspark import SparkConf, cloudpickle
 from pyspark.errors import PythonException
 from torch import nn
@@ -35,7 +36,12 @@ pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ON_ROWS = [*ROWS, *RECORDS]
-MISTAKES = [*COLUMNS, *ON_ROWS, *MODELS, *LOSSES, *OPTIMIZERS, *PARAMETERS, *PATHS]
+OTHERS = [*COLUMNS, *MODELS, *LOSSES, *OPTIMIZERS, *PARAMETERS, *PATHS]
+MISTAKES = [*ON_ROWS, *OTHERS]
+
+
+def name_of(given: Any) -> str:
+    return given.name if isinstance(given, Mistake) else given
 
 
 @pytest.fixture
@@ -59,16 +65,24 @@ def check_price(mistake: Mistake, jobs: int, failed_tasks: int) -> None:
     assert 1 <= failed_tasks <= 2 if mistake.tasks_fail else failed_tasks == 0
 
 
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+@pytest.mark.parametrize(
+    ("mistake", "engine"),
+    [
+        *in_turn(ON_ROWS, ["shuffle", "local"]),
+        *((mistake, "local" if mistake.jobs else "shuffle") for mistake in OTHERS),
+    ],
+    ids=name_of,
+)
 def test_a_mistake_is_told_before_training(
-    mistake: Mistake, spark: Any, spent: Any, tmp_path: Path, nothing_left: Any
+    mistake: Mistake, engine: str, spark: Any, spent: Any, tmp_path: Path, nothing_left: Any
 ) -> None:
-    fit = Fit(spark, tmp_path, "shuffle" if mistake in ON_ROWS or not mistake.jobs else "local")
+    fit = Fit(spark, tmp_path, engine)
     with expect(mistake.error, mistake.message, tmp_path) as caught:
         mistake.make(fit)
     assert type(caught.value) is mistake.error
     assert not fit.started
-    check_price(mistake, *spent())
+    if mistake in OTHERS or engine == "shuffle":
+        check_price(mistake, *spent())
 
 
 @pytest.mark.parametrize("mistake", QUERIES, ids=lambda mistake: mistake.name)
@@ -96,16 +110,6 @@ def test_the_tables_are_large() -> None:
     everything = [*MISTAKES, *QUERIES, *USES]
     assert len({mistake.name for mistake in everything}) == len(everything)
     assert len(everything) >= 180
-
-
-@pytest.mark.parametrize("mistake", [*ROWS, *RECORDS][::3], ids=lambda mistake: mistake.name)
-def test_the_local_engine_tells_the_same(
-    mistake: Mistake, spark: Any, tmp_path: Path, nothing_left: Any
-) -> None:
-    fit = Fit(spark, tmp_path, "local")
-    with expect(mistake.error, mistake.message, tmp_path):
-        mistake.make(fit)
-    assert not fit.started
 
 
 @pytest.fixture(scope="module")

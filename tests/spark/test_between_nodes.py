@@ -1,13 +1,21 @@
-"""Executors whose slab roots are apart: bytes as theory says, and the bits of one process."""
+"""Executors whose slab roots are apart, under Spark's authentication and encryption.
+
+Bytes are as theory says, the bits are those of one process, and nothing of Python's listens.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import sys
+import time
 from pathlib import Path
 
+import listening
 import pytest
+import secured
 import train_between_nodes as script
-from launch import digest, launch
+from launch import asked_for, digest, launch, soak_but
 from pyspark import cloudpickle
 
 import sparkdl
@@ -18,27 +26,33 @@ cloudpickle.register_pickle_by_value(sys.modules["train_between_nodes"])
 CASES = ["even", "buffers", "clip_norm", "three replicas", "table"]
 PLAIN = ["local steps", "few rows", "clip_norm, one slice", "stale", "asynchronous", "DiLoCo"]
 """Tried only where no nodes sum."""
+ROWS = [(case, way) for case in CASES for way in ("summed", "plain")]
+ROWS += [(case, "plain") for case in PLAIN]
+ALWAYS = [(case, "summed") for case in CASES]
+ALWAYS += [(case, "plain") for case in ("even", "clip_norm", *PLAIN) if case != "few rows"]
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict:
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("nodes")
+
+
+@pytest.fixture(scope="module")
+def results(request, folder) -> dict:
     """Two nodes with two task slots each; nodes sum, and they do not."""
+    asked = asked_for(request, "case", "way")
     return launch(
         Path(script.__file__),
-        tmp_path_factory.mktemp("nodes"),
+        folder,
         seconds=850,
         master="local-cluster[2,2,1024]",
-        sums=[True, False],
-        cases=CASES,
-        plain=PLAIN,
+        settings=secured.SETTINGS,
+        rows=[row for row in ROWS if row in ALWAYS or row in asked],
+        checkpoints=str(folder / "checkpoints"),
     )
 
 
-@pytest.mark.parametrize(
-    ("case", "way"),
-    [(case, way) for case in CASES for way in ("summed", "plain")]
-    + [(case, "plain") for case in PLAIN],
-)
+@pytest.mark.parametrize(("case", "way"), soak_but(ALWAYS, ROWS))
 def test_the_bits_are_those_of_one_process(spark, results, case, way):
     df = script.frame(spark)
     validation = sparkdl.Validation(df, every=sparkdl.every(3))
@@ -94,11 +108,13 @@ def test_groups_send_what_replicas_send_where_nodes_do_not_sum(results):
     assert results["asynchronous, plain"]["bytes_sent"] == results["even, plain"]["bytes_sent"]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_less_is_sent_where_nodes_sum(results, case):
-    summed, plain = (results[f"{case}, {way}"]["bytes_sent"] for way in ("summed", "plain"))
-    assert len(summed) == len(plain) == 5
-    assert all(0 < a < b for a, b in zip(summed, plain, strict=True))
+def test_less_is_sent_where_nodes_sum(results):
+    both = [case for case in CASES if f"{case}, plain" in results]
+    assert len(both) > 1
+    for case in both:
+        summed, plain = (results[f"{case}, {way}"]["bytes_sent"] for way in ("summed", "plain"))
+        assert len(summed) == len(plain) == 5
+        assert all(0 < a < b for a, b in zip(summed, plain, strict=True)), case
 
 
 def test_what_is_larger_than_a_job_s_results_comes_from_other_nodes(results):
@@ -106,3 +122,54 @@ def test_what_is_larger_than_a_job_s_results_comes_from_other_nodes(results):
     assert shuffle == local
     assert len(gang) == len(local)
     assert local[-1] == gang[-1] == "kept: True"
+
+
+# Security
+
+
+def test_a_run_gives_all_that_one_process_gives(spark, results):
+    found, df = results["watched"], script.frame(spark)
+    assert found["settings"].items() >= secured.SETTINGS.items()
+    assert found["bytes"] > 0
+    expected = script.outcome(script.secured(df, engine="local").fit(df), df)
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_its_checkpoint_goes_on(spark, results, folder):
+    df = script.frame(spark)
+    kept = sorted((folder / "checkpoints").iterdir())
+    assert len(kept) == 3  # with that of the end
+    resumed = script.secured(df, engine="local").fit(df, resume=kept[0])
+    assert digest(resumed.module) == results["watched"]["digest"]
+    assert results["watched"]["slabs"] == []
+
+
+def test_no_python_process_listens_on_a_port(results):
+    """The JVMs' ports are Spark's own, Py4J's among them. PySpark's accumulators and its daemons
+    listen on Unix sockets, since ``spark.python.unix.domain.socket.enabled`` is set."""
+    assert results["watched"]["looks"] > 10
+    assert results["watched"]["roles"] == ["daemon", "driver", "worker"]
+    assert results["watched"]["ports"] == []
+
+
+def test_unix_sockets_are_for_this_user_alone(results):
+    sockets = {}
+    for role, own, directory in results["watched"]["sockets"]:
+        sockets.setdefault(role, []).append((own, directory))
+    assert sockets.keys() >= {"daemon", "driver"}
+    assert {directory for _, directory in sockets["daemon"]} == {0o700}
+    # That of the accumulators is PySpark's, in a directory of all users: its mode protects it.
+    assert all(own & 0o022 == 0 for own, _ in sockets["driver"])
+
+
+@pytest.mark.parametrize("kind", ["tcp", "tcp6", "udp", "udp6"])
+def test_what_listens_would_be_seen(kind):
+    family = socket.AF_INET6 if kind.endswith("6") else socket.AF_INET
+    how = socket.SOCK_STREAM if kind.startswith("tcp") else socket.SOCK_DGRAM
+    with contextlib.closing(socket.socket(family, how)) as opened:
+        opened.bind(("::1" if kind.endswith("6") else "127.0.0.1", 0))
+        if how == socket.SOCK_STREAM:
+            opened.listen()
+        with listening.watching(0.01) as found:
+            time.sleep(0.3)
+    assert any(port.startswith(f"driver {kind} ") for port in found.ports)

@@ -488,7 +488,7 @@ class Census(sparkdl.Callback):
         tracemalloc.stop()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_three_hundred_iterations_with_checkpoints_and_validations_stay_flat(
     spark, df, tmp_path, nothing_left
 ):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import soak_but
 from pyspark import cloudpickle
 from small_networks import LosesSlabs, same
 from torch import nn
@@ -117,7 +118,7 @@ def fit(data: Any) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", soak_but(["synchronous", "2"], MODELS))
 def test_gradients_are_those_of_an_older_version(
     fit: Any, set_stages: Any, slabs: Any, name: str
 ) -> None:
@@ -160,7 +161,7 @@ def test_what_goes_with_stale_gradients(fit: Any, changes: dict[str, Any]) -> No
     assert same(one.module, other.module)
 
 
-@pytest.mark.parametrize("stages", ["one", "two"])
+@pytest.mark.parametrize("stages", soak_but(["one"], ["one", "two"]))
 def test_what_is_repeated_after_a_loss_has_the_same_bits(
     fit: Any, set_stages: Any, slabs: Any, stages: str
 ) -> None:

@@ -269,15 +269,14 @@ def test_it_is_a_function_of_what_it_was_given(frame):
     validation = sparkdl.Validation(frame(10, 99), best="loss")
     runs = [
         online(engine=engine, model=with_buffers, batch_size=7, ema=0.9, validation=validation)
-        for engine in ("local", "local", "shuffle")
+        for engine in ("local", "shuffle")
     ]
-    one, other, third = (passes(run, frame, range(3)) for run in runs)
-    for trained in (other, third):
-        assert bits(trained) == bits(one)
-        assert bits(trained.ema) == bits(one.ema)
-        assert bits(trained.best) == bits(one.best)
-        assert trained.history.losses == one.history.losses
-    assert [v["epoch"] for v in one.history.validations] == [1, 2, 3]
+    one, other = (passes(run, frame, range(2)) for run in runs)
+    assert bits(other) == bits(one)
+    assert bits(other.ema) == bits(one.ema)
+    assert bits(other.best) == bits(one.best)
+    assert other.history.losses == one.history.losses
+    assert [v["epoch"] for v in one.history.validations] == [1, 2]
 
 
 def test_the_best_of_an_earlier_batch_is_kept(frame):
@@ -329,22 +328,20 @@ def test_stop_plays_no_part(frame):
     assert [record["learning_rate"] for record in trained.history] == expected
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
-def test_a_new_trainer_goes_on_from_the_checkpoint(frame, tmp_path, engine):
-    """As after the driver was restarted between two batches."""
+def test_a_new_trainer_goes_on_from_the_checkpoint(frame, tmp_path):
+    """As after the driver was restarted between two batches; with the bits of another engine."""
     changes = {
-        "engine": engine,
         "model": with_buffers,
         "batch_size": 7,
         "ema": 0.9,
         "validation": sparkdl.Validation(frame(10, 99), best="loss"),
     }
-    expected = passes(online(**changes), frame, range(4))
-    kept = {**changes, "checkpoint": sparkdl.Checkpoint(tmp_path, keep=1)}
-    passes(online(**kept), frame, range(2))
+    expected = passes(online(**changes), frame, range(3))
+    kept = {**changes, "checkpoint": sparkdl.Checkpoint(tmp_path, keep=1), "engine": "shuffle"}
+    passes(online(**kept), frame, range(1))
     restarted = online(**kept)
-    restarted.partial_fit(frame(20, 2), resume="latest")
-    trained = restarted.partial_fit(frame(20, 3), resume="latest")  # has its own state by now
+    restarted.partial_fit(frame(20, 1), resume="latest")
+    trained = restarted.partial_fit(frame(20, 2), resume="latest")  # has its own state by now
     assert bits(trained) == bits(expected)
     assert bits(trained.ema) == bits(expected.ema)
     assert bits(trained.best) == bits(expected.best)
@@ -435,10 +432,10 @@ class Known(sparkdl.Callback):
         self.counts.append(len(state.validations))
 
 
-@pytest.mark.parametrize("follows", [False, True], ids=["bounded", "a schedule follows them"])
+@pytest.mark.parametrize("follows", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_validations_of_a_stream_do_not_grow_for_ever(frame, tmp_path, monkeypatch, follows):
     """Except where the place of a schedule follows from all of them."""
-    monkeypatch.setattr(loop_state, "MOST_VALIDATIONS", 2)
+    monkeypatch.setattr(loop_state, "MOST_VALIDATIONS", 1)
     known = Known()
     run = online(
         validation=sparkdl.Validation(frame(10, 99)),
@@ -446,17 +443,17 @@ def test_validations_of_a_stream_do_not_grow_for_ever(frame, tmp_path, monkeypat
         callbacks=[known],
         schedule=partial(ReduceLROnPlateau, patience=0) if follows else None,
     )
-    expected = passes(run, frame, range(8))
+    expected = passes(run, frame, range(5))
     told = json.loads(max(tmp_path.glob("*/manifest.json")).read_text())["validations"]
-    assert len(expected.history.validations) == 8
+    assert len(expected.history.validations) == 5
     if follows:
-        assert known.counts == [1, 2, 3, 4, 5, 6, 7, 8]
-        assert len(told) == 8
+        assert known.counts == [1, 2, 3, 4, 5]
+        assert len(told) == 5
     else:
-        assert known.counts[:4] == [1, 2, 3, 4]
-        assert max(known.counts) <= 2 + 2 + 1
-        assert [one["iteration"] for one in told][-2:] == [7, 8]
-        assert len(told) <= 5
+        assert known.counts[:2] == [1, 2]
+        assert max(known.counts) <= 1 + 1 + 1
+        assert told[-1]["iteration"] == 5
+        assert len(told) <= 3
 
 
 def test_a_checkpoint_of_a_pass_does_not_grow_for_ever(frame, tmp_path, monkeypatch):
@@ -478,7 +475,7 @@ def test_a_checkpoint_of_a_pass_does_not_grow_for_ever(frame, tmp_path, monkeypa
 
 @pytest.mark.timeout(200)
 def test_each_micro_batch_of_a_file_stream(spark, frame, tmp_path, nothing_left):
-    """Three files, one a micro-batch; then a restart of the query with a new trainer and file."""
+    """Two files, one a micro-batch; then a restart of the query with a new trainer and file."""
     source, state = tmp_path / "files", tmp_path / "state"
     source.mkdir()
     seen: list[tuple[int, int, int]] = []
@@ -517,14 +514,14 @@ def test_each_micro_batch_of_a_file_stream(spark, frame, tmp_path, nothing_left)
         checkpoint = sparkdl.Checkpoint(tmp_path / "run", keep=1)
         return online(engine="shuffle", batch_size=10, checkpoint=checkpoint)
 
-    for seed in range(3):
+    for seed in range(2):
         arrive(seed)
     learn(run())
-    arrive(3)
+    arrive(2)
     trained = learn(run())
-    assert seen == [(0, 20, 2), (1, 20, 4), (2, 20, 6), (3, 20, 8)]
+    assert seen == [(0, 20, 2), (1, 20, 4), (2, 20, 6)]
     by_hand = online(batch_size=10)
-    for seed in range(4):
+    for seed in range(3):
         data = spark.read.schema(SCHEMA).parquet(str(source / f"{seed}.parquet"))
         expected = by_hand.partial_fit(data)
     assert bits(trained) == bits(expected)

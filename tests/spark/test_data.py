@@ -543,9 +543,24 @@ PAIRS = {
 }
 
 
+@pytest.fixture(scope="module")
+def of_lists(spark: Any) -> Iterator[tuple[SampleSet, SampleSet]]:
+    """The samples of lists in two partitions, and of one partition that was redistributed."""
+    reader = Reader(spark)
+    yield (
+        reader.samples(records(reader, PAIRS["lists"]), here=True),
+        reader.samples(records(reader, PAIRS["lists"], 1), replicas=3, here=True),
+    )
+    reader.close()
+
+
 @pytest.mark.parametrize("values", PAIRS.values(), ids=PAIRS)
-def test_records_become_the_same_samples(reader: Reader, values: list[Any]) -> None:
-    expected = reader.samples(records(reader, PAIRS["lists"]), here=True)
+def test_records_become_the_same_samples(
+    reader: Reader, of_lists: tuple[SampleSet, SampleSet], values: list[Any]
+) -> None:
+    """Redistributed ones do not remember their split, nor what they were made of: the content decides,
+    not a pickle, which may hold an address."""
+    expected, redistributed = of_lists
     samples = reader.samples(records(reader, values))
     assert same(samples, expected)
     assert [(f.name, f.dtype, f.shape) for f in samples.fields] == [
@@ -555,15 +570,8 @@ def test_records_become_the_same_samples(reader: Reader, values: list[Any]) -> N
     for left, right in zip(reader.rows(samples), reader.rows(expected), strict=True):
         np.testing.assert_array_equal(left, right)
 
-
-@pytest.mark.parametrize("values", PAIRS.values(), ids=PAIRS)
-def test_redistributed_records_do_not_remember_their_split(
-    reader: Reader, values: list[Any]
-) -> None:
-    """Nor what they were made of: the content decides, not a pickle, which may hold an address."""
-    expected = reader.samples(records(reader, PAIRS["lists"], 1), replicas=3, here=True)
     samples = reader.samples(records(reader, values[::-1], 4), replicas=3, here=True)
-    assert same(samples, expected)
+    assert same(samples, redistributed)
     assert min(samples.counts) > 0
 
 

@@ -58,16 +58,11 @@ def test_the_digest_sees_one_bit(spark, parquet, expected):
     assert digest(trained.module) != expected["digest"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "masters",
-    [
-        ["local[1]", "local[4]"],
-        pytest.param(
-            ["local-cluster[2,1,1024]", "local-cluster[3,1,1024]"], marks=pytest.mark.soak
-        ),
-    ],
+    [["local[1]", "local[4]"], ["local-cluster[2,1,1024]", "local-cluster[3,1,1024]"]],
     ids="+".join,
 )
 def test_other_masters_by_references(parquet, expected, tmp_path, masters):

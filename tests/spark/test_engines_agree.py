@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from launch import in_turn
+from launch import in_turn, soak_but
 from noisy import Noisy
 from pyspark import cloudpickle
 from structured import ModelOutput
@@ -277,6 +277,26 @@ CASES = {
 }
 
 
+SPARED = [
+    *("plain", "skip", "local_steps", "tables", "ema", "care", "draws"),  # by number of stages
+    *("written to", "clip_norm, N != M", "clip_norm, N == 1", "accumulate", "wire bf16"),
+    *("compression PowerSGD", "skip, clip_norm", "precision bf16", "augment", "sequences"),
+    *("a sum and its count, clip_norm", "a sum and its count, local_steps", "draws, local_steps"),
+]
+"""Tried in another test, or part of another case: they soak here."""
+SPARED_IN_A_GANG = [
+    *("plain", "tables", "tables, clip_norm", "compression PowerSGD", "skip", "skip, clip_norm"),
+    *("augment", "clip_value", "accumulate", "weights", "regularisers", "draws"),
+]
+
+
+def in_ci(cases, others, spared):
+    """Return the cases in turn with ``others``; those that are spared soak with all of them."""
+    quick = in_turn([case for case in cases if case not in spared], others)
+    soak = [(case, other) for case in cases if case in spared for other in others]
+    return quick + [pytest.param(*row, marks=pytest.mark.soak) for row in soak]
+
+
 @pytest.fixture(scope="module")
 def frames(spark):
     """Training and validation rows in two uneven partitions each, one of them small."""
@@ -376,7 +396,7 @@ def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, set_stage
     assert at_once.call_count == len(expected)
 
 
-@pytest.mark.parametrize(("case", "stages"), in_turn(CASES, ["shuffle", "auto"]))
+@pytest.mark.parametrize(("case", "stages"), in_ci(CASES, ["shuffle", "auto"], SPARED))
 def test_same_bits(frames, alone, set_stages, case, stages):
     """With references that travel through a shuffle, as between nodes, or through the driver."""
     set_stages(stages)
@@ -384,8 +404,7 @@ def test_same_bits(frames, alone, set_stages, case, stages):
     _compare(case, trainer, here, run(trainer, frames[0], "shuffle"))
 
 
-@pytest.mark.parametrize("fits", [True, False], ids=["the beginning", "nothing"])
-@pytest.mark.parametrize("case", ["plain", "clip_norm, N != M"])
+@pytest.mark.parametrize(("case", "fits"), in_turn(["plain", "clip_norm, N != M"], [True, False]))
 def test_what_is_too_much_to_be_told_goes_through_a_shuffle(
     frames, alone, monkeypatch, set_stages, case, fits
 ):
@@ -417,9 +436,10 @@ divided by rows before backward there, and by counts after it."""
 @pytest.mark.gang
 @pytest.mark.parametrize(
     ("case", "strategy"),
-    in_turn(
+    in_ci(
         [name for name in CASES if not any(word in name for word in NOT_IN_A_GANG)],
         list(STRATEGIES),
+        SPARED_IN_A_GANG,
     ),
 )
 def test_a_gang_of_two_gives_the_same_bits(frames, alone, case, strategy):
@@ -431,7 +451,7 @@ def test_a_gang_of_two_gives_the_same_bits(frames, alone, case, strategy):
 
 
 @pytest.mark.gang
-@pytest.mark.parametrize(("wire", "digits"), [("bf16", 8), ("fp16", 11)])
+@pytest.mark.parametrize(("wire", "digits"), soak_but([("bf16", 8)], [("bf16", 8), ("fp16", 11)]))
 def test_a_gang_sums_in_what_travels(frames, wire, digits):
     """Each gradient and each sum is rounded once: half a unit in the last place, twice."""
     df, validation = frames

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics as tm
+from launch import in_turn
 from pyspark import cloudpickle
 from sklearn.metrics import f1_score, ndcg_score, roc_auc_score
 from torch import nn
@@ -82,8 +83,7 @@ def as_records(table: Any) -> Any:
     return table.rdd.map(lambda row: (row.x, row.c))
 
 
-@pytest.mark.parametrize("partitions", [2, 3])
-@pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
+@pytest.mark.parametrize(("of", "partitions"), in_turn([lambda table: table, as_records], [2, 3]))
 def test_any_number_of_partitions(
     table: Any, classes: Any, of: Callable[[Any], Any], partitions: int
 ) -> None:

@@ -1,4 +1,4 @@
-"""Every page of the guide runs, top to bottom, as it stands there."""
+"""Every page of the guide, and the README's program, run from top to bottom as they stand there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide"
+ROOT = Path(__file__).resolve().parents[2]
+GUIDE = ROOT / "docs" / "guide"
+README = ROOT / "README.md"
 PAGES = sorted(page.name for page in GUIDE.glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -49,7 +51,7 @@ def run_page(page: Path, module: ModuleType) -> None:
             at = next((f.lineno for f in reversed(frames) if f.filename == str(page)), None)
             at = at or getattr(error, "lineno", None) or line + 1
             pytest.fail(
-                f"docs/guide/{page.name}, line {at}: {type(error).__name__}: {error}\n"
+                f"{page.name}, line {at}: {type(error).__name__}: {error}\n"
                 + "".join(traceback.format_exception(error)),
                 pytrace=False,
             )
@@ -61,6 +63,19 @@ def test_page_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_page(GUIDE / page, namespace)
+
+
+def test_the_program_of_the_readme(
+    namespace: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = BLOCK.findall(README.read_text())
+    assert len([line for line in program.splitlines() if line.strip()]) <= 25
+    run_page(README, namespace)
+    printed = capsys.readouterr().out
+    accuracy = re.match(r"\{'loss': [\d.]+, 'accuracy': ([\d.]+)\}\n", printed)
+    assert accuracy, printed
+    assert float(accuracy[1]) > 0.95
+    assert "prediction" in printed
 
 
 def test_a_failure_names_page_and_line(namespace: ModuleType, tmp_path: Path) -> None:
@@ -77,6 +92,6 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_every_link_leads_somewhere() -> None:
-    for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+)", (GUIDE / page).read_text()):
-            assert "://" in link or (GUIDE / link).exists(), f"{page}: {link}"
+    for page in (README, *(GUIDE / name for name in PAGES)):
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), f"{page}: {link}"

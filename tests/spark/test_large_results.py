@@ -7,13 +7,11 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import lose_the_jvm
 import numpy as np
 import pytest
 import torch
-from launch import digest, launch
+from launch import digest, soak_but
 from pyspark import cloudpickle
 from torch import nn
 
@@ -100,11 +98,6 @@ def test_partial_fit_brings_all_of_the_state(df, narrow):
     assert found[0] == found[1]
 
 
-def test_weights_on_the_driver_s_node_come_back_without_spark(tmp_path):
-    found = launch(Path(lose_the_jvm.__file__), tmp_path, seconds=200)
-    assert found["trained"] == found["expected"]
-
-
 # What fails when all iterations are done
 
 
@@ -125,8 +118,13 @@ def kept(monkeypatch, tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle", "gang"])
-@pytest.mark.parametrize("hook", ["on_fit_end", "on_iteration_end"])
+@pytest.mark.parametrize(
+    ("hook", "engine"),
+    soak_but(
+        [("on_fit_end", "shuffle"), ("on_iteration_end", "gang")],
+        [(h, e) for h in ("on_fit_end", "on_iteration_end") for e in ("local", "shuffle", "gang")],
+    ),
+)
 def test_a_model_is_kept_where_something_fails_after_the_last_iteration(
     df, engine, hook, kept, caplog
 ):

@@ -98,7 +98,7 @@ def test_a_pipeline_through_cross_validation_into_another_process(
 ) -> None:
     indexer = StringIndexer(inputCol="species", outputCol="label")
     torch_stage = TorchClassifier(
-        model=perceptron, featuresCol="scaled", batchSize=32, maxEpochs=3, replicas=2
+        model=perceptron, featuresCol="scaled", batchSize=32, maxEpochs=3, engine="local"
     )
     stages = [
         indexer,
@@ -175,12 +175,7 @@ def test_a_grid_places_the_samples_of_each_fold_once(
     table: DataFrame, nothing_left: Callable[[], None]
 ) -> None:
     estimator = classifier(engine="shuffle", maxEpochs=1)
-    grid = (
-        ParamGridBuilder()
-        .addGrid(estimator.learningRate, [0.001, 0.1])
-        .addGrid(estimator.batchSize, [16, 64])
-        .build()
-    )
+    grid = ParamGridBuilder().addGrid(estimator.learningRate, [0.001, 0.1]).build()
     validator = CrossValidator(
         estimator=estimator,
         estimatorParamMaps=grid,
@@ -191,8 +186,7 @@ def test_a_grid_places_the_samples_of_each_fold_once(
     with mock.patch.object(PlacedSamples, "of", side_effect=PlacedSamples.of) as placed:
         validated = validator.fit(table)
     assert placed.call_count == 2
-    assert len(validated.avgMetrics) == 4
-    assert len(set(validated.avgMetrics)) == 4
+    assert len(set(validated.avgMetrics)) == len(validated.avgMetrics) == 2
 
 
 def test_points_that_read_otherwise_have_samples_of_their_own(

@@ -67,8 +67,15 @@ def test_fits_on_samples_placed_once_equal_fits_of_the_data(
     hidden = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
     trainers = [
         first,
-        replace(first, model=hidden, batch_size=7, seed=3, slices=1),
-        replace(first, validation=sparkdl.Validation(held_out, ["accuracy"]), replicas=None),
+        replace(
+            first,
+            model=hidden,
+            batch_size=7,
+            seed=3,
+            slices=1,
+            replicas=None,
+            validation=sparkdl.Validation(held_out, ["accuracy"]),
+        ),
         replace(first, engine="gang", validation=None),
     ]
     before = num_jobs()

@@ -129,8 +129,7 @@ def test_arrays(table: Any) -> None:
     close(predictions(found), model.module(inputs_of(table, "x")))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 7, 10_000])
-@pytest.mark.parametrize("batch_size", [1, 2, 5, 1024])
+@pytest.mark.parametrize(("rows", "batch_size"), in_turn([1, 3, 7, 10_000], [2, 1, 5, 1024]))
 def test_predictions_are_beside_their_rows(table: Any, rows: int, batch_size: int) -> None:
     """Spark sends ``rows`` at a time; what comes back is cut elsewhere."""
     session = table.sparkSession
@@ -214,7 +213,7 @@ def test_the_batch_size_does_not_matter(table: Any, batch_size: int) -> None:
 
 
 def test_more_rows_than_an_arrow_batch(spark: Any) -> None:
-    data = spark.range(0, 25_000, 1, 2).selectExpr("id as i", "array(float(id), 1f) as x")
+    data = spark.range(0, 10_500, 1, 1).selectExpr("id as i", "array(float(id), 1f) as x")
     model = trained(nn.Linear(2, 1))
     close(predictions(model.transform(data)), model.module(inputs_of(data, "x")))
 
@@ -832,12 +831,15 @@ def test_any_module_that_trains_is_used_and_saved(
         assert one is not None
         expected = one.module(inputs_of(table, "x"))
         close(predictions(one.transform(table)), expected)
-        close(np.array(one.predict(as_records(table)).collect()), expected)
-        assert one.evaluate(table, ["accuracy"])["loss"] < 10
+    close(
+        np.array(result.predict(as_records(table)).collect()),
+        result.module(inputs_of(table, "x")),
+    )
+    assert result.evaluate(table, ["accuracy"])["loss"] < 10
     again = sparkdl.load(result.save(tmp_path / "model"), trust=True)
     assert not any("_orig_mod" in name for name in again.module.state_dict())
     close(predictions(again.transform(table)), result.module(inputs_of(table, "x")))
-    more = trainer(model=make).fit(table, start=result)
+    more = trainer(model=make, engine="local").fit(table, start=result)
     assert more.history.losses != result.history.losses
 
 

@@ -125,11 +125,25 @@ def test_an_executor_has_one_daemon(spark: Any) -> None:
     assert rdd.map(parent).collect() == [row.id for row in tables.collect()]
 
 
-def test_the_users_settings_win(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_a_plain_session_trains_and_the_users_settings_win(table: Any, tmp_path: Path) -> None:
+    """A plain session is told what costs speed."""
     said, stderr = run(
         """
-os.environ["PYSPARK_SUBMIT_ARGS"] = "--conf spark.python.daemon.module=rapids.daemon pyspark-shell"
 logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+builder = SparkSession.builder.master("local[1]")
+for key, value in QUIET.items():
+    builder = builder.config(key, value)
+spark = builder.getOrCreate()
+data = table(spark)
+conf = spark.sparkContext.getConf()
+say(losses=trainer(replicas=1).fit(data).history.losses,
+    missing=[k for k in NEEDED if conf.get(k, "") != NEEDED[k]])
+spark.stop()
+print("stopped", file=sys.stderr, flush=True)
+
+# as spark-submit does for --conf
+spark._jvm.System.setProperty("spark.python.daemon.module", "rapids.daemon")
 spark = sparkdl.session("local[1]", spark_shuffle_compress=True, spark_app_name="mine",
                         **{**QUIET, "spark.log.level": "FATAL", "spark.sql.shuffle.partitions": 3})
 conf = spark.sparkContext.getConf()
@@ -144,10 +158,19 @@ say(level=str(spark._jvm.org.apache.logging.log4j.LogManager.getRootLogger().get
 kept = {"spark.executor.memory": "2g", "spark.sql.shuffle.partitions": 4, "spark.sparkdl.stages": "one"}
 sparkdl.session("local[1]", **QUIET)
 sparkdl.session("local[2]", **QUIET, **kept)
-""",
+""".replace("NEEDED", repr({key: SPARK_SETTINGS[key][0] for key in NEEDED_FOR_SPEED})),
         tmp_path,
     )
-    assert said[0] == {
+    expected = trainer(replicas=1).fit(table).history.losses
+    assert said[0]["losses"] == expected  # the same bits
+    plain, _, stderr = stderr.partition("stopped\n")
+    told = [line for line in plain.splitlines() if line.startswith("sparkdl WARNING")]
+    assert told == [
+        f"sparkdl WARNING slower than necessary: set {key}={value} ({reason})"
+        for key, (value, reason) in SPARK_SETTINGS.items()
+        if key in said[0]["missing"]
+    ]
+    assert said[1] == {
         "spark.master": "local[1]",
         "spark.shuffle.compress": "true",
         "spark.app.name": "mine",
@@ -156,43 +179,16 @@ sparkdl.session("local[2]", **QUIET, **kept)
         "spark.python.unix.domain.socket.enabled": "true",
         "spark.python.daemon.module": "rapids.daemon",
     }
-    told = (
+    other = (
         "sparkdl WARNING slower than necessary: spark.python.daemon.module=rapids.daemon is another"
     )
-    assert told in stderr
-    assert said[1] == {"level": "FATAL", "again": True}
+    assert other in stderr
+    assert said[2] == {"level": "FATAL", "again": True}
     kept = [line for line in stderr.splitlines() if "is already running" in line]
     assert kept == [
         "sparkdl WARNING a session with spark.master=local[1] is already running and is kept. Without "
         "effect: spark.master=local[2], spark.executor.memory. To get another session, stop that one "
         "first, with spark.stop()."
-    ]
-
-
-@pytest.mark.slow
-def test_a_plain_session_trains_and_is_told_what_costs_speed(table: Any, tmp_path: Path) -> None:
-    said, stderr = run(
-        """
-logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
-builder = SparkSession.builder.master("local[1]")
-for key, value in QUIET.items():
-    builder = builder.config(key, value)
-spark = builder.getOrCreate()
-data = table(spark)
-conf = spark.sparkContext.getConf()
-say(losses=trainer(replicas=1).fit(data).history.losses,
-    again=trainer(replicas=1, engine="local").fit(data).history.losses,
-    missing=[k for k in NEEDED if conf.get(k, "") != NEEDED[k]])
-""".replace("NEEDED", repr({key: SPARK_SETTINGS[key][0] for key in NEEDED_FOR_SPEED})),
-        tmp_path,
-    )
-    expected = trainer(replicas=1).fit(table).history.losses
-    assert said[0]["losses"] == said[0]["again"] == expected  # the same bits
-    told = [line for line in stderr.splitlines() if line.startswith("sparkdl WARNING")]
-    assert told == [
-        f"sparkdl WARNING slower than necessary: set {key}={value} ({reason})"
-        for key, (value, reason) in SPARK_SETTINGS.items()
-        if key in said[0]["missing"]
     ]
 
 
@@ -332,11 +328,18 @@ class FailsLate(nn.Linear):
 
 
 @pytest.mark.slow
-def test_ctrl_c(tmp_path: Path) -> None:
+def test_ctrl_c_and_a_jvm_that_is_killed(tmp_path: Path) -> None:
     """SIGINT ends the fit within seconds, the first with its model, the second without; nothing of it
-    stays in the session."""
+    stays in the session. Where the JVM is killed after the last iteration, the weights come back."""
     body = """
-import glob
+import glob, signal
+
+class Kill(sparkdl.Callback):
+    def __init__(self, pid):
+        self.pid = pid
+
+    def on_fit_end(self, trainer, state):
+        os.kill(self.pid, signal.SIGKILL)
 
 class Tell(sparkdl.Callback):
     def __init__(self, sleep):
@@ -357,7 +360,7 @@ class Slow(nn.Linear):
 
 spark = sparkdl.session("local[2]", **QUIET)
 context = spark.sparkContext
-for sleep in (0, 0, 60):  # in a job, twice, between jobs
+for sleep in (0, 60):  # in a job; twice, between jobs
     how = "at once"
     try:
         stop = sparkdl.max_iteration(100_000)
@@ -373,7 +376,11 @@ for sleep in (0, 0, 60):  # in a job, twice, between jobs
             persisted=context._jsc.getPersistentRDDs().size(),
             active=list(context.statusTracker().getActiveJobsIds()),
             group=context.getLocalProperty("spark.jobGroup.id"))
-say(again=len(trainer(model=Slow).fit(table(spark)).history))
+jvm = spark.sparkContext._jvm.java.lang.ProcessHandle.current().pid()
+data, own = table(spark), {"model": Slow, "clip_norm": 1.0}
+fits = [trainer(engine="local", **own).fit(data), trainer(callbacks=[Kill(jvm)], **own).fit(data)]
+say(again=[len(one.history) for one in fits],
+    weights=[[value.tolist() for value in one.module.state_dict().values()] for one in fits])
 """
     process = subprocess.Popen(
         program(body, tmp_path),
@@ -386,7 +393,7 @@ say(again=len(trainer(model=Slow).fit(table(spark)).history))
     left = {"slabs": [], "local": [], "persisted": 0, "active": [], "group": None}
     try:
         assert process.stdout is not None
-        for times, how in (1, "interrupted"), (2, "at once"), (2, "at once"):
+        for times, how in (1, "interrupted"), (2, "at once"):
             assert json.loads(process.stdout.readline()) == {"training": True}
             time.sleep(0.5)
             for _ in range(times):
@@ -402,7 +409,9 @@ say(again=len(trainer(model=Slow).fit(table(spark)).history))
         process.kill()
         process.wait()
     assert process.returncode == 0, err[-2000:]
-    assert json.loads(out) == {"again": 3}
+    last = json.loads(out)
+    assert last["again"] == [3, 3]
+    assert last["weights"][0] == last["weights"][1]
 
 
 def test_the_first_fit_of_a_session_starts_the_daemon(

@@ -112,7 +112,6 @@ ENGINES = [
     {"engine": "local"},
     {"engine": "local", "accumulate": 3, "precision": "bf16"},
     {"engine": "shuffle"},
-    pytest.param({"engine": "gang"}, marks=pytest.mark.gang),
     pytest.param({"engine": "gang", "strategy": "zero1"}, marks=pytest.mark.gang),
     pytest.param({"engine": "gang", "strategy": "fsdp"}, marks=pytest.mark.gang),
 ]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from launch import soak_but
 from pyspark import cloudpickle
 from torch import nn
 
@@ -90,8 +91,18 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("row", ENDS)
+ENDS_IN_CI = [
+    ("interrupted", "local"),
+    ("interrupted", "gang"),
+    ("interrupted before an iteration", "shuffle"),
+    ("callback", "shuffle"),
+    ("callback: flat", "gang"),
+]
+
+
+@pytest.mark.parametrize(
+    ("row", "engine"), soak_but(ENDS_IN_CI, [(row, engine) for row in ENDS for engine in ENGINES])
+)
 def test_the_model_comes_as_it_stands(df, tmp_path, nothing_left, caplog, engine, row):
     """That of a run of as many iterations, with its last checkpoint, from which a run can go on. The
     ranks of a gang have begun some that are completed."""
@@ -217,8 +228,13 @@ def test_a_pass_that_is_cut_short(df, tmp_path):
 EVERY = {4: [8, 4], 3: [8, 6, 3], 1000: [8]}
 
 
-@pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize(
+    ("every", "asynchronous"),
+    soak_but(
+        [(4, False), (3, True), (1000, False)],
+        [(every, asynchronous) for every in EVERY for asynchronous in (False, True)],
+    ),
+)
 def test_a_run_leaves_a_checkpoint_of_its_end(df, tmp_path, every, asynchronous):
     """One only, also where one is written then anyway, and where nothing was left to be done."""
     checkpoint = sparkdl.Checkpoint(

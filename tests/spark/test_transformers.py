@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import safetensors.torch
 import torch
+from launch import soak_but
 from pyspark import cloudpickle
 from torch import nn
 
@@ -136,17 +137,26 @@ def adapted(reviews: DataFrame) -> sparkdl.TrainedModel:
     return TRAINER.fit(reviews)
 
 
+ENGINES = [
+    {"engine": "local"},
+    {"engine": "shuffle"},
+    {"engine": "gang"},
+    {"engine": "gang", "strategy": "fsdp"},
+]
+IN_CI = [
+    ("adapter", ENGINES[1]),
+    ("adapter", ENGINES[3]),
+    ("causal", ENGINES[0]),
+    ("causal", ENGINES[2]),
+]
+
+
+@pytest.mark.gang
 @pytest.mark.parametrize(
-    "engine",
-    [
-        {"engine": "local"},
-        {"engine": "shuffle"},
-        pytest.param({"engine": "gang"}, marks=pytest.mark.gang),
-        pytest.param({"engine": "gang", "strategy": "fsdp"}, marks=pytest.mark.gang),
-    ],
-    ids=lambda given: "-".join(given.values()),
+    ("task", "engine"),
+    soak_but(IN_CI, [(task, engine) for task in ("adapter", "causal") for engine in ENGINES]),
+    ids=lambda given: "-".join(given.values()) if isinstance(given, dict) else given,
 )
-@pytest.mark.parametrize("task", ["adapter", "causal"])
 def test_the_same_as_a_plain_loop(reviews: DataFrame, task: str, engine: dict[str, str]) -> None:
     """Replicas have unequal numbers of tokens, by which a causal model's losses are weighted."""
     if task == "adapter":

@@ -17,7 +17,7 @@ import optuna
 import pytest
 import torch
 import tune_between_nodes as script
-from launch import digest, launch
+from launch import digest, launch, soak_but
 from pyspark import cloudpickle
 from torch import nn
 
@@ -158,7 +158,7 @@ class Log(sparkdl.Callback):
         return len(self.path.read_text())
 
 
-@pytest.mark.parametrize("algorithm", ["random", "optuna"])
+@pytest.mark.parametrize("algorithm", soak_but(["optuna"], ["random", "optuna"]))
 def test_a_search_goes_on_from_its_folder(
     trainer: sparkdl.Trainer,
     frames: tuple[DataFrame, DataFrame],

@@ -28,7 +28,7 @@ def stuck(partition: int, frames: Iterable[object]) -> Iterator[bytes]:
 
 def slow(partition: int, frames: Iterable[object]) -> Iterator[bytes]:
     list(frames)
-    time.sleep(1.0)
+    time.sleep(0.5)
     yield b""
 
 
@@ -67,4 +67,4 @@ def test_a_task_that_never_ends_is_named(watched):
 
 
 def test_a_job_that_moves_may_take_longer_than_the_bound(watched):
-    assert watched(slow, 12, 4.0) == [b""] * 12
+    assert watched(slow, 12, 2.0) == [b""] * 12

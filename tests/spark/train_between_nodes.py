@@ -1,12 +1,14 @@
-"""Script: train on executors whose slab roots are apart, with and without sums on the nodes.
+"""Script: train on executors whose slab roots are apart, under Spark's security settings.
 
-``sums``: whether the rule is made to say yes or no, whatever the size of the model. ``plain``: more
-cases in which it says no.
+``rows``: each is a case, and whether the nodes sum ("summed") or do not ("plain"), whatever the size of
+the model. One more run does everything that a run can, while somebody looks at what listens.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -111,6 +113,45 @@ def brought(spark, df) -> dict[str, list[str]]:
     return found
 
 
+def secured(df: Any, **changes: Any) -> sparkdl.Trainer:
+    """The trainer of the run that is watched."""
+    validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(3))
+    return trainer("buffers", replicas=2, slices=2, validation=validation, **changes)
+
+
+def outcome(trained: sparkdl.TrainedModel, df: Any) -> dict[str, Any]:
+    """All that a run gives, as JSON values."""
+    from launch import digest
+
+    rows = trained.transform(df).orderBy("features").select("prediction").collect()
+    return {
+        "digest": digest(trained.module),
+        "losses": trained.history.losses,
+        "validations": trained.history.validations,
+        "evaluated": trained.evaluate(df, metrics=["accuracy"]),
+        "predictions": [list(row.prediction) for row in rows],
+    }
+
+
+def watched(spark: Any, df: Any, folder: str) -> dict[str, Any]:
+    """A run with checkpoints, what it gives, and what listened meanwhile."""
+    from listening import watching
+
+    kept = sparkdl.Checkpoint(folder, every=sparkdl.every(2))
+    with watching() as found:
+        trained = secured(df, checkpoint=kept).fit(df)
+    conf = spark.sparkContext.getConf().getAll()
+    return outcome(trained, df) | {
+        "settings": dict(conf),
+        "bytes": min(record["bytes_sent"] for record in trained.history),
+        "roles": sorted(found.roles),
+        "ports": sorted(found.ports),
+        "sockets": sorted(found.sockets),
+        "looks": found.looks,
+        "slabs": [str(path) for path in Path("spark/work").glob("**/sparkdl-*")],
+    }
+
+
 def stages_of_last_job(context) -> int:
     """Those that were run."""
     spark = context._jsc.sc()
@@ -147,27 +188,29 @@ def main() -> None:
 
     ShuffleEngine.run = noted
     results = {}
-    with session(given["master"], **{"spark.sparkdl.slab.dir": "slabs"}) as spark:
+    settings = {"spark.sparkdl.slab.dir": "slabs", **given["settings"]}
+    with session(given["master"], **settings) as spark:
         spark.sparkContext.parallelize(range(8), 8).count()  # until all executors are known
         df = frame(spark)
-        for sums in given["sums"]:
-            node_sums.BYTES_PER_SECOND = 1e-9 if sums else 1e99
-            for case in given["cases"] + ([] if sums else given["plain"]):
-                for noted_so_far in (notes, stages, submissions, persisted):
-                    noted_so_far.clear()
-                validation = sparkdl.Validation(df, every=sparkdl.every(3))
-                trained = trainer(case, validation=validation).fit(df)
-                results[f"{case}, {'summed' if sums else 'plain'}"] = {
-                    "digest": digest(trained.module),
-                    "losses": trained.history.losses,
-                    "validations": trained.history.validations,
-                    "bytes_sent": [record["bytes_sent"] for record in trained.history],
-                    "nodes": list(hand_on),
-                    "traffic": [list(note) for note in notes],
-                    "stages": list(stages),
-                    "submissions": list(submissions),
-                    "persisted": list(persisted),
-                }
+        for case, way in given["rows"]:
+            node_sums.BYTES_PER_SECOND = 1e-9 if way == "summed" else 1e99
+            for noted_so_far in (notes, stages, submissions, persisted):
+                noted_so_far.clear()
+            validation = sparkdl.Validation(df, every=sparkdl.every(3))
+            trained = trainer(case, validation=validation).fit(df)
+            results[f"{case}, {way}"] = {
+                "digest": digest(trained.module),
+                "losses": trained.history.losses,
+                "validations": trained.history.validations,
+                "bytes_sent": [record["bytes_sent"] for record in trained.history],
+                "nodes": list(hand_on),
+                "traffic": [list(note) for note in notes],
+                "stages": list(stages),
+                "submissions": list(submissions),
+                "persisted": list(persisted),
+            }
+        ShuffleEngine.run = step
+        results["watched"] = watched(spark, df, given["checkpoints"])
         results["brought"] = brought(spark, df)
     answer(results)
 
