@@ -10,8 +10,8 @@ from launch import ROOT
 
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
-    "modules": 361,
-    "lines": 61_700,
+    "modules": 369,
+    "lines": 62_800,
     "modules of more than 300 lines": 8,
     "lines of the longest module": 445,
     "percent of lines in the largest room": 20,
