@@ -6,7 +6,7 @@ It needs no Spark: it runs on the driver, or in rank 0 of a gang that has no dri
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -17,6 +17,7 @@ from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import largest_staleness
 from sparkdl.consistency.stragglers import check_replicas
+from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.registry import EngineInputs, build_engine
 from sparkdl.engines.resources import FitResources
@@ -63,14 +64,14 @@ class Start:
         kept: The optimizer state to begin with, or None.
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``: one pass over the data, which is a part of all data.
-        recorded: The decisions to repeat, by the number of the iteration; None: no replay.
+        replay: The history whose decisions are repeated; None: no replay.
     """
 
     resuming: ResumeCandidates | None = None
     kept: StoredState | None = None
     carried: CarriedRun | None = None
     one_pass: bool = False
-    recorded: Mapping[int, Decisions] | None = None
+    replay: History | None = None
 
 
 def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, Decisions] | None:
@@ -123,6 +124,34 @@ def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, De
             f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
         )
     return recorded
+
+
+def check_replayed_data(replay: History, plan: EpochPlan) -> None:
+    """Check that a history is that of a run with such data, as far as it tells.
+
+    Args:
+        replay: The history.
+        plan: The batches of an epoch of the run that repeats it.
+
+    Raises:
+        ParameterError: The recorded run had other batches, or other data.
+    """
+    first = next(iter(replay), None)
+    if first is None or first["iteration"] != 1:
+        return
+    epochs, rows, iterations = replay.epochs(), plan.num_samples, plan.num_iterations
+    found = epochs[0]["iterations"]
+    if found > iterations or (len(epochs) > 1 and found < iterations):
+        raise ParameterError(
+            f"replay: an epoch of the history has {found:,} iterations, and one of this run has "
+            f"{iterations:,}: train with the data and batch_size= of the recorded run."
+        )
+    batch = min(plan.batch_size, rows)
+    if not replay.commits and not replay.micro_batches and first["samples"] != batch:
+        raise ParameterError(
+            f"replay: the history has {first['samples']:,} samples in an iteration, and this run has "
+            f"{batch:,}: train with the batch_size= of the recorded run."
+        )
 
 
 @dataclass(frozen=True)
@@ -197,6 +226,8 @@ def run_course(
     model = replace(model, sums=sums)
     validation = with_dimensions(validation, output)
     engine = build_engine(trainer.engine, inputs(model, validation))
+    if start.replay is not None:
+        check_replayed_data(start.replay, engine.plan)
     identity = run_identity(trainer, model, samples.handles)
     make = result_maker(trainer, model, samples, output)
     state, history = load_start(
@@ -225,7 +256,7 @@ def run_course(
     with asked as interrupt, rescue, contextlib.closing(progress):
         own: list[Callback] = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
         callbacks = [rescue, *own, progress]
-        config = LoopConfig.of(trainer, start.recorded)
+        config = LoopConfig.of(trainer, None if start.replay is None else start.replay.decisions)
         state = train(
             trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
         )

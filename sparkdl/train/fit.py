@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +23,6 @@ from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.loop.progress import progress_of
-from sparkdl.replica.iteration import Decisions
 from sparkdl.session import context_of, is_connected, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality
@@ -71,7 +69,7 @@ def fit(
         return run_connected(
             trainer, data, resume, start, kept, any_data=any_data, replay=replay
         ).trained
-    recorded = recorded_decisions(trainer, replay)
+    recorded_decisions(trainer, replay)
     with warming_up(context_of(data_of(data))):
         return run(
             trainer,
@@ -80,7 +78,7 @@ def fit(
             start=start,
             kept=kept,
             any_data=any_data,
-            recorded=recorded,
+            replay=replay,
         ).trained
 
 
@@ -113,7 +111,7 @@ def run(
     carried: CarriedRun | None = None,
     one_pass: bool = False,
     any_data: bool = False,
-    recorded: Mapping[int, Decisions] | None = None,
+    replay: History | None = None,
 ) -> CarriedRun:
     """Train, and return the result and the state in which the run ended.
 
@@ -126,7 +124,7 @@ def run(
         carried: The end of the previous pass, for ``partial_fit``.
         one_pass: True for ``partial_fit``: one pass over ``data``, which is a part of all data.
         any_data: The checkpoint may come from other data.
-        recorded: The decisions to repeat, by the number of the iteration; None: no replay.
+        replay: The history whose decisions are repeated; None: no replay.
     """
     began = time.monotonic()
     placed = data if isinstance(data, PlacedSamples) else None
@@ -181,7 +179,7 @@ def run(
                 slab,
                 threads,
                 resources,
-                recorded=recorded,
+                recorded=None if replay is None else replay.decisions,
             )
 
         def take(done: FinishedEngine) -> TrainedModel:
@@ -194,7 +192,7 @@ def run(
             prepared,
             placed.training,
             placed.validation,
-            Start(resuming, kept, carried, one_pass, recorded),
+            Start(resuming, kept, carried, one_pass, replay),
             inputs,
             take,
             lambda facts: progress_of(settings.progress, facts, began, one_pass),

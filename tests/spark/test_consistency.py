@@ -264,6 +264,15 @@ def test_what_cannot_be_replayed(fit: Any, tmp_path: Path) -> None:
         sparkdl.ParameterError, match=r"2 versions old.*StaleSynchronous\(staleness=2"
     ):
         fit(sparkdl.StaleSynchronous(), replay=live.history)
+    with pytest.raises(
+        sparkdl.ParameterError, match="an epoch of the history has .* batch_size= of the recorded"
+    ):
+        fit(
+            sparkdl.StaleSynchronous(staleness=2),
+            replay=live.history,
+            batch_size=5,
+            engine="local",
+        )
     with pytest.raises(sparkdl.ParameterError, match="replay is a list: give the history of a run"):
         fit(None, replay=live.history.losses)
     checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(3))
