@@ -269,7 +269,7 @@ def test_ranks_that_disagree_all_get_the_same_error_and_go_on(ranks):
 
 
 def wait_in_vain(communicator: Communicator) -> float:
-    communicator = impatient(communicator)
+    communicator = impatient()
     if communicator.rank == 0:
         return 0.0
     started = time.monotonic()

@@ -59,7 +59,7 @@ def failure_of(stage: nn.Module, alone: Any) -> Failure:
 
 def in_stages(communicator: Communicator) -> list[Failure]:
     """Of the first rank, alone; the other one does nothing."""
-    communicator = impatient(communicator)
+    communicator = impatient()
     if communicator.rank != 0:
         return []
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
