@@ -111,7 +111,7 @@ def digits():
             model=classifier,
             optimizer=partial(torch.optim.Adam, lr=3e-3),
             batch_size=64,
-            **{"stop": sparkdl.max_epoch(8), **changes},
+            **{"stop": sparkdl.max_epoch(15), **changes},
         )
         module = fit_here(trainer, parts).trained.module
         with torch.no_grad():
