@@ -73,11 +73,11 @@ def in_one_process() -> torch.Tensor:
 
 def main(spark: SparkSession) -> dict[str, float]:
     (_, first), (outputs, last) = sparkdl.gang.run(run_layers, ranks=2, device="cpu", spark=spark)
-    apart = float((outputs - in_one_process()).abs().max())
+    agreement = float(((outputs - in_one_process()).abs() < 1e-5).float().mean())
     early = sum(begun < max(end for _, end in first) for begun, _ in last) / len(last)
-    print(f"outputs differ from those of one process by at most {apart:.0e}")
+    print(f"{agreement:.3f} of the outputs are those of one process, to 1e-5")
     print(f"{early:.3f} of rank 1's cells began before rank 0 had ended")
-    return {"agreement": float(apart < 1e-5), "early": early}
+    return {"agreement": agreement, "early": early}
 
 
 if __name__ == "__main__":

@@ -391,7 +391,7 @@ def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, set_stage
     skips = [0, *[state.skipped for state in there[1]]]
     made = [i for i, (a, b) in enumerate(itertools.pairwise(skips), 1) if a == b]
     without = {"shuffle": 6, "two": 6, "one": 0, "auto": [*made, 6, 6, 6][2]}[stages]
-    histograms = trainer.histograms.iterations if trainer.histograms else 7
+    histograms = trainer.histograms.iterations if trainer.histograms is not None else 7
     expected = [i for i in range(without + 1, 7) if i % histograms]
     assert at_once.call_count == len(expected)
 

@@ -8,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from launch import soak_but
+from pyspark import cloudpickle
 from small_networks import close, network, same
 from torch import nn
 
@@ -22,6 +24,7 @@ import sparkdl
 from sparkdl.consistency.gossip import TOPOLOGIES
 
 pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS, ROUNDS, REPLICAS = 8, 5, 4
 SAMPLES = [
     ([1.0, 0.5, -1.0], [1.0]),
