@@ -265,7 +265,7 @@ def test_what_cannot_be_replayed(fit: Any, tmp_path: Path) -> None:
     ):
         fit(sparkdl.StaleSynchronous(), replay=live.history)
     with pytest.raises(
-        sparkdl.ParameterError, match="an epoch of the history has .* batch_size= of the recorded"
+        sparkdl.ParameterError, match=r"an epoch of the history has .* batch_size= of the recorded"
     ):
         fit(
             sparkdl.StaleSynchronous(staleness=2),

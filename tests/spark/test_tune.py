@@ -336,9 +336,9 @@ def test_a_mistake_is_told_before_any_trial(
 def test_trainers_for_which_a_search_has_no_use(
     trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], tmp_path: Path
 ) -> None:
+    without = replace(trainer, validation=None, stop=sparkdl.max_epoch(2))
     with pytest.raises(sparkdl.ParameterError, match="the trainer has no validation"):
-        plain = replace(trainer, validation=None, stop=sparkdl.max_epoch(2))
-        tune.search(plain, frames[0], SPACE)
+        tune.search(without, frames[0], SPACE)
     checkpoint = sparkdl.Checkpoint(tmp_path)
     with pytest.raises(sparkdl.ParameterError, match=r"has checkpoint, .* give parallel=1"):
         tune.search(replace(trainer, checkpoint=checkpoint), frames[0], SPACE)
