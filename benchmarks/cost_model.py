@@ -27,7 +27,7 @@ class Point:
 
 
 Term = Callable[[Any], float]
-"""Of a :class:`Point`, or of anything else with ``seconds``."""
+"""A function of a :class:`Point`, or of anything else with ``seconds``."""
 TERMS: dict[str, Term] = {
     "a, fixed": lambda p: 1.0,
     "b, each pair of tasks (x M)": lambda p: p.replicas,

@@ -22,7 +22,7 @@ from sparkdl.spark.worker import finish_task
 Parcel = tuple[int, int, int]
 """To which task, and from where to where of the vector."""
 Route = Callable[[int, int], list[Parcel]]
-"""What a task sends, by its number and the length of the vector."""
+"""The frames that a task sends, by its number and the length of the vector."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _in_group(fan: int, back: bool, task: int, length: int) -> list[Parcel]:
 
 
 def _across(fan: int, back: bool, task: int, length: int) -> list[Parcel]:
-    """Of the k-th range, the g-th part is that of group g."""
+    """Return the parcels between groups: of a member's range, the g-th part is that of group g."""
     group, member = divmod(task, fan)
     mine = _part(0, length, member, fan)
     parts = [_part(*mine, group if back else other, fan) for other in range(fan)]
@@ -223,5 +223,5 @@ def _join(frames: Iterable[bytes]) -> tuple[int, np.ndarray]:
 
 
 def expected(topology: Topology, length: int) -> float:
-    """What the sums that ``job`` yields add up to."""
+    """Return the total of the sums that ``job`` yields."""
     return length * sum(1 + m for m in range(topology.replicas))

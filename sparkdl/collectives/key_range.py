@@ -44,8 +44,15 @@ class KeySpec:
     @staticmethod
     def of(name: Hashable, number: int, value: torch.Tensor, places: int) -> KeySpec:
         """Describe a key whose first value is ``value``."""
-        rows = len(value) if value.dim() else 1
-        return KeySpec(name, number, value.shape, value.dtype, tuple(even_bounds(rows, places)))
+        return KeySpec.shared(name, number, value.shape, value.dtype, places)
+
+    @staticmethod
+    def shared(
+        name: Hashable, number: int, shape: Sequence[int], dtype: torch.dtype, places: int
+    ) -> KeySpec:
+        """Describe a key whose rows are shared out to so many places."""
+        bounds = even_bounds(shape[0] if shape else 1, places)
+        return KeySpec(name, number, torch.Size(shape), dtype, tuple(bounds))
 
     @property
     def rows(self) -> int:

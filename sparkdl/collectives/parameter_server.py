@@ -44,9 +44,10 @@ class ParameterServer(KeyOperations):
     it after :meth:`close`, and ``replay=order`` repeats it: the same function on the same data
     then gives the same bits, whatever the speeds of the ranks.
 
-    The constructor, :meth:`init`, :meth:`set_optimizer`, :meth:`barrier` and :meth:`close` are
-    called on all ranks in the same order; pushes and pulls by whoever wants to. Use the object as a
-    context manager, which closes it. It may be used from several threads, one at a time.
+    The constructor, :meth:`init`, :meth:`load`, :meth:`set_optimizer`, :meth:`barrier` and
+    :meth:`close` are called on all ranks in the same order; pushes and pulls by whoever wants to. Use
+    the object as a context manager, which closes it. It may be used from several threads, one at a
+    time.
 
     Args:
         optimizer: A ``torch.optim`` class, or a ``partial`` of one, that is called with a list of
@@ -159,7 +160,7 @@ class ParameterServer(KeyOperations):
         with self._client.in_use():
             first, places, failed = len(self._names), len(self._client.places), None
             specs = [
-                KeySpec.of(s.name, first + s.number, torch.empty(s.shape, dtype=s.dtype), places)
+                KeySpec.shared(s.name, first + s.number, s.shape, s.dtype, places)
                 for s in saved.keys
             ]
             self._keys.update((spec.number, spec) for spec in specs)

@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from safetensors import safe_open
 from sparkdl.codec.files import MAX_JSON_BYTES, is_uri, mappable, parse_json, read_plain
 from sparkdl.codec.safe import STORABLE, decode, encode
 from sparkdl.collectives.arguments import name_of
-from sparkdl.collectives.halving import even_bounds
 from sparkdl.collectives.key_range import KeyRange, KeySpec, MakeOptimizer
 from sparkdl.errors import CheckpointError, ParameterError, kind_of
 
@@ -113,17 +112,14 @@ class Manifest:
                 raise ValueError(f"it is not of format {FORMAT}")
             owners = int(found["owners"])
             keys = [
-                _spec(number, decode(key["name"], {}), key["shape"], key["dtype"], owners)
+                KeySpec.shared(
+                    decode(key["name"], {}), number, key["shape"], _DTYPES[key["dtype"]], owners
+                )
                 for number, key in enumerate(found["keys"])
             ]
             return Manifest(
                 folder, str(found["name"]), owners, str(found["optimizer"]), tuple(keys)
             )
-
-
-def _spec(number: int, name: Hashable, shape: Any, dtype: str, owners: int) -> KeySpec:
-    bounds = even_bounds(shape[0] if shape else 1, owners)
-    return KeySpec(name, number, torch.Size(shape), _DTYPES[dtype], tuple(bounds))
 
 
 def write_ranges(path: Path, ranges: Mapping[int, KeyRange]) -> None:

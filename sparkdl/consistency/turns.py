@@ -21,7 +21,7 @@ MOST_GROUPS = 1 << 12
 _OFFSET, _VERSIONS = 1 << 15, 1 << 16
 """The range of a recorded clock on each side of the iteration, and that of a recorded staleness."""
 _ENDS = MOST_GROUPS * _VERSIONS * 2 * _OFFSET
-"""What is added to the record of the last turn of a commit."""
+"""The number that is added to the record of the last turn of a commit."""
 
 
 @dataclass(frozen=True, kw_only=True)

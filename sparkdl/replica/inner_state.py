@@ -11,7 +11,7 @@ from sparkdl.slices.state import SliceState
 
 _ARRAY, _OTHER, _WEIGHTS = "array.", "other.", "weights"
 _NUMBERS = {int: "int.", float: "float."}
-"""What the names of tensors begin with that stand for numbers, by the types of these."""
+"""The prefixes of the names of tensors that stand for numbers, by the types of these."""
 
 
 def keep_inner(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torch.Tensor]]:

@@ -40,7 +40,7 @@ from sparkdl.train.connected_checks import check_connected, check_result, for_ga
 from sparkdl.train.connected_news import HIDDEN
 from sparkdl.train.connected_rank import MAX_ROWS_BYTES, FitOrder, LedFit
 from sparkdl.train.connected_rows import ConnectedRows, PersistedSamples
-from sparkdl.train.course import recorded_decisions, with_state
+from sparkdl.train.course import check_replay, with_state
 from sparkdl.train.fit_result import result_maker, trained_model
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.sizes import check_mesh, check_sizes
@@ -87,7 +87,7 @@ def run_connected(
     if quiet:
         settings = replace(settings, progress=HIDDEN)
     trainer = for_gang(trainer)
-    recorded_decisions(trainer, replay)
+    check_replay(trainer, replay)
     model = prepare(trainer, start, check_connected)
     if kept is not None:
         kept.check(ModelIdentity.of(model.layout), model.optimizers)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.errors import PySparkException
@@ -82,7 +81,7 @@ class ConnectedRows:
         return replace(self, write=write)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PersistedSamples(SharedSamples):
     """The samples of a trainer in a session of Spark Connect, for several fits.
 
@@ -96,10 +95,6 @@ class PersistedSamples(SharedSamples):
 
     data: DataFrame
     rows: ConnectedRows
-    _trainer: Trainer
-    _float_dtype: str
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _closed: threading.Event = field(default_factory=threading.Event)
 
     @staticmethod
     def of(trainer: Trainer, data: DataFrame) -> PersistedSamples:
@@ -119,7 +114,9 @@ class PersistedSamples(SharedSamples):
             except BaseException:
                 rows.frame.unpersist()
                 raise
-        return PersistedSamples(data, rows, trainer, model.float_dtype)
+        return PersistedSamples(
+            data=data, rows=rows, _trainer=trainer, _float_dtype=model.float_dtype
+        )
 
     @property
     def replicas(self) -> int:

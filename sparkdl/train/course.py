@@ -40,7 +40,6 @@ from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.model.recipe import weights_digest
-from sparkdl.replica.iteration import Decisions
 from sparkdl.slices.slice_file import PackSlice
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.engine_inputs import load_start, packed_state
@@ -74,18 +73,18 @@ class Start:
     replay: History | None = None
 
 
-def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, Decisions] | None:
-    """Return what was decided on each iteration of a history; None without a history.
+def check_replay(trainer: Trainer, replay: History | None) -> None:
+    """Check that a run can repeat what was decided on the iterations of a history.
 
     Args:
         trainer: The trainer of the run that repeats it, with the engine that it uses.
-        replay: The history.
+        replay: The history; None: no replay.
 
     Raises:
         ParameterError: The trainer cannot repeat it.
     """
     if replay is None:
-        return None
+        return
     model = trainer.consistency_model
     if bool(replay.commits) != isinstance(model, Asynchronous):
         found = "the order of asynchronous steps" if replay.commits else "no order of steps"
@@ -93,11 +92,9 @@ def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, De
             f"replay: the history has {found}: train with the consistency= of the recorded run."
         )
     recorded = replay.decisions
-    if isinstance(model, Asynchronous):
-        groups = model.groups or trainer.replicas
+    if isinstance(model, Asynchronous) and (groups := model.groups or trainer.replicas):
         for number, decisions in recorded.items():
-            if groups is not None:
-                model.check_recorded(number, decisions, groups)
+            model.check_recorded(number, decisions, groups)
     counts = replay.micro_batches
     if counts and trainer.options.steps_on_replicas:
         raise ParameterError(
@@ -123,7 +120,6 @@ def recorded_decisions(trainer: Trainer, replay: History | None) -> dict[int, De
             f"replay: the history has gradients that are {most} versions old, and this trainer keeps "
             f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
         )
-    return recorded
 
 
 def check_replayed_data(replay: History, plan: EpochPlan) -> None:
@@ -225,7 +221,9 @@ def run_course(
     output, sums = preflight(trainer, model, samples, validation, endless=one_pass)
     model = replace(model, sums=sums)
     validation = with_dimensions(validation, output)
-    engine = build_engine(trainer.engine, inputs(model, validation))
+    given = inputs(model, validation)
+    engine, recorded = build_engine(trainer.engine, given), given.recorded
+    del given  # its parts take memory
     if start.replay is not None:
         check_replayed_data(start.replay, engine.plan)
     identity = run_identity(trainer, model, samples.handles)
@@ -256,7 +254,7 @@ def run_course(
     with asked as interrupt, rescue, contextlib.closing(progress):
         own: list[Callback] = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
         callbacks = [rescue, *own, progress]
-        config = LoopConfig.of(trainer, None if start.replay is None else start.replay.decisions)
+        config = LoopConfig.of(trainer, recorded)
         state = train(
             trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
         )

@@ -32,7 +32,7 @@ from sparkdl.train.connected import run_connected
 from sparkdl.train.course import (
     FinishedEngine,
     Start,
-    recorded_decisions,
+    check_replay,
     run_course,
     with_state,
 )
@@ -69,7 +69,7 @@ def fit(
         return run_connected(
             trainer, data, resume, start, kept, any_data=any_data, replay=replay
         ).trained
-    recorded_decisions(trainer, replay)
+    check_replay(trainer, replay)
     with warming_up(context_of(data_of(data))):
         return run(
             trainer,

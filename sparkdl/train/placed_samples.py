@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pyspark import SparkContext
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PlacedSamples(SharedSamples):
     """The training and validation samples of a trainer, written into slabs once for several fits.
 
@@ -54,11 +53,7 @@ class PlacedSamples(SharedSamples):
     training: SampleSet
     validation: SampleSet | None
     slab: SlabConfig
-    _trainer: Trainer
-    _float_dtype: str
     _resources: FitResources
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _closed: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     def of(cls, trainer: Trainer, data: DataFrame | RDD[Any]) -> PlacedSamples | PersistedSamples:
@@ -113,7 +108,15 @@ class PlacedSamples(SharedSamples):
         training = source(trainer, data, replicas, float_dtype, resources.slab)
         samples = place(trainer, training, resources)
         validation = place_validation(trainer, training, samples, resources)
-        return cls(data, samples, validation, resources.slab, trainer, float_dtype, resources)
+        return cls(
+            data=data,
+            training=samples,
+            validation=validation,
+            slab=resources.slab,
+            _trainer=trainer,
+            _float_dtype=float_dtype,
+            _resources=resources,
+        )
 
     @property
     def replicas(self) -> int:

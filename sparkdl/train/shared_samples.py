@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class SharedSamples:
     """The base of samples that serve several fits.
 
@@ -24,8 +26,8 @@ class SharedSamples:
     data: Any
     _trainer: Trainer
     _float_dtype: str
-    _lock: threading.Lock
-    _closed: threading.Event
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: threading.Event = field(default_factory=threading.Event)
 
     @property
     def replicas(self) -> int:

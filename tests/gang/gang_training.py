@@ -42,6 +42,18 @@ class OwnLoss(nn.Module):
         return nn.functional.cross_entropy(logits, labels, ignore_index=2), logits
 
 
+CARE: dict[str, Any] = {
+    "l1": 1e-3,
+    "l2": {"*.weight": 1e-2},
+    "accumulate": 3,
+    "weight": "weight",
+    "optimizer": {
+        "0": partial(torch.optim.SGD, lr=0.1),
+        "": partial(torch.optim.Adam, lr=0.01),
+    },
+    "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2),
+}
+"""Options of a trainer that every strategy has to combine."""
 OWN: dict[str, Any] = {
     "model": OwnLoss,
     "loss": sparkdl.ModelLoss(count=lambda labels: (labels != 2).sum()),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from gang_training import (
+    CARE,
     CLASSES,
     IGNORING,
     OWN,
@@ -79,18 +80,10 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "with care": {
         "strategy": UNITS,
+        **CARE,
         "clip_norm": 0.1,
-        "l1": 1e-3,
-        "l2": {"*.weight": 1e-2},
         "ema": 0.8,
-        "accumulate": 3,
-        "weight": "weight",
         "activation_checkpointing": ["0", "3"],
-        "optimizer": {
-            "0": partial(torch.optim.SGD, lr=0.1),
-            "": partial(torch.optim.Adam, lr=0.01),
-        },
-        "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2),
     },
     "a frozen layer": {"freeze": ["0"], "strategy": UNITS},
     "micro-batches that the loss ignores": {"loss": IGNORING, "accumulate": 4, "strategy": UNITS},

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from gang_training import (
+    CARE,
     CLASSES,
     IGNORING,
     WIDTH,
@@ -155,18 +156,10 @@ CASES: dict[str, dict[str, Any]] = {
     "two inputs": {"model": Scaled, "features": ["features", "weight"]},
     "copies of one stage": {"mesh": {"data": 2, "pipe": 1}},
     "with care": {
+        **CARE,
         "clip_value": 0.02,
-        "l1": 1e-3,
-        "l2": {"*.weight": 1e-2},
-        "accumulate": 3,
-        "weight": "weight",
         "class_weights": [1.0, 0.0, 2.0],
         "activation_checkpointing": ["0.*", "3"],
-        "optimizer": {
-            "0": partial(torch.optim.SGD, lr=0.1),
-            "": partial(torch.optim.Adam, lr=0.01),
-        },
-        "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2),
     },
     "labels that the loss ignores and weighs": {"loss": IGNORING},
     "a sum and its count": {"loss": counted, "clip_norm": 0.1, "accumulate": 2},

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from gang_training import (
+    CARE,
     CLASSES,
     IGNORING,
     WIDTH,
@@ -133,19 +134,11 @@ CASES: dict[str, dict[str, Any]] = {
     "rows of a table": {"model": Words, "strategy": Tensor(plan={"table": "row"})},
     "in styles of torch's": {"model": Normed, "strategy": BY_SEQUENCE},
     "with care": {
+        **CARE,
         "clip_norm": 0.1,
-        "l1": 1e-3,
-        "l2": {"*.weight": 1e-2},
         "ema": 0.8,
-        "accumulate": 3,
-        "weight": "weight",
         "class_weights": [1.0, 0.0, 2.0],
         "activation_checkpointing": ["0", "2"],
-        "optimizer": {
-            "0": partial(torch.optim.SGD, lr=0.1),
-            "": partial(torch.optim.Adam, lr=0.01),
-        },
-        "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2),
     },
     "labels that the loss ignores and weighs": {"loss": IGNORING, "clip_value": 0.02},
     "a sum and its count": {"loss": counted, "clip_norm": 0.1, "accumulate": 2},
