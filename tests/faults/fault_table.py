@@ -51,8 +51,8 @@ def all_rows(cluster: Cluster) -> dict[str, Row]:
     found["samples deleted"] = Row(
         [
             at(job="fb", iteration=3, partition=0).delete_slabs("samples-*"),
+            at(job="validation", iteration=4, partition=1).delete_slabs(),
             at(job="validation", iteration=8, partition=0).delete_slabs("samples-*"),
-            at(job="validation", iteration=8, partition=1).delete_slabs(),
         ]
     )
     for name, changes in BEGINNINGS.items():
