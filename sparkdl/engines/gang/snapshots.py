@@ -37,9 +37,9 @@ class Snapshots:
         self._files, self._rank = files, rank
         self._slices, self._residuals = slices, residuals
 
-    def begin(self, held: RankState, way: GradientSync) -> None:
+    def begin(self, held: RankState, sync: GradientSync) -> None:
         """Set the state and the gradients of which to take snapshots."""
-        self._held, self._way = held, way
+        self._held, self._sync = held, sync
 
     def save(self, name: str, holders: Sequence[int]) -> str | None:
         """Write this state to files on the nodes of ``holders``, the first rank of each node.
@@ -47,7 +47,7 @@ class Snapshots:
         Returns:
             A problem on this rank, such as a full disk, or None. No other rank waits because of it.
         """
-        self._way.settle()
+        self._sync.settle()
         holds, held = self._rank in holders, self._held
         current, best = held.as_slices(held.states), held.as_slices(held.best)
         problems: list[str] = []
@@ -63,7 +63,7 @@ class Snapshots:
         for r in range(self._residuals):
             mine = None
             if r == self._rank:
-                mine = _tried(functools.partial(pack_kept, self._way.kept), problems)
+                mine = _tried(functools.partial(pack_kept, self._sync.kept), problems)
             packed = broadcast_bytes(mine, r)
             if holds:
                 _tried(
@@ -93,7 +93,7 @@ class Snapshots:
                 if kept:
                     best[n] = kept[0]
             if n - self._slices == self._rank:
-                self._way.kept = unpack_kept(packed)
+                self._sync.place_kept(unpack_kept(packed))
         self._held.place(current)
         if best:
             self._held.place_best(best)

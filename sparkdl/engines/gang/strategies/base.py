@@ -42,8 +42,6 @@ class GradientSync(ABC):
     """The work of rank ``rank`` on the gradients of an iteration.
 
     Attributes:
-        needs_all_losses: Whether an update needs the losses of all ranks, or whether they are
-            finite. Then every rank must know the loss of its own samples.
         kept: The tensors that the rank keeps for the next iteration, by parameter number: what
             compression has left out of the gradients so far, or the state of its own optimizer.
             None if there are none.
@@ -60,16 +58,16 @@ class GradientSync(ABC):
     ends_before_report: bool = False
 
     def __init__(self, rank: int) -> None:
-        self._rank, self.needs_all_losses, self.count = rank, True, 0.0
-        self.kept = None
+        self._rank, self.count = rank, 0.0
+        self._kept: ByParameter | None = None
         self.losses: Losses = {}
 
     @property
     def kept(self) -> ByParameter | None:
         return self._kept
 
-    @kept.setter
-    def kept(self, kept: ByParameter | None) -> None:
+    def place_kept(self, kept: ByParameter | None) -> None:
+        """Continue with what a rank had kept."""
         self._kept = kept
 
     @abstractmethod

@@ -236,8 +236,7 @@ def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedS
     names = {id(parameter): segment.name for segment, parameter in live.flat.parameters}
     weighted = WeightedSum(names, live.flat.layout.dtype, live.recipe.options.wire_dtype)
     wrapped.register_comm_hook(weighted, lambda state, bucket: state.sum(bucket))
-    live.call = wrapped
-    live.apart = wrapped.no_sync
+    live.call_through(wrapped, wrapped.no_sync)
     return weighted
 
 

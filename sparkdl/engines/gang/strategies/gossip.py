@@ -47,11 +47,11 @@ class GossipSync(GradientSync):
             rank: This rank.
             whole: The updater of a single slice that is the whole flat vector.
         """
+        super().__init__(rank)
+        self._live, self._whole = live, whole
         self._arrived: ByParameter | None = None
         self._state: SliceState | None = None
         self._own: torch.Tensor | None = None
-        super().__init__(rank)
-        self._live, self._whole = live, whole
         self._pending: tuple[ReplicaIteration, Gradients, float] | None = None
 
     @property
@@ -64,8 +64,8 @@ class GossipSync(GradientSync):
             state = SliceState(self._own, state.arrays, state.held, state.others)
         return keep_replica(self._whole.plan, state)
 
-    @kept.setter
-    def kept(self, kept: ByParameter | None) -> None:
+    def place_kept(self, kept: ByParameter | None) -> None:
+        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         self._arrived = kept
 
     def compute(

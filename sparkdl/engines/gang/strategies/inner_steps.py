@@ -104,4 +104,4 @@ class InnerSteps(SummedGradients):
     def committed(self) -> None:
         """Keep the state of this rank's optimizer for the next iteration."""
         if self._moved is not None:
-            self.kept, self._moved = self._moved.kept, None
+            self._kept, self._moved = self._moved.kept, None

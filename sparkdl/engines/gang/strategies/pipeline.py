@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from sparkdl.engines.gang.rank_state import needs_all_losses
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
 from sparkdl.engines.gang.strategies.pipeline_stages import (
     PipelineBuild,
@@ -52,9 +53,8 @@ class PipelineRank(RankStrategy[Pipeline]):
         build.outermost, build.numbers = [*self._stages], self._seats.numbers
 
     def finish(self, build: Build) -> None:
-        """Let the stages compute as the replica does."""
         for stage in self._stages:
-            stage.live = build.live
+            stage.compute_as(build.live)
 
     def gradients(self, build: Build) -> GradientSync:
         return PipelineSync(
@@ -65,6 +65,7 @@ class PipelineRank(RankStrategy[Pipeline]):
             self._strategy,
             build.groups,
             build.near_rows(),
+            needs_all_losses(build.state, build.setup.sums),
         )
 
 

@@ -127,7 +127,7 @@ class Schedules:
                     value = self._in_turn.moved(value, before, here)
                 if self._rank == here:
                     inputs = tuple(map(self._made_up, value)) if number else value
-                    outputs = as_tuple(_tried(self._stages[number], inputs))
+                    outputs = as_tuple(self._stages[number].try_inputs(inputs))
                     value = tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in outputs)
                     found.append((number, _bare(inputs), _bare(outputs)))
         for stage in self._stages.values():
@@ -139,17 +139,6 @@ class Schedules:
         kind = getattr(torch, dtype.removeprefix("torch."))
         tensor = torch.zeros(shape, dtype=kind, device=self._live.device)
         return tensor.requires_grad_(requires_grad)
-
-
-def _tried(stage: StageModule, inputs: Sequence[torch.Tensor]) -> Any:
-    """Return the output of a stage. If it fails, make it copy its inputs from now on and try again."""
-    try:
-        return stage(*inputs)
-    except RuntimeError:
-        if stage.copies:
-            raise
-    stage.copies = True
-    return stage(*inputs)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

@@ -20,29 +20,41 @@ from sparkdl.replica.compute import autocasting, evaluating
 class StageModule(nn.Module):
     """A sequence of modules of the chain: one pipeline stage.
 
-    Attributes:
-        live: The replica, which is set before the stage is called.
-        copies: Whether the stage copies its inputs. That is necessary if its first module writes to
-            them, as ``nn.ReLU(inplace=True)`` does: an input from another stage is a leaf to torch,
-            and leaves must not be written to.
+    ``_copies`` says whether the stage copies its inputs. That is necessary if its first module writes
+    to them, as ``nn.ReLU(inplace=True)`` does: an input from another stage is a leaf to torch, and
+    leaves must not be written to.
     """
 
     def __init__(self, items: Items) -> None:
         super().__init__()
         self.chain = nn.ModuleList(item for _, item in items)
-        self.live: LiveReplica | None = None
-        self.copies = False
+        self._live: LiveReplica | None = None
+        self._copies = False
+
+    def compute_as(self, live: LiveReplica) -> None:
+        """Compute with the precision of the replica ``live``, before the stage is called."""
+        self._live = live
 
     def forward(self, *values: Any) -> Any:
         """Return the output. Several arguments are the tuple that the previous stage has returned."""
-        assert self.live is not None
-        if self.copies:
+        assert self._live is not None
+        if self._copies:
             values = tuple(tensor.clone() for tensor in values)
         value = values[0] if len(values) == 1 else values
-        with autocasting(self.live):
+        with autocasting(self._live):
             for item in self.chain:
                 value = item(value)
         return value
+
+    def try_inputs(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Return the output. If the stage fails, let it copy its inputs from now on and try again."""
+        try:
+            return self(*inputs)
+        except RuntimeError:
+            if self._copies:
+                raise
+        self._copies = True
+        return self(*inputs)
 
 
 @dataclass(frozen=True)

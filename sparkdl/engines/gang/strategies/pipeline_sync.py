@@ -55,6 +55,7 @@ class PipelineSync(CopySync):
         strategy: Pipeline,
         groups: MeshGroups,
         near: NodeLocalRows,
+        needs_all_losses: bool,
     ) -> None:
         """Create the schedules.
 
@@ -66,8 +67,10 @@ class PipelineSync(CopySync):
             strategy: The options of the pipeline.
             groups: The process groups of this rank.
             near: The rows of other ranks that this rank can read itself.
+            needs_all_losses: Whether every rank must know the loss of its own samples.
         """
         super().__init__(staged.live, plans, rank, spare)
+        self._needs_all_losses = needs_all_losses
         self._strategy, self._seats = strategy, staged.seats
         self._stages = dict(zip(staged.seats.stages(rank), staged.stages, strict=True))
         self._pipe, self._alike = groups.along("pipe"), groups.along("data")
@@ -136,7 +139,7 @@ class PipelineSync(CopySync):
             total = self._bring.weight(weights)
             of = total if self._found is None else self._found
             loss = sum(float(value) * weight for value, weight in self._losses) / (of or 1.0)
-            if self.needs_all_losses:
+            if self._needs_all_losses:
                 loss, of = self._told(loss, of)
             self._counted(of, weights, total)
         self._keep_pace(idle)
@@ -209,7 +212,7 @@ class PipelineSync(CopySync):
 
         If the ranks need not agree, no rank waits for the last pipeline stage only to learn the loss.
         """
-        return self._rank if self.needs_all_losses else self._tail
+        return self._rank if self._needs_all_losses else self._tail
 
     def _told(self, loss: float, count: float) -> tuple[float, float]:
         """Return the loss and its count from the rank with the last pipeline stage."""

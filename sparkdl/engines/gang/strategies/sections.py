@@ -102,7 +102,7 @@ class SectionExchange(GradientSync):
     def committed(self) -> None:
         """Note that the iteration was committed, and keep its residuals for the next one."""
         if self._outcome is not None and self._outcome.compressed is not None:
-            self.kept = self._outcome.kept
+            self._kept = self._outcome.kept
 
 
 def head_of(section: SectionLayout, absent: frozenset[int]) -> bytes:
