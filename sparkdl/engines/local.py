@@ -259,9 +259,7 @@ class LocalEngine:
                 clocks[n].lap("reduce")
         slices = []
         for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
-            clock, keep = Clock(), None
-            if step.histograms:
-                keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+            clock = Clock()
             updated = owner.update(
                 state,
                 state,
@@ -271,13 +269,14 @@ class LocalEngine:
                 squares=squares,
                 loss=loss,
                 seed=step.update_seed(self._run.seed),
-                keep=keep,
+                shown=owner.plan.parameters if step.histograms else (),
             )
-            histograms = owner.histograms(state, updated.reduced) if step.histograms else {}
             clock.lap("update")
             seconds = {**clocks[n].seconds, **clock.seconds}
             slices.append(
-                SliceReport(n, "", None, seconds=seconds, norm=updated.norm, histograms=histograms)
+                SliceReport(
+                    n, "", None, seconds=seconds, norm=updated.norm, histograms=updated.histograms
+                )
             )
         return slices
 

@@ -12,8 +12,6 @@ from sparkdl.replica.iteration import Clock, IterationRows, SliceReport
 from sparkdl.replica.run import RunSpec
 from sparkdl.slices.reduce import ReducedGradient
 from sparkdl.slices.section import Section
-from sparkdl.slices.state import SliceState
-from sparkdl.slices.update import SliceUpdater
 
 
 def update_slices(
@@ -44,7 +42,9 @@ def update_slices(
     for n, owner in held.owners.items():
         if owner.clips_norm:
             state = held.states[n]
-            known[n] = owner.reduce(contributions[n], state.weights, _dense(owner, state))
+            length, device = owner.plan.dense_length, state.weights.device
+            memory = torch.empty(length, dtype=owner.dtype, device=device)
+            known[n] = owner.reduce(contributions[n], state.weights, memory)
             squares[n] = held.counted[n].squared_norm(known[n])
     if known and run.slices > 1:
         mine = squares if held.first else [0.0] * len(squares)
@@ -61,19 +61,12 @@ def update_slices(
             squares=squares,
             loss=loss,
             seed=step.update_seed(run.seed),
-            keep=_dense(owner, state) if step.histograms else None,
+            shown=held.counted[n].plan.parameters if step.histograms else (),
         )
-        told = held.counted[n]
-        histograms = told.histograms(state, updated.reduced) if step.histograms else {}
         clock.lap("update")
         if held.first:
-            slices.append(SliceReport(n, node_id, None, norm=updated.norm, histograms=histograms))
+            found = updated.histograms
+            slices.append(SliceReport(n, node_id, None, norm=updated.norm, histograms=found))
     held.share()
     clock.lap("publish")
     return slices
-
-
-def _dense(owner: SliceUpdater, state: SliceState) -> torch.Tensor:
-    """Allocate memory for the dense gradient of the slice that ``owner`` updates."""
-    length, device = owner.plan.dense_length, state.weights.device
-    return torch.empty(length, dtype=owner.dtype, device=device)
