@@ -31,7 +31,6 @@ from sparkdl.errors import (
 )
 from sparkdl.loop.engine import (
     CURRENT,
-    IterationResult,
     PendingStateWork,
     ReadResiduals,
     ReadState,
@@ -39,6 +38,7 @@ from sparkdl.loop.engine import (
     StateAccess,
     StateWorkResult,
 )
+from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.replica.iteration import Iteration
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState

@@ -16,7 +16,8 @@ from collections.abc import Iterable
 import torch
 
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import Gradients, added_up, forward_backward, take_gradients
+from sparkdl.replica.compute import added_up, forward_backward
+from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.inner_state import keep_inner
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch

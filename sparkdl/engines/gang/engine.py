@@ -29,16 +29,8 @@ from sparkdl.engines.gang.start import raise_first, start_ranks, too_few
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.gang.rank_group import StartableGroup
-from sparkdl.loop.engine import (
-    CURRENT,
-    IterationResult,
-    ReadResiduals,
-    ReadState,
-    StateWork,
-    StateWorkResult,
-    slowest,
-    summarize,
-)
+from sparkdl.loop.engine import CURRENT, ReadResiduals, ReadState, StateWork, StateWorkResult
+from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.model.layout import Layout
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.replica.compare import Description

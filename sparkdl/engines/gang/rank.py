@@ -35,13 +35,18 @@ from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, lies_here, open_partition
 from sparkdl.engines.gang.build_turn import Turn
 from sparkdl.engines.gang.node_files import SnapshotFiles
-from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus, SampleLocation
+from sparkdl.engines.gang.rank_messages import (
+    RankConfig,
+    RankReport,
+    RankStatus,
+    SampleLocation,
+    gathered,
+)
 from sparkdl.engines.gang.rank_state import needs_all_losses
 from sparkdl.engines.gang.rank_update import update_slices
 from sparkdl.engines.gang.snapshots import Snapshots
 from sparkdl.engines.gang.state_commands import StateCommands
 from sparkdl.engines.gang.strategies.build import build_rank
-from sparkdl.engines.gang.strategies.summed import gathered
 from sparkdl.errors import ModelError, SessionError, UserError
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.metrics.scorer import Scorer

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from sparkdl.engines.gang.rank_messages import gathered
 from sparkdl.engines.gang.rank_state import RankState
-from sparkdl.engines.gang.strategies.summed import gathered
 from sparkdl.replica.iteration import Clock, IterationRows, SliceReport
 from sparkdl.replica.run import RunSpec
 from sparkdl.slices.reduce import ReducedGradient

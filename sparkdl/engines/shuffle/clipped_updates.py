@@ -120,7 +120,7 @@ def update_slice(
 def _write(
     place: Section, owner: SliceUpdater, reduced: ReducedGradient, sections: Sequence[Section]
 ) -> None:
-    """Write the reduced gradient, and the buffers of all replicas merged, into the section ``place``."""
+    """Write the reduced gradient, and the merged buffers of all replicas, into a section."""
     place.gradient.copy_(reduced.gradient)
     for number, rows in reduced.tables.items():
         for target, source in zip(place.tables[number], rows, strict=True):

@@ -40,7 +40,7 @@ from sparkdl.engines.shuffle.update_tasks import (
     Reductions,
     UpdateReduced,
 )
-from sparkdl.loop.engine import summed
+from sparkdl.loop.iteration_result import summed
 from sparkdl.replica.iteration import Fault, SliceReport
 from sparkdl.spark.frames import RunningJob, map_frames, stage_name
 from sparkdl.spark.message import post

@@ -38,7 +38,8 @@ from sparkdl.engines.shuffle.traffic import Transfer, between_nodes
 from sparkdl.engines.shuffle.turn_jobs import RunningTurn, turn_rdd
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import TrainingError
-from sparkdl.loop.engine import CURRENT, IterationResult, ReadState, slowest, summarize
+from sparkdl.loop.engine import CURRENT, ReadState
+from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.replica.iteration import Decisions, Fault, Iteration, ReplicaReport, SliceReport
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState

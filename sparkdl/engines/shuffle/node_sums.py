@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from sparkdl.engines.shuffle.forms import STAGE_SECONDS
 from sparkdl.engines.shuffle.traffic import Nodes, SliceBytes, planned
-from sparkdl.loop.engine import busiest
+from sparkdl.loop.iteration_result import busiest
 from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
 from sparkdl.replica.iteration import SliceHandle

@@ -9,7 +9,7 @@ from typing import Any
 from sparkdl.engines.shuffle.faults import UNLIKE
 from sparkdl.engines.shuffle.messages import NodeCopies, NodeWeights, PendingGradients
 from sparkdl.engines.shuffle.traffic import between_nodes
-from sparkdl.loop.engine import Traffic
+from sparkdl.loop.iteration_result import Traffic
 from sparkdl.replica.iteration import Fault, ReplicaReport, SliceHandle, SliceReport
 
 

@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sparkdl.loop.engine import Traffic
+from sparkdl.loop.iteration_result import Traffic
 from sparkdl.slices.tree_sum import blocks
 
 

@@ -27,8 +27,9 @@ from sparkdl.engines.gang.strategies.summed import (
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.step import is_step
 from sparkdl.parallel.ddp import DDP
-from sparkdl.replica.compute import Passed, forward_backward, take_gradients
+from sparkdl.replica.compute import Passed, forward_backward
 from sparkdl.replica.gradient_writer import writes_early
+from sparkdl.replica.gradients import take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.run import OpenRun

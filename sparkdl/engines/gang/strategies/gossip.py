@@ -16,7 +16,8 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.consistency.gossip import DISTANCE, TOPOLOGIES, add_up, averaged_parts, mix
 from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import Gradients, forward_backward, take_gradients
+from sparkdl.replica.compute import forward_backward
+from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.inner_state import keep_replica, open_replica_state
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.local_sgd import problem_of_step, step_alone, without_rows

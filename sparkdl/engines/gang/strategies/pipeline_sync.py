@@ -27,15 +27,17 @@ import torch.distributed as dist
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.mesh_groups import MeshGroups
 from sparkdl.engines.gang.model_group import ModelGroup, NodeLocalRows
+from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.strategies.fsdp import let_go
 from sparkdl.engines.gang.strategies.pipeline_schedules import Schedules, as_tuple
 from sparkdl.engines.gang.strategies.pipeline_stages import PipelineBuild, StageRelay
-from sparkdl.engines.gang.strategies.summed import CopySync, gathered_counts
+from sparkdl.engines.gang.strategies.summed import CopySync
 from sparkdl.engines.gang.strategies.tensor import settle
 from sparkdl.parallel.pipeline import Pipeline
 from sparkdl.parallel.stages import micro_batches
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import Gradients, buffers_kept, loss_of_output, take_gradients
+from sparkdl.replica.compute import buffers_kept, loss_of_output
+from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.padding_pass import padding_pass

@@ -20,7 +20,8 @@ from sparkdl.codec.packed import head_from_bytes, head_to_bytes
 from sparkdl.collectives.direct import exchange_all
 from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import forward_backward, take_gradients
+from sparkdl.replica.compute import forward_backward
+from sparkdl.replica.gradients import take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections

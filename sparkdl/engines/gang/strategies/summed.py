@@ -16,7 +16,8 @@ from sparkdl.model.layout import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.step import is_step
 from sparkdl.replica.all_rows import passes_together
-from sparkdl.replica.compute import Gradients, Passed, Spare, take_gradients
+from sparkdl.replica.compute import Passed, Spare
+from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.padding_pass import padding_pass
@@ -242,19 +243,6 @@ def factors(live: LiveReplica, share: float) -> tuple[float, float]:
     if live.recipe.options.sync_batchnorm or is_step(live.loss):
         return share, 1.0 if share else 0.0
     return 1.0, share
-
-
-def gathered(numbers: Sequence[float]) -> list[list[float]]:
-    """Return some numbers of every rank."""
-    mine = torch.tensor(numbers, dtype=torch.float64)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return [row.tolist() for row in found]
-
-
-def gathered_counts(count: int) -> list[int]:
-    """Return the count of every rank."""
-    return [int(found) for (found,) in gathered([count])]
 
 
 def first_not_finite(

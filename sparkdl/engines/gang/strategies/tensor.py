@@ -28,8 +28,9 @@ from sparkdl.collectives.direct import all_reduce
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.build_turn import Turn
 from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import CopySync, gathered_counts
+from sparkdl.engines.gang.strategies.summed import CopySync
 from sparkdl.engines.gang.tensor_rows import RowLayout
 from sparkdl.errors import ModelError
 from sparkdl.model.layout import local
