@@ -33,7 +33,7 @@ import torch
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, lies_here, open_partition
-from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.build_lock import BuildLock
 from sparkdl.engines.gang.node_files import SnapshotFiles
 from sparkdl.engines.gang.rank_messages import (
     RankConfig,
@@ -138,7 +138,7 @@ class Rank:
         Ranks read and build a model that is to be split in turn, and free it afterwards.
         """
         if self._setup.parallel.splits_model:
-            with memory_given_back(), Turn(self._folder):
+            with memory_given_back(), BuildLock(self._folder):
                 return compared(self._load().build(), self._setup.built)
         recipe = self._load()
         self._load = lambda: recipe

@@ -16,7 +16,7 @@ from torch import nn
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.build_lock import BuildLock
 from sparkdl.engines.gang.mesh_groups import MeshGroups
 from sparkdl.engines.gang.model_group import ModelGroup, NodeLocalRows
 from sparkdl.engines.gang.rank_messages import RankConfig, SampleLocation
@@ -137,7 +137,7 @@ class Build:
         live: The replica, once the model is split.
         state: The state that this rank holds, from when gradients are asked for.
         groups: The process groups of this rank.
-        turn: The turn of this rank to build. Nothing may be sent before it ends.
+        lock: The lock of this node. Nothing may be sent before it is released.
         recipe: The recipe, without weights.
         module: The module, which is split in place.
         whole: The layout of the whole model.
@@ -154,7 +154,7 @@ class Build:
     live: LiveReplica = field(init=False)
     state: RankState = field(init=False)
     groups: MeshGroups = field(init=False)
-    turn: Turn = field(init=False)
+    lock: BuildLock = field(init=False)
     recipe: Recipe = field(init=False)
     module: nn.Module = field(init=False)
     whole: Layout = field(init=False)

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from sparkdl.collectives.direct import all_reduce
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.build_lock import BuildLock
 from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
@@ -102,7 +102,7 @@ class TensorRank(RankStrategy[Tensor]):
             build.groups.mesh("tensor"),
             build.spare,
             build.device,
-            build.turn,
+            build.lock,
         )
 
     def finish(self, build: Build) -> None:
@@ -130,11 +130,11 @@ def parallelise(
     mesh: DeviceMesh,
     spare: Batch,
     device: torch.device,
-    turn: Turn,
+    lock: BuildLock,
 ) -> None:
     """Split the layers of a module.
 
-    All ranks have built the same module, so nothing is sent, and each can do this in its turn.
+    All ranks have built the same module, so nothing is sent, and each can do this while it holds the lock.
 
     Args:
         recipe: The recipe of the module.
@@ -143,7 +143,7 @@ def parallelise(
         mesh: The ranks over which layers are split, in one dimension.
         spare: A few rows, with which the model is called before and after the split.
         device: The device of this rank.
-        turn: The turn of this rank to build, which ends here.
+        lock: The lock under which the module was built, which is released here.
 
     Raises:
         sparkdl.ModelError: If the split model fails, or its output for ``spare`` is different.
@@ -156,7 +156,7 @@ def parallelise(
         right = _output(recipe, module, inputs, targets)
     parallelize_module(module, mesh, styles, src_data_rank=None)
     _let_go_of_others(module)
-    turn.ends()
+    lock.release()
     for name in styles:
         child = module.get_submodule(name)
         child.forward = functools.partial(_without_inference_mode, child.forward)
