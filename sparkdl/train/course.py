@@ -18,7 +18,7 @@ from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import largest_staleness
 from sparkdl.consistency.stragglers import check_replicas
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.registry import EngineInputs, build_engine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet

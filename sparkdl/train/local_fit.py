@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.local.groups import local_engine as build_local
 from sparkdl.engines.validation_set import ValidationSet

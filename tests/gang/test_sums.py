@@ -30,8 +30,8 @@ from sparkdl.parallel.ddp import DDP
 from sparkdl.parallel.plan import STRATEGIES, parallel_of
 from sparkdl.replica.compute import forward_backward
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.joint_pass import padding_pass
 from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.update import SliceUpdater

@@ -25,7 +25,8 @@ import sparkdl
 from sparkdl.data.epoch import EpochPlan, permutation
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.preview import Preview
-from sparkdl.data.samples import SampleSet, Source, _sample_set
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import Source, _sample_set
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.model.layout import Layout, layout_of
 from sparkdl.model.recipe import Recipe

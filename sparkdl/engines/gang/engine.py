@@ -17,14 +17,14 @@ import torch
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.gang.background import BackgroundResult
 from sparkdl.engines.gang.in_flight import InFlight
-from sparkdl.engines.gang.node_files import NodeFiles
 from sparkdl.engines.gang.rank import CallMethod
 from sparkdl.engines.gang.rank_messages import RankConfig
 from sparkdl.engines.gang.recipe_files import RecipeSource
 from sparkdl.engines.gang.slice_results import SliceResults
+from sparkdl.engines.gang.snapshots import NodeFiles
 from sparkdl.engines.gang.start import raise_first, start_ranks, too_few
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import StalledError, StateLostError, TrainingError

@@ -34,7 +34,6 @@ from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, lies_here, open_partition
 from sparkdl.engines.gang.build_lock import BuildLock
-from sparkdl.engines.gang.node_files import SnapshotFiles
 from sparkdl.engines.gang.rank_messages import (
     RankConfig,
     RankReport,
@@ -44,7 +43,7 @@ from sparkdl.engines.gang.rank_messages import (
 )
 from sparkdl.engines.gang.rank_state import needs_all_losses
 from sparkdl.engines.gang.rank_update import update_slices
-from sparkdl.engines.gang.snapshots import Snapshots
+from sparkdl.engines.gang.snapshots import SnapshotFiles, Snapshots
 from sparkdl.engines.gang.state_commands import StateCommands
 from sparkdl.engines.gang.strategies.build import build_rank
 from sparkdl.errors import ModelError, SessionError, UserError

@@ -19,7 +19,7 @@ from sparkdl.consistency.base import Consistency, Update, next_update
 from sparkdl.consistency.stragglers import StragglerLimit
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.local.gossip import gossip
 from sparkdl.engines.local.replicas import LocalReplicas, open_all
 from sparkdl.engines.validation_set import ValidationSet

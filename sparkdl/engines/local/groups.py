@@ -12,7 +12,7 @@ from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import Consistency
 from sparkdl.consistency.group_turns import GroupTurns
 from sparkdl.consistency.turns import Commit, Turn
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.loop.engine import CURRENT, ReadState

@@ -11,7 +11,7 @@ import torch
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.partition_reader import MappedPartition, open_partition
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.errors import StaleReferenceError, StateLostError
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe

@@ -65,7 +65,7 @@ def _replicate(build: Build, load: Callable[[], Recipe]) -> dict[str, RankStrate
 
 
 def _split(build: Build, load: Callable[[], Recipe]) -> dict[str, RankStrategy[Any]]:
-    """Build the model, one rank of a node after another, and keep the part that the strategies leave it."""
+    """Build the model, one rank of a node at a time, and keep what the strategies leave this rank."""
     run, device = build.setup.run, build.device
     build.groups = MeshGroups(build.parallel, device)
     root = open_root(run.slab)

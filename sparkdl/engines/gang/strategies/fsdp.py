@@ -40,8 +40,8 @@ from sparkdl.parallel.traced_stage import TracedStage
 from sparkdl.process.memory import is_scarce, memory_given_back
 from sparkdl.replica.compute import Passed, forward_backward
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.joint_pass import idle
 from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.padding_pass import idle
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec
 

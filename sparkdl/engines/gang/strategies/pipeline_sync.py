@@ -39,8 +39,8 @@ from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import buffers_kept, loss_of_output
 from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.joint_pass import padding_pass
 from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec
 

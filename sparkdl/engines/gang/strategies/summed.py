@@ -15,12 +15,11 @@ from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.model.layout import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.step import is_step
-from sparkdl.replica.all_rows import passes_together
 from sparkdl.replica.compute import Passed, Spare
 from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.joint_pass import padding_pass, passes_together
 from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
 from sparkdl.slices.spec import SliceSpec

@@ -134,7 +134,8 @@ def parallelise(
 ) -> None:
     """Split the layers of a module.
 
-    All ranks have built the same module, so nothing is sent, and each can do this while it holds the lock.
+    All ranks have built the same module, so nothing is sent, and each can do this while it holds the
+    lock.
 
     Args:
         recipe: The recipe of the module.
