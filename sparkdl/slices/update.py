@@ -27,8 +27,8 @@ from sparkdl.process.determinism import seeded
 from sparkdl.slices.blocks import (
     BLOCK_ELEMENTS,
     GPU_BLOCK_ELEMENTS,
-    block_of_contribution,
     block_of_reduced,
+    block_of_section,
     block_of_state,
     cut_blocks,
     keep_block,
@@ -127,25 +127,25 @@ class SliceUpdater:
         return cut_blocks(self.plan, elements) if cut else [self.plan]
 
     def reduce(
-        self, contributions: Sequence[Section], weights: torch.Tensor, out: torch.Tensor
+        self, sections: Sequence[Section], weights: torch.Tensor, out: torch.Tensor
     ) -> ReducedGradient:
         """Return the gradient of the slice, with penalties and clipped by value, in ``out``.
 
         Args:
-            contributions: The sections of all replicas.
+            sections: The sections of all replicas.
             weights: Version t of the slice's weights.
             out: Memory for the dense gradient, (dense_length,).
         """
-        return self._reduce(self.plan, contributions, weights, out)
+        return self._reduce(self.plan, sections, weights, out)
 
     def _reduce(
         self,
         block: SliceSpec,
-        contributions: Sequence[Section],
+        sections: Sequence[Section],
         weights: torch.Tensor,
         out: torch.Tensor,
     ) -> ReducedGradient:
-        reduced = reduce_gradients(block, contributions, out)
+        reduced = reduce_gradients(block, sections, out)
         if not self.options.steps_on_replicas:
             penalize(block, reduced, weights, self.l1, self.l2)
             if self.options.clip_value is not None:
@@ -166,7 +166,7 @@ class SliceUpdater:
         self,
         old: SliceState,
         new: SliceState,
-        contributions: Sequence[Section],
+        sections: Sequence[Section],
         hyperparameters: Sequence[Mapping[str, Any]] | None,
         *,
         known: ReducedGradient | None = None,
@@ -181,7 +181,7 @@ class SliceUpdater:
             old: Version t.
             new: Either ``old`` itself, or a state with the same ``held`` and ``others`` and the
                 same arrays, in memory of its own with arbitrary content.
-            contributions: The sections of all replicas.
+            sections: The sections of all replicas.
             hyperparameters: One mapping for each parameter group, which overrides those of the
                 optimizer.
             known: The gradient, if it is reduced already. It is not changed.
@@ -206,9 +206,9 @@ class SliceUpdater:
                 start, whole = block.start - self.plan.start, block is self.plan
                 out = memory[start : start + length] if shown else memory[:length]
                 if known is None:
-                    parts = contributions
+                    parts = sections
                     if not whole:
-                        parts = [block_of_contribution(self.plan, block, c) for c in contributions]
+                        parts = [block_of_section(self.plan, block, one) for one in sections]
                     weights = old.weights[start : start + block.length]
                     part = self._reduce(block, parts, weights, out)
                     if shown and part.gradient is not out:
@@ -218,10 +218,10 @@ class SliceUpdater:
                 state = new if whole else block_of_state(self.plan, block, new, before)
                 if new is not old:
                     _copy(old, state, start)
-                self._step(block, state, part, contributions, hyperparameters, loss)
+                self._step(block, state, part, sections, hyperparameters, loss)
                 if not whole:
                     keep_block(self.plan, block, state, new)
-        merge_buffers(self.plan, contributions, new.weights)
+        merge_buffers(self.plan, sections, new.weights)
         applied = ReducedGradient(memory, part.absent, part.tables)
         return UpdateResult(norm, histograms_of(shown, new.weights, applied))
 
@@ -249,13 +249,13 @@ class SliceUpdater:
         block: SliceSpec,
         state: SliceState,
         reduced: ReducedGradient,
-        contributions: Sequence[Section],
+        sections: Sequence[Section],
         hyperparameters: Sequence[Mapping[str, Any]] | None,
         loss: float,
     ) -> None:
         """Bring a block's state, a copy of version t, to t+1."""
         if self.options.averages:
-            average(block, state, reduced, contributions)
+            average(block, state, reduced, sections)
         else:
             step_slice(
                 block,

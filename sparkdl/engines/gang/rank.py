@@ -220,13 +220,13 @@ class Rank:
         if any(one[1] for one in found):
             self._held.live.flat.refresh()
             return []
-        contributions = self._sync.contributions(step.rows, weights)
+        sections = self._sync.sections(step.rows, weights)
         self._sync.committed()
         clock.lap("reduce")
         total = sum(weights)
         mean = sum(one[0] * w for one, w in zip(found, weights, strict=True) if w)
         loss = mean / total if total else 0.0
-        return update_slices(self._held, self._run, self._node_id, step, contributions, loss, clock)
+        return update_slices(self._held, self._run, self._node_id, step, sections, loss, clock)
 
     def _weights(self, step: IterationRows, weight: float) -> list[float]:
         """Return the weight of each rank's rows."""

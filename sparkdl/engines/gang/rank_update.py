@@ -19,7 +19,7 @@ def update_slices(
     run: RunSpec,
     node_id: str,
     step: IterationRows,
-    contributions: Mapping[int, list[Section]],
+    sections: Mapping[int, list[Section]],
     loss: float,
     clock: Clock,
 ) -> list[SliceReport]:
@@ -30,7 +30,7 @@ def update_slices(
         run: The run.
         node_id: The id of this rank's node.
         step: The iteration.
-        contributions: The sections from which each slice is updated; others stay as they are.
+        sections: The sections from which each slice is updated; others stay as they are.
         loss: The loss of the global batch.
         clock: Measures the time of each activity.
 
@@ -44,18 +44,18 @@ def update_slices(
             state = held.states[n]
             length, device = owner.plan.dense_length, state.weights.device
             memory = torch.empty(length, dtype=owner.dtype, device=device)
-            known[n] = owner.reduce(contributions[n], state.weights, memory)
+            known[n] = owner.reduce(sections[n], state.weights, memory)
             squares[n] = held.counted[n].squared_norm(known[n])
     if known and run.slices > 1:
         mine = squares if held.first else [0.0] * len(squares)
         squares = [many[r] for r, many in enumerate(gathered(mine))]
     slices = []
-    for n in contributions:
+    for n in sections:
         owner, state = held.owners[n], held.states[n]
         updated = owner.update(
             state,
             state,
-            contributions[n],
+            sections[n],
             step.hyperparameters,
             known=known.get(n),
             squares=squares,

@@ -168,14 +168,14 @@ class LocalEngine:
         owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]
         total = sum(report.weight for report in reports)
         loss = sum(r.loss * r.weight for r in reports) / total if total else 0.0
-        contributions = [[replica[n] for replica in sections] for n in range(len(owners))]
+        by_slice = [[replica[n] for replica in sections] for n in range(len(owners))]
         known: list[ReducedGradient | None] = [None] * len(owners)
         squares = [0.0] * len(owners)
         for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
             if owner.clips_norm:
                 clocks[n] = Clock()
                 out = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
-                reduced = known[n] = owner.reduce(contributions[n], state.weights, out)
+                reduced = known[n] = owner.reduce(by_slice[n], state.weights, out)
                 squares[n] = owner.squared_norm(reduced)
                 clocks[n].lap("reduce")
         slices = []
@@ -184,7 +184,7 @@ class LocalEngine:
             updated = owner.update(
                 state,
                 state,
-                contributions[n],
+                by_slice[n],
                 step.hyperparameters,
                 known=known[n],
                 squares=squares,

@@ -163,7 +163,7 @@ class Shuffled:
         read, copies, replicas = message.read_states, message.copies, len(placement.replica_nodes)
         with stage_name(self.resources.context, FORWARD_BACKWARD):
             body, samples = ForwardBackward(told, nodes), placement.samples
-            gradients = placement.at_seats(body, samples, read, copies, posted=not inside)
+            gradients = placement.tasks_with_weights(body, samples, read, copies, posted=not inside)
             received = self._send(gradients, placement.slices if nodes is None else replicas)
         if nodes is not None:
             with stage_name(self.resources.context, NODE_REDUCTION):
@@ -184,11 +184,11 @@ class Shuffled:
         return shuffle_frames(keyed, partitions, few_bytes=self.placement.few_bytes)
 
     def _install(self, weight_frames: RDD, message: IterationMessage | None) -> RDD:
-        """Send frames with weights to every replica's seat, and write them into slabs there."""
+        """Send frames with weights to every replica, and write them into slabs there."""
         placement = self.placement
         arrived = self._send(weight_frames, len(placement.replica_nodes))
-        seats = placement.replicas_counted(placement.slices)
-        return map_frames(zip_frames(arrived, seats), ReceiveWeights(message))
+        replicas = placement.replicas_counted(placement.slices)
+        return map_frames(zip_frames(arrived, replicas), ReceiveWeights(message))
 
     def _hand_on(self, message: IterationMessage, nodes: Nodes) -> IterationReports:
         """Send the weights that replicas compute on once to each node that lacks them."""

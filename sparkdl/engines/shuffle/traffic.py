@@ -42,7 +42,7 @@ class Nodes:
         return self._members[node_id]
 
     def representative(self, node_id: str, n: int) -> int:
-        """Return the replica at whose seat the node sums slice ``n`` and receives its weights.
+        """Return the replica at which the node sums slice ``n`` and receives its weights.
 
         The node's replicas take turns over the slices, so that its task slots share the work.
         """

@@ -60,10 +60,10 @@ def turn_rdd(
     """
     inside = None if told else message
     task = TakeTurn(inside) if alone else ForwardBackward(inside)
-    seats = placement.at_seats(
+    rdd = placement.tasks_with_weights(
         task, placement.samples, message.read_states, message.copies, posted=told
     )
-    some = some_partitions(seats, group)
+    some = some_partitions(rdd, group)
     if alone:
         return some
     sent = shuffle_frames(some, placement.slices, few_bytes=placement.few_bytes)

@@ -91,7 +91,7 @@ class GradientSync(ABC):
         """
 
     @abstractmethod
-    def contributions(
+    def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
         """Return the sections from which each of this rank's slices is updated, by slice index.

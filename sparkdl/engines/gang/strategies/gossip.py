@@ -90,7 +90,7 @@ class GossipSync(GradientSync):
         self._pending = work, gradients, loss
         return loss, problem_of_step(live, loss, gradients)
 
-    def contributions(
+    def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
         """Take this rank's step, and average with its neighbours. No slice is left to be updated."""

@@ -88,12 +88,12 @@ class PipelineBuild:
         live: The replica with this rank's stages in its flat vector. The parameters of other stages
             are empty.
         stages: The stages of this rank.
-        seats: The placement of all stages.
+        placement: The placement of all stages.
     """
 
     live: LiveReplica
     stages: list[StageModule]
-    seats: StagePlacement
+    placement: StagePlacement
 
 
 class StageRelay:
@@ -103,7 +103,7 @@ class StageRelay:
     same parts.
 
     Args:
-        seats: The placement of the stages.
+        placement: The placement of the stages.
         stages: The stages of this rank, by number.
         rank: This rank.
         group: The process group of the ranks whose samples go through the same weights.
@@ -112,14 +112,14 @@ class StageRelay:
 
     def __init__(
         self,
-        seats: StagePlacement,
+        placement: StagePlacement,
         stages: Mapping[int, StageModule],
         rank: int,
         group: dist.ProcessGroup | None,
         live: LiveReplica,
     ) -> None:
-        mesh = seats.mesh
-        self._seats, self._stages, self._rank = seats, stages, rank
+        mesh = placement.mesh
+        self._placement, self._stages, self._rank = placement, stages, rank
         self._group, self._live = group, live
         self._ranks, self._column = mesh.model_group(rank), mesh.along(rank, "pipe")
         live.flat.module.forward = self._there_and_back
@@ -151,11 +151,11 @@ class StageRelay:
 
     def _passed(self, source: int, value: Any) -> Any:
         """Send a value of rank ``source`` through all stages, and return the output on that rank."""
-        mesh, column = self._seats.mesh, self._column
+        mesh, column = self._placement.mesh, self._column
         for head in mesh.along(self._ranks[0], "tensor"):
             value = self.moved(value, source, head)
         before = column[0]
-        for number in range(self._seats.count):
+        for number in range(self._placement.count):
             here = column[number % len(column)]
             value = self.moved(value, before, here)
             if self._rank == here:

@@ -83,7 +83,7 @@ class SectionExchange(GradientSync):
         clock.lap("publish")
         return loss, problem
 
-    def contributions(
+    def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
         """Return the sections of every replica that took part, for each of this rank's slices."""

@@ -151,7 +151,7 @@ class SummedGradients(GradientSync):
         """Return the name of a parameter whose gradient has an inf or a NaN, or ""."""
         raise NotImplementedError
 
-    def contributions(
+    def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
         """Return the sections from which each of this rank's slices is updated, by slice index.
@@ -171,12 +171,12 @@ class SummedGradients(GradientSync):
             absent = frozenset(range(len(self._live.flat.parameters)))
         self._gradients = Gradients([], {})
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
-        contributions: dict[int, list[Section]] = {}
+        sections: dict[int, list[Section]] = {}
         for plan in self._plans:
             low = plan.start + plan.buffers_start - layout.buffers_start
             high = plan.stop - layout.buffers_start
             whole = flat[plan.start : plan.start + plan.dense_length]
-            contributions[plan.index] = [
+            sections[plan.index] = [
                 Section(
                     r,
                     weights[r],
@@ -187,7 +187,7 @@ class SummedGradients(GradientSync):
                 )
                 for r in taking_part
             ]
-        return contributions
+        return sections
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         """Return the gradients in one vector, and the parameters without one.
