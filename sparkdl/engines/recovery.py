@@ -152,7 +152,7 @@ class RecoveringEngine:
 
     def later(self, begin: Callable[[Any], PendingStateWork]) -> PendingStateWork:
         """Start background work with ``begin(engine)``, and return it with recovery from losses."""
-        return _Surely(self, self.with_recovery(lambda: begin(self._engine)))
+        return _RecoveringWork(self, self.with_recovery(lambda: begin(self._engine)))
 
     @property
     def done(self) -> int:
@@ -276,7 +276,7 @@ class RecoveringEngine:
 
 
 @dataclass(frozen=True)
-class _Surely:
+class _RecoveringWork:
     """Background work that survives losses of the state, possibly only to report itself as lost."""
 
     engine: RecoveringEngine
