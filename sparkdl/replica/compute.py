@@ -130,7 +130,7 @@ def forward_backward(
             clock.lap("backward")
             if stops is not None and not last and stops(i + 1):
                 left = cut[i + 1 :]
-                division.done = sum(own for _, own in cut[: i + 1])
+                division.leave_out_rest(sum(own for _, own in cut[: i + 1]))
                 break
     if idle:
         _keep_pace(replica, cut[-1][0], idle)
@@ -144,7 +144,7 @@ def forward_backward(
     losses = added_up({name: (float(s), c) for name, (s, c) in told.items()} for told in named)
     if stops is not None:
         missed = sum(len(part) for part, _ in left)
-        stops.passed = PassedParts(len(cut) - len(left), len(cut), missed)
+        stops.finish(PassedParts(len(cut) - len(left), len(cut), missed))
     if division.counted is None:
         return Passed(loss / division.done, total * division.done, losses)
     return Passed(loss / (division.counted or 1.0), division.counted, losses)
@@ -268,6 +268,10 @@ class Division:
         if self.by_rows:
             return self.share * self.scale / (self.rows or 1.0)
         return self.scale / (self.unit or 1.0)
+
+    def leave_out_rest(self, done: float) -> None:
+        """Note that only parts with the share ``done`` of the rows take part."""
+        self.done = done
 
     @property
     def undo(self) -> float:

@@ -75,7 +75,7 @@ class ReplicaIteration:
         return derive_seed(self.batch_spec.seed, purpose, *position)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReplicaResult:
     """The result of a replica's work.
 

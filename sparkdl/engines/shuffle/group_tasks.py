@@ -20,6 +20,7 @@ from sparkdl.data.epoch import derive_seed
 from sparkdl.engines.shuffle.faults import STATE_FOREIGN
 from sparkdl.engines.shuffle.messages import GradientHeader, IterationMessage, OneStageReport
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
+from sparkdl.engines.shuffle.replica_tasks import compute_sections
 from sparkdl.engines.shuffle.slice_updates import ReadSections, read_sections
 from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.engines.shuffle.store import next_version

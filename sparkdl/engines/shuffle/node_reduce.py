@@ -165,8 +165,8 @@ def _summed(
 def weight_frames(report: SliceReport, run: RunSpec, nodes: Nodes) -> Iterator[bytes]:
     """Yield one frame to every replica.
 
-    The report goes to the first replica. The slice's new weights, if there are any, go to one replica on
-    each other node.
+    The report goes to the first replica. The slice's new weights, if there are any, go to one replica
+    on each other node.
 
     Args:
         report: The report of the slice, with the handle of its new version.

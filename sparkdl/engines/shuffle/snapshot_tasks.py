@@ -123,7 +123,7 @@ class RestoreResidual:
 
 
 def _opened(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, Any, Iterator[bytes]]:
-    """Return the first right element (an owner or a replica with its samples), the first frame unpickled, and the others.
+    """Return the first right element (a slice or a replica), the first frame unpickled, and the rest.
 
     Read the others to the end, so that Spark keeps the Python worker.
     """
