@@ -22,13 +22,7 @@ import torch
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.engines.replay_log import ReplayLog
-from sparkdl.errors import (
-    CheckpointError,
-    StalledError,
-    StateLostError,
-    TrainingError,
-    UserError,
-)
+from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError, UserError
 from sparkdl.loop.engine import (
     CURRENT,
     PendingStateWork,

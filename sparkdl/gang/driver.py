@@ -15,13 +15,7 @@ from pyspark.core.rdd import RDD
 from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
-from sparkdl.errors import (
-    ParameterError,
-    SparkdlError,
-    StalledError,
-    StateLostError,
-    TrainingError,
-)
+from sparkdl.errors import ParameterError, SparkdlError, StalledError, StateLostError, TrainingError
 from sparkdl.gang.barrier_job import BarrierJob, not_together
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.environment import Where

@@ -13,12 +13,7 @@ import torch
 
 from sparkdl.engines.shuffle.faults import STATE_FOREIGN
 from sparkdl.engines.shuffle.messages import IterationMessage, ReducedHeader
-from sparkdl.engines.shuffle.slice_updates import (
-    Frame,
-    buffer_size,
-    read_sections,
-    scratch_tensor,
-)
+from sparkdl.engines.shuffle.slice_updates import Frame, buffer_size, read_sections, scratch_tensor
 from sparkdl.engines.shuffle.store import next_version
 from sparkdl.replica.iteration import Clock, Fault, SliceReport
 from sparkdl.replica.run import RunSpec, plans_of

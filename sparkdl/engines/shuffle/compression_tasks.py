@@ -16,9 +16,7 @@ import torch
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.engines.shuffle.faults import RESIDUAL_FOREIGN
-from sparkdl.engines.shuffle.messages import (
-    IterationMessage,
-)
+from sparkdl.engines.shuffle.messages import IterationMessage
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
 from sparkdl.engines.shuffle.store import read_residuals, write_residuals
 from sparkdl.loop.engine import ReadResiduals

@@ -44,12 +44,7 @@ from sparkdl.replica.iteration import Decisions, Fault, Iteration, ReplicaReport
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.spark.failures import faults_explained
-from sparkdl.spark.frames import (
-    RunningJob,
-    forget_shuffles,
-    map_frames,
-    stage_name,
-)
+from sparkdl.spark.frames import RunningJob, forget_shuffles, map_frames, stage_name
 from sparkdl.spark.message import post
 
 POLL_SECONDS = 0.001

@@ -10,9 +10,7 @@ from pyspark.core.rdd import RDD
 
 from sparkdl.engines.resources import MAX_SUBMISSIONS, compute_again
 from sparkdl.engines.shuffle.faults import MOVED, SAMPLES_FOREIGN, raise_unrecoverable
-from sparkdl.engines.shuffle.messages import (
-    NodeCopies,
-)
+from sparkdl.engines.shuffle.messages import NodeCopies
 from sparkdl.engines.shuffle.replica_context import (
     AtReplicas,
     AtReplicasWithWeights,

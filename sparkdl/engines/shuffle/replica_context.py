@@ -12,16 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import lies_here, open_partition
-from sparkdl.engines.shuffle.faults import (
-    MOVED,
-    SAMPLES_CHANGED,
-    SAMPLES_FOREIGN,
-    STATE_FOREIGN,
-)
-from sparkdl.engines.shuffle.messages import (
-    IterationMessage,
-    NodeCopies,
-)
+from sparkdl.engines.shuffle.faults import MOVED, SAMPLES_CHANGED, SAMPLES_FOREIGN, STATE_FOREIGN
+from sparkdl.engines.shuffle.messages import IterationMessage, NodeCopies
 from sparkdl.engines.shuffle.state_tasks import RecipeSource
 from sparkdl.engines.shuffle.weights import RemoteWeights, load_weights, map_weights, read_frame
 from sparkdl.errors import StaleReferenceError, UserError

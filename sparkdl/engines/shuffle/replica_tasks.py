@@ -23,11 +23,7 @@ from sparkdl.engines.shuffle.compression_tasks import (
     residual_fault,
 )
 from sparkdl.engines.shuffle.faults import MOVED
-from sparkdl.engines.shuffle.messages import (
-    GradientHeader,
-    IterationMessage,
-    OneStageReport,
-)
+from sparkdl.engines.shuffle.messages import GradientHeader, IterationMessage, OneStageReport
 from sparkdl.engines.shuffle.node_reduce import offered
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
 from sparkdl.engines.shuffle.slice_updates import buffer_size

@@ -12,13 +12,7 @@ from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
 from sparkdl.engines.shuffle.state_tasks import Recount
 from sparkdl.replica.iteration import Iteration, ReplicaReport
-from sparkdl.spark.frames import (
-    RunningJob,
-    map_frames,
-    shuffle_frames,
-    some_partitions,
-    zip_frames,
-)
+from sparkdl.spark.frames import RunningJob, map_frames, shuffle_frames, some_partitions, zip_frames
 
 
 @dataclass(frozen=True)
