@@ -25,7 +25,7 @@ import sparkdl
 from sparkdl.data.batches import BatchSpec
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
-from sparkdl.replica.compute import Gradients
+from sparkdl.replica.gradients import Gradients
 from sparkdl.replica.iteration import IterationRows
 from sparkdl.replica.sections import section_maps, sections_nbytes
 from sparkdl.replica.step import ReplicaIteration, ReplicaResult, compress_outcome

@@ -55,7 +55,7 @@ from sparkdl.parallel.ddp import DDP
 from sparkdl.parallel.fsdp import FSDP
 from sparkdl.parallel.pipeline import Pipeline
 from sparkdl.parallel.tensor import Tensor
-from sparkdl.replica.all_rows import all_rows
+from sparkdl.replica.joint_pass import all_rows
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
 from sparkdl.slices.compression import GradBucket, PowerSGD, TopK

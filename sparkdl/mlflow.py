@@ -9,13 +9,8 @@ import functools
 
 from sparkdl.loop.callbacks import add_to_every_fit, remove_from_every_fit
 from sparkdl.summaries.mlflow import MLflow
-from sparkdl.summaries.mlflow_model import (
-    PyFunc,
-    _load_pyfunc,
-    load_model,
-    log_model,
-    save_model,
-)
+from sparkdl.summaries.mlflow_model import _load_pyfunc, load_model, log_model, save_model
+from sparkdl.summaries.mlflow_pyfunc import PyFunc
 
 __all__ = ["PyFunc", "_load_pyfunc", "autolog", "load_model", "log_model", "save_model"]
 

@@ -9,9 +9,9 @@ import torch
 
 from sparkdl.collectives import key_range, server_arguments
 from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
+from sparkdl.collectives.operation_order import Kind
 from sparkdl.collectives.server_client import Client
 from sparkdl.collectives.server_messages import Message
-from sparkdl.collectives.turns import Kind
 from sparkdl.errors import ParameterError, kind_of, nearest, raise_all
 
 

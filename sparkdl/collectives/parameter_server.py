@@ -12,9 +12,9 @@ import torch.distributed as dist
 from sparkdl.collectives import server_arguments, server_files
 from sparkdl.collectives.key_operations import KeyOperations
 from sparkdl.collectives.key_range import KeySpec, MakeOptimizer, optimizer_name
+from sparkdl.collectives.operation_order import Kind
 from sparkdl.collectives.server_client import connect
 from sparkdl.collectives.server_files import Manifest
-from sparkdl.collectives.turns import Kind
 from sparkdl.collectives.words import text_tensor
 from sparkdl.errors import CheckpointError, ParameterError, raise_all
 

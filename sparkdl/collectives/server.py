@@ -26,6 +26,7 @@ from pathlib import Path
 import torch
 
 from sparkdl.collectives.key_range import KeyRange, KeySpec, MakeOptimizer
+from sparkdl.collectives.operation_order import Kind, Operation, OperationOrder
 from sparkdl.collectives.owned_ranges import OwnedRanges
 from sparkdl.collectives.server_files import Manifest, read_ranges
 from sparkdl.collectives.server_messages import (
@@ -38,7 +39,6 @@ from sparkdl.collectives.server_messages import (
     places_of,
     tensors_of,
 )
-from sparkdl.collectives.turns import Kind, Operation, Turns
 from sparkdl.collectives.words import Words, text_of, text_tensor
 from sparkdl.errors import (
     CheckpointError,
@@ -77,7 +77,7 @@ class Server:
     ) -> None:
         self._place, self._requests, self._replies = place, requests, replies
         self._keys, self._options = keys, options
-        self._turns = Turns(requests.size, options.staleness, options.replay)
+        self._order = OperationOrder(requests.size, options.staleness, options.replay)
         self._positions = [0] * places
         self._ranges = OwnedRanges(
             requests.size, make, synchronous=options.synchronous, average=options.average
@@ -185,8 +185,8 @@ class Server:
     def _ask_turn(self, request: Request) -> None:
         kind, count, *rest = request.words
         self._turn_asked[request.client] = request
-        self._turns.ask(Operation(request.client, Kind(kind), tuple(rest[:count])))
-        while (granted := self._turns.grant()) is not None:
+        self._order.ask(Operation(request.client, Kind(kind), tuple(rest[:count])))
+        while (granted := self._order.grant()) is not None:
             its = self._turn_asked.pop(granted.client)
             places, words = places_of(its.words)
             positions = [self._positions[place] for place in places]
@@ -205,7 +205,7 @@ class Server:
         texts = {client: text_of(its.tensors[0]) for client, its in sorted(self._met.items())}
         met, self._met = list(self._met.values()), {}
         if len(set(texts.values())) == 1:
-            order = list(self._turns.order) if set(texts.values()) == {"close"} else []
+            order = list(self._order.order) if set(texts.values()) == {"close"} else []
             for its in met:
                 self._answer(its, order)
             return
@@ -244,7 +244,7 @@ class Server:
                 del self._turn_asked[client]
                 keys = request.words[2 : 2 + request.words[1]]
                 names = ", ".join(repr(self._keys[key].name) for key in keys) or "the end"
-                why = self._turns.withdraw(client)
+                why = self._order.withdraw(client)
                 self._refuse(request, StalledError(f"{names}: no turn within {seconds}: {why}."))
         if any(request.until <= now for request in self._met.values()):
             ranks = [str(rank) for rank in range(self._requests.size) if rank not in self._met]

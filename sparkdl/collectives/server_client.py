@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from sparkdl.collectives import arguments
 from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
+from sparkdl.collectives.operation_order import Kind
 from sparkdl.collectives.server import Server
 from sparkdl.collectives.server_messages import ERRORS, Message, Request, ServerOptions
-from sparkdl.collectives.turns import Kind
 from sparkdl.collectives.words import Words, text_of, text_tensor
 from sparkdl.errors import ParameterError, SparkdlError, StalledError, StateLostError
 

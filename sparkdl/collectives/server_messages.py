@@ -9,7 +9,7 @@ from enum import IntEnum
 import torch
 
 from sparkdl.collectives.key_range import WHOLE, KeySpec
-from sparkdl.collectives.turns import Kind
+from sparkdl.collectives.operation_order import Kind
 from sparkdl.errors import (
     CheckpointError,
     ParameterError,

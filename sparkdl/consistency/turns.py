@@ -81,11 +81,6 @@ class LiveTurns:
         """Return the oldest version that a turn has read whose gradient is not applied."""
         return min((turn.version for turn in self._begun.values()), default=self.version)
 
-    @property
-    def uncommitted(self) -> list[Turn]:
-        """Return the turns whose gradients are not applied."""
-        return list(self._begun.values())
-
     def start(self, clock: int) -> None:
         """Forget all turns, and let every group go on with the mini-batch ``clock``."""
         self.clocks = [clock] * len(self.clocks)

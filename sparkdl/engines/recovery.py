@@ -22,16 +22,9 @@ import torch
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.engines.replay_log import ReplayLog
-from sparkdl.errors import (
-    CheckpointError,
-    StalledError,
-    StateLostError,
-    TrainingError,
-    UserError,
-)
+from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError, UserError
 from sparkdl.loop.engine import (
     CURRENT,
-    IterationResult,
     PendingStateWork,
     ReadResiduals,
     ReadState,
@@ -39,6 +32,7 @@ from sparkdl.loop.engine import (
     StateAccess,
     StateWorkResult,
 )
+from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.replica.iteration import Iteration
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
@@ -152,7 +146,7 @@ class RecoveringEngine:
 
     def later(self, begin: Callable[[Any], PendingStateWork]) -> PendingStateWork:
         """Start background work with ``begin(engine)``, and return it with recovery from losses."""
-        return _Surely(self, self.with_recovery(lambda: begin(self._engine)))
+        return _RecoveringWork(self, self.with_recovery(lambda: begin(self._engine)))
 
     @property
     def done(self) -> int:
@@ -276,7 +270,7 @@ class RecoveringEngine:
 
 
 @dataclass(frozen=True)
-class _Surely:
+class _RecoveringWork:
     """Background work that survives losses of the state, possibly only to report itself as lost."""
 
     engine: RecoveringEngine

@@ -13,10 +13,10 @@ from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.batches import preview_batch
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.gang.engine import GangEngine
 from sparkdl.engines.gang.start import gang_of_rdds
-from sparkdl.engines.local_groups import local_engine
+from sparkdl.engines.local.groups import local_engine
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.engine import ShuffleEngine

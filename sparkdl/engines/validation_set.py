@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sparkdl.data.batches import BatchSpec
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.metrics.scorer import Scorer
 
 

@@ -15,13 +15,7 @@ from pyspark.core.rdd import RDD
 from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
-from sparkdl.errors import (
-    ParameterError,
-    SparkdlError,
-    StalledError,
-    StateLostError,
-    TrainingError,
-)
+from sparkdl.errors import ParameterError, SparkdlError, StalledError, StateLostError, TrainingError
 from sparkdl.gang.barrier_job import BarrierJob, not_together
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.environment import Where
@@ -174,11 +168,11 @@ class Gang(StartableGroup):
         shares = assign_ranks([node_of(own) for own in frames], [place.node for place in places])
         gpus = gpus_shared_out(places, shares)
         self._meeting = replace(self._meeting, job=self._meeting.job + 1)
-        seats = [
+        hosted = [
             tuple(HostedRank(rank, gpus[rank], frames[rank]) for rank in share) for share in shares
         ]
         self._hosts.call_each(
-            [StartRankProcesses(self._meeting.job, self.size, own) for own in seats], doing
+            [StartRankProcesses(self._meeting.job, self.size, own) for own in hosted], doing
         )
         arrivals = ArrivedRanks(self._meeting.job, self.size)
         self._await(arrivals, deadline, self._check_processes)

@@ -77,9 +77,7 @@ class LedRanks(ConnectedRanks):
             with self._printed():
                 result = packed_result(command(self._own))
             self._told[0].append((result, time.monotonic()))
-            if self._own.afterwards is not None:
-                work, self._own.afterwards = self._own.afterwards, None
-                work()
+            self._own.do_deferred()
         except StalledError:
             self.close()
             raise

@@ -97,12 +97,12 @@ class StartRankProcesses:
     Attributes:
         job: The job number with which they introduce themselves.
         size: The number of all ranks.
-        seats: The ranks of this task.
+        ranks: The ranks of this task.
     """
 
     job: int
     size: int
-    seats: tuple[HostedRank, ...]
+    ranks: tuple[HostedRank, ...]
 
     def __call__(self, member: RankContext) -> None:
         assert member.meeting is not None
@@ -111,15 +111,15 @@ class StartRankProcesses:
         member.kept["processes"] = processes
         member.at_end.callback(_end, processes)
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        for seat in self.seats:
-            processes[seat.rank] = subprocess.Popen(
+        for hosted in self.ranks:
+            processes[hosted.rank] = subprocess.Popen(
                 [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, env=environment
             )
         task = BarrierTaskContext.get().taskAttemptId()  # type: ignore[no-untyped-call]
-        for seat in self.seats:
-            hello = Introduction(seat.rank, self.job, task, self.size, socket.gethostname())
-            part = RunHostedRank(meeting, hello, member.address, seat)
-            stream = processes[seat.rank].stdin
+        for hosted in self.ranks:
+            hello = Introduction(hosted.rank, self.job, task, self.size, socket.gethostname())
+            part = RunHostedRank(meeting, hello, member.address, hosted)
+            stream = processes[hosted.rank].stdin
             assert stream is not None
             with contextlib.suppress(BrokenPipeError):  # it has ended already, see ended
                 stream.write(cloudpickle.dumps(part))
@@ -133,17 +133,19 @@ class RunHostedRank:
     meeting: Rendezvous
     hello: Introduction
     address: str
-    seat: HostedRank
+    hosted: HostedRank
 
     def __call__(self) -> None:
         self.meeting.serve(self.hello, self._member)
 
     def _member(self, at_end: contextlib.ExitStack) -> RankContext:
         device = torch.device("cpu")
-        if self.seat.gpu is not None:
-            device = use_gpu(self.seat.gpu)
+        if self.hosted.gpu is not None:
+            device = use_gpu(self.hosted.gpu)
         hello = self.hello
-        return RankContext(hello.rank, hello.ranks, self.address, device, self.seat.frames, at_end)
+        return RankContext(
+            hello.rank, hello.ranks, self.address, device, self.hosted.frames, at_end
+        )
 
 
 def ended(member: RankContext) -> dict[int, int]:

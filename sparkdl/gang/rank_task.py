@@ -80,7 +80,7 @@ class RankContext:
         at_end: The callbacks to run when the rank ends.
         meeting: How the task has connected to the driver, if this rank is a task.
         kept: Objects that commands keep for later ones.
-        afterwards: Work that a command leaves to be done after its result has been sent.
+        deferred: Work that a command has left, see :meth:`defer`.
     """
 
     rank: int
@@ -91,7 +91,17 @@ class RankContext:
     at_end: contextlib.ExitStack
     meeting: Rendezvous | None = None
     kept: dict[str, Any] = field(default_factory=dict)
-    afterwards: Callable[[], None] | None = None
+    deferred: Callable[[], None] | None = None
+
+    def defer(self, work: Callable[[], None]) -> None:
+        """Leave ``work`` to be done after the result of the present command has been sent."""
+        self.deferred = work
+
+    def do_deferred(self) -> None:
+        """Do the work that the command has left, if any."""
+        work, self.deferred = self.deferred, None
+        if work is not None:
+            work()
 
 
 Command = Callable[[RankContext], Any]
@@ -189,9 +199,7 @@ def _serve(channel: Channel, member: RankContext, rest: Callable[[], None]) -> N
             result = packed_result(command(member))
             rest()
             results.add(result, more=commands.waiting)
-            if member.afterwards is not None:
-                work, member.afterwards = member.afterwards, None
-                work()
+            member.do_deferred()
     finally:
         ended = False
         while not ended:  # no call here, because Python handles signals when a function begins

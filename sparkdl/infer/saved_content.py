@@ -7,13 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from sparkdl.data.columns.base import (
-    NamedFunction,
-    Specs,
-    name_of,
-    specs_from_json,
-    specs_to_json,
-)
+from sparkdl.data.columns.base import NamedFunction, Specs, name_of, specs_from_json, specs_to_json
 from sparkdl.errors import ModelError, TrustError, kind_of
 from sparkdl.infer.saved_model import FORMAT, MODEL, VERSION, Saved
 from sparkdl.infer.trained_model import TrainedModel

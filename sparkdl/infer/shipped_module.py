@@ -20,8 +20,7 @@ from sparkdl.data.ragged import Rows, dense, model_inputs
 from sparkdl.errors import ModelError, UserError, cannot_travel
 from sparkdl.metrics.scorer import in_rows
 from sparkdl.model.model_loss import is_own_loss
-from sparkdl.model.pickling import dumps
-from sparkdl.model.rebuilding import Rebuilt
+from sparkdl.model.pickling import Rebuilt, dumps
 from sparkdl.model.signature import BY_POSITION, Signature, with_tensors
 from sparkdl.process.numerics import Numerics
 from sparkdl.replica.compute import evaluating

@@ -12,8 +12,8 @@ import math
 from dataclasses import replace
 
 from sparkdl.errors import TrainingError
-from sparkdl.loop.engine import IterationResult, busiest
 from sparkdl.loop.history import History
+from sparkdl.loop.iteration_result import IterationResult, busiest
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, next_counters
 from sparkdl.model.options import TrainingOptions

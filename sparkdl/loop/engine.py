@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.model.layout import Layout
-from sparkdl.replica.compute import added_up
-from sparkdl.replica.iteration import (
-    MICRO_BATCHES,
-    Decisions,
-    Iteration,
-    ReplicaReport,
-    SliceReport,
-)
-from sparkdl.slices.histogram import Histogram
+from sparkdl.loop.iteration_result import IterationResult
+from sparkdl.replica.iteration import Iteration
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA
@@ -28,38 +19,9 @@ from sparkdl.slices.update import EMA
 ReadState = Callable[[SliceSpec, torch.dtype], SliceState]
 """The type of a function that returns the state of a slice from elsewhere, such as a checkpoint or
 an earlier run. It runs in tasks."""
-
-
-@dataclass(frozen=True)
-class IterationResult:
-    """The result of an iteration.
-
-    Attributes:
-        loss: The mean over the global batch.
-        samples: The number of samples.
-        seconds: Seconds by activity, those of the slowest task.
-        not_finite: For each replica whose loss or gradient was inf or NaN, what it was; the update
-            was then skipped.
-        gradient_norm: The global norm before clipping, if the norm is clipped.
-        histograms: Histograms by "weights/NAME" and "gradients/NAME".
-        traffic: For each node, by its id, the bytes of gradients and weights that it sent and
-            received.
-        ended: The time of the end (``time.monotonic``), if that is not the present.
-        losses: The mean of each named loss of a step over the global batch.
-        decisions: What was decided on the iteration and is needed to repeat it.
-    """
-
-    loss: float
-    samples: int
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    not_finite: Mapping[int, str] = field(default_factory=dict)
-    gradient_norm: float | None = None
-    histograms: Mapping[str, Histogram] | None = None
-    traffic: Mapping[str, Traffic] = field(default_factory=dict)
-    ended: float | None = None
-    losses: Mapping[str, float] = field(default_factory=dict)
-    decisions: Decisions = field(default_factory=dict)
-
+ReadResiduals = Callable[[int], ByParameter | None]
+"""The type of a function that returns the residual of a replica from elsewhere, such as a
+checkpoint. It runs in tasks."""
 
 CURRENT, AVERAGE, BEST = "current", "average", "best"
 """The kinds of weights: those of the last iteration, their moving average, or the best ones that
@@ -199,101 +161,6 @@ class TrainingEngine(Engine, Protocol):
 
     recoveries: int
     """The number of times that lost state has been restored."""
-
-
-def summarize(
-    replicas: Sequence[ReplicaReport],
-    slices: Sequence[SliceReport],
-    layout: Layout,
-    seconds: Mapping[str, float],
-    traffic: Mapping[str, Traffic] | None = None,
-) -> IterationResult:
-    """Return the result of an iteration from the reports of its replicas and slices.
-
-    Args:
-        replicas: The reports of the replicas, in any order.
-        slices: The reports of the slices.
-        layout: The layout of the flat vector.
-        seconds: Seconds by activity.
-        traffic: The traffic by node.
-    """
-    ordered = sorted(replicas, key=lambda report: report.replica)
-    total = sum(report.weight for report in ordered)
-    loss = sum(report.loss * report.weight for report in ordered if report.weight)
-    named = added_up(report.losses for report in ordered)
-    return IterationResult(
-        loss=loss / total if total else math.nan,
-        samples=sum(report.count for report in ordered),
-        seconds=seconds,
-        not_finite={r.replica: r.not_finite for r in ordered if r.not_finite},
-        gradient_norm=next((s.norm for s in slices if s.norm is not None), None),
-        histograms=_joined(slices, layout),
-        traffic=traffic or {},
-        losses={name: s / c for name, (s, c) in named.items() if c},
-        decisions=_micro_batches(ordered),
-    )
-
-
-def _micro_batches(replicas: Sequence[ReplicaReport]) -> Decisions:
-    """Return how many micro-batches each replica did; nothing if all did theirs."""
-    if not any(report.passed.missed for report in replicas):
-        return {}
-    return {f"{MICRO_BATCHES}{report.replica}": report.passed.parts for report in replicas}
-
-
-def _joined(slices: Sequence[SliceReport], layout: Layout) -> dict[str, Histogram] | None:
-    """Return histograms by "weights/NAME" and "gradients/NAME", over all slices."""
-    parts: dict[str, list[Histogram]] = {}
-    for report in slices:
-        for (what, number), histogram in report.histograms.items():
-            parts.setdefault(f"{what}/{layout.segments[number].name}", []).append(histogram)
-    return {name: Histogram.join(many) for name, many in parts.items()} or None
-
-
-def slowest(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return for each activity the largest number of seconds."""
-    result: dict[str, float] = {}
-    for seconds in many:
-        for activity, value in seconds.items():
-            result[activity] = max(value, result.get(activity, 0.0))
-    return result
-
-
-def summed(many: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return for each activity the sum of the seconds."""
-    result: dict[str, float] = {}
-    for seconds in many:
-        for activity, value in seconds.items():
-            result[activity] = result.get(activity, 0.0) + value
-    return result
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Payload bytes that a node sent and received, without headers."""
-
-    gradients_sent: int = 0
-    weights_sent: int = 0
-    gradients_received: int = 0
-    weights_received: int = 0
-
-    @property
-    def sent(self) -> int:
-        return self.gradients_sent + self.weights_sent
-
-    @property
-    def received(self) -> int:
-        return self.gradients_received + self.weights_received
-
-
-def busiest(traffic: Mapping[str, Traffic]) -> int:
-    """Return the bytes in the busiest direction of the busiest node."""
-    return max((max(node.sent, node.received) for node in traffic.values()), default=0)
-
-
-ReadResiduals = Callable[[int], ByParameter | None]
-"""The type of a function that returns the residual of a replica from elsewhere, such as a
-checkpoint. It runs in tasks."""
 
 
 class RestorableEngine(Engine, Protocol):

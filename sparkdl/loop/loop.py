@@ -43,7 +43,7 @@ def train(
     config: LoopConfig,
     engine: TrainingEngine,
     schedule: Schedule,
-    stages: Sequence[PeriodicTask],
+    periodic: Sequence[PeriodicTask],
     callbacks: Sequence[Callback],
     state: TrainState,
     history: History,
@@ -57,7 +57,7 @@ def train(
         config: The configuration of the loop.
         engine: Runs the iterations.
         schedule: The learning rates; stands at ``state``.
-        stages: The periodic tasks, in order.
+        periodic: The periodic tasks, in order.
         callbacks: Called for every event, in order.
         state: The state in which the run begins or continues.
         history: The run's history, which grows.
@@ -72,8 +72,8 @@ def train(
     """
     recoveries = engine.recoveries
     previous = previous_state(state, history)
-    between = [stage.every for stage in stages]
-    foresight = Lookahead(config, between, schedule, state, ahead=engine.begins_ahead)
+    between = [task.every for task in periodic]
+    lookahead = Lookahead(config, between, schedule, state, ahead=engine.begins_ahead)
     history.stopped = None
 
     def tell(hook: str) -> None:
@@ -88,14 +88,14 @@ def train(
             history.stopped = history.stopped or INTERRUPTED
         return history.stopped is not None
 
-    def after(stage: PeriodicTask, changed: TrainState) -> None:
+    def after(task: PeriodicTask, changed: TrainState) -> None:
         nonlocal state
         known, state = state, changed
-        told_of_losses()
+        notify_recoveries()
         if state is not known:
-            tell(stage.hook)
+            tell(task.hook)
 
-    def told_of_losses() -> None:
+    def notify_recoveries() -> None:
         nonlocal recoveries
         while recoveries < engine.recoveries:  # one call may have recovered more than once
             recoveries += 1
@@ -103,11 +103,11 @@ def train(
 
     tell("on_fit_start")
     started = time.monotonic() - state.seconds
-    while not (foresight.cut() if stopped() else config.stop(previous, state)):
+    while not (lookahead.cut() if stopped() else config.stop(previous, state)):
         if state.position == 0:
             tell("on_epoch_start")
         tell("on_iteration_start")
-        planned, then = foresight.plan(previous, state)
+        planned, then = lookahead.plan(previous, state)
         rates, epoch = planned.learning_rates, state.epoch + 1
         try:
             result = engine.run(planned.iteration, then)
@@ -115,19 +115,19 @@ def train(
             if interrupt.asked:
                 raise KeyboardInterrupt from error
             raise
-        told_of_losses()
+        notify_recoveries()
         seconds = (result.ended or time.monotonic()) - started
         previous, state = state, advance(state, result, config.options, rates, seconds)
         history.append(state, epoch)
         tell("on_iteration_end")
-        for stage in stages:
-            after(stage, stage(previous, state))
+        for task in periodic:
+            after(task, task(previous, state))
         if state.epoch > previous.epoch:
             tell("on_epoch_end")
-    for stage in stages:
+    for task in periodic:
         left = None
         while left is not state:
             left = state
-            after(stage, stage.finish(state))
+            after(task, task.finish(state))
     tell("on_fit_end")
     return state

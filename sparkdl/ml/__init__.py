@@ -6,10 +6,9 @@ training itself is that of :class:`sparkdl.Trainer`, and each of its arguments c
 
 from sparkdl.ml.classifier import TorchClassificationModel, TorchClassifier
 from sparkdl.ml.estimator import TorchEstimator
-from sparkdl.ml.model import TorchModel
+from sparkdl.ml.model import TorchModel, TorchTrainingSummary
 from sparkdl.ml.persistence import loading
 from sparkdl.ml.regressor import TorchRegressionModel, TorchRegressor
-from sparkdl.ml.summary import TorchTrainingSummary
 
 __all__ = [
     "TorchClassificationModel",

@@ -93,6 +93,17 @@ class LiveReplica:
         """Note which weights ``flat.flat`` holds from now on; empty: none that have a name."""
         self.version = version
 
+    def call_through(
+        self, call: Callable[..., Any], apart: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Run the module through a wrapper that sums gradients over processes.
+
+        Args:
+            call: Runs the module.
+            apart: A context in which gradients are only accumulated.
+        """
+        self.call, self.apart = call, apart
+
     def train(self) -> None:
         """Put every module into training mode."""
         if not all(child.training for child in self._modules):

@@ -20,12 +20,7 @@ from sparkdl.errors import ModelError, ParameterError, kind_of, nearest
 from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import (
-    ParallelStrategy,
-    check_dense,
-    check_elementwise,
-    check_have_rows,
-)
+from sparkdl.parallel.base import ParallelStrategy, check_dense, check_elementwise, check_have_rows
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.slices.optimizer import OptimizerSpec
 

@@ -19,7 +19,6 @@ from sparkdl.process.determinism import seeded
 from sparkdl.replica.early_stop import EarlyStop
 from sparkdl.replica.iteration import Clock, PassedParts
 from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.slices.section import SparseRows
 
 
 class Spare(MiniBatch):
@@ -131,7 +130,7 @@ def forward_backward(
             clock.lap("backward")
             if stops is not None and not last and stops(i + 1):
                 left = cut[i + 1 :]
-                division.done = sum(own for _, own in cut[: i + 1])
+                division.leave_out_rest(sum(own for _, own in cut[: i + 1]))
                 break
     if idle:
         _keep_pace(replica, cut[-1][0], idle)
@@ -145,7 +144,7 @@ def forward_backward(
     losses = added_up({name: (float(s), c) for name, (s, c) in told.items()} for told in named)
     if stops is not None:
         missed = sum(len(part) for part, _ in left)
-        stops.passed = PassedParts(len(cut) - len(left), len(cut), missed)
+        stops.finish(PassedParts(len(cut) - len(left), len(cut), missed))
     if division.counted is None:
         return Passed(loss / division.done, total * division.done, losses)
     return Passed(loss / (division.counted or 1.0), division.counted, losses)
@@ -210,55 +209,6 @@ def autocasting(replica: LiveReplica) -> AbstractContextManager[None]:
     return _AS_IT_IS if dtype is None else torch.autocast(replica.device.type, dtype=dtype)
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """The gradients of a replica.
-
-    Attributes:
-        dense: The dense gradients by parameter number; None: there is none, or it is elsewhere.
-        tables: The rows of sparse tables by parameter number.
-        written: The numbers of the parameters whose gradients are in the sections already.
-        not_finite: The numbers of the parameters whose gradient has an inf or a NaN; None: not
-            checked yet.
-    """
-
-    dense: list[torch.Tensor | None]
-    tables: dict[int, SparseRows]
-    written: frozenset[int] = frozenset()
-    not_finite: frozenset[int] | None = None
-
-    @property
-    def absent(self) -> frozenset[int]:
-        elsewhere = self.written | self.tables.keys()
-        return frozenset(n for n, g in enumerate(self.dense) if g is None and n not in elsewhere)
-
-
-@torch.no_grad()
-def take_gradients(replica: LiveReplica) -> Gradients:
-    """Take the gradients that backward left in the parameters' ``grad``, which is cleared."""
-    dense: list[torch.Tensor | None] = []
-    tables: dict[int, SparseRows] = {}
-    for number, (segment, parameter) in enumerate(replica.flat.parameters):
-        gradient = None if parameter.grad is None else local(parameter.grad)
-        if gradient is None:
-            dense.append(None)
-        elif segment.sparse:
-            dense.append(None)
-            tables[number] = _rows(gradient)
-        else:
-            dense.append(gradient.to_dense() if gradient.is_sparse else gradient)
-    replica.clear_gradients()
-    return Gradients(dense, tables)
-
-
-def _rows(gradient: torch.Tensor) -> SparseRows:
-    """Return the touched rows of a table's gradient (ascending) and their values, on the CPU."""
-    if not gradient.is_sparse:  # the table is used densely elsewhere in the model too
-        return torch.arange(len(gradient)), gradient.cpu()
-    gradient = gradient.coalesce()
-    return gradient.indices()[0].cpu(), gradient.values().cpu()
-
-
 @contextlib.contextmanager
 def evaluating(module: nn.Module) -> Iterator[nn.Module]:
     """Put the module in evaluation mode, without gradients, inside the block.
@@ -318,6 +268,10 @@ class Division:
         if self.by_rows:
             return self.share * self.scale / (self.rows or 1.0)
         return self.scale / (self.unit or 1.0)
+
+    def leave_out_rest(self, done: float) -> None:
+        """Note that only parts with the share ``done`` of the rows take part."""
+        self.done = done
 
     @property
     def undo(self) -> float:

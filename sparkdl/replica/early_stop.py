@@ -26,6 +26,10 @@ class EarlyStop:
     def __init__(self, limit: Limit, replica: int, clock: Clock, device: torch.device) -> None:
         self._limit, self._replica, self._clock, self._device = limit, replica, clock, device
 
+    def finish(self, passed: PassedParts) -> None:
+        """Note which part of the mini-batch was done."""
+        self.passed = passed
+
     def __call__(self, done: int) -> bool:
         """Return whether to stop after ``done`` micro-batches."""
         limit, clock = self._limit, self._clock

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import Gradients
+from sparkdl.replica.gradients import Gradients
 from sparkdl.slices.section import SectionLayout, open_section, section_nbytes, sums_up
 from sparkdl.slices.spec import SliceSpec
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sparkdl.codec.packed import ByParameter
@@ -100,5 +102,4 @@ def open_replica_state(plan: SliceSpec, kept: ByParameter, weights: torch.Tensor
     own = kept.get(len(plan.parameters), {})
     if _WEIGHTS in own:
         weights.copy_(own[_WEIGHTS])
-    state.weights = weights
-    return state
+    return replace(state, weights=weights)

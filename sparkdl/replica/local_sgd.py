@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import Gradients, added_up, forward_backward, take_gradients
+from sparkdl.replica.compute import Losses, added_up, forward_backward
+from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.inner_state import keep_inner
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
@@ -49,29 +51,29 @@ def several_steps(
     """
     flat, layout, options = live.flat.flat, live.flat.layout, live.recipe.options
     begin = flat[: whole.plan.dense_length].clone()
-    state.weights = flat
-    moved = ReplicaResult()
+    state = replace(state, weights=flat)
+    total, total_weight, count = 0.0, 0.0, 0
+    named: Losses = {}
     absent = frozenset(range(len(live.flat.parameters)))
     not_finite: set[int] = set()
-    live.version = ""  # from here on the weights are not those of any version
+    live.note_version("")  # from here on the weights are not those of any version
     for number, mini_batch in enumerate(batches):
         loss, weight, losses = forward_backward(
             live, mini_batch, work.seed(number), work.step.loss_scale, clock
         )
-        moved.losses = added_up([moved.losses, losses])
+        named = added_up([named, losses])
         gradients = take_gradients(live)
         not_finite |= numbers_not_finite(live, gradients)
         step_alone(live, gradients, work, state, whole, loss, number)
         absent &= gradients.absent
-        moved.loss += loss * weight
-        moved.weight += weight
-        moved.count += len(mini_batch)
+        total += loss * weight
+        total_weight += weight
+        count += len(mini_batch)
         clock.lap("update")
-    moved.loss /= moved.weight or 1.0
     difference = flat[: whole.plan.dense_length] - begin
     if options.outer:
         difference.neg_()
-    moved.gradients = Gradients(
+    gradients = Gradients(
         [
             None if number in absent else difference[s.start : s.stop].view(s.shape)
             for number, (s, _) in enumerate(live.flat.parameters)
@@ -82,12 +84,14 @@ def several_steps(
         not_finite=frozenset(not_finite) or None,
     )
     assert layout.size == whole.plan.length
+    loss = total / (total_weight or 1.0)
+    moved = ReplicaResult(loss, total_weight, count, gradients, losses=named)
     if options.outer:
-        moved.kept = keep_inner(whole.plan, state)
-    elif moved.weight:  # else no step was taken, and the state is unchanged
-        moved.arrays = {name: array for name, array in state.arrays.items() if name != EMA}
-        moved.others = pack(state)
-    return moved
+        return replace(moved, kept=keep_inner(whole.plan, state))
+    if not total_weight:  # no step was taken, and the state is unchanged
+        return moved
+    arrays = {name: array for name, array in state.arrays.items() if name != EMA}
+    return replace(moved, arrays=arrays, others=pack(state))
 
 
 def step_alone(

@@ -98,7 +98,7 @@ def write_sections(
         buffers = live.flat.flat[layout.buffers_start :]
     sections, place = [], 0
     for plan, section, nbytes in zip(plans, maps, sections_nbytes(live, plans, maps), strict=True):
-        contribution = open_section(
+        opened = open_section(
             plan,
             layout.dtype,
             section,
@@ -111,16 +111,16 @@ def write_sections(
             plan,
             outcome.gradients.dense,
             outcome.gradients.tables,
-            contribution,
+            opened,
             outcome.gradients.written,
         )
-        if contribution.compressed is not None and outcome.compressed is not None:
-            copy_packed(contribution.compressed, outcome.compressed)
+        if opened.compressed is not None and outcome.compressed is not None:
+            copy_packed(opened.compressed, outcome.compressed)
         start = plan.start + plan.buffers_start - layout.buffers_start
-        contribution.buffers.copy_(buffers[start : start + len(contribution.buffers)])
+        opened.buffers.copy_(buffers[start : start + len(opened.buffers)])
         for name, array in outcome.arrays.items():
-            contribution.arrays[name].copy_(array[plan.start : plan.start + plan.trainable_length])
-        sections.append(contribution)
+            opened.arrays[name].copy_(array[plan.start : plan.start + plan.trainable_length])
+        sections.append(opened)
         place += nbytes
     return sections
 

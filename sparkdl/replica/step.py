@@ -19,9 +19,10 @@ from sparkdl.data.prefetch import AHEAD
 from sparkdl.data.ragged import Rows
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import masses_of
-from sparkdl.replica.compute import Gradients, Losses, forward_backward, take_gradients
+from sparkdl.replica.compute import Losses, forward_backward
 from sparkdl.replica.early_stop import EarlyStop
 from sparkdl.replica.gradient_writer import GradientWriter
+from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import ALL_PARTS, Clock, IterationRows, PassedParts
 from sparkdl.replica.mini_batch import MiniBatch, to_tensors, weigh
 from sparkdl.slices.compression import GradBucket, compress
@@ -74,7 +75,7 @@ class ReplicaIteration:
         return derive_seed(self.batch_spec.seed, purpose, *position)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ReplicaResult:
     """The result of a replica's work.
 

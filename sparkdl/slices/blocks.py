@@ -111,7 +111,7 @@ def keep_block(plan: SliceSpec, block: SliceSpec, stepped: SliceState, whole: Sl
     whole.others.update(stepped.others)
 
 
-def block_of_contribution(plan: SliceSpec, block: SliceSpec, whole: Section) -> Section:
+def block_of_section(plan: SliceSpec, block: SliceSpec, whole: Section) -> Section:
     """Return a block's part of a replica's section. It shares memory with the section.
 
     Args:

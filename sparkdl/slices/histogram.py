@@ -3,11 +3,14 @@ added."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from sparkdl.slices.reduce import ReducedGradient
+from sparkdl.slices.spec import Fragment
 
 _POSITIVE = 1e-12 * 10 ** (np.arange(0, 161) / 10)  # 1e-12 ... 1e4, ten bins a decade
 EDGES = np.concatenate([[-np.inf], -_POSITIVE[::-1], _POSITIVE, [np.inf]])
@@ -57,3 +60,26 @@ class Histogram:
             sum(part.total for part in many),
             sum(part.squares for part in many),
         )
+
+
+def histograms_of(
+    fragments: Sequence[Fragment], weights: torch.Tensor, reduced: ReducedGradient
+) -> dict[tuple[str, int], Histogram]:
+    """Return histograms of the weights and the gradient of each fragment of a slice.
+
+    Args:
+        fragments: The fragments.
+        weights: The weights of the slice.
+        reduced: The gradient of the slice.
+    """
+    found = {}
+    for fragment in fragments:
+        here = slice(fragment.start, fragment.stop)
+        found["weights", fragment.number] = Histogram.of(weights[here])
+        if fragment.sparse:
+            if fragment.number in reduced.tables:
+                values = reduced.tables[fragment.number][1]
+                found["gradients", fragment.number] = Histogram.of(values)
+        elif fragment.number not in reduced.absent:
+            found["gradients", fragment.number] = Histogram.of(reduced.gradient[here])
+    return found

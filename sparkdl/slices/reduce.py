@@ -39,7 +39,7 @@ class ReducedGradient:
 
 
 def reduce_gradients(
-    plan: SliceSpec, contributions: Sequence[Section], out: torch.Tensor
+    plan: SliceSpec, sections: Sequence[Section], out: torch.Tensor
 ) -> ReducedGradient:
     """Average the replicas' gradients over the global batch.
 
@@ -48,14 +48,14 @@ def reduce_gradients(
 
     Args:
         plan: The slice.
-        contributions: The sections of all replicas, in any order.
+        sections: The sections of all replicas, in any order.
         out: Memory for the dense gradient, (dense_length,).
 
     Returns:
         The reduced gradient. Its dense part is ``out``, or the memory of a section of kind SPARE,
         which is the complete sum already.
     """
-    ordered = sorted(contributions, key=lambda c: c.replica)
+    ordered = sorted(sections, key=lambda section: section.replica)
     shares = shares_of([c.weight for c in ordered])
     spare = [c.gradient for c in ordered if c.kind == SPARE and c.gradient.dtype == out.dtype]
     if spare:
@@ -208,7 +208,7 @@ def scaled(reduced: ReducedGradient, scale: float, out: torch.Tensor) -> Reduced
 
 
 def average(
-    plan: SliceSpec, state: SliceState, moved: ReducedGradient, contributions: Sequence[Section]
+    plan: SliceSpec, state: SliceState, moved: ReducedGradient, sections: Sequence[Section]
 ) -> None:
     """Average the replicas after local steps, in place in ``state``.
 
@@ -220,10 +220,10 @@ def average(
         plan: The slice.
         state: The state of the slice, version t.
         moved: The reduced difference of the weights.
-        contributions: The sections of all replicas.
+        sections: The sections of all replicas.
     """
     state.weights[: plan.dense_length].add_(moved.gradient)
-    ordered = sorted(contributions, key=lambda c: c.replica)
+    ordered = sorted(sections, key=lambda section: section.replica)
     unpacked = {c.replica: unpack(c.others) for c in ordered if c.others}
     for fragment in plan.parameters:
         stepped = [
@@ -253,7 +253,7 @@ def average(
                     place.add_(c.arrays[name][fragment.start : fragment.stop], alpha=share)
 
 
-def merge_buffers(plan: SliceSpec, contributions: Sequence[Section], weights: torch.Tensor) -> None:
+def merge_buffers(plan: SliceSpec, sections: Sequence[Section], weights: torch.Tensor) -> None:
     """Merge the buffers of the replicas.
 
     Floating-point buffers become the weighted average, computed as the first + the sum of weighted
@@ -263,10 +263,10 @@ def merge_buffers(plan: SliceSpec, contributions: Sequence[Section], weights: to
 
     Args:
         plan: The slice.
-        contributions: The sections of all replicas.
+        sections: The sections of all replicas.
         weights: The slice of the flat vector, in which the buffers are written to their places.
     """
-    ordered = sorted(contributions, key=lambda c: c.replica)
+    ordered = sorted(sections, key=lambda section: section.replica)
     ordered = [c for c in ordered if c.weight] or ordered
     total = sum(c.weight for c in ordered)
     for fragment in plan.fragments:

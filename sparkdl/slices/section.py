@@ -1,6 +1,6 @@
 """Sections: the gradients and buffers that a replica sends to a slice, as bytes in fixed places.
 
-A *section* is the contribution of one replica to one slice. It has these parts, in this order, each
+A *section* is what one replica sends to one slice. It has these parts, in this order, each
 aligned to 64 bytes:
 
 * the dense gradient, ``plan.dense_length`` elements in the wire dtype; or, with a compression hook,
@@ -63,7 +63,7 @@ class SectionLayout:
 
 @dataclass(frozen=True)
 class Section:
-    """The contribution of replica ``replica`` to a slice.
+    """A section, opened: what replica ``replica`` sends to a slice.
 
     Attributes:
         replica: The number of the replica.

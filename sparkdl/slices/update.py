@@ -1,6 +1,7 @@
 """The work of a slice's owner in one iteration: reduce, update, average. Pure torch, no Spark.
 
-Both engines use it: in the tasks of the parameter-synchronization job, and in the local engine.
+All engines use it: the shuffle engine in the tasks of parameter synchronization, a gang on its ranks,
+and the local engine in its process.
 
 [Note: one pass over the bytes] An update reads M gradients and version t and writes version t+1. If
 the optimizer treats every element by itself, this is done block by block: a block of the gradients
@@ -26,13 +27,13 @@ from sparkdl.process.determinism import seeded
 from sparkdl.slices.blocks import (
     BLOCK_ELEMENTS,
     GPU_BLOCK_ELEMENTS,
-    block_of_contribution,
     block_of_reduced,
+    block_of_section,
     block_of_state,
     cut_blocks,
     keep_block,
 )
-from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.histogram import Histogram, histograms_of
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import step_slice
 from sparkdl.slices.reduce import (
@@ -47,8 +48,8 @@ from sparkdl.slices.reduce import (
     scaled,
     squared_norm,
 )
-from sparkdl.slices.section import Section, SectionLayout, open_section, section_nbytes
-from sparkdl.slices.spec import SliceSpec
+from sparkdl.slices.section import Section
+from sparkdl.slices.spec import Fragment, SliceSpec
 from sparkdl.slices.state import SliceState
 
 EMA = "sparkdl.ema"
@@ -61,11 +62,12 @@ class UpdateResult:
 
     Attributes:
         norm: The global norm before clipping, if there is a limit.
-        reduced: The gradient as it was applied; its dense part is valid only if ``keep`` was given.
+        histograms: Histograms of the new weights and of the gradients as they were applied, by
+            ("weights" or "gradients", parameter number).
     """
 
     norm: float | None
-    reduced: ReducedGradient
+    histograms: Mapping[tuple[str, int], Histogram]
 
 
 @dataclass(frozen=True)
@@ -125,25 +127,25 @@ class SliceUpdater:
         return cut_blocks(self.plan, elements) if cut else [self.plan]
 
     def reduce(
-        self, contributions: Sequence[Section], weights: torch.Tensor, out: torch.Tensor
+        self, sections: Sequence[Section], weights: torch.Tensor, out: torch.Tensor
     ) -> ReducedGradient:
         """Return the gradient of the slice, with penalties and clipped by value, in ``out``.
 
         Args:
-            contributions: The sections of all replicas.
+            sections: The sections of all replicas.
             weights: Version t of the slice's weights.
             out: Memory for the dense gradient, (dense_length,).
         """
-        return self._reduce(self.plan, contributions, weights, out)
+        return self._reduce(self.plan, sections, weights, out)
 
     def _reduce(
         self,
         block: SliceSpec,
-        contributions: Sequence[Section],
+        sections: Sequence[Section],
         weights: torch.Tensor,
         out: torch.Tensor,
     ) -> ReducedGradient:
-        reduced = reduce_gradients(block, contributions, out)
+        reduced = reduce_gradients(block, sections, out)
         if not self.options.steps_on_replicas:
             penalize(block, reduced, weights, self.l1, self.l2)
             if self.options.clip_value is not None:
@@ -164,14 +166,14 @@ class SliceUpdater:
         self,
         old: SliceState,
         new: SliceState,
-        contributions: Sequence[Section],
+        sections: Sequence[Section],
         hyperparameters: Sequence[Mapping[str, Any]] | None,
         *,
         known: ReducedGradient | None = None,
         squares: Sequence[float] = (),
         loss: float = 0.0,
         seed: int = 0,
-        keep: torch.Tensor | None = None,
+        shown: Sequence[Fragment] = (),
     ) -> UpdateResult:
         """Write version t+1 into ``new``. See [Note: one pass over the bytes].
 
@@ -179,14 +181,14 @@ class SliceUpdater:
             old: Version t.
             new: Either ``old`` itself, or a state with the same ``held`` and ``others`` and the
                 same arrays, in memory of its own with arbitrary content.
-            contributions: The sections of all replicas.
+            sections: The sections of all replicas.
             hyperparameters: One mapping for each parameter group, which overrides those of the
                 optimizer.
             known: The gradient, if it is reduced already. It is not changed.
             squares: The :meth:`squared_norm` of every slice, if gradients are clipped by norm.
             loss: The mean loss of the global batch.
             seed: The seed for :meth:`drawing`.
-            keep: Memory for the whole gradient, (dense_length,), if the caller needs it.
+            shown: The fragments to make histograms of.
         """
         norm, scale = None, 1.0
         if self.clips_norm and self.options.clip_norm is not None:
@@ -196,32 +198,32 @@ class SliceUpdater:
         before = replace(old, held=dict(old.held), others=dict(old.others))
         blocks = self.blocks if old.weights.device.type == "cpu" else self.blocks_on_gpu
         lengths = [self._dense_length(block) for block in blocks]
-        memory = keep
-        if memory is None:
-            memory = torch.empty(max(lengths), dtype=self.dtype, device=old.weights.device)
+        size = self.plan.dense_length if shown else max(lengths)
+        memory = torch.empty(size, dtype=self.dtype, device=old.weights.device)
         part = ReducedGradient(memory)
         with self.drawing(seed):
             for block, length in zip(blocks, lengths, strict=True):
                 start, whole = block.start - self.plan.start, block is self.plan
-                out = memory[:length] if keep is None else memory[start : start + length]
+                out = memory[start : start + length] if shown else memory[:length]
                 if known is None:
-                    parts = contributions
+                    parts = sections
                     if not whole:
-                        parts = [block_of_contribution(self.plan, block, c) for c in contributions]
+                        parts = [block_of_section(self.plan, block, one) for one in sections]
                     weights = old.weights[start : start + block.length]
                     part = self._reduce(block, parts, weights, out)
-                    if keep is not None and part.gradient is not out:
+                    if shown and part.gradient is not out:
                         out.copy_(part.gradient)
                 else:
                     part = scaled(block_of_reduced(self.plan, block, known), scale, out)
                 state = new if whole else block_of_state(self.plan, block, new, before)
                 if new is not old:
                     _copy(old, state, start)
-                self._step(block, state, part, contributions, hyperparameters, loss)
+                self._step(block, state, part, sections, hyperparameters, loss)
                 if not whole:
                     keep_block(self.plan, block, state, new)
-        merge_buffers(self.plan, contributions, new.weights)
-        return UpdateResult(norm, ReducedGradient(memory, part.absent, part.tables))
+        merge_buffers(self.plan, sections, new.weights)
+        applied = ReducedGradient(memory, part.absent, part.tables)
+        return UpdateResult(norm, histograms_of(shown, new.weights, applied))
 
     def drawing(self, seed: int) -> AbstractContextManager[None]:
         """Return a context for steps of the optimizer in which its random draws follow ``seed``."""
@@ -247,13 +249,13 @@ class SliceUpdater:
         block: SliceSpec,
         state: SliceState,
         reduced: ReducedGradient,
-        contributions: Sequence[Section],
+        sections: Sequence[Section],
         hyperparameters: Sequence[Mapping[str, Any]] | None,
         loss: float,
     ) -> None:
         """Bring a block's state, a copy of version t, to t+1."""
         if self.options.averages:
-            average(block, state, reduced, contributions)
+            average(block, state, reduced, sections)
         else:
             step_slice(
                 block,
@@ -268,59 +270,6 @@ class SliceUpdater:
         if self.options.ema is not None:
             moving = state.arrays[EMA]
             moving.lerp_(state.weights[: len(moving)], 1.0 - self.options.ema)
-
-    def histograms(
-        self, state: SliceState, reduced: ReducedGradient
-    ) -> dict[tuple[str, int], Histogram]:
-        """Return histograms of the weights and the gradients of each parameter's fragment in this
-        slice."""
-        found = {}
-        for fragment in self.plan.parameters:
-            found["weights", fragment.number] = Histogram.of(
-                state.weights[fragment.start : fragment.stop]
-            )
-            if fragment.sparse:
-                if fragment.number in reduced.tables:
-                    values = reduced.tables[fragment.number][1]
-                    found["gradients", fragment.number] = Histogram.of(values)
-            elif fragment.number not in reduced.absent:
-                values = reduced.gradient[fragment.start : fragment.stop]
-                found["gradients", fragment.number] = Histogram.of(values)
-        return found
-
-    def reduced_map(self, reduced: ReducedGradient) -> SectionLayout:
-        """Return the layout of a section that contains the reduced gradient and the merged buffers."""
-        rows = {number: len(rows) for number, (rows, _) in reduced.tables.items()}
-        return SectionLayout(self.dtype, rows)
-
-    def reduced_nbytes(self, section: SectionLayout) -> int:
-        return section_nbytes(self.plan, self.dtype, section)
-
-    @torch.no_grad()
-    def write_reduced(
-        self,
-        section: SectionLayout,
-        reduced: ReducedGradient,
-        contributions: Sequence[Section],
-        out: Any,
-    ) -> None:
-        """Write the reduced gradient and the merged buffers into ``out`` as the section of a single
-        replica.
-
-        Args:
-            section: The layout of the section, from :meth:`reduced_map`.
-            reduced: The reduced gradient.
-            contributions: The sections of all replicas, for the buffers.
-            out: The memory of the section.
-        """
-        place = open_section(self.plan, self.dtype, section, out)
-        place.gradient.copy_(reduced.gradient)
-        for number, rows in reduced.tables.items():
-            for target, source in zip(place.tables[number], rows, strict=True):
-                target.copy_(source)
-        merged = torch.zeros(self.plan.length, dtype=self.dtype)
-        merge_buffers(self.plan, contributions, merged)
-        place.buffers.copy_(merged[self.plan.buffers_start :])
 
 
 def _copy(whole: SliceState, block: SliceState, start: int) -> None:

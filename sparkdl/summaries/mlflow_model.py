@@ -5,35 +5,28 @@ from __future__ import annotations
 import platform
 import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import pyarrow as pa
 import pyspark
 import torch
 from pyspark.sql import DataFrame
-from pyspark.sql.pandas.types import from_arrow_schema
 
-from sparkdl.data.columns.numeric import to_numpy
-from sparkdl.data.row_errors import RowError
-from sparkdl.data.schema import columns_of
-from sparkdl.errors import DataError, ParameterError, kind_of
-from sparkdl.infer.output import as_numpy
+from sparkdl.errors import ParameterError, kind_of
 from sparkdl.infer.persistence import load
-from sparkdl.infer.shipped_module import run_batches
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.settings import DISTRIBUTION, __version__
 from sparkdl.summaries.base import extra_needed
+from sparkdl.summaries.mlflow_pyfunc import PyFunc
 
 FLAVOR = "sparkdl"
 LOADER = "sparkdl.mlflow"
 """The module whose ``_load_pyfunc`` MLflow calls; stored models name it."""
 _FOLDER, _TORCH, _CODE = "sparkdl", "data", "code"
-BATCH_SIZE = 1024
 EXAMPLE_ROWS = 5
 
 
@@ -173,48 +166,6 @@ def load_model(model_uri: str, *, loss: Any = None, trust: bool = False) -> Trai
     return load(folder / _FOLDER, loss=loss, trust=trust)
 
 
-class PyFunc:
-    """A trained model as ``mlflow.pyfunc`` calls it: tables of pandas in, arrays of NumPy out."""
-
-    def __init__(self, trained: TrainedModel) -> None:
-        self.trained = trained
-
-    def predict(self, model_input: Any, params: Any = None) -> np.ndarray:
-        """Return the predictions for a table with the feature columns, one for each row.
-
-        Args:
-            model_input: A DataFrame of pandas, a mapping of columns, or, if the model has one
-                feature, an array of it.
-            params: Nothing; MLflow passes it.
-
-        Raises:
-            DataError: The table does not fit the model.
-        """
-        trained = self.trained
-        batch = _batch(_table(trained, model_input))
-        schema, fields = from_arrow_schema(batch.schema), trained.fields
-        columns, _ = columns_of(
-            schema, trained.features, (), trained.float_dtype, trained.columns, fields
-        )
-        outputs = []
-        for start in range(0, batch.num_rows, BATCH_SIZE):
-            part = batch.slice(start, BATCH_SIZE)
-            try:
-                arrays = [to_numpy(part.column(c.name), c, start) for c in columns]
-            except RowError as error:
-                raise DataError(error.problem.message("the table")) from None
-            known = None if trained.output is None else trained.output.dimensions
-            found = run_batches(
-                trained.module,
-                arrays,
-                BATCH_SIZE,
-                dimensions=(known, known),
-                signature=trained.signature,
-            )
-            outputs += [as_numpy(output) for output, _ in found]
-        return np.concatenate(outputs) if outputs else np.zeros(0, np.float32)
-
-
 def _load_pyfunc(path: str) -> PyFunc:
     """Return the model in a folder; ``mlflow.pyfunc`` calls it, which runs the code of models."""
     return PyFunc(load(path, trust=True))
@@ -251,31 +202,6 @@ def _example_of_zeros(trained: TrainedModel) -> pd.DataFrame | None:
         zeros = np.zeros((2, *field.shape), field.dtype if whole else "float64")
         table[name] = list(zeros) if field.shape else zeros
     return pd.DataFrame(table)
-
-
-def _table(trained: TrainedModel, model_input: Any) -> pd.DataFrame:
-    """Return the feature columns of the input. Raises DataError."""
-    names = list(trained.features)
-    if isinstance(model_input, np.ndarray) and len(names) == 1:
-        return pd.DataFrame({names[0]: list(model_input)})
-    table = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
-    missing = [name for name in names if name not in table.columns]
-    if missing:
-        raise DataError(f"the table has no column {', '.join(missing)}.")
-    return table[names]
-
-
-def _batch(table: pd.DataFrame) -> pa.RecordBatch:
-    """Return a table of pandas as Arrow; arrays with dimensions become nested lists."""
-    columns = {name: pa.array(list(_cells(table[name]))) for name in table.columns}
-    return pa.RecordBatch.from_pydict(columns)
-
-
-def _cells(column: pd.Series) -> Iterator[Any]:
-    for value in column:
-        value = value.toArray() if hasattr(value, "toArray") else value  # a vector of Spark
-        nested = isinstance(value, np.ndarray) and (value.ndim > 1 or value.dtype == object)
-        yield np.stack(list(value)).tolist() if nested and len(value) else value
 
 
 def _save_torch(module: torch.nn.Module, folder: Path) -> None:

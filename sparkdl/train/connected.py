@@ -19,12 +19,7 @@ from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import LATEST
 from sparkdl.data.fields import NO_ROWS
-from sparkdl.errors import (
-    DataError,
-    ModelError,
-    ParameterError,
-    cannot_travel,
-)
+from sparkdl.errors import DataError, ModelError, ParameterError, cannot_travel
 from sparkdl.gang.connect import check_slots_of, slots_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel

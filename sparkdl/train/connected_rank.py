@@ -17,7 +17,7 @@ from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.data.fields import SampleHandle, check_handles
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
-from sparkdl.data.samples import SampleSet, sample_set
+from sparkdl.data.sample_set import SampleSet, sample_set
 from sparkdl.data.table_parts import WriteBoth
 from sparkdl.engines.gang.rank import frames_of
 from sparkdl.engines.registry import EngineInputs

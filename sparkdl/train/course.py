@@ -18,7 +18,7 @@ from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import largest_staleness
 from sparkdl.consistency.stragglers import check_replicas
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.registry import EngineInputs, build_engine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
@@ -44,7 +44,7 @@ from sparkdl.slices.slice_file import PackSlice
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.engine_inputs import load_start, packed_state
 from sparkdl.train.fit_result import result_maker, wanted_weights
-from sparkdl.train.periodic_tasks import run_identity, stages_of
+from sparkdl.train.periodic_tasks import periodic_tasks, run_identity
 from sparkdl.train.place_samples import validation_set
 from sparkdl.train.preflight import preflight, with_dimensions
 from sparkdl.train.prepare import PreparedModel
@@ -244,7 +244,7 @@ def run_course(
     manifest_model = manifest_of_model(
         make(module=model.module, history=history), trainer.freeze, trainer.unfreeze
     )
-    stages = stages_of(
+    periodic = periodic_tasks(
         trainer, engine, validation, identity, manifest_model, state, history, one_pass
     )
     progress = progress_of(_facts(trainer, model, samples))
@@ -256,7 +256,7 @@ def run_course(
         callbacks = [rescue, *own, progress]
         config = LoopConfig.of(trainer, recorded)
         state = train(
-            trainer, config, engine, schedule, stages, callbacks, state, history, interrupt
+            trainer, config, engine, schedule, periodic, callbacks, state, history, interrupt
         )
         kinds = wanted_weights(trainer, state)
         result = take(FinishedEngine(engine, kinds, make, output, history))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from sparkdl.checkpoint.manifest import RunIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.data.batches import BatchSpec
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.placement import INLINE_BYTES

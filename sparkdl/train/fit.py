@@ -29,13 +29,7 @@ from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.carried import CarriedRun, chosen_state, has_rows
 from sparkdl.train.connected import run_connected
-from sparkdl.train.course import (
-    FinishedEngine,
-    Start,
-    check_replay,
-    run_course,
-    with_state,
-)
+from sparkdl.train.course import FinishedEngine, Start, check_replay, run_course, with_state
 from sparkdl.train.engine_inputs import engine_inputs
 from sparkdl.train.fit_result import trained_model
 from sparkdl.train.placed_samples import PlacedSamples, data_of, replicas_of, session_of

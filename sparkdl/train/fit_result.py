@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.infer.output import Output
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT

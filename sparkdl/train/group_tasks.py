@@ -20,7 +20,7 @@ from sparkdl.data.partition_reader import close_partitions
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import RowError
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.errors import DataError
 from sparkdl.infer.output import as_numpy, to_arrow
 from sparkdl.infer.shipped_module import run_batches

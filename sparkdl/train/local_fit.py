@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sparkdl.data.samples import SampleSet
-from sparkdl.engines.local import LocalEngine
-from sparkdl.engines.local_groups import local_engine as build_local
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.local.engine import LocalEngine
+from sparkdl.engines.local.groups import local_engine as build_local
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output

@@ -58,7 +58,7 @@ def run_identity(
     )
 
 
-def stages_of(
+def periodic_tasks(
     trainer: Trainer,
     engine: Engine,
     validation: ValidationSet | None,
@@ -83,9 +83,9 @@ def stages_of(
     Raises:
         CheckpointError: No checkpoint can be written at the trainer's path.
     """
-    stages: list[PeriodicTask] = []
+    tasks: list[PeriodicTask] = []
     if validation is not None and trainer.validation is not None:
-        stages.append(Validator(engine, trainer.validation, validation.scorer, history))
+        tasks.append(Validator(engine, trainer.validation, validation.scorer, history))
     if trainer.checkpoint is not None:
         if "unknown" in manifest_model and state.iteration == 0:
             logger.warning(
@@ -110,8 +110,8 @@ def stages_of(
             endless=one_pass,
         )
         checkpointer.check()
-        stages.append(checkpointer)
-    return stages
+        tasks.append(checkpointer)
+    return tasks
 
 
 def _noting(run: RunIdentity, engine: RecoveringEngine) -> Callable[[str, Manifest], None]:

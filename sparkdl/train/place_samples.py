@@ -11,7 +11,8 @@ from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.data.fields import Field
-from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import Source, materialize, materialize_here
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError

@@ -10,7 +10,7 @@ from pyspark import SparkContext
 from pyspark.core.rdd import RDD
 from pyspark.sql import DataFrame, SparkSession
 
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.resources import FitResources
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.session import context_of, is_connected, settings_of

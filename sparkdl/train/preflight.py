@@ -15,7 +15,7 @@ from torch import nn
 
 from sparkdl.data.batches import Batch, input_fields, preview_batch
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.output import Output

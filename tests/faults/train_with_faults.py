@@ -8,7 +8,7 @@ from harness import faulty
 from harness.inject import Fault, at
 
 import sparkdl
-from sparkdl.engines.shuffle import node_sums
+from sparkdl.engines.shuffle import shuffled
 
 REPLICAS, SLICES, ITERATIONS = 3, 2, 6
 
@@ -66,7 +66,7 @@ def main() -> None:
     results, notes = {}, Path(given["notes"])
     settings = {"spark.sparkdl.slab.dir": "slabs"}
     if given["sums"]:  # whatever the size of the model
-        node_sums.BYTES_PER_SECOND = 1e-9
+        shuffled.BYTES_PER_SECOND = 1e-9
     with session(given["master"], **settings) as spark:
         df = frame(spark)
         spark.sparkContext.parallelize(range(4), 4).count()  # until all executors are known

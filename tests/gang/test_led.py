@@ -107,7 +107,7 @@ def fail_afterwards(member: RankContext) -> int:
         if member.rank == 0:
             raise ValueError("too late")
 
-    member.afterwards = work
+    member.defer(work)
     return member.rank
 
 

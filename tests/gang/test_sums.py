@@ -30,8 +30,8 @@ from sparkdl.parallel.ddp import DDP
 from sparkdl.parallel.plan import STRATEGIES, parallel_of
 from sparkdl.replica.compute import forward_backward
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.joint_pass import padding_pass
 from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.update import SliceUpdater
@@ -71,7 +71,7 @@ def gossiping(communicator: Any, topology: str) -> tuple[torch.Tensor, torch.Ten
         step = SimpleNamespace(index=index, loss_scale=1.0, hyperparameters=None)
         own = SimpleNamespace(step=step, seed=lambda *named: 0)
         way.compute(own, [batch], [4.0] * WORLD, Clock())
-        assert way.contributions(ROWS, [4.0] * WORLD) == {}
+        assert way.sections(ROWS, [4.0] * WORLD) == {}
     kept = way.kept
     assert kept is not None
     found = kept[len(parameters)]["weights"].clone()
@@ -141,7 +141,7 @@ def one_rank(
     sign = 1.0 if rank == 0 else -1.0
     batch = MiniBatch([torch.full((4, 3), sign * fill)], [torch.ones(4, 3)])
     _, problem = way.compute(work(), [batch], weights, Clock())
-    (contribution, *_) = way.contributions(ROWS, weights)[0]
+    (contribution, *_) = way.sections(ROWS, weights)[0]
     found = {
         "problem": problem,
         "gradient": contribution.gradient.clone(),
@@ -230,7 +230,7 @@ def of_half(communicator: Any, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     else:
         way = BucketedDDP(live, plans, rank, spare, DDP())
     way.compute(work(), [batch], weights, Clock())
-    (contribution, *_) = way.contributions(ROWS, weights)[0]
+    (contribution, *_) = way.sections(ROWS, weights)[0]
     found = contribution.gradient.clone()
     dist.barrier()
     return found, expected

@@ -17,7 +17,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.build_lock import BuildLock
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -114,7 +114,7 @@ def test_a_module_is_unpickled_in_turn_and_let_go_of(frames: Any, tmp_path: Path
 
 
 def test_a_turn_may_end_early(tmp_path):
-    with Turn(tmp_path) as first:
-        first.ends()
-        with Turn(tmp_path):
-            first.ends()
+    with BuildLock(tmp_path) as first:
+        first.release()
+        with BuildLock(tmp_path):
+            first.release()

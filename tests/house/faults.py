@@ -184,7 +184,7 @@ FAULTS = {
     ),
     "a rank's inner steps begin anew": Fault(
         "engines/gang/strategies/inner_steps.py",
-        "self.kept, self._moved = self._moved.kept, None",
+        "self._kept, self._moved = self._moved.kept, None",
         "self._moved = None",
         "spark/test_diloco.py",
     ),

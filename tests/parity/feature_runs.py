@@ -25,8 +25,9 @@ import sparkdl
 from sparkdl.data.epoch import EpochPlan, permutation
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.preview import Preview
-from sparkdl.data.samples import SampleSet, Source, _sample_set
-from sparkdl.engines.local import LocalEngine
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import Source, _sample_set
+from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.model.layout import Layout, layout_of
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.mini_batch import to_tensors

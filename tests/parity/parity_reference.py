@@ -23,8 +23,9 @@ import sparkdl
 import sparkdl.train.place_samples as placing_module
 from sparkdl.data.epoch import EpochPlan, derive_seed, permutation
 from sparkdl.data.partition_reader import close_partitions, open_partition
-from sparkdl.data.samples import SampleSet, Source, materialize_here
-from sparkdl.engines.local import LocalEngine
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import Source, materialize_here
+from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.model.layout import Layout, layout_of
 from sparkdl.model.loss import call_loss

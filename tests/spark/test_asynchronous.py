@@ -20,7 +20,7 @@ from torch import nn
 import sparkdl
 from sparkdl.consistency.turns import Turn
 from sparkdl.engines import registry
-from sparkdl.engines.local_groups import LocalGroupEngine
+from sparkdl.engines.local.groups import LocalGroupEngine
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

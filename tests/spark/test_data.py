@@ -24,14 +24,8 @@ from torch import nn
 import sparkdl
 from sparkdl.data import samples as module
 from sparkdl.data.partition_reader import close_partitions, open_partition
-from sparkdl.data.samples import (
-    Sample,
-    SampleSet,
-    Source,
-    check_handles,
-    materialize,
-    materialize_here,
-)
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import Sample, Source, check_handles, materialize, materialize_here
 from sparkdl.slab.pool import close_pool
 from sparkdl.slab.root import SlabConfig, remove_root
 from sparkdl.spark.frames import map_frames

@@ -21,7 +21,8 @@ from sparkdl.data.fields import Field
 from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.ragged import Padding, Ragged, concatenate
 from sparkdl.data.records import Names
-from sparkdl.data.samples import Sample, SampleSet, Source, materialize, materialize_here
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import Sample, Source, materialize, materialize_here
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import PredictRecords, predict_dataframe

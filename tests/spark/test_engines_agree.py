@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import sparkdl
-from sparkdl.engines.local import LocalEngine
+from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.shuffle import form_chooser, forms
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.engines.shuffle.forms import OneStage

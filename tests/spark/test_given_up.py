@@ -84,7 +84,9 @@ def test_nothing_is_left_of_a_snapshot_whose_other_half_fails(spark: Any, monkey
     """It is taken again and again, and the disks are full, say."""
     context = spark.sparkContext
     owners = context.parallelize([b"state"], 1)
-    places = SimpleNamespace(slice_rdd=owners, seats_of=lambda task: map_frames(owners, lost))
+    places = SimpleNamespace(
+        slice_rdd=owners, tasks_without_weights=lambda task: map_frames(owners, lost)
+    )
     monkeypatch.setattr(state_reads, "TakeSnapshot", lambda *state: kept)
     monkeypatch.setattr(state_reads, "TakeResidual", lambda *state: SimpleNamespace(count=1))
     before = context._jsc.getPersistentRDDs().size()

@@ -147,7 +147,7 @@ def test_a_second_interrupt_ends_the_fit_at_once(df, nothing_left):
 
 def test_an_iteration_that_fails_after_an_interrupt_is_an_interrupt(df, monkeypatch):
     """Ctrl-C goes to all processes of a terminal: Spark may end with it."""
-    from sparkdl.engines.local import LocalEngine
+    from sparkdl.engines.local.engine import LocalEngine
 
     step = LocalEngine.run
 

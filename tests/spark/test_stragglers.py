@@ -20,7 +20,7 @@ from torch import nn
 import sparkdl
 from sparkdl.consistency.stragglers import StragglerLimit
 from sparkdl.engines import registry
-from sparkdl.engines.local import LocalEngine
+from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.replica.iteration import Limit, PassedParts
 
 pytestmark = pytest.mark.spark

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.engines.shuffle import node_sums
+from sparkdl.engines.shuffle import shuffled
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.spark import broadcasts
 
@@ -193,7 +193,7 @@ def main() -> None:
         spark.sparkContext.parallelize(range(8), 8).count()  # until all executors are known
         df = frame(spark)
         for case, way in given["rows"]:
-            node_sums.BYTES_PER_SECOND = 1e-9 if way == "summed" else 1e99
+            shuffled.BYTES_PER_SECOND = 1e-9 if way == "summed" else 1e99
             for noted_so_far in (notes, stages, submissions, persisted):
                 noted_so_far.clear()
             validation = sparkdl.Validation(df, every=sparkdl.every(3))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,12 +22,14 @@ from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices import update as owner_module
 from sparkdl.slices.blocks import cut_blocks
+from sparkdl.slices.histogram import Histogram
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import SliceUpdater
 
+Histograms = Mapping[tuple[str, int], Histogram]
 quick = settings(deadline=None, max_examples=60)
 
 
@@ -101,8 +105,8 @@ def contributions(plan: SliceSpec, seed: int) -> list[Section]:
 
 
 def train(
-    make: Any, options: TrainingOptions, elements: int, in_place: bool, keep: bool
-) -> SliceState:
+    make: Any, options: TrainingOptions, elements: int, in_place: bool, shown: bool
+) -> tuple[SliceState, Histograms]:
     torch.manual_seed(0)
     flat = FlatModule(Net())
     parameters = [p for _, p in flat.parameters]
@@ -124,20 +128,20 @@ def train(
                 new = copy.deepcopy(state)
                 for array in (new.weights, *new.arrays.values()):
                     array.fill_(float("nan"))
-            memory = torch.full((plan.dense_length,), float("nan")) if keep else None
+            fragments = plan.parameters if shown else ()
             before = copy.deepcopy(old)
-            owner.update(old, new, given, None, known=known, squares=squares, keep=memory)
+            updated = owner.update(
+                old, new, given, None, known=known, squares=squares, shown=fragments
+            )
             if not in_place:
                 assert torch.equal(old.weights, before.weights)
                 assert torch.equal(
                     torch.cat([*old.arrays.values(), torch.empty(0)]),
                     torch.cat([*before.arrays.values(), torch.empty(0)]),
                 )
-            if memory is not None:
-                assert not memory.isnan().any()
             state = new
     assert (len(owner.blocks) > 1) == (elements < plan.length)
-    return state
+    return state, updated.histograms
 
 
 @pytest.mark.parametrize("make", MAKES)
@@ -145,15 +149,19 @@ def train(
 @settings(deadline=None, max_examples=6)
 @given(st.integers(1, 12).map(lambda k: 64 * k), st.booleans(), st.booleans())
 def test_blocks_do_not_change_a_bit(
-    make: str, options: str, elements: int, in_place: bool, keep: bool
+    make: str, options: str, elements: int, in_place: bool, shown: bool
 ) -> None:
-    one = train(MAKES[make], POLICIES[options], 1 << 20, True, True)
-    other = train(MAKES[make], POLICIES[options], elements, in_place, keep)
+    one, whole = train(MAKES[make], POLICIES[options], 1 << 20, True, True)
+    other, found = train(MAKES[make], POLICIES[options], elements, in_place, shown)
     assert torch.equal(one.weights, other.weights)
     assert one.arrays.keys() == other.arrays.keys()
     assert all(torch.equal(one.arrays[name], other.arrays[name]) for name in one.arrays)
     assert one.held == other.held
     assert one.others == other.others
+    assert found.keys() == (whole.keys() if shown else set())
+    for key in found:
+        assert np.array_equal(found[key].counts, whole[key].counts)
+        assert found[key].total == whole[key].total
 
 
 def test_an_optimizer_that_looks_at_whole_tensors_gets_them() -> None:

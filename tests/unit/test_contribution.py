@@ -16,7 +16,8 @@ from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
-from sparkdl.replica.compute import forward_backward, take_gradients
+from sparkdl.replica.compute import forward_backward
+from sparkdl.replica.gradients import take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.sections import section_maps, sections_nbytes, write_sections

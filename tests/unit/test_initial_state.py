@@ -16,8 +16,8 @@ from torch import nn
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.data.samples import SampleSet
-from sparkdl.engines.local import LocalEngine
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.shuffle.replica_context import CheckReplica, PrepareReplica
 from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareSlice, RecipeSource
 from sparkdl.engines.shuffle.weights import load_weights, map_weights

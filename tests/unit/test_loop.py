@@ -14,9 +14,9 @@ import sparkdl
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.loop.advance import first_state
 from sparkdl.loop.config import LoopConfig
-from sparkdl.loop.engine import IterationResult
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import Interrupt
+from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.loop.loop import train
 from sparkdl.loop.schedule import Schedule
 from sparkdl.model.options import TrainingOptions

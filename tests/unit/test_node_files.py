@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 from pathlib import Path
 
-from sparkdl.engines.gang.node_files import SnapshotFiles
+from sparkdl.engines.gang.snapshots import SnapshotFiles
 
 
 def test_of_what_cannot_be_written_nothing_is_left(tmp_path: Path) -> None:

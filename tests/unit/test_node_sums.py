@@ -7,9 +7,9 @@ import torch
 from nodes_here import Machine, Tagged, gradient_bytes
 
 from sparkdl.data.batches import BatchSpec
-from sparkdl.engines.shuffle import node_sums
+from sparkdl.engines.shuffle import shuffled
 from sparkdl.engines.shuffle.faults import MOVED
-from sparkdl.engines.shuffle.node_sums import NodeReducePlan
+from sparkdl.engines.shuffle.shuffled import NodeReducePlan
 from sparkdl.engines.shuffle.traffic import SliceBytes, planned
 from sparkdl.model.layout import Layout, TensorRange, layout_of
 from sparkdl.model.options import TrainingOptions
@@ -146,7 +146,7 @@ def chosen(megabytes: int, replicas: str, slices: str, **options):
 
 
 def test_nodes_sum_where_it_saves_more_than_a_stage_costs():
-    least = node_sums.MORE_STAGES * node_sums.STAGE_SECONDS * node_sums.BYTES_PER_SECOND / 1e6
+    least = shuffled.MORE_STAGES * shuffled.STAGE_SECONDS * shuffled.BYTES_PER_SECOND / 1e6
     assert chosen(int(least) - 1, "aabb", "aabb") is None
     nodes = chosen(int(least) + 1, "aabb", "aabb")
     assert nodes is not None

@@ -14,7 +14,7 @@ from sparkdl.engines.shuffle.traffic import (
     planned,
     sum_is_smaller,
 )
-from sparkdl.loop.engine import Traffic, busiest
+from sparkdl.loop.iteration_result import Traffic, busiest
 
 SLICE = SliceBytes(wire=400, flat=400, weights=400)
 

@@ -19,7 +19,7 @@ from sparkdl.errors import TrainingError
 from sparkdl.loop import progress
 from sparkdl.loop.advance import advance, describe, first_state, next_iteration
 from sparkdl.loop.config import LoopConfig
-from sparkdl.loop.engine import IterationResult
+from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, Validated, next_counters
 from sparkdl.loop.validation import is_better

@@ -21,7 +21,8 @@ from sparkdl.errors import (
     StateLostError,
     TrainingError,
 )
-from sparkdl.loop.engine import BEST, IterationResult
+from sparkdl.loop.engine import BEST
+from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.replica.iteration import Iteration
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl import History, PerReplica, Trainer, TrainState
 from sparkdl.errors import ModelError, ParameterError
-from sparkdl.loop.engine import summarize
+from sparkdl.loop.iteration_result import summarize
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe

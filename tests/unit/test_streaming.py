@@ -15,8 +15,9 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica import gradient_writer
-from sparkdl.replica.compute import forward_backward, take_gradients
+from sparkdl.replica.compute import forward_backward
 from sparkdl.replica.gradient_writer import GradientWriter, writes_early
+from sparkdl.replica.gradients import take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections

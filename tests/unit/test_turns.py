@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.collectives.key_range import Gradient, KeyRange, KeySpec, Rounds
-from sparkdl.collectives.turns import Kind, Operation, Turns
+from sparkdl.collectives.operation_order import Kind, Operation, OperationOrder
 from sparkdl.errors import ParameterError
 
 
@@ -32,7 +32,7 @@ PROGRAMS = programs_of_clients()
 
 def run(programs, staleness, seed, replay=None):
     """Give turns until all have finished; clients come in an arbitrary order. Returns what was done."""
-    chance, turns, done = random.Random(seed), Turns(len(programs), staleness, replay), []
+    chance, turns, done = random.Random(seed), OperationOrder(len(programs), staleness, replay), []
     left = [[*(Operation(c, kind, (key,)) for kind, key in its), Operation(c, Kind.FINISH)]
             for c, its in enumerate(programs)]  # fmt: skip
     idle = set(range(len(programs)))
@@ -69,7 +69,7 @@ def test_clocks_keep_together_and_an_order_can_be_repeated(programs, staleness, 
 
 @given(PROGRAMS, st.integers(0, 99))
 def test_turns_are_given_in_the_order_of_asking(programs, seed):
-    turns = Turns(len(programs), None)
+    turns = OperationOrder(len(programs), None)
     clients = list(range(len(programs)))
     random.Random(seed).shuffle(clients)
     for client in clients:
@@ -79,14 +79,14 @@ def test_turns_are_given_in_the_order_of_asking(programs, seed):
 
 
 def test_an_order_of_another_run_is_told():
-    turns = Turns(2, None, replay=[0, 1, 0])
+    turns = OperationOrder(2, None, replay=[0, 1, 0])
     turns.ask(Operation(1, Kind.PUSH, (0,)))
     assert turns.grant() is None
     turns.ask(Operation(0, Kind.PUSH, (0,)))
     assert [turns.grant().client, turns.grant().client] == [0, 1]
     with pytest.raises(ParameterError, match="rank 1 has made 1 operations and asks for one more"):
         turns.ask(Operation(1, Kind.PUSH, (0,)))
-    turns = Turns(1, None, replay=[0, 0])
+    turns = OperationOrder(1, None, replay=[0, 0])
     with pytest.raises(
         ParameterError, match="made 0 operations and ends, but the order has 2 of it"
     ):

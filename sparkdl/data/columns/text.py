@@ -10,14 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import (
-    Column,
-    ColumnSpec,
-    DataType,
-    NamedFunction,
-    is_whole,
-    name_of,
-)
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType, NamedFunction, is_whole, name_of
 from sparkdl.data.columns.convert import shorten
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged

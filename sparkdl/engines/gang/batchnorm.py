@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from sparkdl.replica.padding_pass import idle
+from sparkdl.replica.joint_pass import idle
 
 
 class _Sum(torch.autograd.Function):

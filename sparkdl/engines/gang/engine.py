@@ -17,28 +17,20 @@ import torch
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.gang.background import BackgroundResult
 from sparkdl.engines.gang.in_flight import InFlight
-from sparkdl.engines.gang.node_files import NodeFiles
 from sparkdl.engines.gang.rank import CallMethod
 from sparkdl.engines.gang.rank_messages import RankConfig
 from sparkdl.engines.gang.recipe_files import RecipeSource
 from sparkdl.engines.gang.slice_results import SliceResults
+from sparkdl.engines.gang.snapshots import NodeFiles
 from sparkdl.engines.gang.start import raise_first, start_ranks, too_few
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.gang.rank_group import StartableGroup
-from sparkdl.loop.engine import (
-    CURRENT,
-    IterationResult,
-    ReadResiduals,
-    ReadState,
-    StateWork,
-    StateWorkResult,
-    slowest,
-    summarize,
-)
+from sparkdl.loop.engine import CURRENT, ReadResiduals, ReadState, StateWork, StateWorkResult
+from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.model.layout import Layout
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.replica.compare import Description

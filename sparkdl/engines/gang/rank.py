@@ -33,14 +33,19 @@ import torch
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, lies_here, open_partition
-from sparkdl.engines.gang.build_turn import Turn
-from sparkdl.engines.gang.node_files import SnapshotFiles
-from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus, SampleLocation
+from sparkdl.engines.gang.build_lock import BuildLock
+from sparkdl.engines.gang.rank_messages import (
+    RankConfig,
+    RankReport,
+    RankStatus,
+    SampleLocation,
+    gathered,
+)
+from sparkdl.engines.gang.rank_state import needs_all_losses
 from sparkdl.engines.gang.rank_update import update_slices
-from sparkdl.engines.gang.snapshots import Snapshots
+from sparkdl.engines.gang.snapshots import SnapshotFiles, Snapshots
 from sparkdl.engines.gang.state_commands import StateCommands
 from sparkdl.engines.gang.strategies.build import build_rank
-from sparkdl.engines.gang.strategies.summed import gathered
 from sparkdl.errors import ModelError, SessionError, UserError
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.metrics.scorer import Scorer
@@ -55,7 +60,6 @@ from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slab.root import open_root
-from sparkdl.slices.optimizer_step import wants_loss
 from sparkdl.usercode.travel import model_needs
 
 
@@ -133,7 +137,7 @@ class Rank:
         Ranks read and build a model that is to be split in turn, and free it afterwards.
         """
         if self._setup.parallel.splits_model:
-            with memory_given_back(), Turn(self._folder):
+            with memory_given_back(), BuildLock(self._folder):
                 return compared(self._load().build(), self._setup.built)
         recipe = self._load()
         self._load = lambda: recipe
@@ -151,18 +155,13 @@ class Rank:
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
         try:
-            self._held, self._way = build_rank(self._load, self._setup, samples, self._member)
+            self._held, self._sync = build_rank(self._load, self._setup, samples, self._member)
         except (ModelError, SessionError) as error:
             return error
         self._load = self._setup.recipe.load  # this frees the recipe that was read
-        self.snapshots.begin(self._held, self._way)
-        self.state = StateCommands(self._held, self._way, self._run, self._member.rank)
-        options, owners = self._held.live.recipe.options, self._held.owners.values()
-        kinds = [type(o) for owner in owners for o in owner.optimizer.schedule_targets()]
-        leaves_out = options.on_nan == "skip" or options.scales_loss
-        self._way.needs_all_losses = (
-            leaves_out or self._setup.sums or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
-        )
+        self.snapshots.begin(self._held, self._sync)
+        self.state = StateCommands(self._held, self._sync, self._run, self._member.rank)
+        self._needs_all_losses = needs_all_losses(self._held, self._setup.sums)
         return None
 
     def run(self, step: IterationRows) -> RankReport:
@@ -173,27 +172,27 @@ class Rank:
         work = ReplicaIteration(step, rank, self._run.batch_spec, self._run.shares[rank])
         batches: list[MiniBatch] = []
         if stop > start:
-            arrays = work.mini_batches(live, self._partition, self._way.steps)
+            arrays = work.mini_batches(live, self._partition, self._sync.steps)
             batches = [to_mini_batch(each, live) for each in arrays]
         weight = sum((batch.weight for batch in batches), 0.0)
         weights = self._weights(step, weight)
         clock.lap("data")
-        loss, problem = self._way.compute(work, batches, weights, clock)
+        loss, problem = self._sync.compute(work, batches, weights, clock)
         if self._setup.sums:
-            weight = self._way.count
+            weight = self._sync.count
         finish = functools.partial(self._finish, step, weights, loss, bool(problem))
         slices: list[SliceReport] = []
         reported = live.recipe.options.clips_norm or step.histograms
-        if reported or self._way.ends_before_report:
+        if reported or self._sync.ends_before_report:
             slices = finish(clock)
         else:  # there is nothing to report: update while the driver prepares the next iteration
-            self._member.afterwards = functools.partial(self._finish_later, finish)
+            self._member.defer(functools.partial(self._finish_later, finish))
         count, seconds = stop - start, {**self._before, **clock.seconds}
         self._before = {}
         report = ReplicaReport(
-            rank, count, weight, loss, self._node_id, seconds, problem, losses=self._way.losses
+            rank, count, weight, loss, self._node_id, seconds, problem, losses=self._sync.losses
         )
-        return RankReport(report, slices, self.state.writing, self._way.loss_rank)
+        return RankReport(report, slices, self.state.writing, self._sync.loss_rank)
 
     def _finish_later(self, finish: Callable[[Clock], Any]) -> None:
         """Finish an iteration after its report was sent.
@@ -214,20 +213,20 @@ class Rank:
         """
         found = [[0.0, 0.0] for _ in weights]
         if self._setup.sums:
-            found = gathered([loss, float(failed), self._way.count])
+            found = gathered([loss, float(failed), self._sync.count])
             weights = [count for _, _, count in found]
-        elif self._way.needs_all_losses:
+        elif self._needs_all_losses:
             found = gathered([loss, float(failed)])
         if any(one[1] for one in found):
             self._held.live.flat.refresh()
             return []
-        contributions = self._way.contributions(step.rows, weights)
-        self._way.committed()
+        sections = self._sync.sections(step.rows, weights)
+        self._sync.committed()
         clock.lap("reduce")
         total = sum(weights)
         mean = sum(one[0] * w for one, w in zip(found, weights, strict=True) if w)
         loss = mean / total if total else 0.0
-        return update_slices(self._held, self._run, self._node_id, step, contributions, loss, clock)
+        return update_slices(self._held, self._run, self._node_id, step, sections, loss, clock)
 
     def _weights(self, step: IterationRows, weight: float) -> list[float]:
         """Return the weight of each rank's rows."""
@@ -255,9 +254,9 @@ class Rank:
             partition = open_partition(handle)
             return score_partition(self._held.live, partition, scorer, batch_spec, batch_size)
 
-        self._way.settle()
+        self._sync.settle()
         batches = math.ceil(handle.num_rows / batch_size)
-        return self._way.scored(batches, score, outputs=bool(scorer.metrics))
+        return self._sync.scored(batches, score, outputs=bool(scorer.metrics))
 
 
 def frames_of(records: Sequence[Any]) -> list[bytes]:

@@ -90,6 +90,19 @@ def gathered_values(value: Any, group: dist.ProcessGroup, device: torch.device) 
     return [broadcast(value, rank, group, device) for rank in ranks]
 
 
+def gathered(numbers: Sequence[float]) -> list[list[float]]:
+    """Return some numbers of every rank."""
+    mine = torch.tensor(numbers, dtype=torch.float64)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    return [row.tolist() for row in found]
+
+
+def gathered_counts(count: int) -> list[int]:
+    """Return the count of every rank."""
+    return [int(found) for (found,) in gathered([count])]
+
+
 def _written(value: Any) -> torch.Tensor:
     """Return a value as bytes (uint8, on the CPU)."""
     tensors: dict[str, torch.Tensor] = {}

@@ -16,6 +16,7 @@ from sparkdl.codec.safe import mapped
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.gradient_writer import writes_early
 from sparkdl.replica.run import OpenRun, RunSpec
+from sparkdl.slices.optimizer_step import wants_loss
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import SliceUpdater
@@ -54,6 +55,9 @@ class RankState(Protocol):
     def place_best(self, slices: States) -> None:
         """Place the weights that are kept as the best."""
 
+    def keep_best(self) -> None:
+        """Keep a copy of the current weights as the best."""
+
     def share(self) -> None:
         """Copy the updated weights to the ranks and devices that compute with them."""
 
@@ -90,13 +94,15 @@ class ReplicatedState:
             place = flat[part_of(self.slices[n])]
             with torch.no_grad():
                 place.copy_(state.weights)
-            state.weights = place.to(home)
-            state.arrays = {name: array.to(home) for name, array in state.arrays.items()}
-            self.states[n] = state
+            arrays = {name: array.to(home) for name, array in state.arrays.items()}
+            self.states[n] = SliceState(place.to(home), arrays, state.held, state.others)
         self.share()
 
     def place_best(self, slices: States) -> None:
         self.best = slices
+
+    def keep_best(self) -> None:
+        self.best = copies_of_weights(self.states)
 
     def share(self) -> None:
         flat = self.live.flat.flat
@@ -109,6 +115,26 @@ class ReplicatedState:
 
     def as_slices(self, states: States) -> States:
         return {n: on_cpu(state) for n, state in states.items()}
+
+
+def needs_all_losses(held: RankState, sums: bool) -> bool:
+    """Return whether an update needs the losses of all ranks, or whether they are finite.
+
+    Then every rank must know the loss of its own samples.
+
+    Args:
+        held: The state that this rank holds.
+        sums: Whether the loss returns ``(sum, count)``.
+    """
+    options, owners = held.live.recipe.options, held.owners.values()
+    kinds = [type(o) for owner in owners for o in owner.optimizer.schedule_targets()]
+    leaves_out = options.on_nan == "skip" or options.scales_loss
+    return leaves_out or sums or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
+
+
+def copies_of_weights(states: States) -> States:
+    """Return states with copies of the weights alone."""
+    return {n: SliceState(state.weights.clone()) for n, state in states.items()}
 
 
 def part_of(plan: SliceSpec) -> slice:

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
+from sparkdl.engines.gang.rank_messages import gathered
 from sparkdl.engines.gang.rank_state import RankState
-from sparkdl.engines.gang.strategies.summed import gathered
 from sparkdl.replica.iteration import Clock, IterationRows, SliceReport
 from sparkdl.replica.run import RunSpec
 from sparkdl.slices.reduce import ReducedGradient
 from sparkdl.slices.section import Section
-from sparkdl.slices.state import SliceState
-from sparkdl.slices.update import SliceUpdater
 
 
 def update_slices(
@@ -21,7 +19,7 @@ def update_slices(
     run: RunSpec,
     node_id: str,
     step: IterationRows,
-    contributions: Mapping[int, list[Section]],
+    sections: Mapping[int, list[Section]],
     loss: float,
     clock: Clock,
 ) -> list[SliceReport]:
@@ -32,7 +30,7 @@ def update_slices(
         run: The run.
         node_id: The id of this rank's node.
         step: The iteration.
-        contributions: The sections from which each slice is updated; others stay as they are.
+        sections: The sections from which each slice is updated; others stay as they are.
         loss: The loss of the global batch.
         clock: Measures the time of each activity.
 
@@ -44,36 +42,31 @@ def update_slices(
     for n, owner in held.owners.items():
         if owner.clips_norm:
             state = held.states[n]
-            known[n] = owner.reduce(contributions[n], state.weights, _dense(owner, state))
+            length, device = owner.plan.dense_length, state.weights.device
+            memory = torch.empty(length, dtype=owner.dtype, device=device)
+            known[n] = owner.reduce(sections[n], state.weights, memory)
             squares[n] = held.counted[n].squared_norm(known[n])
     if known and run.slices > 1:
         mine = squares if held.first else [0.0] * len(squares)
         squares = [many[r] for r, many in enumerate(gathered(mine))]
     slices = []
-    for n in contributions:
+    for n in sections:
         owner, state = held.owners[n], held.states[n]
         updated = owner.update(
             state,
             state,
-            contributions[n],
+            sections[n],
             step.hyperparameters,
             known=known.get(n),
             squares=squares,
             loss=loss,
             seed=step.update_seed(run.seed),
-            keep=_dense(owner, state) if step.histograms else None,
+            shown=held.counted[n].plan.parameters if step.histograms else (),
         )
-        told = held.counted[n]
-        histograms = told.histograms(state, updated.reduced) if step.histograms else {}
         clock.lap("update")
         if held.first:
-            slices.append(SliceReport(n, node_id, None, norm=updated.norm, histograms=histograms))
+            found = updated.histograms
+            slices.append(SliceReport(n, node_id, None, norm=updated.norm, histograms=found))
     held.share()
     clock.lap("publish")
     return slices
-
-
-def _dense(owner: SliceUpdater, state: SliceState) -> torch.Tensor:
-    """Allocate memory for the dense gradient of the slice that ``owner`` updates."""
-    length, device = owner.plan.dense_length, state.weights.device
-    return torch.empty(length, dtype=owner.dtype, device=device)

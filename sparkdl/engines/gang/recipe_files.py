@@ -1,8 +1,8 @@
 """The transfer of the pickled recipe to the ranks: in their configuration, or as a file on each node.
 
 A recipe that contains a module or weights is as large as these. In the configuration, every rank would
-receive all of it and hold it in memory before it has its turn to build
-(:mod:`sparkdl.engines.gang.build_turn`). So one rank of each node writes a large recipe to a disk, in
+receive all of it and hold it in memory before it may build its model
+(:mod:`sparkdl.engines.gang.build_lock`). So one rank of each node writes a large recipe to a disk, in
 pieces.
 """
 

@@ -10,7 +10,13 @@ import torch.distributed as dist
 
 from sparkdl.codec.packed import join_files
 from sparkdl.engines.gang.rank_messages import exchange_bytes
-from sparkdl.engines.gang.rank_state import States, broadcast_parts, on_cpu, part_of
+from sparkdl.engines.gang.rank_state import (
+    States,
+    broadcast_parts,
+    copies_of_weights,
+    on_cpu,
+    part_of,
+)
 from sparkdl.engines.gang.shards import (
     ShardRange,
     for_shards,
@@ -121,6 +127,9 @@ class ShardedState:
 
     def place_best(self, slices: States) -> None:
         self.best = {self._rank: self._my(self._shards(slices))}
+
+    def keep_best(self) -> None:
+        self.best = copies_of_weights(self.states)
 
     def share(self) -> None:
         if len(self._update_group) > 1:

@@ -1,21 +1,133 @@
-"""A rank's work on snapshots of the gang: its whole state on some nodes, from which new ranks start."""
+"""Snapshots of a gang: its whole state in files on some nodes, from which new ranks start."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from sparkdl.engines.gang.node_files import (
-    SnapshotFiles,
-    broadcast_bytes,
-    pack,
-    pack_kept,
-    unpack,
-    unpack_kept,
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from sparkdl.codec.packed import (
+    ByParameter,
+    copy_packed,
+    head_from_bytes,
+    head_to_bytes,
+    join_files,
+    open_packed,
+    packed_nbytes,
+    specs_of,
+    split_files,
 )
 from sparkdl.engines.gang.rank_state import RankState, States
 from sparkdl.engines.gang.strategies.base import GradientSync
+from sparkdl.slab.root import open_private, read_private
+from sparkdl.slices.slice_file import ReadCarried, to_bytes
+from sparkdl.slices.spec import SliceSpec
+from sparkdl.slices.state import SliceState
+
+
+@dataclass(frozen=True)
+class NodeFiles:
+    """A snapshot: files that the first rank of each node has written there.
+
+    Attributes:
+        name: The name of the snapshot, which is part of the file names.
+        holders: The first rank of each node.
+    """
+
+    name: str
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SnapshotFiles:
+    """The snapshot files of this node, in its slab root."""
+
+    folder: Path
+
+    def write(self, name: str, number: int, packed: bytes) -> None:
+        """Write one part of a snapshot, completely or not at all.
+
+        Args:
+            name: The name of the snapshot.
+            number: The number of the part.
+            packed: The content of the file.
+        """
+        path = self._path(name, number)
+        draft = path.with_name(f"{path.name}.new")
+        try:
+            with open(draft, "xb", opener=open_private) as file:
+                file.write(packed)
+            os.replace(draft, path)
+        except BaseException:  # such as a full disk: half a slice is useless
+            draft.unlink(missing_ok=True)
+            raise
+
+    def read(self, name: str, number: int) -> bytes:
+        return read_private(self._path(name, number))
+
+    def there(self, name: str, slices: int) -> list[bool]:
+        """Return, for each of the ``slices`` parts, whether there is a file."""
+        return [self._path(name, n).exists() for n in range(slices)]
+
+    def delete(self, name: str, slices: int) -> None:
+        for n in range(slices):
+            self._path(name, n).unlink(missing_ok=True)
+
+    def _path(self, name: str, number: int) -> Path:
+        return self.folder / f"{name}-{number}"
+
+
+def pack(plan: SliceSpec, states: Sequence[SliceState]) -> bytes:
+    """Pack CPU states of one slice, each as a safetensors file preceded by its length."""
+    return bytes(join_files(to_bytes(plan, state) for state in states))
+
+
+def unpack(plan: SliceSpec, packed: bytes, dtype: torch.dtype) -> list[SliceState]:
+    """Unpack what :func:`pack` has packed.
+
+    Args:
+        plan: The slice.
+        packed: The packed states.
+        dtype: The dtype of the weights.
+    """
+    return [ReadCarried((file,))(plan, dtype) for file in split_files(packed)]
+
+
+def pack_kept(kept: ByParameter | None) -> bytes:
+    """Pack the compression residuals of a rank. The result is empty if there are none yet."""
+    if kept is None:
+        return b""
+    specs = specs_of(kept)
+    data = np.zeros(packed_nbytes(specs), np.uint8)
+    copy_packed(open_packed(specs, data), kept)
+    return head_to_bytes(specs) + data.tobytes()
+
+
+def unpack_kept(packed: bytes) -> ByParameter | None:
+    """Unpack what :func:`pack_kept` has packed."""
+    if not packed:
+        return None
+    data = np.frombuffer(bytearray(packed), np.uint8)
+    specs, _, start = head_from_bytes(data)
+    return open_packed(specs, data[start:])
+
+
+def broadcast_bytes(content: bytes | None, source: int) -> bytes:
+    """Return the bytes of rank ``source`` on every rank."""
+    size = torch.tensor([len(content or b"")])
+    dist.broadcast(size, source)
+    data = torch.empty(int(size), dtype=torch.uint8)
+    if content and dist.get_rank() == source:
+        data.copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    dist.broadcast(data, source)
+    return data.numpy().tobytes()
 
 
 class Snapshots:
@@ -37,9 +149,9 @@ class Snapshots:
         self._files, self._rank = files, rank
         self._slices, self._residuals = slices, residuals
 
-    def begin(self, held: RankState, way: GradientSync) -> None:
+    def begin(self, held: RankState, sync: GradientSync) -> None:
         """Set the state and the gradients of which to take snapshots."""
-        self._held, self._way = held, way
+        self._held, self._sync = held, sync
 
     def save(self, name: str, holders: Sequence[int]) -> str | None:
         """Write this state to files on the nodes of ``holders``, the first rank of each node.
@@ -47,7 +159,7 @@ class Snapshots:
         Returns:
             A problem on this rank, such as a full disk, or None. No other rank waits because of it.
         """
-        self._way.settle()
+        self._sync.settle()
         holds, held = self._rank in holders, self._held
         current, best = held.as_slices(held.states), held.as_slices(held.best)
         problems: list[str] = []
@@ -63,7 +175,7 @@ class Snapshots:
         for r in range(self._residuals):
             mine = None
             if r == self._rank:
-                mine = _tried(functools.partial(pack_kept, self._way.kept), problems)
+                mine = _tried(functools.partial(pack_kept, self._sync.kept), problems)
             packed = broadcast_bytes(mine, r)
             if holds:
                 _tried(
@@ -93,7 +205,7 @@ class Snapshots:
                 if kept:
                     best[n] = kept[0]
             if n - self._slices == self._rank:
-                self._way.kept = unpack_kept(packed)
+                self._sync.place_kept(unpack_kept(packed))
         self._held.place(current)
         if best:
             self._held.place_best(best)

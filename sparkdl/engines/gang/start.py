@@ -13,12 +13,7 @@ from pyspark.resource import ResourceProfile
 from sparkdl.data.fields import SampleHandle
 from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
 from sparkdl.engines.gang.rank_messages import RankConfig, RankStatus
-from sparkdl.engines.resources import (
-    MAX_SUBMISSIONS,
-    FitResources,
-    compute_again,
-    samples_changed,
-)
+from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, compute_again, samples_changed
 from sparkdl.errors import TrainingError, UserError
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.oversubscribe import Oversubscription

@@ -32,13 +32,13 @@ class StateCommands:
 
     Args:
         held: The state that the rank holds.
-        way: The exchange of its gradients, which has the residuals.
+        sync: The exchange of its gradients, which has the residuals.
         run: The run.
         rank: The rank.
     """
 
-    def __init__(self, held: RankState, way: GradientSync, run: RunSpec, rank: int) -> None:
-        self._held, self._way, self._run, self._rank = held, way, run, rank
+    def __init__(self, held: RankState, sync: GradientSync, run: RunSpec, rank: int) -> None:
+        self._held, self._sync, self._run, self._rank = held, sync, run, rank
         self._read: tuple[str, States] | None = None
         self._background: Background | None = None
 
@@ -90,9 +90,8 @@ class StateCommands:
 
     def keep_best(self) -> None:
         """Keep a copy of the current weights."""
-        self._way.settle()
-        states = self._held.states
-        self._held.best = {n: SliceState(state.weights.clone()) for n, state in states.items()}
+        self._sync.settle()
+        self._held.keep_best()
 
     def weights(self, which: str, submission: int) -> dict[int, np.ndarray | Left]:
         """Return the weights of the slices that this rank answers for, as NumPy arrays.
@@ -100,7 +99,7 @@ class StateCommands:
         Arrays travel with fewer copies than tensors. ``which`` may also be the moving average. For
         the arguments see :meth:`map_slices`.
         """
-        self._way.settle()
+        self._sync.settle()
         held, pool = self._held, open_pool(self._run.slab)
         states = held.best if which == BEST else held.states
         slices = held.as_slices({n: SliceState(weights_of(s, which)) for n, s in states.items()})
@@ -136,7 +135,7 @@ class StateCommands:
 
     def _slices(self, which: str) -> States:
         """Return the states of the slices that this rank answers for."""
-        self._way.settle()
+        self._sync.settle()
         held = self._held
         states = held.as_slices(held.best if which == BEST else held.states)
         return {n: state for n, state in states.items() if self._answers_for(n)}
@@ -146,8 +145,8 @@ class StateCommands:
         plans = dict(enumerate(self._held.slices))
         states = [on_copies(use, plans, self._slices(which)) for use, which in uses.states]
         residuals = []
-        if self._way.kept is not None:
-            kept = copied_residuals(self._way.kept)
+        if self._sync.kept is not None:
+            kept = copied_residuals(self._sync.kept)
             residuals.append(functools.partial(uses.residuals, self._rank, kept))
         self._background = Background(name, states, residuals)
 
@@ -162,12 +161,12 @@ class StateCommands:
         An exception of ``reported`` is returned instead of raised.
         """
         try:
-            self._way.kept = read(self._rank)
+            self._sync.place_kept(read(self._rank))
         except reported as error:
             return error
         return None
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """Return ``[use(rank, kept)]``, or an empty list if this rank has no residuals."""
-        kept = self._way.kept
+        kept = self._sync.kept
         return [] if kept is None else [use(self._rank, kept)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Collection, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,16 +89,15 @@ class RowLayout:
         stop = target.parameters_stop
         weights = torch.zeros(target.size, dtype=state.weights.dtype)
         weights[target.buffers_start :] = state.weights[source.buffers_start :]
-        made = replace(known, weights=weights)
-        made.arrays = {n: torch.zeros(stop, dtype=a.dtype) for n, a in known.arrays.items()}
-        pairs = [(known.weights, weights)] + [(a, made.arrays[n]) for n, a in known.arrays.items()]
+        arrays = {n: torch.zeros(stop, dtype=a.dtype) for n, a in known.arrays.items()}
+        pairs = [(known.weights, weights)] + [(a, arrays[n]) for n, a in known.arrays.items()]
         with _quietly():
             for number in self._numbers:
                 old, new = source.segments[number], target.segments[number]
                 for before, after in pairs:
                     part = before[old.start : old.stop].view(old.shape)
                     after[new.start : new.stop].view(new.shape).copy_(turn(number, part))
-        return made
+        return SliceState(weights, arrays, known.held, known.others)
 
     def _agreed(self, state: SliceState, layout: Layout) -> SliceState:
         """Return the state with the arrays and other values that any of the ranks has.

@@ -16,9 +16,7 @@ import torch
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.engines.shuffle.faults import RESIDUAL_FOREIGN
-from sparkdl.engines.shuffle.messages import (
-    IterationMessage,
-)
+from sparkdl.engines.shuffle.messages import IterationMessage
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
 from sparkdl.engines.shuffle.store import read_residuals, write_residuals
 from sparkdl.loop.engine import ReadResiduals
@@ -119,7 +117,7 @@ def _handle(step: IterationMessage, replica: int) -> ResidualHandle | None:
 
 @dataclass(frozen=True)
 class WithResiduals:
-    """Task at each replica's seat: call ``use(replica, residuals)``.
+    """Task at each replica: call ``use(replica, residuals)``.
 
     Yields one frame, a pickled (replica, result); the result is None if the replica has no
     residuals yet.
@@ -128,18 +126,18 @@ class WithResiduals:
     handles: tuple[ResidualHandle | None, ...]
     use: Callable[[int, ByParameter], Any]
 
-    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
-        handle, result = self.handles[seat.index], None
+    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
+        handle, result = self.handles[context.index], None
         if handle is not None:
-            result = self.use(seat.index, read_residuals(seat.pool, handle))
-            seat.pool.check(handle.reference)
-        yield pickle.dumps((seat.index, result))
+            result = self.use(context.index, read_residuals(context.pool, handle))
+            context.pool.check(handle.reference)
+        yield pickle.dumps((context.index, result))
         finish_task()
 
 
 @dataclass(frozen=True)
 class InitialResiduals:
-    """Task at each replica's seat: write the residuals that ``read(replica)`` returns.
+    """Task at each replica: write the residuals that ``read(replica)`` returns.
 
     Yields one frame, a pickled (replica, handle or None), or (replica, exception) if ``read``
     raises one of ``reported``.
@@ -154,14 +152,14 @@ class InitialResiduals:
     reported: tuple[type[Exception], ...] = ()
     submission: int = 0
 
-    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
+    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
         result: ResidualHandle | Exception | None = None
         try:
-            kept = self.read(seat.index)
+            kept = self.read(context.index)
         except self.reported as error:
             result = error
         else:
             if kept is not None:
-                result = write_residuals(seat.pool, seat.index, None, kept, self.submission)
-        yield pickle.dumps((seat.index, result))
+                result = write_residuals(context.pool, context.index, None, kept, self.submission)
+        yield pickle.dumps((context.index, result))
         finish_task()

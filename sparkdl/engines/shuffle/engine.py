@@ -30,17 +30,8 @@ from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.shuffle.state_reads import SnapshotRdds, StateReader
 from sparkdl.engines.shuffle.versions import SliceVersions
 from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.loop.engine import (
-    AVERAGE,
-    BEST,
-    CURRENT,
-    IterationResult,
-    ReadResiduals,
-    ReadState,
-    slowest,
-    summarize,
-    summed,
-)
+from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, ReadResiduals, ReadState
+from sparkdl.loop.iteration_result import IterationResult, slowest, summarize, summed
 from sparkdl.replica.iteration import Fault, Iteration, IterationRows, ReplicaReport
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState

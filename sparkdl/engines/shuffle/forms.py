@@ -40,7 +40,7 @@ from sparkdl.engines.shuffle.update_tasks import (
     Reductions,
     UpdateReduced,
 )
-from sparkdl.loop.engine import summed
+from sparkdl.loop.iteration_result import summed
 from sparkdl.replica.iteration import Fault, SliceReport
 from sparkdl.spark.frames import RunningJob, map_frames, stage_name
 from sparkdl.spark.message import post
@@ -127,7 +127,9 @@ class _OnOneNode:
 
     def _at_replicas(self, name: str, message: IterationMessage) -> list[OneStageReport] | None:
         count = len(self.placement.replica_nodes)
-        return self._job(name, message, lambda: self.placement.told_seats(OneStageTask()), count)
+        return self._job(
+            name, message, lambda: self.placement.tasks_by_message(OneStageTask()), count
+        )
 
 
 @dataclass(frozen=True)
@@ -142,20 +144,20 @@ class OneStage(_OnOneNode):
 
     def submit(self, message: IterationMessage) -> IterationReports | None:
         """Run the iteration; see :class:`Form`."""
-        seats = self._at_replicas(ONE_STAGE, message)
-        if seats is None:
+        found = self._at_replicas(ONE_STAGE, message)
+        if found is None:
             return None
         reports = IterationReports(
-            faults=_faults(seats),
-            replicas=tuple(seat.headers[0].report for seat in seats if seat.headers[0].report),
-            applied=states_of(seats[0].slices),
-            update_seconds=tuple(summed([each.seconds for each in seat.slices]) for seat in seats),
+            faults=_faults(found),
+            replicas=tuple(one.headers[0].report for one in found if one.headers[0].report),
+            applied=states_of(found[0].slices),
+            update_seconds=tuple(summed([each.seconds for each in one.slices]) for one in found),
         )
         if message.falls_short(report.passed for report in reports.replicas):
             return replace(reports, falls_short=True)
         if reports.faults or reports.skipped:
             return reports
-        return replace(reports, pending=PendingGradients.of(message, seats))
+        return replace(reports, pending=PendingGradients.of(message, found))
 
 
 @dataclass(frozen=True)
@@ -169,16 +171,16 @@ class TwoJobs(_OnOneNode):
 
     def submit(self, message: IterationMessage) -> IterationReports | None:
         """Run the iteration; see :class:`Form`."""
-        seats = self._at_replicas(FORWARD_BACKWARD, message)
-        if seats is None:
+        found = self._at_replicas(FORWARD_BACKWARD, message)
+        if found is None:
             return None
-        faults = _faults(seats)
+        faults = _faults(found)
         if faults:
             return IterationReports(faults=faults)
-        slices = self._at_slices(replace(message, pending=PendingGradients.of(message, seats)))
+        slices = self._at_slices(replace(message, pending=PendingGradients.of(message, found)))
         if slices is None:
             return None
-        headers = [header for seat in seats for header in seat.headers]
+        headers = [header for one in found for header in one.headers]
         replicas = tuple(header.report for header in headers if header.report)
         return IterationReports.of(slices, replicas=replicas)
 
@@ -197,5 +199,5 @@ class TwoJobs(_OnOneNode):
         return self._job(name, told, lambda: map_frames(rdd, task), self.placement.slices)
 
 
-def _faults(seats: list[OneStageReport]) -> tuple[Fault, ...]:
-    return tuple(header.fault for seat in seats for header in seat.headers if header.fault)
+def _faults(reports: list[OneStageReport]) -> tuple[Fault, ...]:
+    return tuple(header.fault for one in reports for header in one.headers if header.fault)

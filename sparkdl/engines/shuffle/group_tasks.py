@@ -20,7 +20,7 @@ from sparkdl.data.epoch import derive_seed
 from sparkdl.engines.shuffle.faults import STATE_FOREIGN
 from sparkdl.engines.shuffle.messages import GradientHeader, IterationMessage, OneStageReport
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
-from sparkdl.engines.shuffle.replica_tasks import contributions
+from sparkdl.engines.shuffle.replica_tasks import compute_sections
 from sparkdl.engines.shuffle.slice_updates import ReadSections, read_sections
 from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.engines.shuffle.store import next_version
@@ -82,7 +82,7 @@ class CommitMessage(IterationMessage):
 
 @dataclass(frozen=True)
 class TakeTurn:
-    """Task at a seat: run one replica for a turn, and leave its gradients in slabs of this node.
+    """Task at a replica: run one replica for a turn, and leave its gradients in slabs of this node.
 
     Yields one frame, a pickled :class:`OneStageReport`. A ``step`` of None stands for the job's
     message, as in the bodies below.
@@ -90,9 +90,9 @@ class TakeTurn:
 
     step: TurnMessage | None = None
 
-    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
-        step = self.step or posted(seat.run.key)
-        headers = tuple(header for header, _ in contributions(seat, step))
+    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
+        step = self.step or posted(context.run.key)
+        headers = tuple(header for header, _ in compute_sections(context, step))
         yield pickle.dumps(OneStageReport(headers))
         finish_task()
 

@@ -38,17 +38,13 @@ from sparkdl.engines.shuffle.traffic import Transfer, between_nodes
 from sparkdl.engines.shuffle.turn_jobs import RunningTurn, turn_rdd
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import TrainingError
-from sparkdl.loop.engine import CURRENT, IterationResult, ReadState, slowest, summarize
+from sparkdl.loop.engine import CURRENT, ReadState
+from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.replica.iteration import Decisions, Fault, Iteration, ReplicaReport, SliceReport
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.spark.failures import faults_explained
-from sparkdl.spark.frames import (
-    RunningJob,
-    forget_shuffles,
-    map_frames,
-    stage_name,
-)
+from sparkdl.spark.frames import RunningJob, forget_shuffles, map_frames, stage_name
 from sparkdl.spark.message import post
 
 POLL_SECONDS = 0.001

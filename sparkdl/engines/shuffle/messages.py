@@ -45,9 +45,9 @@ class PendingGradients:
     headers: tuple[tuple[GradientHeader, ...], ...]
 
     @staticmethod
-    def of(step: IterationMessage, seats: Sequence[OneStageReport]) -> PendingGradients:
+    def of(step: IterationMessage, reports: Sequence[OneStageReport]) -> PendingGradients:
         """Make one of the reports that a step returned, one per replica in order."""
-        by_slice = zip(*[seat.headers for seat in seats], strict=True)
+        by_slice = zip(*[report.headers for report in reports], strict=True)
         headers = tuple(tuple(replace(h, report=None) for h in some) for some in by_slice)
         return PendingGradients(step.index, step.submission, step.hyperparameters, headers)
 
@@ -168,11 +168,11 @@ class GradientOffer:
 
 @dataclass(frozen=True)
 class WeightsHeader:
-    """The header of the frame from the owner of a slice to a replica's seat.
+    """The header of the frame from the owner of a slice to a replica.
 
     Attributes:
         index: The number of the slice.
-        report: The slice's report; only in the frame to the first seat.
+        report: The slice's report; only in the frame to the first replica.
         weights: Whether new weights follow.
     """
 

@@ -8,7 +8,7 @@ a sum of several. Buffers and touched rows of tables are passed on unchanged, an
 to owners on the same node.
 
 Installing weights comes after synchronization. The owner of a slice sends its new weights to one
-replica's seat on every other node, where a task writes them into a slab. The replicas of that node
+replica on every other node, where a task writes them into a slab. The replicas of that node
 then read this *copy* by reference, as they read the slices of their own node. A copy has the same
 age as the state it was made from and lies in buffers of the same submission, so it lives as long (see
 [Note: who may write a buffer]).
@@ -70,7 +70,7 @@ def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> It
 
 @dataclass(frozen=True)
 class ReduceOnNode:
-    """Body of the stage at every replica's seat: sum some slices and send frames to their owners."""
+    """Body of the stage at every replica: sum some slices and send frames to their owners."""
 
     nodes: Nodes
 
@@ -163,10 +163,10 @@ def _summed(
 
 
 def weight_frames(report: SliceReport, run: RunSpec, nodes: Nodes) -> Iterator[bytes]:
-    """Yield one frame to every replica's seat.
+    """Yield one frame to every replica.
 
-    The report goes to the first seat. The slice's new weights, if there are any, go to one seat on
-    each other node.
+    The report goes to the first replica. The slice's new weights, if there are any, go to one replica
+    on each other node.
 
     Args:
         report: The report of the slice, with the handle of its new version.
@@ -214,7 +214,7 @@ class SendWeights:
 
 @dataclass(frozen=True)
 class ReceiveWeights:
-    """Body of the stage at every replica's seat: write the arriving weights into slabs.
+    """Body of the stage at every replica: write the arriving weights into slabs.
 
     Yields one frame, a pickled :class:`NodeWeights`. A ``step`` of None stands for the job's
     message.

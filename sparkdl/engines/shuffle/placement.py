@@ -10,9 +10,7 @@ from pyspark.core.rdd import RDD
 
 from sparkdl.engines.resources import MAX_SUBMISSIONS, compute_again
 from sparkdl.engines.shuffle.faults import MOVED, SAMPLES_FOREIGN, raise_unrecoverable
-from sparkdl.engines.shuffle.messages import (
-    NodeCopies,
-)
+from sparkdl.engines.shuffle.messages import NodeCopies
 from sparkdl.engines.shuffle.replica_context import (
     AtReplicas,
     AtReplicasWithWeights,
@@ -96,8 +94,8 @@ class Placement:
         """Build every replica where its samples are, and note its node."""
         for _ in range(MAX_SUBMISSIONS):
             with stage_name(self._context, "set up replicas"):
-                seats = zip_frames(self._replicas, self.samples)
-                checked = self.pickled(map_frames(seats, CheckReplica(self._built)))
+                pairs = zip_frames(self._replicas, self.samples)
+                checked = self.pickled(map_frames(pairs, CheckReplica(self._built)))
             node_ids, found, here = zip(*checked, strict=True)
             if all(here):
                 break
@@ -127,28 +125,28 @@ class Placement:
         for rdd in {self._replicas, self.slice_rdd, self.slices_counted, *self._recounted.values()}:
             compute_again(rdd)
 
-    def at_owners(self, task: Callable[..., Any], name: str) -> list[Any]:
+    def at_slices(self, task: Callable[..., Any], name: str) -> list[Any]:
         """Run a task over the owner RDD, and return its unpickled results in slice order."""
         with stage_name(self._context, name):
             return self.pickled(map_frames(self.slice_rdd, task))
 
     def at_replicas(self, task: ReplicaTask, name: str) -> list[Any]:
-        """Run a task that needs no weights at every replica's seat, and return its results."""
+        """Run a task that needs no weights at every replica, and return its results."""
         with stage_name(self._context, name):
-            return self.pickled(self.seats_of(task))
+            return self.pickled(self.tasks_without_weights(task))
 
-    def seats_of(self, task: ReplicaTask) -> RDD:
-        """Return the RDD of a task that needs no weights at every replica's seat."""
+    def tasks_without_weights(self, task: ReplicaTask) -> RDD:
+        """Return the RDD of a task that needs no weights at every replica."""
         return map_frames(zip_frames(self._replicas, self.samples), AtReplicas(task, ()))
 
-    def told_seats(self, task: ReplicaTask) -> RDD:
-        """Return the RDD of a task at every replica's seat, with all weights on its node.
+    def tasks_by_message(self, task: ReplicaTask) -> RDD:
+        """Return the RDD of a task at every replica, with all weights on its node.
 
         The task finds the version to compute on in the job's message.
         """
         return map_frames(zip_frames(self._replicas, self._light(self.samples)), AtReplicas(task))
 
-    def zipped_with_owners(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
+    def zipped_with_slices(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
         """Run a task over (frame, owner) pairs, and return its unpickled results.
 
         Args:
@@ -159,22 +157,22 @@ class Placement:
         owners = map_frames(self.slice_rdd, Recount(count))
         return self.pickled(map_frames(zip_frames(frames, owners), task))
 
-    def zipped_with_seats(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
-        """Run a task over (frame, padded seat) pairs, and return its unpickled results.
+    def zipped_with_replicas(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
+        """Run a task over (frame, padded replica) pairs, and return its unpickled results.
 
         Args:
             frames: An RDD with one partition per replica.
             count: The number of frames in each partition.
             task: The task.
         """
-        seats = self._padded(self.samples, (count,) * self._run.replicas)
-        return self.pickled(map_frames(zip_frames(frames, seats), task))
+        padded = self._padded(self.samples, (count,) * self._run.replicas)
+        return self.pickled(map_frames(zip_frames(frames, padded), task))
 
     def pickled(self, rdd: RDD) -> list[Any]:
         """Run a job and return its results, unpickled; delete the shuffles behind it."""
         return [pickle.loads(frame) for frame in collect_and_forget(rdd)]
 
-    def at_seats(
+    def tasks_with_weights(
         self,
         task: ReplicaTask,
         samples: RDD,
@@ -183,7 +181,7 @@ class Placement:
         checksums: tuple[int, ...] | None = None,
         posted: bool = False,
     ) -> RDD:
-        """Return the RDD of a task at every replica's seat, with a version as references or bytes.
+        """Return the RDD of a task at every replica, with a version as references or bytes.
 
         Args:
             task: The task.
@@ -195,9 +193,9 @@ class Placement:
         """
         given = None if posted else states
         if self.has_all_weights(states, copies):
-            seats = zip_frames(self._replicas, self._light(samples))
+            pairs = zip_frames(self._replicas, self._light(samples))
             body = AtReplicas(task, given, checksums, {} if posted else copies)
-            return map_frames(seats, body)
+            return map_frames(pairs, body)
         publish = PublishWeights(given, self.replica_nodes, everything=self.everything_travels)
         published = shuffle_frames(
             map_frames(self.slice_rdd, publish), self._run.replicas, self.few_bytes
@@ -222,7 +220,7 @@ class Placement:
         return self._options.averages
 
     def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
-        """Return an RDD of the seats; ``counts`` gives the number of records of each."""
+        """Return the replicas with their samples; ``counts`` gives the number of records of each."""
         return map_frames(zip_frames(self._replicas, self._light(samples)), PadFrames(counts))
 
     def has_all_weights(self, states: tuple[SliceHandle, ...], copies: NodeCopies) -> bool:

@@ -1,8 +1,7 @@
-"""Seats of replicas, and the task bodies that run at them.
+"""The bodies of tasks that run at replicas, and the context that they give to each of them.
 
-A seat is the place of a replica: a partition of the replica RDD, zipped with the replica's samples.
-A task at a seat has the replica, its samples, and version t of every slice, by reference or as
-bytes from other nodes.
+Such a task runs on a partition of the replica RDD, zipped with the replica's samples. It has the
+replica, its samples, and version t of every slice, by reference or as bytes from other nodes.
 """
 
 from __future__ import annotations
@@ -13,16 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import lies_here, open_partition
-from sparkdl.engines.shuffle.faults import (
-    MOVED,
-    SAMPLES_CHANGED,
-    SAMPLES_FOREIGN,
-    STATE_FOREIGN,
-)
-from sparkdl.engines.shuffle.messages import (
-    IterationMessage,
-    NodeCopies,
-)
+from sparkdl.engines.shuffle.faults import MOVED, SAMPLES_CHANGED, SAMPLES_FOREIGN, STATE_FOREIGN
+from sparkdl.engines.shuffle.messages import IterationMessage, NodeCopies
 from sparkdl.engines.shuffle.state_tasks import RecipeSource
 from sparkdl.engines.shuffle.weights import RemoteWeights, load_weights, map_weights, read_frame
 from sparkdl.errors import StaleReferenceError, UserError
@@ -59,8 +50,8 @@ class CheckReplica:
 
     built: Description
 
-    def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        for replica, samples in list(seats):
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        for replica, samples in list(pairs):
             run = pickle.loads(replica).run
             node_id = open_pool(run.slab).node_id
             found: Compared | UserError
@@ -76,15 +67,15 @@ class CheckReplica:
 
 @dataclass(frozen=True)
 class PadFrames:
-    """Body over (replica, samples) pairs: pad the one seat to the number of frames in ``counts``.
+    """Body over (replica, samples) pairs: pad the one pair to the number of frames in ``counts``.
 
     It can then be zipped with weights.
     """
 
     counts: Sequence[int]
 
-    def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        for replica, samples in seats:
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        for replica, samples in pairs:
             yield pickle.dumps((replica, samples))
             for _ in range(self.counts[partition] - 1):
                 yield b""
@@ -92,7 +83,7 @@ class PadFrames:
 
 @dataclass(frozen=True)
 class ReplicaContext:
-    """The context of a task at a replica's seat.
+    """The context of a task at a replica.
 
     Attributes:
         run: The constants of the run.
@@ -223,8 +214,8 @@ class AtReplicas:
     checksums: tuple[int, ...] | None = None
     copies: NodeCopies = field(default_factory=dict)
 
-    def __call__(self, partition: int, seats: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        for replica, samples in list(seats):
+    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
+        for replica, samples in list(pairs):
             yield from self.task(ReplicaContext.open(self, replica, samples, {}, self.copies))
 
 
@@ -244,6 +235,6 @@ class AtReplicasWithWeights:
         replica, samples = pickle.loads(padded)
         dtype = plans_of(pickle.loads(replica).run).dtype
         arrived = dict(found for found in (read_frame(f, dtype) for f in frames) if found)
-        seat = ReplicaContext.open(self, replica, samples, arrived, {})
+        context = ReplicaContext.open(self, replica, samples, arrived, {})
         clock.lap("fetch")
-        yield from self.task(replace(seat, waited=clock.seconds["fetch"]))
+        yield from self.task(replace(context, waited=clock.seconds["fetch"]))

@@ -1,6 +1,6 @@
-"""Task bodies of the forward-backward job, which M tasks run at their seats.
+"""Tasks of the forward-backward job, one at each of M replicas.
 
-Seats are described in :mod:`sparkdl.engines.shuffle.replica_context`. Each body is safe to run twice.
+They run as :mod:`sparkdl.engines.shuffle.replica_context` says. Each is safe to run twice.
 """
 
 from __future__ import annotations
@@ -23,11 +23,7 @@ from sparkdl.engines.shuffle.compression_tasks import (
     residual_fault,
 )
 from sparkdl.engines.shuffle.faults import MOVED
-from sparkdl.engines.shuffle.messages import (
-    GradientHeader,
-    IterationMessage,
-    OneStageReport,
-)
+from sparkdl.engines.shuffle.messages import GradientHeader, IterationMessage, OneStageReport
 from sparkdl.engines.shuffle.node_reduce import offered
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
 from sparkdl.engines.shuffle.slice_updates import buffer_size
@@ -57,7 +53,7 @@ than copying them first."""
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Task at a seat: run one replica for one iteration, and send a frame to each slice's owner.
+    """Task at a replica: run one replica for one iteration, and send a frame to each slice's owner.
 
     Attributes:
         step: The iteration; None: that of the job's message.
@@ -68,11 +64,11 @@ class ForwardBackward:
     step: IterationMessage | None = None
     nodes: Nodes | None = None
 
-    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
-        step, nodes = self.step or posted(seat.run.key), self.nodes
-        sent = contributions(seat, step, nodes)
+    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
+        step, nodes = self.step or posted(context.run.key), self.nodes
+        sent = compute_sections(context, step, nodes)
         if nodes is not None:
-            yield from offered(seat.index, nodes, [header for header, _ in sent])
+            yield from offered(context.index, nodes, [header for header, _ in sent])
         else:
             for n, (header, payload) in enumerate(sent):
                 yield from send(n, encode(header, payload))
@@ -81,7 +77,7 @@ class ForwardBackward:
 
 @dataclass(frozen=True)
 class OneStageTask:
-    """Task at a seat: run an iteration as one task per replica, without a shuffle.
+    """Task at a replica: run an iteration as one task per replica, without a shuffle.
 
     The task applies the pending gradients of the iteration before to all slices. Then it runs
     forward and backward, and leaves its own gradients pending in turn. Every replica computes the
@@ -93,16 +89,16 @@ class OneStageTask:
 
     step: IterationMessage | None = None
 
-    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
-        step = self.step or posted(seat.run.key)
+    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
+        step = self.step or posted(context.run.key)
         reports: tuple[SliceReport, ...] = ()
-        if step.pending is not None and seat.fault() is None:
-            reports = tuple(apply_pending(step, n, seat.run) for n in range(seat.run.slices))
+        if step.pending is not None and context.fault() is None:
+            reports = tuple(apply_pending(step, n, context.run) for n in range(context.run.slices))
             new = tuple(report.state for report in reports if report.state is not None)
-            assert len(new) == seat.run.slices
+            assert len(new) == context.run.slices
             if not step.reads:
-                seat = replace(seat, states=new)
-        headers = tuple(header for header, _ in contributions(seat, step))
+                context = replace(context, states=new)
+        headers = tuple(header for header, _ in compute_sections(context, step))
         yield pickle.dumps(OneStageReport(headers, reports))
         finish_task()
 
@@ -111,37 +107,43 @@ Sent = tuple[GradientHeader, torch.Tensor | None]
 """A replica's header for a slice and, if the slice is on another node, the bytes."""
 
 
-def contributions(
-    seat: ReplicaContext, step: IterationMessage, nodes: Nodes | None = None
+def compute_sections(
+    context: ReplicaContext, step: IterationMessage, nodes: Nodes | None = None
 ) -> list[Sent]:
     """Run forward and backward, write the gradients, and return what goes to each slice.
 
     Args:
-        seat: The context of the replica.
+        context: The context of the replica.
         step: The iteration.
         nodes: The nodes, if they sum their gradients first: then all gradients go by reference.
     """
-    fault = seat.fault() or residual_fault(step, seat.index, seat.pool.node_id)
-    if fault is None and nodes is not None and nodes.replicas[seat.index] != seat.pool.node_id:
-        fault = Fault(MOVED, seat.index, seat.pool.node_id)
+    fault = context.fault() or residual_fault(step, context.index, context.pool.node_id)
+    if (
+        fault is None
+        and nodes is not None
+        and nodes.replicas[context.index] != context.pool.node_id
+    ):
+        fault = Fault(MOVED, context.index, context.pool.node_id)
     if fault is not None:
-        return [(GradientHeader(seat.index, fault=fault), None)] * seat.run.slices
-    run = seat.run
-    work = ReplicaIteration(step, seat.index, run.batch_spec, run.shares[seat.index])
+        return [(GradientHeader(context.index, fault=fault), None)] * context.run.slices
+    run = context.run
+    work = ReplicaIteration(step, context.index, run.batch_spec, run.shares[context.index])
     start, stop = work.rows
     if stop > start:
-        return _contributions(seat, step, work, everything_here=nodes is not None)
-    report = ReplicaReport(seat.index, 0, 0.0, 0.0, seat.pool.node_id, received=seat.received)
-    return [(header, None) for header in _headers(seat, ReplicaResult(), report)]
+        return _compute_sections(context, step, work, everything_here=nodes is not None)
+    report = ReplicaReport(
+        context.index, 0, 0.0, 0.0, context.pool.node_id, received=context.received
+    )
+    return [(header, None) for header in _headers(context, ReplicaResult(), report)]
 
 
-def _contributions(
-    seat: ReplicaContext, step: IterationMessage, work: ReplicaIteration, everything_here: bool
+def _compute_sections(
+    context: ReplicaContext, step: IterationMessage, work: ReplicaIteration, everything_here: bool
 ) -> list[Sent]:
-    pool, clock = seat.pool, Clock()
-    label_output(f"replica {seat.index}, iteration {step.index + 1}")
-    clock.seconds["fetch"] = seat.waited
-    live, plans = open_replica(seat.run), plans_of(seat.run).slices
+    pool, clock = context.pool, Clock()
+    label_output(f"replica {context.index}, iteration {step.index + 1}")
+    clock.seconds["fetch"] = context.waited
+    live, plans = open_replica(context.run), plans_of(context.run).slices
     residual = None
     with contextlib.ExitStack() as claims:
 
@@ -156,7 +158,7 @@ def _contributions(
         if writes_early(live):
             early = room(ReplicaResult())
             writer = GradientWriter(live, plans, early[0], early[2].bytes)
-        outcome = _outcome(seat, step, work, clock, writer)
+        outcome = _outcome(context, step, work, clock, writer)
         if live.recipe.compression is not None:
             outcome, residual = compress_here(live, outcome, work, step, pool)
             clock.lap("compress")
@@ -167,22 +169,22 @@ def _contributions(
     problem = not_finite(live, plans, sections, outcome)
     clock.lap("publish")
     report = ReplicaReport(
-        seat.index,
+        context.index,
         outcome.count,
         outcome.weight,
         outcome.loss,
         pool.node_id,
         clock.seconds,
         problem,
-        seat.received,
+        context.received,
         residual,
         outcome.losses,
         outcome.passed,
     )
     sent: list[Sent] = []
     place = 0
-    for n, header in enumerate(_headers(seat, outcome, report)):
-        here = everything_here or seat.states[n].node_id == pool.node_id
+    for n, header in enumerate(_headers(context, outcome, report)):
+        here = everything_here or context.states[n].node_id == pool.node_id
         reference = claim.reference.part(place, sizes[n]) if here else None
         payload = None if here else torch.from_numpy(claim.bytes[place : place + sizes[n]])
         sent.append((replace(header, section=maps[n], reference=reference), payload))
@@ -191,51 +193,51 @@ def _contributions(
 
 
 def _outcome(
-    seat: ReplicaContext,
+    context: ReplicaContext,
     step: IterationMessage,
     work: ReplicaIteration,
     clock: Clock,
     writer: GradientWriter | None,
 ) -> ReplicaResult:
     """Do the replica's part of the iteration, and return its outcome."""
-    live = open_replica(seat.run)
+    live = open_replica(context.run)
     local_steps = live.recipe.options.local_steps
-    batches = work.mini_batches(live, open_partition(seat.samples), local_steps)
+    batches = work.mini_batches(live, open_partition(context.samples), local_steps)
     clock.lap("data")
-    if writer is not None and _may_borrow(seat, live):
-        live = seat.borrowing()
+    if writer is not None and _may_borrow(context, live):
+        live = context.borrowing()
         clock.lap("fetch")
         outcome = one_gradient(live, batches[0], work, clock, writer)
-        seat.check()
+        context.check()
         return outcome
-    live = seat.replica()
+    live = context.replica()
     if not live.recipe.options.steps_on_replicas:
         clock.lap("fetch")
         return one_gradient(live, batches[0], work, clock, writer)
-    plans, flat = plans_of(seat.run), live.flat.flat
+    plans, flat = plans_of(context.run), live.flat.flat
     if live.recipe.options.outer:
-        state = inner_state(work, step, seat.pool, plans.whole.plan, flat.device)
+        state = inner_state(work, step, context.pool, plans.whole.plan, flat.device)
     else:
         state = joined_state(
-            plans.slices, seat.states, seat.arrived, seat.pool, plans.dtype, flat.device
+            plans.slices, context.states, context.arrived, context.pool, plans.dtype, flat.device
         )
     clock.lap("fetch")
     each = (to_mini_batch(batch, live) for batch in batches)
     return several_steps(live, each, work, state, plans.whole, clock)
 
 
-def _may_borrow(seat: ReplicaContext, live: LiveReplica) -> bool:
+def _may_borrow(context: ReplicaContext, live: LiveReplica) -> bool:
     """Return whether the replica can compute with weights in slabs, and that is faster."""
-    here = not seat.arrived and live.device.type == "cpu"
+    here = not context.arrived and live.device.type == "cpu"
     return here and not live.recipe.options.compile and live.flat.layout.size >= BORROW_FROM
 
 
 def _headers(
-    seat: ReplicaContext, outcome: ReplicaResult, report: ReplicaReport
+    context: ReplicaContext, outcome: ReplicaResult, report: ReplicaReport
 ) -> list[GradientHeader]:
     return [
         GradientHeader(
-            replica=seat.index,
+            replica=context.index,
             weight=outcome.weight,
             loss=outcome.loss,
             absent=outcome.gradients.absent,
@@ -244,13 +246,13 @@ def _headers(
             report=report if n == 0 else None,
             passed=outcome.passed,
         )
-        for n in range(seat.run.slices)
+        for n in range(context.run.slices)
     ]
 
 
 @dataclass(frozen=True)
 class Score:
-    """Task at a seat with validation samples: score them.
+    """Task at a replica with validation samples: score them.
 
     Yields one frame, a pickled (replica, states) or (replica, fault); none without samples.
 
@@ -264,15 +266,15 @@ class Score:
     batch_spec: BatchSpec
     batch_size: int
 
-    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
-        fault = seat.fault()
+    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
+        fault = context.fault()
         if fault is not None:
-            yield pickle.dumps((seat.index, fault))
-        elif seat.samples.num_rows:
-            label_output(f"replica {seat.index}, validation")
-            partition = open_partition(seat.samples)
+            yield pickle.dumps((context.index, fault))
+        elif context.samples.num_rows:
+            label_output(f"replica {context.index}, validation")
+            partition = open_partition(context.samples)
             states = score_partition(
-                seat.replica(), partition, self.scorer, self.batch_spec, self.batch_size
+                context.replica(), partition, self.scorer, self.batch_spec, self.batch_size
             )
-            yield cloudpickle.dumps((seat.index, states))  # a metric may be defined in __main__
+            yield cloudpickle.dumps((context.index, states))  # a metric may be defined in __main__
         finish_task()

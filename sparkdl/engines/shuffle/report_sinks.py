@@ -25,7 +25,7 @@ def to_driver(report: SliceReport, run: RunSpec) -> Iterator[bytes]:
 
 @dataclass(frozen=True)
 class NodeReports:
-    """A sink to the replicas' seats, see :func:`sparkdl.engines.shuffle.node_reduce.weight_frames`."""
+    """A sink to the replicas, see :func:`sparkdl.engines.shuffle.node_reduce.weight_frames`."""
 
     nodes: Nodes
 

@@ -9,7 +9,7 @@ from typing import Any
 from sparkdl.engines.shuffle.faults import UNLIKE
 from sparkdl.engines.shuffle.messages import NodeCopies, NodeWeights, PendingGradients
 from sparkdl.engines.shuffle.traffic import between_nodes
-from sparkdl.loop.engine import Traffic
+from sparkdl.loop.iteration_result import Traffic
 from sparkdl.replica.iteration import Fault, ReplicaReport, SliceHandle, SliceReport
 
 
@@ -26,7 +26,7 @@ class IterationReports:
         applied: If gradients of the iteration before were pending, the version made of them.
         update_seconds: The seconds by activity of each task that updated slices.
         copies: The copies of the version that the iteration began with, if nodes got them first.
-        installed: If nodes sum, the copies of the new weights that each seat wrote for its node.
+        installed: If nodes sum, the copies of the new weights that each replica wrote for its node.
         falls_short: Whether nothing is updated because replicas left out too much.
     """
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 from pyspark.core.rdd import RDD
 
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.shuffle.forms import IterationRdds, run_job
+from sparkdl.engines.shuffle.forms import STAGE_SECONDS, IterationRdds, run_job
 from sparkdl.engines.shuffle.messages import (
     FORWARD_BACKWARD,
     REDUCTION,
@@ -20,15 +20,19 @@ from sparkdl.engines.shuffle.messages import (
     NodeWeights,
 )
 from sparkdl.engines.shuffle.node_reduce import ReceiveWeights, ReduceOnNode, SendWeights
-from sparkdl.engines.shuffle.node_sums import NodeReducePlan
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
 from sparkdl.engines.shuffle.report_sinks import NodeReports, ReportSink, to_driver
 from sparkdl.engines.shuffle.reports import IterationReports, copies_by_node
 from sparkdl.engines.shuffle.spec import ShuffleSpec
-from sparkdl.engines.shuffle.traffic import Nodes
+from sparkdl.engines.shuffle.traffic import Nodes, SliceBytes, planned
 from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
-from sparkdl.replica.iteration import SliceReport
+from sparkdl.loop.iteration_result import busiest
+from sparkdl.model.layout import Layout
+from sparkdl.model.options import TrainingOptions
+from sparkdl.replica.iteration import SliceHandle, SliceReport
+from sparkdl.replica.run import RunSpec
+from sparkdl.slices.spec import slice_specs
 from sparkdl.spark.frames import (
     collect_and_forget,
     map_frames,
@@ -40,6 +44,44 @@ from sparkdl.spark.message import post
 
 NODE_REDUCTION = "sum on the nodes"
 INSTALLATION = "weights to the nodes"
+
+
+MORE_STAGES = 2
+"""The additional stages if nodes sum: one to combine gradients and one to install weights."""
+BYTES_PER_SECOND = 2e8
+"""The approximate throughput of the shuffle between two nodes.
+
+The network is a small part of it: writing and reading take Spark and Python 10 ns of processor time
+per byte (benchmarks/between_nodes.py).
+"""
+
+
+class NodeReducePlan:
+    """The decision made from the nodes of replicas and owners; the bits are the same either way."""
+
+    def __init__(self, layout: Layout, run: RunSpec, options: TrainingOptions) -> None:
+        wire = (options.wire_dtype or layout.dtype).itemsize
+        flat = layout.dtype.itemsize
+        # After local steps, optimizer state travels too; compressed gradients cannot be summed yet.
+        self._possible = options.local_steps == 1 and not run.keeps_tensors
+        self._slices = [
+            SliceBytes(plan.dense_length * wire, plan.dense_length * flat, plan.length * flat)
+            for plan in slice_specs(layout, run.slices, whole=run.whole_tensors)
+        ]
+
+    def chosen(self, node_ids: tuple[str, ...], states: Sequence[SliceHandle]) -> Nodes | None:
+        """Return the nodes if they should sum; None if each replica should send its own gradients.
+
+        Args:
+            node_ids: The node id of each replica.
+            states: The committed version of every slice.
+        """
+        nodes = Nodes(node_ids, tuple(state.node_id for state in states))
+        if not self._possible or len({*nodes.replicas, *nodes.slices}) == 1:
+            return None
+        plain, summed = (busiest(planned(nodes, self._slices, way)) for way in (False, True))
+        saved = (plain - summed) / BYTES_PER_SECOND
+        return nodes if saved > MORE_STAGES * STAGE_SECONDS else None
 
 
 @dataclass(frozen=True)
@@ -121,7 +163,7 @@ class Shuffled:
         read, copies, replicas = message.read_states, message.copies, len(placement.replica_nodes)
         with stage_name(self.resources.context, FORWARD_BACKWARD):
             body, samples = ForwardBackward(told, nodes), placement.samples
-            gradients = placement.at_seats(body, samples, read, copies, posted=not inside)
+            gradients = placement.tasks_with_weights(body, samples, read, copies, posted=not inside)
             received = self._send(gradients, placement.slices if nodes is None else replicas)
         if nodes is not None:
             with stage_name(self.resources.context, NODE_REDUCTION):
@@ -142,11 +184,11 @@ class Shuffled:
         return shuffle_frames(keyed, partitions, few_bytes=self.placement.few_bytes)
 
     def _install(self, weight_frames: RDD, message: IterationMessage | None) -> RDD:
-        """Send frames with weights to every replica's seat, and write them into slabs there."""
+        """Send frames with weights to every replica, and write them into slabs there."""
         placement = self.placement
         arrived = self._send(weight_frames, len(placement.replica_nodes))
-        seats = placement.replicas_counted(placement.slices)
-        return map_frames(zip_frames(arrived, seats), ReceiveWeights(message))
+        replicas = placement.replicas_counted(placement.slices)
+        return map_frames(zip_frames(arrived, replicas), ReceiveWeights(message))
 
     def _hand_on(self, message: IterationMessage, nodes: Nodes) -> IterationReports:
         """Send the weights that replicas compute on once to each node that lacks them."""

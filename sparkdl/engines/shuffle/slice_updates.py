@@ -1,4 +1,4 @@
-"""The update of one slice in a task, in one stage or in two, and what it reads.
+"""The sections that a task reads for one slice, and the update that a single task makes of them.
 
 Each function is safe to call twice: it reads the newest version and writes buffers of its own.
 """
@@ -13,16 +13,11 @@ from typing import Any
 import torch
 
 from sparkdl.engines.shuffle.faults import STATE_FOREIGN
-from sparkdl.engines.shuffle.messages import (
-    GradientHeader,
-    IterationMessage,
-    ReducedHeader,
-)
+from sparkdl.engines.shuffle.messages import GradientHeader, IterationMessage
 from sparkdl.engines.shuffle.store import next_version
 from sparkdl.replica.iteration import Clock, Fault, SliceHandle, SliceReport
 from sparkdl.replica.run import RunSpec, plans_of
 from sparkdl.slab.pool import Pool, Reference, open_pool
-from sparkdl.slices.reduce import ReducedGradient
 from sparkdl.slices.section import Section, SectionLayout, open_section
 from sparkdl.slices.update import SliceUpdater
 
@@ -145,13 +140,11 @@ def synchronize(
         pool, found.state, owner.dtype, step.submission, step.oldest_needed
     ) as versions:
         old, new, to = versions
-        known, squares, keep = None, [0.0], None
+        known, squares = None, [0.0]
         if owner.clips_norm:
-            known = owner.reduce(sections, old.weights, _scratch_tensor(run, owner))
+            known = owner.reduce(sections, old.weights, scratch_tensor(run, owner))
             squares = [owner.squared_norm(known)]
             clock.lap("reduce")
-        if step.histograms:
-            keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
         updated = owner.update(
             old,
             new,
@@ -161,104 +154,17 @@ def synchronize(
             squares=squares,
             loss=found.loss,
             seed=step.update_seed(run.seed),
-            keep=keep,
+            shown=owner.plan.parameters if step.histograms else (),
         )
         found.check()
         handle = to.seal(new)
-        histograms = owner.histograms(new, updated.reduced) if step.histograms else {}
     clock.lap("update")
     return replace(
-        found.report, state=handle, seconds=clock.seconds, norm=updated.norm, histograms=histograms
-    )
-
-
-def reduce_slice(
-    step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
-) -> ReducedHeader:
-    """Reduce slice ``partition`` into a slab, and return a header with its part of the norm.
-
-    Args:
-        step: The iteration.
-        partition: The number of the slice.
-        run: The constants of the run.
-        frames: The replicas' headers and payloads, in any order.
-    """
-    clock = Clock()
-    found = read_sections(step, partition, run, frames)
-    if isinstance(found, SliceReport):
-        return ReducedHeader(partition, report=found)
-    owner, pool, sections, at = found.updater, found.pool, found.sections, found.state.weights
-    weights = pool.read(at).view(str(owner.dtype).removeprefix("torch."))
-    reduced = owner.reduce(sections, torch.from_numpy(weights), _scratch_tensor(run, owner))
-    pool.check(at)
-    section = owner.reduced_map(reduced)
-    nbytes = owner.reduced_nbytes(section)
-    with pool.claim(
-        "reduced", buffer_size(nbytes, section), step.submission, step.submission
-    ) as to:
-        owner.write_reduced(section, reduced, sections, to.bytes[:nbytes])
-        reference = to.reference.part(0, nbytes)
-    found.check()
-    squares = owner.squared_norm(reduced)
-    clock.lap("reduce")
-    report = replace(found.report, seconds=clock.seconds)
-    return ReducedHeader(partition, squares, found.loss, section, reference, reduced.absent, report)
-
-
-def update_slice(
-    step: IterationMessage, partition: int, run: RunSpec, headers: Sequence[ReducedHeader]
-) -> SliceReport:
-    """Clip the reduced gradient of slice ``partition`` by the global norm, and update the slice.
-
-    Args:
-        step: The iteration.
-        partition: The number of the slice.
-        run: The constants of the run.
-        headers: The results of :func:`reduce_slice` for all slices, in order.
-    """
-    clock, pool = Clock(), open_pool(run.slab)
-    mine = headers[partition]
-    report = mine.report
-    assert report is not None
-    if report.faults or report.skipped or mine.reference is None:
-        return report
-    if mine.reference.node_id != pool.node_id:
-        return replace(report, faults=(Fault(STATE_FOREIGN, partition, pool.node_id),))
-    assert mine.section is not None
-    owner = plans_of(run).owners[partition]
-    alone = open_section(
-        owner.plan, owner.dtype, mine.section, pool.read(mine.reference), absent=mine.absent
-    )
-    state = step.states[partition]
-    with next_version(pool, state, owner.dtype, step.submission, step.oldest_needed) as (
-        old,
-        new,
-        to,
-    ):
-        keep = None
-        if step.histograms:
-            keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
-        updated = owner.update(
-            old,
-            new,
-            [alone],
-            step.hyperparameters,
-            known=ReducedGradient(alone.gradient, alone.absent, dict(alone.tables)),
-            squares=[header.squares for header in headers],
-            loss=mine.loss,
-            seed=step.update_seed(run.seed),
-            keep=keep,
-        )
-        pool.check(mine.reference)
-        handle = to.seal(new)
-        histograms = owner.histograms(new, updated.reduced) if step.histograms else {}
-    clock.lap("update")
-    return replace(
-        report,
+        found.report,
         state=handle,
-        seconds={**report.seconds, **clock.seconds},
+        seconds=clock.seconds,
         norm=updated.norm,
-        histograms=histograms,
+        histograms=updated.histograms,
     )
 
 
@@ -272,7 +178,7 @@ def buffer_size(nbytes: int, *sections: SectionLayout) -> int:
     return nbytes
 
 
-def _scratch_tensor(run: RunSpec, owner: SliceUpdater) -> torch.Tensor:
+def scratch_tensor(run: RunSpec, owner: SliceUpdater) -> torch.Tensor:
     """Return memory for the reduced gradient of a slice, which is kept between tasks."""
     key = (run.key, owner.plan.index)
     tensor = _scratch.get(key)

@@ -82,7 +82,7 @@ class RestoreSlice:
 
 @dataclass(frozen=True)
 class TakeResidual:
-    """Task at each replica's seat: copy the replica's residuals into :attr:`count` frames."""
+    """Task at each replica: copy the replica's residuals into :attr:`count` frames."""
 
     handles: tuple[ResidualHandle | None, ...]
 
@@ -90,11 +90,11 @@ class TakeResidual:
     def count(self) -> int:
         return 1 + max(num_frames([handle.reference]) for handle in self.handles if handle)
 
-    def __call__(self, seat: ReplicaContext) -> Iterator[bytes]:
-        handle = self.handles[seat.index]
+    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
+        handle = self.handles[context.index]
         references = [handle.reference] if handle else []
-        yield pickle.dumps((seat.index, handle))
-        yield from frames_of(seat.pool, references)
+        yield pickle.dumps((context.index, handle))
+        yield from frames_of(context.pool, references)
         for _ in range(self.count - 1 - num_frames(references)):
             yield b""
         finish_task()
@@ -102,7 +102,7 @@ class TakeResidual:
 
 @dataclass(frozen=True)
 class RestoreResidual:
-    """Body over (snapshot, padded seat) pairs: write a replica's residuals into this node's slabs.
+    """Body over (snapshot, padded replica) pairs: write a replica's residuals into this node's slabs.
 
     Yields a pickled (replica, handle or None).
     """
@@ -110,8 +110,8 @@ class RestoreResidual:
     submission: int
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        seat, (replica, kept), frames = _opened(pairs)
-        run: RunSpec = pickle.loads(pickle.loads(seat)[0]).run
+        pair, (replica, kept), frames = _opened(pairs)
+        run: RunSpec = pickle.loads(pickle.loads(pair)[0]).run
         handle = None
         if kept is not None:
             nbytes = kept.reference.nbytes
@@ -123,7 +123,7 @@ class RestoreResidual:
 
 
 def _opened(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, Any, Iterator[bytes]]:
-    """Return the first right element (an owner or seat), the first frame unpickled, and the others.
+    """Return the first right element (a slice or a replica), the first frame unpickled, and the rest.
 
     Read the others to the end, so that Spark keeps the Python worker.
     """

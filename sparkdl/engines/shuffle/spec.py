@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkdl.data.samples import SampleSet
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.resources import FitResources
 from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions

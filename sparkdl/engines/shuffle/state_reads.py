@@ -62,7 +62,7 @@ class StateReader:
         self._context = resources.context
 
     def score(self, version: Version, validation: ValidationSet) -> list[Any]:
-        """Score the validation samples in one job at the replicas' seats; return the merged states."""
+        """Score the validation samples in one job at the replicas; return the merged states."""
         samples = validation.samples
         rdd = samples.rdd
         assert rdd is not None
@@ -71,7 +71,7 @@ class StateReader:
 
         def submit() -> tuple[dict[int, Any], list[Fault]]:
             with stage_name(self._context, "validation"):
-                scored = self._placement.at_seats(
+                scored = self._placement.tasks_with_weights(
                     task, rdd, version.states, version.copies, checksums
                 )
                 found = self._placement.pickled(scored)
@@ -121,7 +121,7 @@ class StateReader:
         """
         with faults_explained("reading the state"):
             task = MapSlice(states, use, submission)
-            results = self._placement.at_owners(task, "read the state")
+            results = self._placement.at_slices(task, "read the state")
         for number, result in enumerate(results):
             if isinstance(result, Left):
                 data = np.empty(result.reference.nbytes, dtype=np.uint8)
@@ -171,7 +171,7 @@ class StateReader:
                 try:
                     taking = TakeResidual(residuals)
                     count = taking.count
-                    kept = self._resources.replicated(self._placement.seats_of(taking))
+                    kept = self._resources.replicated(self._placement.tasks_without_weights(taking))
                 except BaseException:
                     self._resources.forget(slices)
                     raise

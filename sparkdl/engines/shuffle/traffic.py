@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sparkdl.loop.engine import Traffic
+from sparkdl.loop.iteration_result import Traffic
 from sparkdl.slices.tree_sum import blocks
 
 
@@ -42,7 +42,7 @@ class Nodes:
         return self._members[node_id]
 
     def representative(self, node_id: str, n: int) -> int:
-        """Return the replica at whose seat the node sums slice ``n`` and receives its weights.
+        """Return the replica at which the node sums slice ``n`` and receives its weights.
 
         The node's replicas take turns over the slices, so that its task slots share the work.
         """

@@ -12,13 +12,7 @@ from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
 from sparkdl.engines.shuffle.state_tasks import Recount
 from sparkdl.replica.iteration import Iteration, ReplicaReport
-from sparkdl.spark.frames import (
-    RunningJob,
-    map_frames,
-    shuffle_frames,
-    some_partitions,
-    zip_frames,
-)
+from sparkdl.spark.frames import RunningJob, map_frames, shuffle_frames, some_partitions, zip_frames
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,10 @@ def turn_rdd(
     """
     inside = None if told else message
     task = TakeTurn(inside) if alone else ForwardBackward(inside)
-    seats = placement.at_seats(
+    rdd = placement.tasks_with_weights(
         task, placement.samples, message.read_states, message.copies, posted=told
     )
-    some = some_partitions(seats, group)
+    some = some_partitions(rdd, group)
     if alone:
         return some
     sent = shuffle_frames(some, placement.slices, few_bytes=placement.few_bytes)

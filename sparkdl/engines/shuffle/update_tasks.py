@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from sparkdl.codec.frames import decode, encode
+from sparkdl.engines.shuffle.clipped_updates import reduce_slice, update_slice
 from sparkdl.engines.shuffle.messages import IterationMessage, ReducedHeader
 from sparkdl.engines.shuffle.report_sinks import ReportSink, to_driver
-from sparkdl.engines.shuffle.slice_updates import Frame, reduce_slice, synchronize, update_slice
+from sparkdl.engines.shuffle.slice_updates import Frame, synchronize
 from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.replica.iteration import SliceReport
 from sparkdl.replica.run import RunSpec

@@ -173,7 +173,7 @@ class SliceVersions:
         )
         doing = f"the update of iteration {pending.index + 1}"
         with faults_explained(doing):
-            reports = self._placement.at_owners(ApplyPending(message), SYNCHRONIZATION)
+            reports = self._placement.at_slices(ApplyPending(message), SYNCHRONIZATION)
         raise_unrecoverable([fault for report in reports for fault in report.faults], doing)
         self._append(states_of(reports), message.submission)
         self._pending = None
@@ -216,7 +216,7 @@ class SliceVersions:
             task = InitialState(
                 read, reported, "best" if which == BEST else "state", self._submission
             )
-            results = self._placement.at_owners(task, "write the initial state")
+            results = self._placement.at_slices(task, "write the initial state")
         _raise_first(results)
         states = states_of(sorted(results, key=lambda report: report.index))
         if which == BEST:
@@ -256,7 +256,7 @@ class SliceVersions:
         """Copy the newest weights where they lie, as the best ones."""
         with faults_explained("keeping the best weights"):
             task = SaveBestWeights(self.newest.states, self._submission)
-            self._best = tuple(self._placement.at_owners(task, "keep the best weights"))
+            self._best = tuple(self._placement.at_slices(task, "keep the best weights"))
 
     def restore(self, snapshot: SnapshotRdds) -> None:
         """Write a snapshot into slabs at the present places, as the first version."""
@@ -266,14 +266,14 @@ class SliceVersions:
         ):
             if not self._placement.replica_nodes:
                 self._placement.place_replicas()
-            found = self._placement.zipped_with_owners(
+            found = self._placement.zipped_with_slices(
                 snapshot.slices, snapshot.slice_frames, RestoreSlice(self._submission)
             )
             kept: dict[int, ResidualHandle | None] = {}
             if snapshot.residuals is not None:
                 task = RestoreResidual(self._submission)
                 frames = snapshot.residual_frames
-                kept = dict(self._placement.zipped_with_seats(snapshot.residuals, frames, task))
+                kept = dict(self._placement.zipped_with_replicas(snapshot.residuals, frames, task))
         states = states_of([report for report, _ in found])
         self._begin(Version(number=0, submission=self._submission, states=states))
         self._best = tuple(best for _, best in found if best is not None)

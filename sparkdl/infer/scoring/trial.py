@@ -21,12 +21,7 @@ from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.row_errors import RowError
 from sparkdl.errors import DataError, ModelError
 from sparkdl.infer.scoring.forward import Forward
-from sparkdl.infer.scoring.outputs import (
-    OutputColumn,
-    described_column,
-    offered_parts,
-    value_of,
-)
+from sparkdl.infer.scoring.outputs import OutputColumn, described_column, offered_parts, value_of
 from sparkdl.infer.trial import zeros_like
 from sparkdl.model.signature import Part
 from sparkdl.process.determinism import seeded

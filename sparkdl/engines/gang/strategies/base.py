@@ -16,7 +16,7 @@ from torch import nn
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.build_lock import BuildLock
 from sparkdl.engines.gang.mesh_groups import MeshGroups
 from sparkdl.engines.gang.model_group import ModelGroup, NodeLocalRows
 from sparkdl.engines.gang.rank_messages import RankConfig, SampleLocation
@@ -42,8 +42,6 @@ class GradientSync(ABC):
     """The work of rank ``rank`` on the gradients of an iteration.
 
     Attributes:
-        needs_all_losses: Whether an update needs the losses of all ranks, or whether they are
-            finite. Then every rank must know the loss of its own samples.
         kept: The tensors that the rank keeps for the next iteration, by parameter number: what
             compression has left out of the gradients so far, or the state of its own optimizer.
             None if there are none.
@@ -60,16 +58,16 @@ class GradientSync(ABC):
     ends_before_report: bool = False
 
     def __init__(self, rank: int) -> None:
-        self._rank, self.needs_all_losses, self.count = rank, True, 0.0
-        self.kept = None
+        self._rank, self.count = rank, 0.0
+        self._kept: ByParameter | None = None
         self.losses: Losses = {}
 
     @property
     def kept(self) -> ByParameter | None:
         return self._kept
 
-    @kept.setter
-    def kept(self, kept: ByParameter | None) -> None:
+    def place_kept(self, kept: ByParameter | None) -> None:
+        """Continue with what a rank had kept."""
         self._kept = kept
 
     @abstractmethod
@@ -93,7 +91,7 @@ class GradientSync(ABC):
         """
 
     @abstractmethod
-    def contributions(
+    def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
         """Return the sections from which each of this rank's slices is updated, by slice index.
@@ -139,7 +137,7 @@ class Build:
         live: The replica, once the model is split.
         state: The state that this rank holds, from when gradients are asked for.
         groups: The process groups of this rank.
-        turn: The turn of this rank to build. Nothing may be sent before it ends.
+        lock: The lock of this node. Nothing may be sent before it is released.
         recipe: The recipe, without weights.
         module: The module, which is split in place.
         whole: The layout of the whole model.
@@ -156,7 +154,7 @@ class Build:
     live: LiveReplica = field(init=False)
     state: RankState = field(init=False)
     groups: MeshGroups = field(init=False)
-    turn: Turn = field(init=False)
+    lock: BuildLock = field(init=False)
     recipe: Recipe = field(init=False)
     module: nn.Module = field(init=False)
     whole: Layout = field(init=False)

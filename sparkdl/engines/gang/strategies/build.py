@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sparkdl.engines.gang.batchnorm import synchronise
-from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.build_lock import BuildLock
 from sparkdl.engines.gang.mesh_groups import MeshGroups
 from sparkdl.engines.gang.rank_messages import RankConfig, SampleLocation
 from sparkdl.engines.gang.rank_state import RankState, ReplicatedState
@@ -65,12 +65,12 @@ def _replicate(build: Build, load: Callable[[], Recipe]) -> dict[str, RankStrate
 
 
 def _split(build: Build, load: Callable[[], Recipe]) -> dict[str, RankStrategy[Any]]:
-    """Build the model in this rank's turn, and keep the part that the strategies leave it."""
+    """Build the model, one rank of a node at a time, and keep what the strategies leave this rank."""
     run, device = build.setup.run, build.device
     build.groups = MeshGroups(build.parallel, device)
     root = open_root(run.slab)
     assert root is not None
-    with memory_given_back(), Turn(root.directories[-1]) as build.turn:
+    with memory_given_back(), BuildLock(root.directories[-1]) as build.lock:
         recipe = load()
         build.module = recipe.build()
         build.recipe = recipe = recipe.without_weights()  # the module has them

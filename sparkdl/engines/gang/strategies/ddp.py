@@ -27,8 +27,9 @@ from sparkdl.engines.gang.strategies.summed import (
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.step import is_step
 from sparkdl.parallel.ddp import DDP
-from sparkdl.replica.compute import Passed, forward_backward, take_gradients
+from sparkdl.replica.compute import Passed, forward_backward
 from sparkdl.replica.gradient_writer import writes_early
+from sparkdl.replica.gradients import take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.run import OpenRun
@@ -236,8 +237,7 @@ def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedS
     names = {id(parameter): segment.name for segment, parameter in live.flat.parameters}
     weighted = WeightedSum(names, live.flat.layout.dtype, live.recipe.options.wire_dtype)
     wrapped.register_comm_hook(weighted, lambda state, bucket: state.sum(bucket))
-    live.call = wrapped
-    live.apart = wrapped.no_sync
+    live.call_through(wrapped, wrapped.no_sync)
     return weighted
 
 

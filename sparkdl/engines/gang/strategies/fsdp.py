@@ -27,13 +27,9 @@ from sparkdl.collectives.direct import DirectReduceScatter
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.batchnorm import synchronise
 from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import (
-    SummedGradients,
-    can_be_summed,
-    first_not_finite,
-    gathered_counts,
-)
+from sparkdl.engines.gang.strategies.summed import SummedGradients, can_be_summed, first_not_finite
 from sparkdl.model.layout import local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import PRECISIONS, TrainingOptions
@@ -44,8 +40,8 @@ from sparkdl.parallel.traced_stage import TracedStage
 from sparkdl.process.memory import is_scarce, memory_given_back
 from sparkdl.replica.compute import Passed, forward_backward
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.joint_pass import idle
 from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.padding_pass import idle
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec
 

@@ -16,7 +16,8 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.consistency.gossip import DISTANCE, TOPOLOGIES, add_up, averaged_parts, mix
 from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import Gradients, forward_backward, take_gradients
+from sparkdl.replica.compute import forward_backward
+from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.inner_state import keep_replica, open_replica_state
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.local_sgd import problem_of_step, step_alone, without_rows
@@ -47,11 +48,11 @@ class GossipSync(GradientSync):
             rank: This rank.
             whole: The updater of a single slice that is the whole flat vector.
         """
+        super().__init__(rank)
+        self._live, self._whole = live, whole
         self._arrived: ByParameter | None = None
         self._state: SliceState | None = None
         self._own: torch.Tensor | None = None
-        super().__init__(rank)
-        self._live, self._whole = live, whole
         self._pending: tuple[ReplicaIteration, Gradients, float] | None = None
 
     @property
@@ -64,8 +65,8 @@ class GossipSync(GradientSync):
             state = SliceState(self._own, state.arrays, state.held, state.others)
         return keep_replica(self._whole.plan, state)
 
-    @kept.setter
-    def kept(self, kept: ByParameter | None) -> None:
+    def place_kept(self, kept: ByParameter | None) -> None:
+        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         self._arrived = kept
 
     def compute(
@@ -89,7 +90,7 @@ class GossipSync(GradientSync):
         self._pending = work, gradients, loss
         return loss, problem_of_step(live, loss, gradients)
 
-    def contributions(
+    def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
         """Take this rank's step, and average with its neighbours. No slice is left to be updated."""

@@ -84,7 +84,7 @@ class InnerSteps(SummedGradients):
             name = live.flat.parameters[min(wrong)][0].name
         return moved.loss, f'the gradient of "{name}"' if name else ""
 
-    def contributions(
+    def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
@@ -95,7 +95,7 @@ class InnerSteps(SummedGradients):
             dense = self._moved.gradients.dense
         self._vector.filled(dense, share)
         self._vector.count(dense)
-        return super().contributions(rows, weights)
+        return super().sections(rows, weights)
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         flat = self._vector.sum(self._live.recipe.options.wire_dtype)
@@ -104,4 +104,4 @@ class InnerSteps(SummedGradients):
     def committed(self) -> None:
         """Keep the state of this rank's optimizer for the next iteration."""
         if self._moved is not None:
-            self.kept, self._moved = self._moved.kept, None
+            self._kept, self._moved = self._moved.kept, None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from sparkdl.engines.gang.rank_state import needs_all_losses
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
 from sparkdl.engines.gang.strategies.pipeline_stages import (
     PipelineBuild,
@@ -43,28 +44,28 @@ class PipelineRank(RankStrategy[Pipeline]):
         tensors = dict(itertools.chain(module.named_parameters(), module.named_buffers()))
         stages_of = [stage_of.get(id(tensors[each.name]), 0) for each in build.whole.segments]
         places = tuple(stage % build.mesh.pipe for stage in stages_of)
-        self._seats = StagePlacement(len(cuts), build.mesh, places)
-        mine = self._seats.stages(build.rank)
+        self._placement = StagePlacement(len(cuts), build.mesh, places)
+        mine = self._placement.stages(build.rank)
         for owner, name, parameter in _parameters(module):
             if stage_of.get(id(parameter), 0) not in mine:  # the first has what is never called
                 _empty(owner, name, parameter)
         self._stages = [StageModule(items[slice(*cuts[stage])]) for stage in mine]
-        build.outermost, build.numbers = [*self._stages], self._seats.numbers
+        build.outermost, build.numbers = [*self._stages], self._placement.numbers
 
     def finish(self, build: Build) -> None:
-        """Let the stages compute as the replica does."""
         for stage in self._stages:
-            stage.live = build.live
+            stage.compute_as(build.live)
 
     def gradients(self, build: Build) -> GradientSync:
         return PipelineSync(
-            PipelineBuild(build.live, self._stages, self._seats),
+            PipelineBuild(build.live, self._stages, self._placement),
             build.plans,
             build.rank,
             build.spare,
             self._strategy,
             build.groups,
             build.near_rows(),
+            needs_all_losses(build.state, build.setup.sums),
         )
 
 

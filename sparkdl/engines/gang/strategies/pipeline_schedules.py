@@ -35,7 +35,7 @@ class Schedules:
 
     Args:
         stages: The stages of this rank, by number.
-        seats: The placement of the stages.
+        placement: The placement of the stages.
         strategy: The options of the pipeline.
         members: The ranks of its pipeline, in order.
         rank: This rank.
@@ -49,7 +49,7 @@ class Schedules:
     def __init__(
         self,
         stages: Mapping[int, StageModule],
-        seats: StagePlacement,
+        placement: StagePlacement,
         strategy: Pipeline,
         members: Sequence[int],
         rank: int,
@@ -59,7 +59,7 @@ class Schedules:
         like: Sequence[torch.Tensor],
         loss: Callable[[Any, torch.Tensor], torch.Tensor],
     ) -> None:
-        self._stages, self._seats, self._strategy = stages, seats, strategy
+        self._stages, self._placement, self._strategy = stages, placement, strategy
         self._members, self._rank, self._pipe = members, rank, pipe
         self._in_turn, self._live, self._like, self._loss = in_turn, live, like, loss
         self._made: OrderedDict[tuple[int, int], Any] = OrderedDict()
@@ -71,12 +71,12 @@ class Schedules:
         if key in self._made:
             self._made.move_to_end(key)
             return self._made[key]
-        seats, device = self._seats, self._live.device
+        placement, device = self._placement, self._live.device
         stages = [
             PipelineStage(
                 self._stages[number],
                 number,
-                seats.count,
+                placement.count,
                 device,
                 input_args=inputs,
                 output_args=outputs,
@@ -87,10 +87,10 @@ class Schedules:
         how: dict[str, Any] = {"loss_fn": self._loss, "scale_grads": False}
         early = self._strategy.schedule == "1f1b"
         if len(stages) == 1:
-            single = Schedule1F1B if early and many >= seats.count else ScheduleGPipe
+            single = Schedule1F1B if early and many >= placement.count else ScheduleGPipe
             made: Any = single(stages[0], many, **how)
         else:
-            even = many % max(1, many // seats.mesh.pipe) == 0
+            even = many % max(1, many // placement.mesh.pipe) == 0
             several = ScheduleInterleaved1F1B if early and even else ScheduleLoopedBFS
             made = several(stages, many, **how)  # type: ignore[arg-type]
         self._made[key] = made
@@ -120,14 +120,14 @@ class Schedules:
         found = []
         value: Any = tuple(t[:1].expand(rows, *t.shape[1:]) for t in self._like)
         with buffers_kept(self._live.flat.module), seeded(0), torch.enable_grad():
-            for number in range(self._seats.count):
+            for number in range(self._placement.count):
                 here = self._members[number % len(self._members)]
                 if number:
                     before = self._members[(number - 1) % len(self._members)]
                     value = self._in_turn.moved(value, before, here)
                 if self._rank == here:
                     inputs = tuple(map(self._made_up, value)) if number else value
-                    outputs = as_tuple(_tried(self._stages[number], inputs))
+                    outputs = as_tuple(self._stages[number].try_inputs(inputs))
                     value = tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in outputs)
                     found.append((number, _bare(inputs), _bare(outputs)))
         for stage in self._stages.values():
@@ -139,17 +139,6 @@ class Schedules:
         kind = getattr(torch, dtype.removeprefix("torch."))
         tensor = torch.zeros(shape, dtype=kind, device=self._live.device)
         return tensor.requires_grad_(requires_grad)
-
-
-def _tried(stage: StageModule, inputs: Sequence[torch.Tensor]) -> Any:
-    """Return the output of a stage. If it fails, make it copy its inputs from now on and try again."""
-    try:
-        return stage(*inputs)
-    except RuntimeError:
-        if stage.copies:
-            raise
-    stage.copies = True
-    return stage(*inputs)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

@@ -20,29 +20,41 @@ from sparkdl.replica.compute import autocasting, evaluating
 class StageModule(nn.Module):
     """A sequence of modules of the chain: one pipeline stage.
 
-    Attributes:
-        live: The replica, which is set before the stage is called.
-        copies: Whether the stage copies its inputs. That is necessary if its first module writes to
-            them, as ``nn.ReLU(inplace=True)`` does: an input from another stage is a leaf to torch,
-            and leaves must not be written to.
+    ``_copies`` says whether the stage copies its inputs. That is necessary if its first module writes
+    to them, as ``nn.ReLU(inplace=True)`` does: an input from another stage is a leaf to torch, and
+    leaves must not be written to.
     """
 
     def __init__(self, items: Items) -> None:
         super().__init__()
         self.chain = nn.ModuleList(item for _, item in items)
-        self.live: LiveReplica | None = None
-        self.copies = False
+        self._live: LiveReplica | None = None
+        self._copies = False
+
+    def compute_as(self, live: LiveReplica) -> None:
+        """Compute with the precision of the replica ``live``, before the stage is called."""
+        self._live = live
 
     def forward(self, *values: Any) -> Any:
         """Return the output. Several arguments are the tuple that the previous stage has returned."""
-        assert self.live is not None
-        if self.copies:
+        assert self._live is not None
+        if self._copies:
             values = tuple(tensor.clone() for tensor in values)
         value = values[0] if len(values) == 1 else values
-        with autocasting(self.live):
+        with autocasting(self._live):
             for item in self.chain:
                 value = item(value)
         return value
+
+    def try_inputs(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Return the output. If the stage fails, let it copy its inputs from now on and try again."""
+        try:
+            return self(*inputs)
+        except RuntimeError:
+            if self._copies:
+                raise
+        self._copies = True
+        return self(*inputs)
 
 
 @dataclass(frozen=True)
@@ -76,12 +88,12 @@ class PipelineBuild:
         live: The replica with this rank's stages in its flat vector. The parameters of other stages
             are empty.
         stages: The stages of this rank.
-        seats: The placement of all stages.
+        placement: The placement of all stages.
     """
 
     live: LiveReplica
     stages: list[StageModule]
-    seats: StagePlacement
+    placement: StagePlacement
 
 
 class StageRelay:
@@ -91,7 +103,7 @@ class StageRelay:
     same parts.
 
     Args:
-        seats: The placement of the stages.
+        placement: The placement of the stages.
         stages: The stages of this rank, by number.
         rank: This rank.
         group: The process group of the ranks whose samples go through the same weights.
@@ -100,14 +112,14 @@ class StageRelay:
 
     def __init__(
         self,
-        seats: StagePlacement,
+        placement: StagePlacement,
         stages: Mapping[int, StageModule],
         rank: int,
         group: dist.ProcessGroup | None,
         live: LiveReplica,
     ) -> None:
-        mesh = seats.mesh
-        self._seats, self._stages, self._rank = seats, stages, rank
+        mesh = placement.mesh
+        self._placement, self._stages, self._rank = placement, stages, rank
         self._group, self._live = group, live
         self._ranks, self._column = mesh.model_group(rank), mesh.along(rank, "pipe")
         live.flat.module.forward = self._there_and_back
@@ -139,11 +151,11 @@ class StageRelay:
 
     def _passed(self, source: int, value: Any) -> Any:
         """Send a value of rank ``source`` through all stages, and return the output on that rank."""
-        mesh, column = self._seats.mesh, self._column
+        mesh, column = self._placement.mesh, self._column
         for head in mesh.along(self._ranks[0], "tensor"):
             value = self.moved(value, source, head)
         before = column[0]
-        for number in range(self._seats.count):
+        for number in range(self._placement.count):
             here = column[number % len(column)]
             value = self.moved(value, before, here)
             if self._rank == here:

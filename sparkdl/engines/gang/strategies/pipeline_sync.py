@@ -27,18 +27,20 @@ import torch.distributed as dist
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.mesh_groups import MeshGroups
 from sparkdl.engines.gang.model_group import ModelGroup, NodeLocalRows
+from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.strategies.fsdp import let_go
 from sparkdl.engines.gang.strategies.pipeline_schedules import Schedules, as_tuple
 from sparkdl.engines.gang.strategies.pipeline_stages import PipelineBuild, StageRelay
-from sparkdl.engines.gang.strategies.summed import CopySync, gathered_counts
+from sparkdl.engines.gang.strategies.summed import CopySync
 from sparkdl.engines.gang.strategies.tensor import settle
 from sparkdl.parallel.pipeline import Pipeline
 from sparkdl.parallel.stages import micro_batches
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import Gradients, buffers_kept, loss_of_output, take_gradients
+from sparkdl.replica.compute import buffers_kept, loss_of_output
+from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.joint_pass import padding_pass
 from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec
 
@@ -55,6 +57,7 @@ class PipelineSync(CopySync):
         strategy: Pipeline,
         groups: MeshGroups,
         near: NodeLocalRows,
+        needs_all_losses: bool,
     ) -> None:
         """Create the schedules.
 
@@ -66,16 +69,18 @@ class PipelineSync(CopySync):
             strategy: The options of the pipeline.
             groups: The process groups of this rank.
             near: The rows of other ranks that this rank can read itself.
+            needs_all_losses: Whether every rank must know the loss of its own samples.
         """
         super().__init__(staged.live, plans, rank, spare)
-        self._strategy, self._seats = strategy, staged.seats
-        self._stages = dict(zip(staged.seats.stages(rank), staged.stages, strict=True))
+        self._needs_all_losses = needs_all_losses
+        self._strategy, self._placement = strategy, staged.placement
+        self._stages = dict(zip(staged.placement.stages(rank), staged.stages, strict=True))
         self._pipe, self._alike = groups.along("pipe"), groups.along("data")
-        mesh = staged.seats.mesh
+        mesh = staged.placement.mesh
         self._gathers = groups.along("shard") is not None
         together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
         self._bring = ModelGroup(mesh, rank, together, staged.live, self._spare, near)
-        self._in_turn = StageRelay(staged.seats, self._stages, rank, together, staged.live)
+        self._in_turn = StageRelay(staged.placement, self._stages, rank, together, staged.live)
         self._members = mesh.along(rank, "pipe")
         self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
         self._tail = self._members[-1]
@@ -86,7 +91,7 @@ class PipelineSync(CopySync):
         self._found: float | None = None
         self._schedules = Schedules(
             self._stages,
-            staged.seats,
+            staged.placement,
             strategy,
             self._members,
             rank,
@@ -119,7 +124,7 @@ class PipelineSync(CopySync):
         loss, runs = 0.0, self._runs(sum(counts.values()))
         idle = 0
         if self._gathers:
-            mesh = self._seats.mesh
+            mesh = self._placement.mesh
             rows = [b - a if w else 0 for (a, b), w in zip(work.step.rows, weights, strict=True)]
             others = [self._runs(sum(rows[r] for r in group)) for group in mesh.model_groups]
             self._schedules.prepare({each for some in others for _, each, _ in some})
@@ -136,7 +141,7 @@ class PipelineSync(CopySync):
             total = self._bring.weight(weights)
             of = total if self._found is None else self._found
             loss = sum(float(value) * weight for value, weight in self._losses) / (of or 1.0)
-            if self.needs_all_losses:
+            if self._needs_all_losses:
                 loss, of = self._told(loss, of)
             self._counted(of, weights, total)
         self._keep_pace(idle)
@@ -209,7 +214,7 @@ class PipelineSync(CopySync):
 
         If the ranks need not agree, no rank waits for the last pipeline stage only to learn the loss.
         """
-        return self._rank if self.needs_all_losses else self._tail
+        return self._rank if self._needs_all_losses else self._tail
 
     def _told(self, loss: float, count: float) -> tuple[float, float]:
         """Return the loss and its count from the rank with the last pipeline stage."""
@@ -232,13 +237,13 @@ class PipelineSync(CopySync):
         found, layout = super()._buffers(size), self._live.flat.layout
         if not len(found[0]):
             return found
-        columns = {tuple(self._seats.mesh.along(rank, "pipe")) for rank in range(size)}
+        columns = {tuple(self._placement.mesh.along(rank, "pipe")) for rank in range(size)}
         for members in sorted(columns):
             whole = torch.empty_like(found[0])
             for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
                 if segment.kind != "parameter":
                     place = slice(segment.start - layout.buffers_start, end - layout.buffers_start)
-                    whole[place] = found[members[self._seats.places[number]]][place]
+                    whole[place] = found[members[self._placement.places[number]]][place]
             for member in members:
                 found[member] = whole
         return found
@@ -246,7 +251,7 @@ class PipelineSync(CopySync):
     def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:
         """Score on each rank in turn, while that rank's batches pass through the pipeline stages."""
         counts = gathered_counts(batches)
-        most = self._seats.mesh.most(counts) if self._gathers else 0
+        most = self._placement.mesh.most(counts) if self._gathers else 0
         result = self._in_turn.scored(counts, score, most, tuple(self._spare.inputs))
         for stage in self._stages.values():
             let_go(stage)

@@ -20,7 +20,8 @@ from sparkdl.codec.packed import head_from_bytes, head_to_bytes
 from sparkdl.collectives.direct import exchange_all
 from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import forward_backward, take_gradients
+from sparkdl.replica.compute import forward_backward
+from sparkdl.replica.gradients import take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections
@@ -82,7 +83,7 @@ class SectionExchange(GradientSync):
         clock.lap("publish")
         return loss, problem
 
-    def contributions(
+    def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
         """Return the sections of every replica that took part, for each of this rank's slices."""
@@ -102,7 +103,7 @@ class SectionExchange(GradientSync):
     def committed(self) -> None:
         """Note that the iteration was committed, and keep its residuals for the next one."""
         if self._outcome is not None and self._outcome.compressed is not None:
-            self.kept = self._outcome.kept
+            self._kept = self._outcome.kept
 
 
 def head_of(section: SectionLayout, absent: frozenset[int]) -> bytes:

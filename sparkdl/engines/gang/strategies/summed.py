@@ -15,11 +15,11 @@ from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.model.layout import Layout
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.step import is_step
-from sparkdl.replica.all_rows import passes_together
-from sparkdl.replica.compute import Gradients, Passed, Spare, take_gradients
+from sparkdl.replica.compute import Passed, Spare
+from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
+from sparkdl.replica.joint_pass import padding_pass, passes_together
 from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.padding_pass import padding_pass
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
 from sparkdl.slices.spec import SliceSpec
@@ -151,7 +151,7 @@ class SummedGradients(GradientSync):
         """Return the name of a parameter whose gradient has an inf or a NaN, or ""."""
         raise NotImplementedError
 
-    def contributions(
+    def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
         """Return the sections from which each of this rank's slices is updated, by slice index.
@@ -171,12 +171,12 @@ class SummedGradients(GradientSync):
             absent = frozenset(range(len(self._live.flat.parameters)))
         self._gradients = Gradients([], {})
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
-        contributions: dict[int, list[Section]] = {}
+        sections: dict[int, list[Section]] = {}
         for plan in self._plans:
             low = plan.start + plan.buffers_start - layout.buffers_start
             high = plan.stop - layout.buffers_start
             whole = flat[plan.start : plan.start + plan.dense_length]
-            contributions[plan.index] = [
+            sections[plan.index] = [
                 Section(
                     r,
                     weights[r],
@@ -187,7 +187,7 @@ class SummedGradients(GradientSync):
                 )
                 for r in taking_part
             ]
-        return contributions
+        return sections
 
     def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         """Return the gradients in one vector, and the parameters without one.
@@ -242,19 +242,6 @@ def factors(live: LiveReplica, share: float) -> tuple[float, float]:
     if live.recipe.options.sync_batchnorm or is_step(live.loss):
         return share, 1.0 if share else 0.0
     return 1.0, share
-
-
-def gathered(numbers: Sequence[float]) -> list[list[float]]:
-    """Return some numbers of every rank."""
-    mine = torch.tensor(numbers, dtype=torch.float64)
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return [row.tolist() for row in found]
-
-
-def gathered_counts(count: int) -> list[int]:
-    """Return the count of every rank."""
-    return [int(found) for (found,) in gathered([count])]
 
 
 def first_not_finite(

@@ -18,18 +18,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from sparkdl.collectives.direct import all_reduce
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.build_turn import Turn
+from sparkdl.engines.gang.build_lock import BuildLock
 from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import CopySync, gathered_counts
+from sparkdl.engines.gang.strategies.summed import CopySync
 from sparkdl.engines.gang.tensor_rows import RowLayout
 from sparkdl.errors import ModelError
 from sparkdl.model.layout import local
@@ -101,7 +98,7 @@ class TensorRank(RankStrategy[Tensor]):
             build.groups.mesh("tensor"),
             build.spare,
             build.device,
-            build.turn,
+            build.lock,
         )
 
     def finish(self, build: Build) -> None:
@@ -129,11 +126,12 @@ def parallelise(
     mesh: DeviceMesh,
     spare: Batch,
     device: torch.device,
-    turn: Turn,
+    lock: BuildLock,
 ) -> None:
     """Split the layers of a module.
 
-    All ranks have built the same module, so nothing is sent, and each can do this in its turn.
+    All ranks have built the same module, so nothing is sent, and each can do this while it holds the
+    lock.
 
     Args:
         recipe: The recipe of the module.
@@ -142,7 +140,7 @@ def parallelise(
         mesh: The ranks over which layers are split, in one dimension.
         spare: A few rows, with which the model is called before and after the split.
         device: The device of this rank.
-        turn: The turn of this rank to build, which ends here.
+        lock: The lock under which the module was built, which is released here.
 
     Raises:
         sparkdl.ModelError: If the split model fails, or its output for ``spare`` is different.
@@ -155,7 +153,7 @@ def parallelise(
         right = _output(recipe, module, inputs, targets)
     parallelize_module(module, mesh, styles, src_data_rank=None)
     _let_go_of_others(module)
-    turn.ends()
+    lock.release()
     for name in styles:
         child = module.get_submodule(name)
         child.forward = functools.partial(_without_inference_mode, child.forward)

@@ -45,7 +45,7 @@ class Operation:
     keys: tuple[int, ...] = ()
 
 
-class Turns:
+class OperationOrder:
     """Decide whose operation is the next.
 
     The *clock* of a client at a key is the number of its pushes to that key. A push or pull waits

@@ -12,10 +12,11 @@ from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import Consistency
 from sparkdl.consistency.group_turns import GroupTurns
 from sparkdl.consistency.turns import Commit, Turn
-from sparkdl.data.samples import SampleSet
-from sparkdl.engines.local import LocalEngine
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.loop.engine import CURRENT, IterationResult, ReadState, slowest, summarize
+from sparkdl.loop.engine import CURRENT, ReadState
+from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.process.determinism import torch_threads
 from sparkdl.replica.iteration import Clock, Decisions, Iteration, ReplicaReport, SliceReport
 from sparkdl.replica.run import RunSpec
@@ -47,7 +48,7 @@ class LocalGroupEngine(LocalEngine):
     with the same order of turns it has the same bits.
 
     Args:
-        samples: See :class:`sparkdl.engines.local.LocalEngine`, also for the next four.
+        samples: See :class:`sparkdl.engines.local.engine.LocalEngine`, also for the next four.
         run: The constants of the run.
         recipe: The pickled recipe of the model.
         batch_size: The rows of a global batch.
@@ -97,7 +98,7 @@ class LocalGroupEngine(LocalEngine):
         for replica in self._turns.replicas_of(turn.group):
             start, stop = step.rows[replica]
             if stop > start:
-                report, sections, _ = self._replica_step(step, replica, weights)
+                report, sections, _ = self._replicas.run(step, replica, weights, self._states)
                 found.reports.append(report)
                 found.sections.append(sections)
         self._computed[turn.group] = found
@@ -170,7 +171,7 @@ def local_engine(
     """Build the local engine for a consistency model.
 
     Args:
-        samples: See :class:`sparkdl.engines.local.LocalEngine`, also for the next five.
+        samples: See :class:`sparkdl.engines.local.engine.LocalEngine`, also for the next five.
         run: The constants of the run.
         recipe: The pickled recipe of the model.
         batch_size: The rows of a global batch, local steps included.

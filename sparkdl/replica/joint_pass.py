@@ -1,4 +1,9 @@
-"""Rows of all ranks of a gang inside a step, for losses in which the rows of the global batch meet."""
+"""Passes that all ranks of a gang make at the same time.
+
+torch communicates between ranks during a pass. So a rank without samples goes forward and backward
+when the others do, with rows that count for nothing. A step can ask for the rows of all ranks, for
+losses in which the rows of the global batch meet.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sparkdl.replica.padding_pass import idle
+_idle = False
+
+
+def idle() -> bool:
+    """Return whether the current pass counts for nothing."""
+    return _idle
+
+
+@contextlib.contextmanager
+def padding_pass(idle: bool = True) -> Iterator[None]:
+    """Mark the passes inside the block as counting for nothing, if ``idle``."""
+    global _idle
+    before, _idle = _idle, idle
+    try:
+        yield
+    finally:
+        _idle = before
+
 
 _together = False
 

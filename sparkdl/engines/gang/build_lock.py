@@ -1,4 +1,4 @@
-"""Turns in which the ranks of a node build a model that is to be split.
+"""A lock that lets one rank of a node at a time build a model that is to be split.
 
 Each rank reads the recipe, which may contain a module or weights, builds the whole model, and frees
 the parts that other ranks hold. If all ranks did this at once, a node would need memory for as many
@@ -20,11 +20,11 @@ from pathlib import Path
 from types import TracebackType
 
 
-class Turn:
-    """A context manager that holds this rank's turn to build.
+class BuildLock:
+    """A context manager that holds the lock of this node.
 
-    The turn begins when the block is entered and lasts until :meth:`ends` is called, or until the
-    end of the block. Ranks must not wait for each other during a turn.
+    It holds it from the beginning of the block until :meth:`release` is called, or until the end of
+    the block. A rank that holds it must not wait for another one.
 
     Args:
         folder: A directory that all ranks of the node share.
@@ -33,18 +33,18 @@ class Turn:
     def __init__(self, folder: Path) -> None:
         self._path, self._file = folder / "building", -1
 
-    def __enter__(self) -> Turn:
+    def __enter__(self) -> BuildLock:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(self._path, flags, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX)
         except BaseException:  # such as an interrupt
-            self.ends()
+            self.release()
             raise
         return self
 
-    def ends(self) -> None:
-        """End the turn, after this rank has freed the parts of the model that other ranks hold."""
+    def release(self) -> None:
+        """Release the lock, once this rank has freed the parts of the model that other ranks hold."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -55,4 +55,4 @@ class Turn:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.ends()
+        self.release()

@@ -6,14 +6,12 @@ bits.
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from sparkdl.codec.packed import ByParameter
@@ -21,42 +19,20 @@ from sparkdl.consistency.base import Consistency, Update, next_update
 from sparkdl.consistency.stragglers import StragglerLimit
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.partition_reader import MappedPartition, open_partition
-from sparkdl.data.samples import SampleSet
-from sparkdl.engines.local_gossip import gossip
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.local.gossip import gossip
+from sparkdl.engines.local.replicas import LocalReplicas, open_all
 from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.errors import StaleReferenceError, StateLostError
-from sparkdl.loop.engine import (
-    BEST,
-    CURRENT,
-    IterationResult,
-    ReadResiduals,
-    ReadState,
-    slowest,
-    summarize,
-    weights_of,
-)
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.recipe import Recipe
+from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState, weights_of
+from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.process.determinism import torch_threads
-from sparkdl.replica.gradient_writer import GradientWriter, writes_early
-from sparkdl.replica.inner_state import open_inner
 from sparkdl.replica.iteration import Clock, Iteration, IterationRows, ReplicaReport, SliceReport
-from sparkdl.replica.local_sgd import several_steps
-from sparkdl.replica.run import OpenRun, RunSpec
+from sparkdl.replica.run import RunSpec
 from sparkdl.replica.score import score_partition
-from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections
-from sparkdl.replica.step import (
-    ReplicaIteration,
-    ReplicaResult,
-    compress_outcome,
-    one_gradient,
-    to_mini_batch,
-)
 from sparkdl.slices.reduce import ReducedGradient
-from sparkdl.slices.section import Section, SectionLayout
+from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState, join_states
+from sparkdl.slices.state import SliceState
 
 
 class LocalEngine:
@@ -88,21 +64,17 @@ class LocalEngine:
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._validation = validation
-        self._validation_partitions = [] if validation is None else _open(validation.samples)
+        self._validation_partitions = [] if validation is None else open_all(validation.samples)
         self.plan = EpochPlan(samples.counts, batch_size)
         self._run = run
-        self._partitions = _open(samples)
-        self._recipe = recipe
-        self._replica = _built(recipe)
-        self._plans = OpenRun.of(self._replica, run)
+        self._replicas = LocalReplicas(samples, run, recipe, now)
+        self._plans = self._replicas.plans
         self._states: list[SliceState] = []
         self._best: list[SliceState] = []
         self._consistency = consistency or Synchronous()
-        self._stragglers, self._now = StragglerLimit(self._consistency.may_drop), now
+        self._stragglers = StragglerLimit(self._consistency.may_drop)
         self._older: deque[list[torch.Tensor]] = deque(maxlen=self._consistency.keep - 1)
         self._version = 0
-        self._residuals: dict[int, ByParameter] = {}
-        self._memory: dict[int, np.ndarray] = {}
 
     def load(
         self,
@@ -116,8 +88,8 @@ class LocalEngine:
         of ``read`` are raised directly.
         """
         if read is None and self._states:  # the replica's weights have changed since it was built
-            self._replica = _built(self._recipe)
-        flat = self._replica.flat.flat
+            self._replicas.build()
+        flat = self._replicas.live.flat.flat
         states = [
             SliceState(flat[plan.start : plan.stop].clone())
             if read is None
@@ -135,7 +107,7 @@ class LocalEngine:
         """Run every replica and update every slice in this process."""
         with torch_threads(self._run.threads):
             step = iteration.with_rows(self.plan.rows(iteration.batch))
-            if self._replica.recipe.options.topology is not None:
+            if self._replicas.live.recipe.options.topology is not None:
                 return self._run_gossip(step)
             readable = range(self._version - len(self._older), self._version + 1)
             update = next_update(self._consistency, readable, iteration.decisions)
@@ -151,7 +123,7 @@ class LocalEngine:
         reports, sections, kept = [], [], {}
         for replica, (start, stop) in enumerate(step.rows):
             if stop > start:
-                report, mine, outcome = self._replica_step(step, replica, weights)
+                report, mine, outcome = self._replicas.run(step, replica, weights, self._states)
                 reports.append(report)
                 sections.append(mine)
                 if outcome.compressed is not None or outcome.kept:
@@ -162,7 +134,7 @@ class LocalEngine:
             if self._consistency.keep > 1:
                 self._older.append([each.clone() for each in newest])
             slices = self._synchronize(step, reports, sections)
-            self._residuals |= kept
+            self._replicas.keep(kept)
             self._version += 1
         started.lap("iteration")
         seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
@@ -174,68 +146,17 @@ class LocalEngine:
         """Run an iteration of replicas with weights of their own; the slices have the mean."""
         started = Clock()
         mean = torch.cat([state.weights for state in self._states])
+        replicas = self._replicas
         done = gossip(
-            self._replica, self._plans, self._run, self._partitions, step, mean, self._residuals
+            replicas.live, self._plans, self._run, replicas.partitions, step, mean, replicas.kept
         )
         if done.mean is not None:
             for plan, state in zip(self._plans.slices, self._states, strict=True):
                 state.weights.copy_(done.mean[plan.start : plan.stop])
-            self._residuals = dict(done.kept)
+            replicas.keep(done.kept)
         started.lap("iteration")
         seconds = {**slowest([report.seconds for report in done.reports]), **started.seconds}
         return summarize(done.reports, [], self._plans.layout, seconds)
-
-    def _replica_step(
-        self, step: IterationRows, replica: int, weights: Sequence[torch.Tensor]
-    ) -> tuple[ReplicaReport, list[Section], ReplicaResult]:
-        """Do the work of one task of the forward-backward job."""
-        live, clock = self._replica, Clock(self._now)
-        partition = self._partitions[replica]
-        assert partition is not None
-        work = ReplicaIteration(step, replica, self._run.batch_spec, self._run.shares[replica])
-        local_steps = live.recipe.options.local_steps
-        batches = work.mini_batches(live, partition, local_steps)
-        clock.lap("data")
-        self._load_weights(weights)
-        memory, writer = None, None
-        if writes_early(live):
-            maps = section_maps(live, self._plans.slices, ReplicaResult())
-            memory = self._section_memory(replica, maps)
-            writer = GradientWriter(live, self._plans.slices, maps, memory)
-        if not live.recipe.options.steps_on_replicas:
-            clock.lap("fetch")
-            outcome = one_gradient(live, batches[0], work, clock, writer)
-        else:
-            device, mine = live.flat.flat.device, self._residuals.get(replica, {})
-            if live.recipe.options.outer:
-                state = open_inner(self._plans.whole.plan, mine, device)
-            else:
-                state = join_states(self._plans.slices, self._states, device)
-            clock.lap("fetch")
-            each = (to_mini_batch(batch, live) for batch in batches)
-            outcome = several_steps(live, each, work, state, self._plans.whole, clock)
-        if live.recipe.compression is not None:
-            outcome = compress_outcome(live, outcome, work, self._residuals.get(replica, {}))
-            clock.lap("compress")
-        maps = section_maps(live, self._plans.slices, outcome)
-        if memory is None:
-            memory = self._section_memory(replica, maps)
-        sections = write_sections(live, self._plans.slices, maps, outcome, memory)
-        problem = not_finite(live, self._plans.slices, sections, outcome)
-        clock.lap("publish")
-        report = ReplicaReport(
-            replica,
-            outcome.count,
-            outcome.weight,
-            outcome.loss,
-            "",
-            clock.seconds,
-            problem,
-            losses=outcome.losses,
-            passed=outcome.passed,
-        )
-        written = [replace(section, replica=replica, others=outcome.others) for section in sections]
-        return report, written, outcome
 
     def _synchronize(
         self,
@@ -247,37 +168,36 @@ class LocalEngine:
         owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]
         total = sum(report.weight for report in reports)
         loss = sum(r.loss * r.weight for r in reports) / total if total else 0.0
-        contributions = [[replica[n] for replica in sections] for n in range(len(owners))]
+        by_slice = [[replica[n] for replica in sections] for n in range(len(owners))]
         known: list[ReducedGradient | None] = [None] * len(owners)
         squares = [0.0] * len(owners)
         for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
             if owner.clips_norm:
                 clocks[n] = Clock()
                 out = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
-                reduced = known[n] = owner.reduce(contributions[n], state.weights, out)
+                reduced = known[n] = owner.reduce(by_slice[n], state.weights, out)
                 squares[n] = owner.squared_norm(reduced)
                 clocks[n].lap("reduce")
         slices = []
         for n, (owner, state) in enumerate(zip(owners, self._states, strict=True)):
-            clock, keep = Clock(), None
-            if step.histograms:
-                keep = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+            clock = Clock()
             updated = owner.update(
                 state,
                 state,
-                contributions[n],
+                by_slice[n],
                 step.hyperparameters,
                 known=known[n],
                 squares=squares,
                 loss=loss,
                 seed=step.update_seed(self._run.seed),
-                keep=keep,
+                shown=owner.plan.parameters if step.histograms else (),
             )
-            histograms = owner.histograms(state, updated.reduced) if step.histograms else {}
             clock.lap("update")
             seconds = {**clocks[n].seconds, **clock.seconds}
             slices.append(
-                SliceReport(n, "", None, seconds=seconds, norm=updated.norm, histograms=histograms)
+                SliceReport(
+                    n, "", None, seconds=seconds, norm=updated.norm, histograms=updated.histograms
+                )
             )
         return slices
 
@@ -286,10 +206,10 @@ class LocalEngine:
         validation = self._validation
         assert validation is not None
         with torch_threads(self._run.threads):
-            self._load_weights([state.weights for state in self._states])
+            self._replicas.load_weights([state.weights for state in self._states])
             states = [
                 score_partition(
-                    self._replica,
+                    self._replicas.live,
                     partition,
                     validation.scorer,
                     validation.batch_spec,
@@ -322,40 +242,8 @@ class LocalEngine:
     ) -> None:
         """Read the residuals of every replica."""
         found = {replica: read(replica) for replica in range(self._run.replicas)}
-        self._residuals = {replica: kept for replica, kept in found.items() if kept is not None}
+        self._replicas.keep_only({r: kept for r, kept in found.items() if kept is not None})
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """Apply ``use`` to the residuals of one replica after another."""
-        return [use(replica, kept) for replica, kept in sorted(self._residuals.items())]
-
-    def _load_weights(self, weights: Sequence[torch.Tensor]) -> None:
-        """Copy the weights of all slices into the live module."""
-        flat = self._replica.flat
-        for plan, part in zip(self._plans.slices, weights, strict=True):
-            flat.flat[plan.start : plan.stop].copy_(part)
-        flat.refresh()
-
-    def _section_memory(self, replica: int, maps: Sequence[SectionLayout]) -> np.ndarray:
-        """Return zeroed memory for the sections of a replica, which the next iteration uses again."""
-        nbytes = sum(sections_nbytes(self._replica, self._plans.slices, maps))
-        known = self._memory.get(replica)
-        if known is not None and known.nbytes == nbytes:
-            known.fill(0)
-            return known
-        made = self._memory[replica] = np.zeros(nbytes, np.uint8)
-        return made
-
-
-def _built(recipe: bytes) -> LiveReplica:
-    loaded: Recipe = pickle.loads(recipe)
-    return LiveReplica.of(loaded)
-
-
-def _open(samples: SampleSet) -> list[MappedPartition | None]:
-    try:
-        return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]
-    except StaleReferenceError as error:
-        raise StateLostError(
-            f"{error} before training began. Call fit again, which writes the samples again, and "
-            "make sure that nothing deletes files in spark.sparkdl.slab.dir."
-        ) from error
+        return [use(replica, kept) for replica, kept in sorted(self._replicas.kept.items())]

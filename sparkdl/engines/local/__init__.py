@@ -1,0 +1,1 @@
+"""The engine that runs iterations in this process."""

@@ -1,0 +1,89 @@
+"""Trained models as ``mlflow.pyfunc`` calls them, on tables of pandas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from sparkdl.data.columns.numeric import to_numpy
+from sparkdl.data.row_errors import RowError
+from sparkdl.data.schema import columns_of
+from sparkdl.errors import DataError
+from sparkdl.infer.output import as_numpy
+from sparkdl.infer.shipped_module import run_batches
+from sparkdl.infer.trained_model import TrainedModel
+
+BATCH_SIZE = 1024
+"""The number of rows of a forward pass."""
+
+
+class PyFunc:
+    """A trained model as ``mlflow.pyfunc`` calls it: tables of pandas in, arrays of NumPy out."""
+
+    def __init__(self, trained: TrainedModel) -> None:
+        self.trained = trained
+
+    def predict(self, model_input: Any, params: Any = None) -> np.ndarray:
+        """Return the predictions for a table with the feature columns, one for each row.
+
+        Args:
+            model_input: A DataFrame of pandas, a mapping of columns, or, if the model has one
+                feature, an array of it.
+            params: Nothing; MLflow passes it.
+
+        Raises:
+            DataError: The table does not fit the model.
+        """
+        trained = self.trained
+        batch = _batch(_table(trained, model_input))
+        schema, fields = from_arrow_schema(batch.schema), trained.fields
+        columns, _ = columns_of(
+            schema, trained.features, (), trained.float_dtype, trained.columns, fields
+        )
+        outputs = []
+        for start in range(0, batch.num_rows, BATCH_SIZE):
+            part = batch.slice(start, BATCH_SIZE)
+            try:
+                arrays = [to_numpy(part.column(c.name), c, start) for c in columns]
+            except RowError as error:
+                raise DataError(error.problem.message("the table")) from None
+            known = None if trained.output is None else trained.output.dimensions
+            found = run_batches(
+                trained.module,
+                arrays,
+                BATCH_SIZE,
+                dimensions=(known, known),
+                signature=trained.signature,
+            )
+            outputs += [as_numpy(output) for output, _ in found]
+        return np.concatenate(outputs) if outputs else np.zeros(0, np.float32)
+
+
+def _table(trained: TrainedModel, model_input: Any) -> pd.DataFrame:
+    """Return the feature columns of the input. Raises DataError."""
+    names = list(trained.features)
+    if isinstance(model_input, np.ndarray) and len(names) == 1:
+        return pd.DataFrame({names[0]: list(model_input)})
+    table = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)
+    missing = [name for name in names if name not in table.columns]
+    if missing:
+        raise DataError(f"the table has no column {', '.join(missing)}.")
+    return table[names]
+
+
+def _batch(table: pd.DataFrame) -> pa.RecordBatch:
+    """Return a table of pandas as Arrow; arrays with dimensions become nested lists."""
+    columns = {name: pa.array(list(_cells(table[name]))) for name in table.columns}
+    return pa.RecordBatch.from_pydict(columns)
+
+
+def _cells(column: pd.Series) -> Iterator[Any]:
+    for value in column:
+        value = value.toArray() if hasattr(value, "toArray") else value  # a vector of Spark
+        nested = isinstance(value, np.ndarray) and (value.ndim > 1 or value.dtype == object)
+        yield np.stack(list(value)).tolist() if nested and len(value) else value
