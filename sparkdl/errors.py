@@ -8,8 +8,10 @@ retried. Every other error is a *fault* of the run, which Spark retries first.
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import re
+import reprlib
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
@@ -38,6 +40,12 @@ class SparkdlError(Exception):
         told = traceback.TracebackException.from_exception(self)
         _keep_frames_of_user(told)
         return "".join(told.format()).splitlines()
+
+
+def frames_of_user(error: BaseException) -> str:
+    """Return the traceback of an error and of its causes in the user's code; "" if there is none."""
+    told = traceback.TracebackException.from_exception(error)
+    return "".join(told.format()).rstrip() if _keep_frames_of_user(told) else ""
 
 
 def _keep_frames_of_user(told: traceback.TracebackException) -> bool:
@@ -109,6 +117,79 @@ def kind_of(value: object) -> str:
         return "None"
     name = type(value).__name__
     return f"{'an' if _VOWEL_SOUND.match(name) else 'a'} {name}"
+
+
+LONGEST = 200
+"""The most characters of a value in a message."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class _Shown(reprlib.Repr):
+    """The representation of values in messages: short, on one line, and without addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = LONGEST
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 8
+
+    def repr_instance(self, x: object, level: int) -> str:
+        """Return what Python writes for an object, or its type if that is long."""
+        try:
+            text = _ADDRESS.sub("", repr(x))
+        except Exception:
+            text = "\n"
+        return text if len(text) <= LONGEST and "\n" not in text else f"<{type(x).__name__} object>"
+
+
+_shown = _Shown()
+
+
+def shown(value: object) -> str:
+    """Return a user's value for a message: as Python writes it, but short and on one line.
+
+    Long text and lists are cut. A module, an optimizer or a table becomes ``<Linear object>``.
+    """
+    text = _shown.repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def wrong_argument(error: BaseException) -> str:
+    """Return which number of a constructor that failed is none: ``'lr is the text "0.01": ...'``.
+
+    Return an empty string if all of them are numbers.
+
+    Args:
+        error: The error that the constructor raised, with its traceback.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        code, values = trace.tb_frame.f_code, trace.tb_frame.f_locals
+        own = values.get("self")
+        if code.co_name == "__init__" and own is not None:
+            for name in code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]:
+                parameter = inspect.signature(type(own)).parameters.get(name)
+                if parameter is not None and (found := _no_number(name, values[name], parameter)):
+                    return found
+        trace = trace.tb_next
+    return ""
+
+
+def _no_number(name: str, value: object, parameter: inspect.Parameter) -> str:
+    """Return the problem of an argument that is to be a number, as its text or its default says."""
+    if isinstance(value, (list, tuple)):
+        found = (_no_number(f"{name}[{i}]", one, parameter) for i, one in enumerate(value))
+        return next(filter(None, found), "")
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return ""
+        text = value.strip()
+        remedy = f"{name}={text}" if name.isidentifier() else text
+        return f'{name} is the text "{value}": give a number, {remedy}.'
+    if value is None and isinstance(parameter.default, (int, float)):
+        return f"{name} is None: give a number, such as {name}={parameter.default}."
+    return ""
 
 
 def wrong_data(method: str, data: object, wanted: str, remedy: str = "") -> DataError:

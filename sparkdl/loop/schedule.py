@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from sparkdl.errors import ModelError, kind_of, nearest
+from sparkdl.errors import ModelError, kind_of, nearest, wrong_argument
 from sparkdl.loop.state import TrainState
 from sparkdl.slices.optimizer import OptimizerSpec
 
@@ -198,6 +198,8 @@ def _scheduler(make: Callable[[torch.optim.Optimizer], Any], mirror: torch.optim
     try:
         scheduler = make(mirror)
     except Exception as error:
+        if problem := wrong_argument(error):
+            raise ModelError(f"the schedule cannot be built: {problem}") from error
         raise ModelError(
             f"schedule cannot be built on the optimizer ({type(error).__name__}: {error}). "
             "Give a partial of a torch.optim.lr_scheduler class, such as "
