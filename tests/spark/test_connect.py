@@ -265,6 +265,7 @@ REFUSED = {
     "stop": "ParameterError: stop= cannot be pickled",
     "frame": "ParameterError: stop= cannot be pickled",
     "profile": "SessionError: resource_profile needs a cluster",
+    "exception": "SeveralArguments: 7 at the end",
     "function": "ParameterError: acquire, or an argument of it, cannot be pickled",
 }
 

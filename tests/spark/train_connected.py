@@ -251,6 +251,7 @@ def refused(spark: Any, data: Any) -> dict[str, str]:
         "stop": told(lambda: replace(good, stop=connected_fits.Held(lock)).fit(data)),
         "frame": told(lambda: replace(good, stop=connected_fits.Held(data)).fit(data)),
         "profile": told(lambda: replace(good, resource_profile=profile).fit(data)),
+        "exception": told(lambda: replace(good, callbacks=[connected_fits.Raises()]).fit(data)),
         "function": told(lambda: sparkdl.gang.run(lock.acquire, ranks=2, spark=spark)),
     }
 

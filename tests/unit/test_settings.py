@@ -104,7 +104,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         "2 problems:\n"
         '  - unknown setting "spark.sparkdl.slabdir". Did you mean "spark.sparkdl.slab.dir"? '
         "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
-        "spark.sparkdl.timeout.seconds, spark.sparkdl.progress.\n"
+        "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress.\n"
         '  - spark.sparkdl.progress = "yes": use one of auto, true, false.'
     )
 
