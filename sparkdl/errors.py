@@ -153,6 +153,12 @@ def shown(value: object) -> str:
     return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
+def in_quotes(value: object) -> str:
+    """Return text in double quotes, and any other value as :func:`shown`, for an argument of words."""
+    text = shown(value)
+    return f'"{text[1:-1]}"' if isinstance(value, str) and "\\" not in text else text
+
+
 def wrong_argument(error: BaseException) -> str:
     """Return which number of a constructor that failed is none: ``'lr is the text "0.01": ...'``.
 

@@ -22,6 +22,7 @@ from sparkdl.errors import (
     SessionError,
     TrainingError,
     cannot_travel,
+    in_quotes,
     kind_of,
     shown,
 )
@@ -93,7 +94,7 @@ def run(
     if not callable(fn):
         raise ParameterError(f"fn is {kind_of(fn)}: give a function.")
     if device not in DEVICES:
-        raise ParameterError(f'device = "{device}": use one of {", ".join(DEVICES)}.')
+        raise ParameterError(f"device = {in_quotes(device)}: use one of {', '.join(DEVICES)}.")
     ranks, timeout = plain(ranks), plain(timeout)
     if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
         raise ParameterError(f"ranks = {shown(ranks)}: give a whole number of at least 1.")

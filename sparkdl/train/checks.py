@@ -15,7 +15,7 @@ from torch import nn
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.schema import check_specs
-from sparkdl.errors import kind_of, nearest, shown
+from sparkdl.errors import in_quotes, kind_of, nearest, shown
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
@@ -108,8 +108,10 @@ def problems_of(trainer: Any) -> Iterator[str]:
     for name, choices in _CHOICES.items():
         value = getattr(trainer, name)
         if not isinstance(value, str) or value not in choices:
-            given = f'"{value}"' if isinstance(value, str) else shown(value)
-            yield f"{name}={given}: use one of {', '.join(choices)}.{nearest(given, choices)}"
+            yield (
+                f"{name}={in_quotes(value)}: use one of {', '.join(choices)}."
+                f"{nearest(str(value), choices)}"
+            )
     parallel = list(problems_of_parallel(trainer.strategy, trainer.mesh))
     yield from parallel
     if isinstance(trainer.loss, type):

@@ -12,6 +12,7 @@ from sparkdl.errors import (
     DataError,
     ParameterError,
     UserError,
+    in_quotes,
     kind_of,
     nearest,
     raise_all,
@@ -188,3 +189,9 @@ def test_a_number_that_is_none_is_named(arguments: dict[str, object], said: str)
     with pytest.raises((TypeError, ValueError)) as caught:
         torch.optim.Adam(LAYERS.parameters(), **arguments)  # type: ignore[arg-type]
     assert wrong_argument(caught.value) == said
+
+
+def test_words_are_in_double_quotes() -> None:
+    assert in_quotes("fast") == '"fast"'
+    assert in_quotes(LAYERS) == "<Sequential object>"
+    assert in_quotes(3) == "3"
