@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import itertools
 import os
 import re
 import reprlib
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 _VOWEL_SOUND = re.compile("[aeioAEIO]|[FHLMNRSX][A-Z]|ndarray")
 """Matches the names of types that begin with a vowel sound: int, LRScheduler, ndarray."""
@@ -131,6 +133,14 @@ class _Shown(reprlib.Repr):
         super().__init__()
         self.maxstring = self.maxlong = LONGEST
         self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 8
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Return a mapping in its own order; :mod:`reprlib` sorts it."""
+        if level <= 0:
+            return "{...}"
+        some = itertools.islice(x.items(), self.maxdict)
+        pairs = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in some]
+        return "{" + ", ".join([*pairs, *["..."] * (len(x) > self.maxdict)]) + "}"
 
     def repr_instance(self, x: object, level: int) -> str:
         """Return what Python writes for an object, or its type if that is long."""
