@@ -450,7 +450,9 @@ def test_a_mistake_in_a_row_that_is_written_is_raised(
     spark: Any, trained: Any, tmp_path: Any
 ) -> None:
     data = Fit(spark).features("array<double>", [1.0, 2.0, 3.0])
-    said = r"^writing predictions: the model fails on a batch of \[1, 3\] float32: .*1x3 and 2x1\)\.$"
+    said = (
+        r"^writing predictions: the model fails on a batch of \[1, 3\] float32: .*1x3 and 2x1\)\.$"
+    )
     with pytest.raises(ModelError, match=said):
         sparkdl.predict(data, trained, path=tmp_path / "out", partitions=1)
 
