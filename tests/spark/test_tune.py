@@ -388,6 +388,25 @@ def test_an_interrupt_ends_a_search(
     nothing_left()
 
 
+class Raises(sparkdl.Callback):
+    """Raises an exception in a trial with a large batch."""
+
+    def on_iteration_end(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
+        if trainer.batch_size == 100:
+            raise LookupError("no such run")
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_an_exception_of_a_callback_ends_its_trial_only(
+    trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], parallel: int
+) -> None:
+    own = replace(trainer, callbacks=[Raises()])
+    space = {"batch_size": [100, 200]}
+    result = tune.search(own, frames[0], space, algorithm="grid", parallel=parallel)
+    assert [one.status for one in result.trials] == ["failed", "completed"]
+    assert result.trials[0].reason == "LookupError: no such run"
+
+
 class Dies(sparkdl.Callback):
     """Ends the process of a trial with a large batch."""
 

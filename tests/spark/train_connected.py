@@ -279,6 +279,14 @@ def search(data: Any) -> dict[str, Any]:
     return {
         "trials": connected_fits.of_search(found),
         "best": digest(found.best_model.module),
+        "reason": sparkdl.tune.search(
+            replace(connected_fits.fits(data)["perceptron"], callbacks=[connected_fits.Raises()]),
+            data,
+            {"batch_size": [100]},
+            parallel=1,
+        )
+        .trials[0]
+        .reason,
         "checkpoints": told(
             lambda: sparkdl.tune.search(trainer, data, {"batch_size": [8]}, parallel=1)
         ),
