@@ -280,9 +280,10 @@ def search(data: Any) -> dict[str, Any]:
         "trials": connected_fits.of_search(found),
         "best": digest(found.best_model.module),
         "reason": sparkdl.tune.search(
-            replace(connected_fits.fits(data)["perceptron"], callbacks=[connected_fits.Raises()]),
+            replace(connected_fits.fits(data)["mixed"], callbacks=[connected_fits.Raises()]),
             data,
             {"batch_size": [100]},
+            algorithm="grid",
             parallel=1,
         )
         .trials[0]
