@@ -296,6 +296,7 @@ def test_a_picture_of_the_trials(
     assert {one.status for one in result.trials} == {"completed", "failed"}
     assert len({one.arguments["loss"] for one in result.trials}) == 2
     result.plot(tmp_path / "trials.png")
+    assert result.plot()._repr_png_().startswith(b"\x89PNG")  # as a notebook shows it
     assert (tmp_path / "trials.png").read_bytes().startswith(b"\x89PNG")
     assert "trial" in result._repr_html_()
     assert repr(result).startswith("<sparkdl.tune.SearchResult: 6 trials, best accuracy 0.")
