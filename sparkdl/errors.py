@@ -184,16 +184,24 @@ def wrong_argument(error: BaseException) -> str:
         if code.co_name == "__init__" and own is not None:
             for name in code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]:
                 parameter = inspect.signature(type(own)).parameters.get(name)
-                if parameter is not None and (found := _no_number(name, values[name], parameter)):
+                if parameter is not None and (
+                    found := no_number(name, values[name], parameter.default)
+                ):
                     return found
         trace = trace.tb_next
     return ""
 
 
-def _no_number(name: str, value: object, parameter: inspect.Parameter) -> str:
-    """Return the problem of an argument that is to be a number, as its text or its default says."""
+def no_number(name: str, value: object, default: object = None) -> str:
+    """Return the problem of an argument that is to be a number, or an empty string.
+
+    Args:
+        name: The name of the argument.
+        value: Its value. Text that reads as a number is a problem, also in a list.
+        default: Its default. If that is a number, None is a problem.
+    """
     if isinstance(value, (list, tuple)):
-        found = (_no_number(f"{name}[{i}]", one, parameter) for i, one in enumerate(value))
+        found = (no_number(f"{name}[{i}]", one, default) for i, one in enumerate(value))
         return next(filter(None, found), "")
     if isinstance(value, str):
         try:
@@ -203,8 +211,8 @@ def _no_number(name: str, value: object, parameter: inspect.Parameter) -> str:
         text = value.strip()
         remedy = f"{name}={text}" if name.isidentifier() else text
         return f'{name} is the text "{value}": give a number, {remedy}.'
-    if value is None and isinstance(parameter.default, (int, float)):
-        return f"{name} is None: give a number, such as {name}={parameter.default}."
+    if value is None and isinstance(default, (int, float)):
+        return f"{name} is None: give a number, such as {name}={default}."
     return ""
 
 
