@@ -183,10 +183,10 @@ class SeveralArguments(Exception):
 
 
 class Raises(sparkdl.Callback):
-    """Raises such an exception at the end."""
+    """Raises such an exception in the first iteration."""
 
-    def on_fit_end(self, trainer: Any, state: Any) -> None:
-        raise SeveralArguments(7, place="the end")
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        raise SeveralArguments(7, place="the start")
 
 
 class Note(sparkdl.Callback):

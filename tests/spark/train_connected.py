@@ -37,7 +37,7 @@ from sparkdl.checkpoint.store import CheckpointStore
 def told(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (sparkdl.SparkdlError, KeyError) as error:
+    except (sparkdl.SparkdlError, KeyError, connected_fits.SeveralArguments) as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("no error")
 
