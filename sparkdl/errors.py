@@ -8,11 +8,15 @@ retried. Every other error is a *fault* of the run, which Spark retries first.
 from __future__ import annotations
 
 import difflib
+import inspect
+import itertools
 import os
 import re
+import reprlib
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 _VOWEL_SOUND = re.compile("[aeioAEIO]|[FHLMNRSX][A-Z]|ndarray")
 """Matches the names of types that begin with a vowel sound: int, LRScheduler, ndarray."""
@@ -38,6 +42,12 @@ class SparkdlError(Exception):
         told = traceback.TracebackException.from_exception(self)
         _keep_frames_of_user(told)
         return "".join(told.format()).splitlines()
+
+
+def frames_of_user(error: BaseException) -> str:
+    """Return the traceback of an error and of its causes in the user's code; "" if there is none."""
+    told = traceback.TracebackException.from_exception(error)
+    return "".join(told.format()).rstrip() if _keep_frames_of_user(told) else ""
 
 
 def _keep_frames_of_user(told: traceback.TracebackException) -> bool:
@@ -109,6 +119,101 @@ def kind_of(value: object) -> str:
         return "None"
     name = type(value).__name__
     return f"{'an' if _VOWEL_SOUND.match(name) else 'a'} {name}"
+
+
+LONGEST = 200
+"""The most characters of a value in a message."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+class _Shown(reprlib.Repr):
+    """The representation of values in messages: short, on one line, and without addresses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxlong = LONGEST
+        self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = self.maxdict = 8
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        """Return a mapping in its own order; :mod:`reprlib` sorts it."""
+        if level <= 0:
+            return "{...}"
+        some = itertools.islice(x.items(), self.maxdict)
+        pairs = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in some]
+        return "{" + ", ".join([*pairs, *["..."] * (len(x) > self.maxdict)]) + "}"
+
+    def repr_instance(self, x: object, level: int) -> str:
+        """Return what Python writes for an object, or its type if that is long."""
+        try:
+            text = _ADDRESS.sub("", repr(x))
+        except Exception:
+            text = "\n"
+        return text if len(text) <= LONGEST and "\n" not in text else f"<{type(x).__name__} object>"
+
+
+_shown = _Shown()
+
+
+def shown(value: object) -> str:
+    """Return a user's value for a message: as Python writes it, but short and on one line.
+
+    Long text and lists are cut. A module, an optimizer or a table becomes ``<Linear object>``.
+    """
+    text = _shown.repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+
+
+def in_quotes(value: object) -> str:
+    """Return text in double quotes, and any other value as :func:`shown`, for an argument of words."""
+    text = shown(value)
+    return f'"{text[1:-1]}"' if isinstance(value, str) and "\\" not in text else text
+
+
+def wrong_argument(error: BaseException) -> str:
+    """Return which number of a constructor that failed is none: ``'lr is the text "0.01": ...'``.
+
+    Return an empty string if all of them are numbers.
+
+    Args:
+        error: The error that the constructor raised, with its traceback.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        code, values = trace.tb_frame.f_code, trace.tb_frame.f_locals
+        own = values.get("self")
+        if code.co_name == "__init__" and own is not None:
+            for name in code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]:
+                parameter = inspect.signature(type(own)).parameters.get(name)
+                if parameter is not None and (
+                    found := no_number(name, values[name], parameter.default)
+                ):
+                    return found
+        trace = trace.tb_next
+    return ""
+
+
+def no_number(name: str, value: object, default: object = None) -> str:
+    """Return the problem of an argument that is to be a number, or an empty string.
+
+    Args:
+        name: The name of the argument.
+        value: Its value. Text that reads as a number is a problem, also in a list.
+        default: Its default. If that is a number, None is a problem.
+    """
+    if isinstance(value, (list, tuple)):
+        found = (no_number(f"{name}[{i}]", one, default) for i, one in enumerate(value))
+        return next(filter(None, found), "")
+    if isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return ""
+        text = value.strip()
+        remedy = f"{name}={text}" if name.isidentifier() else text
+        return f'{name} is the text "{value}": give a number, {remedy}.'
+    if value is None and isinstance(default, (int, float)):
+        return f"{name} is None: give a number, such as {name}={default}."
+    return ""
 
 
 def wrong_data(method: str, data: object, wanted: str, remedy: str = "") -> DataError:

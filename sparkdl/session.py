@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import SessionError, wrong_data
+from sparkdl.errors import SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
 
@@ -64,7 +64,7 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
 
     if master is not None and not _MASTER.fullmatch(str(master)):
         raise SessionError(
-            f"master={master!r} is not a Spark master. Give local, local[2] or local[*], yarn, or "
+            f"master={shown(master)} is not a Spark master. Give local, local[2] or local[*], yarn, or "
             "a cluster's URL, such as spark://host:7077 or k8s://https://host:443."
         )
     given = {

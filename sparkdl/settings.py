@@ -70,6 +70,14 @@ SETTINGS: dict[str, Setting] = {
         "'off': it waits for ever. In a gang it bounds each command as a whole: coming together, an "
         "iteration, a validation, writing a checkpoint.",
     ),
+    "spark.sparkdl.client.seconds": Setting(
+        default="off",
+        doc="In a session of Spark Connect: how long a fit may hear nothing from its client, which "
+        "calls every few seconds, before it ends after its iteration, writes its last checkpoint and "
+        "frees its slots. Give 60 or more: a busy server is slow to pass a call on. 'off': it goes on "
+        "until Spark ends the query of a client that went away. Without effect where the server cannot "
+        "reach rank 0.",
+    ),
     "spark.sparkdl.progress": Setting(
         default="auto",
         doc="What a fit shows of its progress. 'auto': a bar on a terminal and in notebooks; elsewhere "
@@ -126,6 +134,7 @@ class Settings:
         stages: The Spark stages of an iteration: "auto", "one", "two" or "shuffle".
         snapshot_seconds: The seconds between snapshots; None takes no snapshots.
         timeout: The bound on the time without progress, in seconds; None is no bound.
+        client_seconds: The time that a fit waits for a sign of its client; None is no bound.
     """
 
     slab_dir: str = "auto"
@@ -133,6 +142,7 @@ class Settings:
     stages: str = "auto"
     snapshot_seconds: float | None = 30.0
     timeout: float | None = 1800.0
+    client_seconds: float | None = None
 
     @staticmethod
     def read(get: Callable[[str, str], str], keys: list[str]) -> Settings:
@@ -160,7 +170,7 @@ class Settings:
         durations = [key for key in SETTINGS if key.endswith(".seconds")]
         problems += [
             f'{key} = "{values[key]}": give a number of seconds'
-            f"{'' if SETTINGS[key].zero else ' above 0'}, such as {SETTINGS[key].default}, or off."
+            f"{'' if SETTINGS[key].zero else ' above 0'}, such as {_example(key)}, or off."
             for key in durations
             if values[key] != "off" and not _is_duration(values[key], SETTINGS[key].zero)
         ]
@@ -171,7 +181,13 @@ class Settings:
             stages=values["spark.sparkdl.stages"],
             snapshot_seconds=_duration(values["spark.sparkdl.snapshot.seconds"]),
             timeout=_duration(values["spark.sparkdl.timeout.seconds"]),
+            client_seconds=_duration(values["spark.sparkdl.client.seconds"]),
         )
+
+
+def _example(key: str) -> str:
+    default = SETTINGS[key].default
+    return "60" if default == "off" else default
 
 
 def _duration(text: str) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import KW_ONLY, dataclass
 
-from sparkdl.errors import ParameterError, raise_all
+from sparkdl.errors import ParameterError, raise_all, shown
 from sparkdl.loop.triggers import EveryEpoch, Trigger, no_trigger
 from sparkdl.plain import make_plain
 
@@ -36,7 +36,7 @@ class Checkpoint:
         make_plain(self, "keep", "asynchronous")
         if not isinstance(self.path, (str, os.PathLike)) or not str(self.path).strip():
             problems.append(
-                f"Checkpoint path={self.path!r}: give a folder, such as "
+                f"Checkpoint path={shown(self.path)}: give a folder, such as "
                 '"/shared/run-1" or "s3://bucket/run-1".'
             )
         if not isinstance(self.every, Trigger):
@@ -45,8 +45,11 @@ class Checkpoint:
         whole = isinstance(self.keep, int) and not isinstance(self.keep, bool)
         if self.keep is not None and not (whole and self.keep >= 1):
             problems.append(
-                f"Checkpoint keep={self.keep!r}: give a whole number of at least 1, or None for all."
+                f"Checkpoint keep={shown(self.keep)}: give a whole number of at least 1, or "
+                "None for all."
             )
         if not isinstance(self.asynchronous, bool):
-            problems.append(f"Checkpoint asynchronous={self.asynchronous!r}: give True or False.")
+            problems.append(
+                f"Checkpoint asynchronous={shown(self.asynchronous)}: give True or False."
+            )
         raise_all(ParameterError, problems)

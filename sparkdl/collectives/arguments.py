@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from sparkdl.collectives.algorithms import ALGORITHMS
 from sparkdl.collectives.link import TAG
-from sparkdl.errors import ParameterError, nearest
+from sparkdl.errors import ParameterError, nearest, shown
 
 LIBRARY = "library"
 DTYPES = (
@@ -34,14 +34,14 @@ def algorithm(operation: str, name: str) -> list[str]:
     if name in known:
         return []
     return [
-        f"{operation} has no algorithm {name!r}, only {', '.join(known)}.{nearest(name, known)}"
+        f"{operation} has no algorithm {shown(name)}, only {', '.join(known)}.{nearest(name, known)}"
     ]
 
 
 def reduction(op: str, dtype: torch.dtype) -> list[str]:
     """Return the problem of an op that does not exist, or not for this dtype."""
     if op not in OPS:
-        return [f"There is no op {op!r}, only {', '.join(OPS)}.{nearest(op, OPS)}"]
+        return [f"There is no op {shown(op)}, only {', '.join(OPS)}.{nearest(op, OPS)}"]
     if op == "mean" and not dtype.is_floating_point:
         return [f"A mean needs floating-point numbers, not {name_of(dtype)}: convert the tensor."]
     if op == "sum" and dtype == torch.bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.errors import ParameterError, kind_of
+from sparkdl.errors import ParameterError, kind_of, shown
 
 _LANE = object()
 """The tag that every ordered operation changes."""
@@ -60,7 +60,7 @@ class Engine:
 
     def __init__(self, threads: int = 4) -> None:
         if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
-            raise ParameterError(f"threads = {threads!r}: give a whole number of at least 1.")
+            raise ParameterError(f"threads = {shown(threads)}: give a whole number of at least 1.")
         self._changed = threading.Condition()
         self._tags: dict[Hashable, _Tag] = {}
         self._ready: list[_Operation] = []

@@ -12,7 +12,7 @@ from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
 from sparkdl.collectives.operation_order import Kind
 from sparkdl.collectives.server_client import Client
 from sparkdl.collectives.server_messages import Message
-from sparkdl.errors import ParameterError, kind_of, nearest, raise_all
+from sparkdl.errors import ParameterError, kind_of, nearest, raise_all, shown
 
 
 class KeyOperations:
@@ -137,7 +137,7 @@ class KeyOperations:
         """
         spec = self._spec(key)
         if not isinstance(values, torch.Tensor):
-            raise ParameterError(f"{key!r}: give a tensor, not {kind_of(values)}.")
+            raise ParameterError(f"{shown(key)}: give a tensor, not {kind_of(values)}.")
         rows, values = torch.as_tensor(rows).cpu(), values.detach().cpu()
         problems = server_arguments.rows(spec, rows) + server_arguments.row_values(
             spec, rows, values

@@ -9,7 +9,7 @@ import torch
 
 from sparkdl.collectives.key_range import MakeOptimizer
 from sparkdl.collectives.parameter_server import ParameterServer
-from sparkdl.errors import ParameterError, nearest
+from sparkdl.errors import ParameterError, nearest, shown
 
 KINDS = {"dist_sync": "synchronous", "dist_async": "asynchronous"}
 
@@ -40,7 +40,7 @@ class KVStore:
     ) -> None:
         if not isinstance(type, str) or type not in KINDS:
             known = " or ".join(f'"{word}"' for word in KINDS)
-            raise ParameterError(f"type = {type!r}: give {known}.{nearest(str(type), KINDS)}")
+            raise ParameterError(f"type = {shown(type)}: give {known}.{nearest(str(type), KINDS)}")
         self.type = type
         self.server = ParameterServer(
             Assign, consistency=KINDS[type], owners=owners, average=False, timeout=timeout

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sparkdl.collectives.arguments import name_of
 from sparkdl.collectives.key_range import KeySpec, MakeOptimizer
 from sparkdl.collectives.server_messages import ServerOptions, first_line
-from sparkdl.errors import ParameterError, kind_of, nearest, raise_all
+from sparkdl.errors import ParameterError, kind_of, nearest, raise_all, shown, wrong_argument
 from sparkdl.plain import plain
 
 CONSISTENCIES = ("asynchronous", "synchronous")
@@ -46,19 +46,21 @@ def checked(
     if consistency not in CONSISTENCIES:
         known = " or ".join(f'"{word}"' for word in CONSISTENCIES)
         close = nearest(consistency, CONSISTENCIES) if isinstance(consistency, str) else ""
-        problems.append(f"consistency = {consistency!r}: give {known}.{close}")
+        problems.append(f"consistency = {shown(consistency)}: give {known}.{close}")
     if staleness is not None and not _whole(staleness):
-        problems.append(f"staleness = {staleness!r}: give a whole number of at least 0, or None.")
+        problems.append(
+            f"staleness = {shown(staleness)}: give a whole number of at least 0, or None."
+        )
     ranks = list(range(size)) if owners is None else _ranks(owners, size)
     if not ranks or len(set(ranks)) < len(ranks):
         problems.append(
-            f"owners = {owners!r}: give a list of different ranks from 0 to {size - 1}."
+            f"owners = {shown(owners)}: give a list of different ranks from 0 to {size - 1}."
         )
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if not (number and 0 < timeout < math.inf):
-        problems.append(f"timeout = {timeout!r}: give a number of seconds above 0.")
+        problems.append(f"timeout = {shown(timeout)}: give a number of seconds above 0.")
     if not isinstance(average, bool):
-        problems.append(f"average = {average!r}: give True or False.")
+        problems.append(f"average = {shown(average)}: give True or False.")
     order = None if replay is None else _ranks(replay)
     if replay is not None and not order:
         problems.append(f"replay is {kind_of(replay)}: give the order of a closed server.")
@@ -95,8 +97,10 @@ def optimizer(make: Any, places: int) -> list[str]:
         whole = _tried(make, value, gradient)
         parts = [_tried(make, value[rows], gradient[rows]) for rows in (slice(2), slice(2, 4))]
     except Exception as error:
+        if problem := wrong_argument(error):
+            return [f"optimizer: {problem}"]
         return [
-            f"optimizer = {make!r}: give a torch.optim class or a partial of one, such as "
+            f"optimizer = {shown(make)}: give a torch.optim class or a partial of one, such as "
             "partial(torch.optim.SGD, lr=0.1), whose step takes no closure. With a list of tensors "
             f"it raises {type(error).__name__}: {first_line(error)}"
         ]
@@ -153,7 +157,9 @@ def as_lists(key: Any, value: Any) -> tuple[list[Hashable], list[Any]]:
         ParameterError: There are not as many of both, or a key stands twice.
     """
     if any(not isinstance(name, Hashable) for name in (key if isinstance(key, list) else [key])):
-        raise ParameterError(f"key = {key!r}: give a str, an int or a tuple, or a list of these.")
+        raise ParameterError(
+            f"key = {shown(key)}: give a str, an int or a tuple, or a list of these."
+        )
     if not isinstance(key, list):
         return [key], [value]
     if len({*key}) < len(key):

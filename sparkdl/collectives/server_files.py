@@ -24,7 +24,7 @@ from sparkdl.codec.files import MAX_JSON_BYTES, is_uri, mappable, parse_json, re
 from sparkdl.codec.safe import STORABLE, decode, encode
 from sparkdl.collectives.arguments import name_of
 from sparkdl.collectives.key_range import KeyRange, KeySpec, MakeOptimizer
-from sparkdl.errors import CheckpointError, ParameterError, kind_of
+from sparkdl.errors import CheckpointError, ParameterError, kind_of, shown
 
 MANIFEST, FORMAT = "parameter_server.json", 1
 _DTYPES = {name_of(dtype): dtype for dtype in STORABLE}
@@ -38,7 +38,8 @@ def folder_of(path: Any) -> Path:
     """
     if not isinstance(path, (str, os.PathLike)) or not str(path) or is_uri(path):
         raise ParameterError(
-            f"path = {path!r}: give a folder that the machines of all ranks see, such as one on NFS."
+            f"path = {shown(path)}: give a folder that the machines of all ranks see, such as "
+            "one on NFS."
         )
     return Path(path).absolute()
 

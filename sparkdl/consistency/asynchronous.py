@@ -8,7 +8,7 @@ from typing import Any
 
 from sparkdl.consistency.base import MOST, Consistency, problems_of_delay
 from sparkdl.consistency.turns import MOST_GROUPS, commits_of, quorum_of
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, shown
 from sparkdl.plain import make_plain
 from sparkdl.replica.iteration import Decisions
 
@@ -65,21 +65,26 @@ class Asynchronous(Consistency):
         groups = self.groups or replicas
         if replicas % groups:
             return (
-                f"consistency={self!r} with {replicas} replicas: groups have equally many replicas. "
+                f"consistency={shown(self)} with {replicas} replicas: groups have equally many "
+                "replicas. "
                 "Give groups= a divisor of the number of replicas, or set replicas=."
             )
         if groups % self.quorum:
             return (
-                f"consistency={self!r}: the {groups} gradients of an iteration make no whole number of "
+                f"consistency={shown(self)}: the {groups} gradients of an iteration make no "
+                "whole number of "
                 f"steps with {self.quorum} each. Give quorum= a divisor of {groups}."
             )
         if self.staleness is not None and 1 < self.quorum < groups:
             return (
-                f"consistency={self!r} with {groups} groups: the slowest group would wait for others "
+                f"consistency={shown(self)} with {groups} groups: the slowest group would wait "
+                "for others "
                 "that wait for it. Use quorum=1, or leave staleness out."
             )
         if groups >= MOST_GROUPS:
-            return f"consistency={self!r} with {groups} groups: give groups= below {MOST_GROUPS}."
+            return (
+                f"consistency={shown(self)} with {groups} groups: give groups= below {MOST_GROUPS}."
+            )
         return ""
 
     def check_recorded(self, number: int, decisions: Decisions, groups: int) -> None:
@@ -110,9 +115,9 @@ class Asynchronous(Consistency):
             if value is None and name != "quorum":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                yield f"{name}={value!r}: give a whole number of at least {least}."
+                yield f"{name}={shown(value)}: give a whole number of at least {least}."
         if self.scale not in SCALES:
-            yield f'scale={self.scale!r}: give "auto", "root", "share" or None.'
+            yield f'scale={shown(self.scale)}: give "auto", "root", "share" or None.'
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
         what = "consistency=Asynchronous"

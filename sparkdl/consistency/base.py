@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, shown
 from sparkdl.replica.iteration import STALENESS, Decisions
 
 MOST = 1 << 16
@@ -94,7 +94,7 @@ class Consistency:
     def problems(self) -> Iterator[str]:
         """Yield the problems of the model's own options."""
         if not isinstance(self.keep, int) or self.keep < 1:
-            yield f"keep={self.keep!r}: give a whole number of at least 1."
+            yield f"keep={shown(self.keep)}: give a whole number of at least 1."
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
         """Yield the problems of this model with other fields of the user's ``trainer``.
@@ -104,7 +104,9 @@ class Consistency:
         if self.keep == 1:
             return
         what = (
-            f"consistency={self!r}" if is_dataclass(self) else f"consistency={type(self).__name__}"
+            f"consistency={shown(self)}"
+            if is_dataclass(self)
+            else f"consistency={type(self).__name__}"
         )
         if trainer.engine == "gang":
             yield (

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sparkdl.consistency.base import Consistency
+from sparkdl.errors import shown
 from sparkdl.plain import make_plain
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -42,10 +43,11 @@ class DiLoCo(Consistency):
         """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""
         steps = self.inner_steps
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            yield f"inner_steps={steps!r}: give a whole number of at least 1."
+            yield f"inner_steps={shown(steps)}: give a whole number of at least 1."
         if not callable(self.outer_optimizer):
             yield (
-                f"outer_optimizer={self.outer_optimizer!r}: give a torch.optim class, or a partial of "
+                f"outer_optimizer={shown(self.outer_optimizer)}: give a torch.optim class, or a "
+                "partial of "
                 "one such as partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
             )
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparkdl.consistency.base import Consistency
-from sparkdl.errors import nearest
+from sparkdl.errors import nearest, shown
 from sparkdl.model.layout import Layout
 
 DISTANCE = "replica_distance"
@@ -41,7 +41,7 @@ class Gossip(Consistency):
         """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""
         if not isinstance(self.topology, str) or self.topology not in TOPOLOGIES:
             yield (
-                f"topology={self.topology!r}: use one of {', '.join(TOPOLOGIES)}."
+                f"topology={shown(self.topology)}: use one of {', '.join(TOPOLOGIES)}."
                 f"{nearest(str(self.topology), TOPOLOGIES)}"
             )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from sparkdl.consistency.base import MOST, Consistency, Dispatch
+from sparkdl.errors import shown
 from sparkdl.plain import make_plain
 
 
@@ -42,6 +43,6 @@ class StaleSynchronous(Consistency):
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.consistency.base.Consistency`."""
         if not isinstance(self.staleness, int) or isinstance(self.staleness, bool):
-            yield f"staleness={self.staleness!r}: give a whole number of at least 0."
+            yield f"staleness={shown(self.staleness)}: give a whole number of at least 0."
         elif not 0 <= self.staleness < MOST:
             yield f"staleness={self.staleness}: give a whole number from 0 to {MOST - 1}."

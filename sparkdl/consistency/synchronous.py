@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.consistency.base import Consistency
+from sparkdl.errors import shown
 from sparkdl.plain import make_plain
 
 FEWEST_PARTS = 4
@@ -48,14 +49,15 @@ class Synchronous(Consistency):
             return
         if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 0.5:
             yield (
-                f"drop_stragglers={given!r}: give the share of the rows that a step may leave out, "
+                f"drop_stragglers={shown(given)}: give the share of the rows that a step may "
+                "leave out, "
                 "above 0 and at most 0.5, or None."
             )
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
         if self.drop_stragglers is None:
             return
-        what = f"consistency={self!r}"
+        what = f"consistency={shown(self)}"
         if trainer.engine == "gang":
             yield (
                 f'{what} with engine="gang": its ranks sum gradients while they compute them, and wait '

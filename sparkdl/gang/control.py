@@ -130,6 +130,7 @@ class ControlClient:
         self._function = f"sparkdl_ask_rank_0_{secrets.token_hex(4)}"  # other fits have their own
         self._asked = 0
         self._works: bool | None = None
+        self._answered = False
 
     def ask(self, question: Any) -> Any | None:
         """Return the answer of rank 0, or None if nobody answers."""
@@ -144,11 +145,12 @@ class ControlClient:
             found = _unpacked(name)
         except (PySparkException, ValueError) as error:
             logger.debug("rank 0 cannot be asked: %s", error)
-            self._works = False
+            self._works = self._answered  # the server is busy, or has never been able to
             return None
         if found is None:
             return None
         host, answer = found
+        self._answered = True
         self._hosts = (host,)
         return answer
 

@@ -215,10 +215,42 @@ def _packed_error(error: BaseException) -> bytes:
     trace = "".join(traceback.format_exception(error)).rstrip()
     if not isinstance(error, SparkdlError):
         error.add_note(f"In rank 0 of the gang:\n{trace}")
-    try:
-        content: bytes = cloudpickle.dumps(error)
-        pickle.loads(content)
-    except Exception:
-        told = TrainingError(f"rank 0 failed. {type(error).__name__}: {error}\n{trace}")
-        content = pickle.dumps(told)
-    return content
+    for form in (error, _ErrorParts(error)):
+        with contextlib.suppress(Exception):
+            content: bytes = cloudpickle.dumps(form)
+            if str(pickle.loads(content)) == str(error):
+                return content
+    told = TrainingError(f"rank 0 failed. {type(error).__name__}: {error}\n{trace}")
+    return pickle.dumps(told)
+
+
+class _ErrorParts:
+    """An exception whose class takes other arguments than the exception keeps; unpickled, it is one.
+
+    Python calls the class with ``error.args`` to unpickle an exception, so that one whose
+    ``__init__`` takes several arguments fails, or gets another text.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _error_of, (type(self._error), self._error.args, picklable_attributes(self._error))
+
+
+def _error_of(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> Any:
+    """Return an exception with these arguments and attributes, whatever its class takes."""
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(state)
+    return error
+
+
+def picklable_attributes(owner: Any) -> dict[str, Any]:
+    """Return the attributes of an object that can be pickled."""
+    found = {}
+    for name, value in getattr(owner, "__dict__", {}).items():
+        with contextlib.suppress(Exception):
+            pickle.loads(cloudpickle.dumps(value))
+            found[name] = value
+    return found

@@ -17,7 +17,15 @@ from pyspark.sql import SparkSession
 from pyspark.sql.utils import is_remote
 
 from sparkdl.codec.safe import mapped
-from sparkdl.errors import ParameterError, SessionError, TrainingError, cannot_travel, kind_of
+from sparkdl.errors import (
+    ParameterError,
+    SessionError,
+    TrainingError,
+    cannot_travel,
+    in_quotes,
+    kind_of,
+    shown,
+)
 from sparkdl.gang.connect import check_slots_of, run_led, slots_of
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.environment import check_unshared
@@ -86,13 +94,13 @@ def run(
     if not callable(fn):
         raise ParameterError(f"fn is {kind_of(fn)}: give a function.")
     if device not in DEVICES:
-        raise ParameterError(f'device = "{device}": use one of {", ".join(DEVICES)}.')
+        raise ParameterError(f"device = {in_quotes(device)}: use one of {', '.join(DEVICES)}.")
     ranks, timeout = plain(ranks), plain(timeout)
     if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
-        raise ParameterError(f"ranks = {ranks!r}: give a whole number of at least 1.")
+        raise ParameterError(f"ranks = {shown(ranks)}: give a whole number of at least 1.")
     number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
     if timeout is not None and not (number and 0 < timeout < math.inf):
-        raise ParameterError(f"timeout = {timeout!r}: give a number of seconds, or None.")
+        raise ParameterError(f"timeout = {shown(timeout)}: give a number of seconds, or None.")
     session, name = _connected(spark), getattr(fn, "__name__", type(fn).__name__)
     call = _pickled_call(name, fn, args, kwargs)
     if session is not None:

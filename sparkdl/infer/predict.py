@@ -32,9 +32,10 @@ from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, pieces, to_arrow
 from sparkdl.infer.shipped_module import Dimensions, ShippedModule, run_batches
 from sparkdl.model.signature import BY_POSITION, Signature
-from sparkdl.spark.worker import finish_task
+from sparkdl.spark.worker import finish_task, mistakes_told_briefly
 from sparkdl.usercode import accompanied
 
+_GIVE = "Give values of the form that it was trained on."
 Finish = Callable[[torch.Tensor], torch.Tensor] | None
 """The user's ``postprocess``, or None."""
 Body = Callable[[Iterator[Any]], Iterator[pa.Array]]
@@ -64,10 +65,11 @@ class PredictColumn:
     def __call__(self, batches: Iterator[tuple[pa.Array, ...] | pa.Array]) -> Iterator[pa.Array]:
         module = self.module.load()
         seen = 0
-        for batch in batches:
-            columns = batch if isinstance(batch, tuple) else (batch,)
-            yield from self._predict(module, columns, seen)
-            seen += len(columns[0])
+        with mistakes_told_briefly():
+            for batch in batches:
+                columns = batch if isinstance(batch, tuple) else (batch,)
+                yield from self._predict(module, columns, seen)
+                seen += len(columns[0])
         finish_task()
 
     def _predict(self, module: Any, columns: Sequence[pa.Array], seen: int) -> Iterator[pa.Array]:
@@ -129,13 +131,14 @@ class PredictRecords:
     def __call__(self, records: Iterable[Any]) -> Iterator[Any]:
         module = self.module.load()
         waiting: list[list[np.ndarray]] = []
-        for row, record in enumerate(records):
-            waiting.append(self.inputs(record, row, waiting))
-            if len(waiting) == self.batch_size:
+        with mistakes_told_briefly():
+            for row, record in enumerate(records):
+                waiting.append(self.inputs(record, row, waiting))
+                if len(waiting) == self.batch_size:
+                    yield from self._predict(module, waiting)
+                    waiting = []
+            if waiting:
                 yield from self._predict(module, waiting)
-                waiting = []
-        if waiting:
-            yield from self._predict(module, waiting)
         finish_task()
 
     def inputs(
@@ -157,6 +160,12 @@ class PredictRecords:
                 (name, record_field(value, name, row, self.float_dtype, self.specs, field))
                 for (name, value), field in with_fields(named("features", features), self.fields)
             ]
+            for (name, value), field in with_fields(parts, self.fields):
+                if name not in (self.specs or {}) and _another_form(value.ndim, field):
+                    found = f"{value.dtype}{list(value.shape) or ''}"
+                    raise RowError(
+                        name, row, f"is {found}, and the model was trained on {field}", _GIVE
+                    )
             check_alike(parts, before, row, self.specs)
             return [value for _, value in parts]
         except RowError as error:
@@ -181,6 +190,12 @@ class PredictRecords:
         for output, _ in found:
             for value in as_numpy(output):
                 yield value if value.ndim else value.item()
+
+
+def _another_form(dimensions: int, field: Field | None) -> bool:
+    """Return whether values are numbers and the field that the model was trained with arrays, or
+    the other way round: a batch of one then passes for one row of the other."""
+    return field is not None and not field.ragged and bool(dimensions) != bool(field.shape)
 
 
 def _place() -> str:
@@ -224,6 +239,13 @@ def predict_dataframe(
     """
     inputs, _ = columns_of(data.schema, features, (), float_dtype, specs, fields)
     check_unambiguous(data, features)
+    for column, field in with_fields(inputs, fields):
+        if column.spec is None and _another_form(column.depth + column.vector, field):
+            kind = data.schema[column.name].dataType.simpleString()
+            raise DataError(
+                f'feature column "{column.name}" is of type {kind}, and the model was trained on '
+                f"{field}. {_GIVE}"
+            )
     if taken := columns_named(data, prediction_col):
         raise DataError(
             f'the DataFrame already has a column "{taken[0]}": drop it, or choose another '

@@ -19,7 +19,7 @@ from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
 from sparkdl.data.records import Names, feature_names, named
 from sparkdl.data.schema import quoted
-from sparkdl.errors import DataError, ParameterError, kind_of, raise_all, wrong_data
+from sparkdl.errors import DataError, ParameterError, kind_of, raise_all, shown, wrong_data
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.model_view import as_html
@@ -167,7 +167,7 @@ class TrainedModel:
         """
         _check_kind("transform", data, DataFrame, "a DataFrame", "For an RDD, use predict.")
         if not isinstance(prediction_col, str):
-            raise ParameterError(f"prediction_col={prediction_col!r}: give a column name.")
+            raise ParameterError(f"prediction_col={shown(prediction_col)}: give a column name.")
         size = _batch_size(batch_size)
 
         def first_rows() -> list[Rows] | None:
@@ -441,5 +441,5 @@ def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") 
 def _batch_size(value: int) -> int:
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ParameterError(f"batch_size={value!r}: give a whole number of at least 1.")
+        raise ParameterError(f"batch_size={shown(value)}: give a whole number of at least 1.")
     return value

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from sparkdl.errors import ModelError, kind_of, nearest
+from sparkdl.errors import ModelError, kind_of, nearest, no_number, wrong_argument
 from sparkdl.loop.state import TrainState
 from sparkdl.slices.optimizer import OptimizerSpec
 
@@ -198,11 +198,16 @@ def _scheduler(make: Callable[[torch.optim.Optimizer], Any], mirror: torch.optim
     try:
         scheduler = make(mirror)
     except Exception as error:
+        if problem := wrong_argument(error):
+            raise ModelError(f"the schedule cannot be built: {problem}") from error
         raise ModelError(
             f"schedule cannot be built on the optimizer ({type(error).__name__}: {error}). "
             "Give a partial of a torch.optim.lr_scheduler class, such as "
             "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
         ) from error
+    for name, value in getattr(make, "keywords", {}).items():
+        if problem := no_number(name, value):  # some schedulers find out when they step
+            raise ModelError(f"the schedule cannot be built: {problem}")
     if not isinstance(scheduler, LRScheduler):
         raise ModelError(
             f"schedule gave {kind_of(scheduler)}, not a torch.optim.lr_scheduler.LRScheduler."

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, shown
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.trigger import Trigger
 from sparkdl.plain import plain
@@ -187,7 +187,7 @@ def max_time(seconds: float) -> Trigger:
 
 def min_loss(loss: float) -> Trigger:
     """Return a trigger that is true if the loss of the last global batch is at most ``loss``."""
-    return MinLoss(_number(f"min_loss({loss!r})", loss))
+    return MinLoss(_number(f"min_loss({shown(loss)})", loss))
 
 
 def max_score(metric: str, score: float) -> Trigger:
@@ -196,7 +196,7 @@ def max_score(metric: str, score: float) -> Trigger:
     If less of the metric is better, it must be at most ``score``. The trigger is false before the
     first validation.
     """
-    call = f"max_score({metric!r}, {score!r})"
+    call = f"max_score({shown(metric)}, {shown(score)})"
     return MaxScore(_name(call, metric), _number(call, score))
 
 
@@ -216,7 +216,7 @@ def plateau(metric: str, patience: int, min_delta: float = 0.0) -> Trigger:
     Raises:
         ParameterError: An argument is wrong.
     """
-    call = f"plateau({metric!r}, {patience!r}, {min_delta!r})"
+    call = f"plateau({shown(metric)}, {shown(patience)}, {shown(min_delta)})"
     patience = plain(patience)
     if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
         raise ParameterError(f"{call}: give a patience of at least 1 validation.")
@@ -241,7 +241,7 @@ def no_trigger(place: str, value: object, example: str, of: Callable[..., Trigge
         return f"{place.format(f'sparkdl.{name}')}: call it, as in sparkdl.{name}({arguments})."
     if isinstance(value, int) and not isinstance(value, bool) and value > 0:
         example = f"sparkdl.{of.__name__}({value})"
-    return f"{place.format(repr(value))}: give a trigger, such as {example}."
+    return f"{place.format(shown(value))}: give a trigger, such as {example}."
 
 
 def _sign(metric: str, state: TrainState) -> int:
@@ -252,14 +252,14 @@ def _sign(metric: str, state: TrainState) -> int:
 def _positive(name: str, value: int) -> int:
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ParameterError(f"{name}({value!r}): give a whole number of at least 1.")
+        raise ParameterError(f"{name}({shown(value)}): give a whole number of at least 1.")
     return value
 
 
 def _duration(name: str, value: float) -> float:
-    seconds = _number(f"{name}({value!r})", value)
+    seconds = _number(f"{name}({shown(value)})", value)
     if seconds <= 0:
-        raise ParameterError(f"{name}({value!r}): give more than 0 seconds.")
+        raise ParameterError(f"{name}({shown(value)}): give more than 0 seconds.")
     return seconds
 
 
@@ -267,7 +267,7 @@ def _number(call: str, value: float) -> float:
     value = plain(value)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not math.isfinite(value):
-        raise ParameterError(f"{call}: {value!r} is not a finite number.")
+        raise ParameterError(f"{call}: {shown(value)} is not a finite number.")
     return float(value)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import ParameterError, raise_all
+from sparkdl.errors import ParameterError, raise_all, shown
 from sparkdl.loop.engine import Engine
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
@@ -51,7 +51,9 @@ class Validation:
         if not isinstance(self.every, Trigger):
             problems.append(no_trigger("Validation(every={})", self.every, "sparkdl.every_epoch()"))
         if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int):
-            problems.append(f"Validation(batch_size={self.batch_size!r}): give a whole number.")
+            problems.append(
+                f"Validation(batch_size={shown(self.batch_size)}): give a whole number."
+            )
         elif self.batch_size < 1:
             problems.append(f"Validation(batch_size={self.batch_size}): give at least 1.")
         problems += problems_of_part(self.output, "Validation: ")

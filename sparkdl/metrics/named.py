@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from sparkdl.errors import ParameterError, kind_of, nearest
+from sparkdl.errors import ParameterError, kind_of, nearest, shown
 from sparkdl.metrics.base import MeanMetric, Metric
 from sparkdl.metrics.ranking import AUC, hit_ratio, ndcg, top_k
 from sparkdl.metrics.torchmetrics import TorchMetric, is_torchmetric
@@ -111,7 +111,9 @@ def resolve(metrics: Metrics) -> list[Metric]:
             have the same name.
     """
     if isinstance(metrics, str) or not isinstance(metrics, Iterable):
-        raise ParameterError(f"metrics={metrics!r}: give a list, such as metrics=[{metrics!r}].")
+        raise ParameterError(
+            f"metrics={shown(metrics)}: give a list, such as metrics=[{shown(metrics)}]."
+        )
     given = list(metrics.items()) if isinstance(metrics, Mapping) else list(metrics)
     resolved: dict[str, Metric] = {}
     for one in given:
@@ -194,7 +196,7 @@ def _metric(one: Any) -> Metric:
     if isinstance(one, str):
         return _of_name(one)
     raise ParameterError(
-        f"unknown metric {one!r} ({type(one).__name__}). Give a name, a sparkdl.Metric, a "
+        f"unknown metric {shown(one)} ({type(one).__name__}). Give a name, a sparkdl.Metric, a "
         "torchmetrics.Metric, or a pair (name, metric)."
     )
 

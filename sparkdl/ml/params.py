@@ -22,7 +22,7 @@ from pyspark.ml.param.shared import (
     HasWeightCol,
 )
 
-from sparkdl.errors import ParameterError, kind_of, nearest
+from sparkdl.errors import ParameterError, in_quotes, kind_of, nearest
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.train.trainer import TEN_EPOCHS, Trainer
 
@@ -47,7 +47,9 @@ def _one_of(name: str, *choices: str) -> Callable[[Any], str]:
     def convert(value: Any) -> str:
         if value not in choices:
             hint = nearest(str(value), choices)
-            raise ParameterError(f'{name}="{value}": use one of {", ".join(choices)}.{hint}')
+            raise ParameterError(
+                f"{name}={in_quotes(value)}: use one of {', '.join(choices)}.{hint}"
+            )
         return str(value)
 
     return convert

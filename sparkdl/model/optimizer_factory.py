@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError, kind_of, nearest
+from sparkdl.errors import ModelError, kind_of, nearest, shown
 from sparkdl.model.recipe import Recipe, optimizer_class
 
 Factory = Callable[..., Any]
@@ -57,7 +57,8 @@ def _assigned(
     for key, make in factories.items():
         if not isinstance(key, str) or not callable(make):
             raise ModelError(
-                f"optimizer[{key!r}] is {make!r}: give the name of a submodule or parameter, and "
+                f"optimizer[{shown(key)}] is {shown(make)}: give the name of a submodule or "
+                "parameter, and "
                 "for it a torch.optim class or a partial of one, such as partial(Adam, lr=1e-3)."
             )
     names: dict[int, list[str]] = {}  # a tied parameter has several

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from sparkdl.errors import ModelError, kind_of, nearest
+from sparkdl.errors import ModelError, kind_of, nearest, shown
 from sparkdl.model.model_loss import OwnLoss, inner, is_own_loss
 
 Part: TypeAlias = str | int | Callable[[Any], Any] | None
@@ -98,7 +98,7 @@ def part_of(returned: Any, part: Part) -> Any:
         return getattr(returned, part)
     except (LookupError, AttributeError, TypeError):
         raise ModelError(
-            f"output={part!r}: the model returned {described(returned)}, which has no such part."
+            f"output={shown(part)}: the model returned {described(returned)}, which has no such part."
             f"{nearest(str(part), map(str, parts_of(returned)))}"
         ) from None
 
@@ -112,7 +112,7 @@ def problems_of_part(part: Any, where: str = "") -> list[str]:
     ):
         return []
     return [
-        f"{where}output={part!r}: name a field of what the model returns, or give a function of "
+        f"{where}output={shown(part)}: name a field of what the model returns, or give a function of "
         "it, or None."
     ]
 
@@ -173,5 +173,5 @@ def for_example(returned: Any) -> str:
     """Return an example of how to name a tensor in the model's return value."""
     parts = parts_of(returned).items()
     names = [name for name, value in parts if isinstance(value, torch.Tensor) and value.ndim]
-    named = f"output={names[0]!r}, or " if names else ""
+    named = f"output={shown(names[0])}, or " if names else ""
     return f"{named}output=function of what it returns"

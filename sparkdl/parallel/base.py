@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sparkdl.data.fields import Field
-from sparkdl.errors import ModelError, ParameterError
+from sparkdl.errors import ModelError, ParameterError, shown
 from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
 from sparkdl.parallel.mesh import MODEL_DIMENSIONS, Mesh
@@ -161,7 +161,7 @@ def flag_problems(strategy: ParallelStrategy, *names: str) -> Iterator[str]:
     """Yield the problems of options that are True or False."""
     for name in names:
         if not isinstance(getattr(strategy, name), bool):
-            yield f"{name}={getattr(strategy, name)!r}): give True or False."
+            yield f"{name}={shown(getattr(strategy, name))}): give True or False."
 
 
 def count_problems(strategy: ParallelStrategy, *names: str) -> Iterator[str]:
@@ -169,7 +169,7 @@ def count_problems(strategy: ParallelStrategy, *names: str) -> Iterator[str]:
     for name in names:
         value = getattr(strategy, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            yield f"{name}={value!r}): give a whole number of at least 1."
+            yield f"{name}={shown(value)}): give a whole number of at least 1."
 
 
 def check_all_used(word: str, module: nn.Module) -> None:

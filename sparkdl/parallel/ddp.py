@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, shown
 from sparkdl.parallel.base import ParallelStrategy, flag_problems
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.plain import make_plain
@@ -57,7 +57,7 @@ class DDP(ParallelStrategy):
         """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
         size = self.bucket_cap_mb
         if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < math.inf:
-            yield f"bucket_cap_mb={size!r}): give a number of megabytes above 0."
+            yield f"bucket_cap_mb={shown(size)}): give a number of megabytes above 0."
         yield from flag_problems(self, "static_graph", "find_unused_parameters", "shard_optimizer")
         if self.static_graph is True and self.find_unused_parameters is True:
             yield "static_graph=True, find_unused_parameters=True): passes are alike, or they are not."

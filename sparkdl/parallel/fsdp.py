@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError, nearest
+from sparkdl.errors import ModelError, in_quotes, nearest, shown
 from sparkdl.model.layout import Layout
 from sparkdl.model.options import PRECISIONS, TrainingOptions
 from sparkdl.model.preparation import matches_module
@@ -69,10 +69,10 @@ class FSDP(ParallelStrategy):
         """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
         units = self.units
         if not isinstance(units, (list, tuple)) or not all(isinstance(n, str) for n in units):
-            yield f'units={units!r}): give a list of names or patterns, such as ["layers.*"].'
+            yield f'units={shown(units)}): give a list of names or patterns, such as ["layers.*"].'
         yield from flag_problems(self, "reshard_after_forward", "cpu_offload")
         if self.param_dtype not in PRECISIONS:
-            yield f'param_dtype="{self.param_dtype}"): use one of {", ".join(PRECISIONS)}.'
+            yield f"param_dtype={in_quotes(self.param_dtype)}): use one of {', '.join(PRECISIONS)}."
 
     def problems_beside(self, words: str) -> Iterator[str]:
         if self.cpu_offload:

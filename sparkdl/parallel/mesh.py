@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from sparkdl.errors import ParameterError, nearest
+from sparkdl.errors import ParameterError, nearest, shown
 
 MODEL_DIMENSIONS = ("pipe", "tensor")
 """The dimensions whose ranks run their samples through one split model together."""
@@ -109,7 +109,7 @@ def problems_of_mesh(mesh: Any) -> Iterator[str]:
     if mesh is None:
         return
     if not isinstance(mesh, Mapping) or not mesh:
-        yield f'mesh={mesh!r}: give sizes by name, such as {{"data": 2, "shard": 4}}.'
+        yield f'mesh={shown(mesh)}: give sizes by name, such as {{"data": 2, "shard": 4}}.'
         return
     for name, size in mesh.items():
         if name not in DIMENSIONS:

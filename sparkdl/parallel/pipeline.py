@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError, ParameterError
+from sparkdl.errors import ModelError, ParameterError, in_quotes, shown
 from sparkdl.model.layout import Layout
 from sparkdl.model.model_loss import is_own_loss
 from sparkdl.model.options import TrainingOptions
@@ -67,10 +67,10 @@ class Pipeline(ParallelStrategy):
         """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
         split = self.split
         if not isinstance(split, (list, tuple)) or not all(isinstance(n, str) for n in split):
-            yield f'split={split!r}): give a list of names of modules, such as ["3", "6"].'
+            yield f'split={shown(split)}): give a list of names of modules, such as ["3", "6"].'
         yield from count_problems(self, "micro_batches", "stages_per_rank")
         if self.schedule not in SCHEDULES:
-            yield f'schedule="{self.schedule}"): use one of {", ".join(SCHEDULES)}.'
+            yield f"schedule={in_quotes(self.schedule)}): use one of {', '.join(SCHEDULES)}."
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
         yield from super().problems_with(trainer)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.errors import nearest
+from sparkdl.errors import in_quotes, nearest
 from sparkdl.model.options import TrainingOptions
 from sparkdl.parallel.base import ParallelStrategy
 from sparkdl.parallel.ddp import DDP
@@ -137,7 +137,7 @@ def _of_one(strategy: Any) -> Iterator[str]:
         classes = dict.fromkeys(type(made).__name__ for made in STRATEGIES.values())
         *others, last = (f"sparkdl.{name}(...)" for name in classes)
         yield (
-            f'strategy="{strategy}": use one of {", ".join([*STRATEGIES, *others])} or {last}.'
+            f"strategy={in_quotes(strategy)}: use one of {', '.join([*STRATEGIES, *others])} or {last}."
             f"{nearest(str(strategy), STRATEGIES)}"
         )
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparkdl.errors import ModelError, ParameterError, kind_of, nearest
+from sparkdl.errors import ModelError, ParameterError, kind_of, nearest, shown
 from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import matches_module
@@ -79,7 +79,7 @@ class Tensor(ParallelStrategy):
         plan = self.plan
         if not isinstance(plan, Mapping) or not all(isinstance(name, str) for name in plan):
             yield (
-                f"plan={plan!r}): give ways by name or pattern, such as "
+                f"plan={shown(plan)}): give ways by name or pattern, such as "
                 '{"0": "column", "2": "row"}.'
             )
             return
@@ -87,7 +87,7 @@ class Tensor(ParallelStrategy):
             torch_style = any(kind.__name__ == "ParallelStyle" for kind in type(way).__mro__)
             if not torch_style and way not in WAYS:
                 yield (
-                    f'plan={{"{name}": {way!r}}}): use "column", "row", or a style of '
+                    f'plan={{"{name}": {shown(way)}}}): use "column", "row", or a style of '
                     f"torch.distributed.tensor.parallel.{nearest(str(way), WAYS)}"
                 )
 

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from sparkdl.codec.packed import Tensors
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, shown
 from sparkdl.plain import make_plain
 
 RESIDUAL = "sparkdl.residual"
@@ -85,7 +85,9 @@ class TopK:
     def __post_init__(self) -> None:
         make_plain(self)
         if not _is_number(self.ratio) or not 0 < self.ratio <= 1:
-            raise ParameterError(f"TopK: ratio={self.ratio!r}: give a number above 0, at most 1.")
+            raise ParameterError(
+                f"TopK: ratio={shown(self.ratio)}: give a number above 0, at most 1."
+            )
 
     def __call__(self, bucket: GradBucket) -> dict[str, torch.Tensor]:
         """Return the sparse form, or the whole gradient as ``values``."""
@@ -120,7 +122,7 @@ class PowerSGD:
         make_plain(self)
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
             raise ParameterError(
-                f"PowerSGD: rank={self.rank!r}: give a whole number of at least 1."
+                f"PowerSGD: rank={shown(self.rank)}: give a whole number of at least 1."
             )
 
     def __call__(self, bucket: GradBucket) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ from sparkdl.errors import (
     StalledError,
     StateLostError,
     TrainingError,
+    UserError,
 )
 from sparkdl.spark.frames import PLACE
 from sparkdl.usercode.travel import REMEDY
@@ -130,8 +131,10 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
     """Translate the errors of jobs that read the data; ``doing`` says what the data are read for.
 
     Raises:
-        DataError: The query of the data itself fails (a cast, a UDF, a function of ``rdd.map``).
-        ModelError: The executors lack a module of the user, or have another version of it.
+        DataError: The query of the data itself fails (a cast, a UDF, a function of ``rdd.map``), or a
+            row cannot be read.
+        ModelError: The executors lack a module of the user, or have another version of it, or the
+            model fails on rows.
         SessionError: The executors run another version of Python.
         StalledError: Nothing happened in the job.
         TrainingError: The job failed for another reason.
@@ -144,6 +147,8 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
             raise SessionError(differ) from None
         if mistake := _OF_MODULES.search(text):
             raise ModelError(f"{doing}: {mistake[1]}") from None
+        if told := _IN_ROWS.search(text):
+            raise _MISTAKES[told[1]](f"{doing}: {told[2].strip()}") from None
         if isinstance(error, Py4JError) or "sparkdl.errors." in text:
             reason = of_query(explain(text))
             kind = StalledError if reason.startswith(WAITED) else TrainingError
@@ -166,6 +171,11 @@ _OF_MODULES = re.compile(r"errors\.ModelError: (the executors (?:cannot import|h
 """The message of an error that :mod:`sparkdl.usercode` raises in a task."""
 
 
+_MISTAKES: dict[str, type[UserError]] = {"DataError": DataError, "ModelError": ModelError}
+_IN_ROWS = re.compile(
+    r"^sparkdl\.errors\.(DataError|ModelError): (.*?)(?=\n\s*at |\n? ?SQLSTATE|\Z)", re.S | re.M
+)
+"""A mistake that a prediction finds in rows, as Spark reports it, with frames of the user's model."""
 _LABEL = re.compile(r"^\[[A-Z_.0-9]+\] | SQLSTATE: \w+.*$")
 
 

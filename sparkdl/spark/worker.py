@@ -16,17 +16,27 @@ workers when it stops. With a Unix socket the worker's last write then fails, an
 a BrokenPipeError. This is not a fault, and is not printed: after any task if :mod:`sparkdl.daemon`
 forks the workers, otherwise only after tasks of sparkdl.
 
+*A user's mistake.* PySpark reports the whole traceback of an exception, 30 to 60 lines above the
+sentence that counts, unless a variable of the environment says otherwise. :func:`mistakes_told_briefly`
+sets it for the mistake that ends this process; frames of the user's own code are told in any case.
+
 *Cancelled tasks.* When Spark cancels a task, it closes the connection and reports that the task has
 ended. The worker continues until it next reads or writes; :func:`task_cancelled` detects this.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import sys
 import traceback
+from collections.abc import Iterator
 from typing import Any
 
+from pyspark import TaskContext
+
+from sparkdl.errors import UserError, frames_of_user
 from sparkdl.process.labelled_output import label_output
 from sparkdl.process.numerics import put_back
 from sparkdl.process.system import has_hung_up
@@ -48,6 +58,20 @@ def finish_task() -> None:
     if _tasks & (_tasks - 1) == 0:
         gc.collect()
         gc.freeze()
+
+
+@contextlib.contextmanager
+def mistakes_told_briefly() -> Iterator[None]:
+    """Let Spark report a user's mistake that ends the task in the block without our frames."""
+    try:
+        yield
+    except UserError as error:
+        if TaskContext.get() is not None:
+            cause = error.__cause__
+            if cause is not None and (frames := frames_of_user(cause)):
+                error.add_note(frames)
+            os.environ["SPARK_HIDE_TRACEBACK"] = "1"  # PySpark ends the process after an exception
+        raise
 
 
 def task_cancelled() -> bool:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import io
 import itertools
 import math
 import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkdl.codec.figures import figure_class
 from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError
 from sparkdl.loop.history import History
@@ -161,20 +161,12 @@ def _add_epochs(axes: Any, iterations: int, whole_numbers: Any) -> None:
 def _matplotlib(what: str) -> tuple[Any, Any]:
     """Return the class of figures, which needs no window, and a maker of whole-number scales."""
     try:
-        from matplotlib.figure import Figure
         from matplotlib.ticker import MaxNLocator
+
+        made = figure_class()
     except ImportError:
         raise extra_needed(what, "plots", "matplotlib") from None
-
-    class ShownFigure(Figure):
-        """A figure that a notebook shows without pyplot."""
-
-        def _repr_png_(self) -> bytes:
-            with io.BytesIO() as file:
-                self.savefig(file, format="png")
-                return file.getvalue()
-
-    return ShownFigure, functools.partial(MaxNLocator, integer=True)
+    return made, functools.partial(MaxNLocator, integer=True)
 
 
 class HistoryFile(Recorder):

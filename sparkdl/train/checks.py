@@ -15,7 +15,7 @@ from torch import nn
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.schema import check_specs
-from sparkdl.errors import kind_of, nearest
+from sparkdl.errors import in_quotes, kind_of, nearest, shown
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
@@ -109,7 +109,8 @@ def problems_of(trainer: Any) -> Iterator[str]:
         value = getattr(trainer, name)
         if not isinstance(value, str) or value not in choices:
             yield (
-                f'{name}="{value}": use one of {", ".join(choices)}.{nearest(str(value), choices)}'
+                f"{name}={in_quotes(value)}: use one of {', '.join(choices)}."
+                f"{nearest(str(value), choices)}"
             )
     parallel = list(problems_of_parallel(trainer.strategy, trainer.mesh))
     yield from parallel
@@ -162,7 +163,7 @@ def problems_of_start(
             "state_dict or a file is weights= of the trainer."
         )
     if not isinstance(optimizer_state, (bool, type(None))):
-        yield f"optimizer_state={optimizer_state!r}: give True, False or None."
+        yield f"optimizer_state={shown(optimizer_state)}: give True, False or None."
     if not isinstance(replay, (History, type(None))):
         yield f"replay is {kind_of(replay)}: give the history of a run, trained.history."
 
@@ -173,25 +174,25 @@ def _numbers(trainer: Any) -> Iterator[str]:
         if value is None and name in _OPTIONAL:
             continue
         if not is_count(value):
-            yield f"{name}={value!r}: give a whole number of at least 1."
+            yield f"{name}={shown(value)}: give a whole number of at least 1."
     for name in ("clip_norm", "clip_value"):
         value = getattr(trainer, name)
         if value is not None and not (_is_number(value) and value > 0):
-            yield f"{name}={value!r}: give a number above 0, or None."
+            yield f"{name}={shown(value)}: give a number above 0, or None."
     if trainer.ema is not None and not (_is_number(trainer.ema) and 0 < trainer.ema < 1):
-        yield f"ema={trainer.ema!r}: give a decay between 0 and 1, such as 0.999, or None."
+        yield f"ema={shown(trainer.ema)}: give a decay between 0 and 1, such as 0.999, or None."
     for name in ("l1", "l2"):
         value = getattr(trainer, name)
         for strength in value.values() if isinstance(value, Mapping) else (value,):
             if not (_is_number(strength) and strength >= 0):
                 yield (
-                    f"{name}={value!r}: give a number of at least 0, or a mapping of patterns to "
+                    f"{name}={shown(value)}: give a number of at least 0, or a mapping of patterns to "
                     "such numbers."
                 )
                 break
     yield from _class_weights(trainer.class_weights)
     if isinstance(trainer.seed, bool) or not isinstance(trainer.seed, int):
-        yield f"seed={trainer.seed!r}: give a whole number."
+        yield f"seed={shown(trainer.seed)}: give a whole number."
     elif not 0 <= trainer.seed < 2**63:
         yield f"seed={trainer.seed}: give a number from 0 to 2**63 - 1."
 
@@ -206,12 +207,12 @@ def _class_weights(weights: Any) -> Iterator[str]:
     values = list(weights.values()) if isinstance(weights, Mapping) else list(weights)
     classes = list(weights) if isinstance(weights, Mapping) else []
     if not values or not all(_is_number(value) and value >= 0 for value in values):
-        yield f"class_weights={weights!r}: {remedy}"
+        yield f"class_weights={shown(weights)}: {remedy}"
     elif not all(_is_number(c) and c >= 0 and c == int(c) for c in classes):
-        yield f"class_weights={weights!r}: classes are whole numbers, starting at 0."
+        yield f"class_weights={shown(weights)}: classes are whole numbers, starting at 0."
     elif not any(values) and (not classes or len(classes) == max(classes) + 1):
         yield (
-            f"class_weights={weights!r}: no sample would count. Give at least one class a weight "
+            f"class_weights={shown(weights)}: no sample would count. Give at least one class a weight "
             "above 0."
         )
 
@@ -222,7 +223,7 @@ def _compile_options(options: Any) -> Iterator[str]:
             torch.compile(nn.Identity(), **options)
         except Exception as error:
             reason = textwrap.shorten(str(error), 160, placeholder="...").rstrip(".")
-            yield f"compile={options!r}: torch.compile does not take these options ({reason})."
+            yield f"compile={shown(options)}: torch.compile does not take these options ({reason})."
 
 
 def _wrong_names(trainer: Any) -> Iterator[str]:
@@ -231,14 +232,15 @@ def _wrong_names(trainer: Any) -> Iterator[str]:
         if name == "features" and isinstance(value, Mapping):
             if not all(isinstance(keyword, str) and keyword.isidentifier() for keyword in value):
                 yield (
-                    f"features={value!r}: give a mapping from the parameters of forward to columns."
+                    f"features={shown(value)}: give a mapping from the parameters of forward to "
+                    "columns."
                 )
                 continue
             names = list(value.values())
         if name == "label" and value is None:
             continue
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):
-            yield f"{name}={value!r}: give a column name, or a list of names."
+            yield f"{name}={shown(value)}: give a column name, or a list of names."
         elif name == "features" and not names:
             yield "features is empty: name at least one column."
 
@@ -248,7 +250,7 @@ def _names(trainer: Any) -> Iterator[str]:
     for name in _PATTERNS:
         value = getattr(trainer, name)
         if not isinstance(value, (list, tuple)) or not all(isinstance(n, str) for n in value):
-            yield f'{name}={value!r}: give a list of names or patterns, such as ["encoder.*"].'
+            yield f'{name}={shown(value)}: give a list of names or patterns, such as ["encoder.*"].'
     if not list(_wrong_names(trainer)):
         yield from check_specs(
             trainer.columns, trainer.feature_columns, trainer.label_columns, trainer.weight
@@ -261,7 +263,7 @@ def _callbacks(trainer: Any) -> Iterator[str]:
             if isinstance(callback, type):
                 yield f"callback {callback.__name__} is a class: give an instance of it."
             elif not isinstance(callback, Callback):
-                yield f"callback {callback!r} is not a sparkdl.Callback."
+                yield f"callback {shown(callback)} is not a sparkdl.Callback."
 
 
 def _is_number(value: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.consistency.base import Consistency
-from sparkdl.errors import nearest
+from sparkdl.errors import nearest, shown
 from sparkdl.loop.triggers import Trigger
 from sparkdl.loop.validation import Validation
 from sparkdl.metrics.named import resolve
@@ -111,7 +111,7 @@ def _of_model_loss(trainer: Any) -> Iterator[str]:
         )
     elif own.names is not None and len(own.names) != len(labels):
         yield (
-            f"loss=ModelLoss(labels={own.labels!r}) with {len(labels)} label columns: give a list "
+            f"loss=ModelLoss(labels={shown(own.labels)}) with {len(labels)} label columns: give a list "
             "with one keyword for each label, or None to pass the labels after the inputs."
         )
     if trainer.weight is not None or trainer.class_weights is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,10 +12,12 @@ from sparkdl.gang.connect import tell_line
 from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.progress import Progress, log_line, progress_of, shows_bar
 from sparkdl.loop.state import TrainState
+from sparkdl.settings import Settings
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
+logger = logging.getLogger("sparkdl")
 HIDDEN = "false"
 """The value of ``spark.sparkdl.progress`` with which nothing is shown."""
 
@@ -52,7 +55,11 @@ class ReportedProgress(Progress):
 
     Attributes:
         interrupt: The user's request to end, which comes with a question.
+        patience: The seconds that the run goes on without a question once there was one; None is no
+            bound.
     """
+
+    patience: float | None = None
 
     def __init__(self, log: Sequence[tuple[int, str]]) -> None:
         """Create the progress of a run.
@@ -63,6 +70,7 @@ class ReportedProgress(Progress):
         self.interrupt = Interrupt()
         self._log, self._facts = log, ""
         self._state: TrainState | None = None
+        self._heard: float | None = None
 
     def describing(self, facts: str) -> ReportedProgress:
         """Take a description of model and data, and return the progress itself."""
@@ -71,6 +79,7 @@ class ReportedProgress(Progress):
 
     def answer(self, question: Question) -> News:
         """Answer a question; called in another thread."""
+        self._heard = time.monotonic()
         if question.end:
             self.interrupt.asked = True
         state, log = self._state, list(self._log[question.known :])
@@ -81,6 +90,17 @@ class ReportedProgress(Progress):
 
     def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
         self._state = state
+        if self.patience is None or self._heard is None or self.interrupt.asked:
+            return
+        silent = time.monotonic() - self._heard
+        if silent > self.patience:
+            logger.warning(
+                "Nothing was heard from the client for %.0f s: the fit ends after iteration %d, as "
+                'spark.sparkdl.client.seconds says. resume="latest" continues it.',
+                silent,
+                state.iteration,
+            )
+            self.interrupt.asked = True
 
     def on_validation_end(self, trainer: Any, state: TrainState) -> None:
         self._state = state
@@ -98,25 +118,32 @@ class FollowedFit:
     """
 
     def __init__(
-        self, trainer: Trainer, ranks: int, mode: str, one_pass: bool, interrupt: Interrupt
+        self,
+        trainer: Trainer,
+        ranks: int,
+        settings: Settings,
+        one_pass: bool,
+        interrupt: Interrupt,
     ) -> None:
         """Create it for one submission.
 
         Args:
             trainer: The trainer.
             ranks: The number of ranks.
-            mode: The value of ``spark.sparkdl.progress``.
+            settings: The settings of the session.
             one_pass: True for ``partial_fit``.
             interrupt: The user's requests to end.
         """
-        self._trainer, self._ranks, self._mode, self._one_pass = trainer, ranks, mode, one_pass
+        self._trainer, self._ranks, self._one_pass = trainer, ranks, one_pass
+        self._mode, self._awaited = settings.progress, settings.client_seconds is not None
         self._interrupt, self._began = interrupt, time.monotonic()
         self._progress: Progress | None = None
         self.known, self.training = 0, False
 
     def question(self) -> Question | None:
         """See :class:`sparkdl.gang.connect.Follower`, also for the methods below."""
-        if self._mode == HIDDEN and self.training and not self._interrupt.asked:
+        news = self._mode != HIDDEN or not self.training or self._interrupt.asked
+        if not news and not self._awaited:
             return None
         return Question(self.known, self._interrupt.asked)
 

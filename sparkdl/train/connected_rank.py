@@ -26,7 +26,7 @@ from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError
 from sparkdl.gang.control import ControlAddress, ControlServer
 from sparkdl.gang.led import LedGang
-from sparkdl.gang.led_task import RESULT
+from sparkdl.gang.led_task import RESULT, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.output import Output
@@ -162,6 +162,7 @@ class LedFit:
         order: FitOrder = pickle.loads(received_bytes(self.order))
         trainer = order.trainer
         order.numerics.use()
+        progress.patience = order.settings.client_seconds
         model = prepare(trainer, order.start, check_data=lambda data: None)
         start = self._start(order)
         gang.come_together()
@@ -256,12 +257,7 @@ class LedFit:
 
 def _attributes(callback: Callback) -> bytes:
     """Pickle the attributes of a callback that can be pickled."""
-    found = {}
-    for name, value in getattr(callback, "__dict__", {}).items():
-        with contextlib.suppress(Exception):
-            pickle.loads(cloudpickle.dumps(value))
-            found[name] = value
-    packed: bytes = cloudpickle.dumps(found)
+    packed: bytes = cloudpickle.dumps(picklable_attributes(callback))
     return packed
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.columns.base import Specs
-from sparkdl.errors import ModelError, cannot_travel, nearest
+from sparkdl.errors import ModelError, cannot_travel, nearest, wrong_argument
 from sparkdl.model.layout import Layout, TensorRange, layout_of
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.pickling import dumps
@@ -107,6 +107,8 @@ def plan_optimizer(
     except ModelError:
         raise
     except Exception as error:
+        if problem := wrong_argument(error):
+            raise ModelError(f"the {word} cannot be built: {problem}") from error
         # Muon says: "only supports 2D parameters"
         one_kind_only = word == "optimizer" and "parameters" in str(error)
         raise ModelError(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, shown
 
 if TYPE_CHECKING:
     from typing import Self
@@ -79,7 +79,8 @@ class SharedSamples:
             ("columns", dict(trainer.columns), dict(mine.columns)),
         ):
             if one != other:
-                yield f"{name}={getattr(trainer, name)!r}, placed with {getattr(mine, name)!r}"
+                yield f"{name}={shown(getattr(trainer, name))}, placed with "
+                f"{shown(getattr(mine, name))}"
         if trainer.replicas not in (None, self.replicas):
             yield f"replicas={trainer.replicas}, placed with {self.replicas}"
         if (trainer.engine == "local") != (mine.engine == "local"):

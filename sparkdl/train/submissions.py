@@ -146,10 +146,12 @@ class Submissions:
         while True:
             control = control_of(self.session)
             task = LedTask(replace(fit, control=control.address), timeout=self.settings.timeout)
-            profile, mode = self.trainer.resource_profile, self.settings.progress
+            profile, settings = self.trainer.resource_profile, self.settings
             try:
                 with interruptible(ready=training) as interrupt:
-                    follower = FollowedFit(self.trainer, self.ranks, mode, self.one_pass, interrupt)
+                    follower = FollowedFit(
+                        self.trainer, self.ranks, settings, self.one_pass, interrupt
+                    )
                     with contextlib.closing(follower):
                         with reading_explained():
                             rows = run_led(self.frame, task, self.ranks, profile, control, follower)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sparkdl.errors import kind_of, nearest
+from sparkdl.errors import kind_of, nearest, shown
 from sparkdl.metrics.named import resolve
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.arguments import problems_of_names
@@ -49,12 +49,12 @@ def problems_of_search(
             )
     for name, value in (("trials", trials), ("parallel", parallel)):
         if value is not None and not (_is_whole(value) and value >= 1):
-            yield f"{name}={value!r}: give a whole number of at least 1, or None."
+            yield f"{name}={shown(value)}: give a whole number of at least 1, or None."
     if not _is_whole(seed):
-        yield f"seed={seed!r}: give a whole number."
+        yield f"seed={shown(seed)}: give a whole number."
     if not isinstance(algorithm, Optuna) and algorithm not in ALGORITHMS:
         yield (
-            f"algorithm={algorithm!r}: use one of {', '.join(ALGORITHMS)}, or tune.Optuna(...)."
+            f"algorithm={shown(algorithm)}: use one of {', '.join(ALGORITHMS)}, or tune.Optuna(...)."
             f"{nearest(str(algorithm), ALGORITHMS)}"
         )
     if parallel != 1:

@@ -11,14 +11,14 @@ from typing import Any
 
 from pyspark.errors import PySparkException
 
-from sparkdl.errors import ModelError, ParameterError, SessionError, TrainingError
+from sparkdl.errors import ModelError, ParameterError, SessionError
 from sparkdl.gang.connect import slots_of
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.interrupt import INTERRUPTED
 from sparkdl.train.connected import run_connected
 from sparkdl.train.connected_checks import for_gang
 from sparkdl.train.trainer import Trainer
-from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed
+from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed, is_of_trial
 from sparkdl.tune.runners import Ended, RunningTrial, SearchInterrupted
 from sparkdl.tune.space import Domain
 from sparkdl.tune.tasks import trainer_of
@@ -101,7 +101,9 @@ class ConnectedTrials:
             trained = run_connected(
                 trainer, self._data, quiet=self._threads is not None, added=False
             ).trained
-        except (ModelError, ParameterError, TrainingError) as error:
+        except Exception as error:
+            if not is_of_trial(error):
+                raise
             return TrialOutcome(failed(number, arguments, error))
         finally:
             self._session.removeTag(self._tag)

@@ -10,7 +10,7 @@ from typing import Any
 from pyspark import SparkContext
 
 from sparkdl.checkpoint.files import Folder
-from sparkdl.errors import ModelError, ParameterError, TrainingError
+from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT
@@ -19,7 +19,7 @@ from sparkdl.model.flat import FlatModule
 from sparkdl.train.placed_samples import PlacedSamples
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.placements import Placements
-from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed
+from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed, is_of_trial
 from sparkdl.tune.runners import Ended, RunningTrial, SearchInterrupted, check_alive
 from sparkdl.tune.space import Domain
 from sparkdl.tune.tasks import trainer_of
@@ -69,7 +69,9 @@ class OneByOne:
             trainer = replace(trainer, callbacks=[*trainer.callbacks, pruning])
         try:
             trained = self._fit(trainer, placed, number)
-        except (ModelError, ParameterError, TrainingError) as error:
+        except Exception as error:
+            if not is_of_trial(error):
+                raise
             check_alive(self._context)
             return Ended(TrialOutcome(failed(number, arguments, error)))
         if trained.history.stopped == INTERRUPTED:

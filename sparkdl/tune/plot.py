@@ -6,12 +6,16 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sparkdl.codec.figures import figure_class
 from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError
 from sparkdl.tune.record import FAILED, Objective, TrialRecord
 from sparkdl.tune.space import Choice, Domain, Shown
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _GREY = "#b8b8b8"
 _WIDTH = 1.9
@@ -22,18 +26,19 @@ def plot_trials(
     records: Sequence[TrialRecord],
     space: Mapping[str, Domain],
     objective: Objective,
-    path: str | os.PathLike[str],
-) -> None:
-    """Draw parallel coordinates: an axis for each argument, and the metric at the right.
+    path: str | os.PathLike[str] | None = None,
+) -> Figure:
+    """Draw parallel coordinates, and return the figure.
 
-    A line is a trial, coloured by its value; the best one is thick. Pruned trials are dashed, and
-    failed ones are grey and have no value.
+    There is an axis for each argument, and the metric is at the right. A line is a trial, coloured by
+    its value; the best one is thick. Pruned trials are dashed, and failed ones are grey and have no
+    value.
 
     Args:
         records: The trials.
         space: The domains by the names of arguments.
         objective: The aim of the search.
-        path: The file; its suffix (.png, .svg, .pdf, ...) is the format.
+        path: The file to write as well; its suffix (.png, .svg, .pdf, ...) is the format.
 
     Raises:
         ParameterError: matplotlib is not installed.
@@ -42,7 +47,8 @@ def plot_trials(
         from matplotlib import colormaps
         from matplotlib.cm import ScalarMappable
         from matplotlib.colors import Normalize
-        from matplotlib.figure import Figure
+
+        make_figure = figure_class()
     except ImportError:
         raise ParameterError(
             "the plot needs a library that is not installed: pip install matplotlib (the extra "
@@ -52,7 +58,7 @@ def plot_trials(
     low, high = min(values, default=0.0), max(values, default=1.0)
     axes_of = {name: _Scale.of(domain) for name, domain in space.items()}
     last = _Scale(low, high if high > low else low + 1)
-    figure = Figure(figsize=(2.5 + _WIDTH * len(space), 4.5), dpi=120, layout="constrained")
+    figure = make_figure(figsize=(2.5 + _WIDTH * len(space), 4.5), dpi=120, layout="constrained")
     axes = figure.subplots()
     colours, shade = colormaps["viridis" if objective.higher else "viridis_r"], Normalize(low, high)
     best: TrialRecord | None = None
@@ -81,7 +87,9 @@ def plot_trials(
     for side in axes.spines.values():
         side.set_visible(False)
     figure.colorbar(ScalarMappable(shade, colours), ax=axes, label=objective.metric, pad=0.02)
-    figure.savefig(path_here(path))
+    if path is not None:
+        figure.savefig(path_here(path))
+    return figure
 
 
 class _Scale:

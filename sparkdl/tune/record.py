@@ -8,8 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from py4j.protocol import Py4JError
+from pyspark.errors import PySparkException
 
 from sparkdl.codec.records import from_plain, to_plain
+from sparkdl.errors import ModelError, ParameterError, SparkdlError, TrainingError
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 
@@ -140,6 +143,17 @@ class Objective:
             return len(values) - 1
         sign = -1 if self.higher else 1
         return min(known, key=lambda n: sign * values[n])
+
+
+def is_of_trial(error: Exception) -> bool:
+    """Return whether an error ends one trial only.
+
+    What a trial was given, and what its functions and callbacks raise, does. Data, a session or a
+    checkpoint that cannot be used, and what Spark reports of itself, ends the search.
+    """
+    if isinstance(error, SparkdlError):
+        return isinstance(error, (ModelError, ParameterError, TrainingError))
+    return not isinstance(error, (PySparkException, Py4JError, OSError))
 
 
 def failed(number: int, arguments: Mapping[str, Any], error: BaseException) -> TrialRecord:

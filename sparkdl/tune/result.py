@@ -18,6 +18,7 @@ from sparkdl.tune.tasks import trainer_of
 
 if TYPE_CHECKING:
     import pandas
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,19 +98,24 @@ class SearchResult:
 
         return pd.DataFrame(self.rows()).set_index("trial")
 
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw parallel coordinates: each trial is a line through its values to its metric.
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw parallel coordinates, and return the figure, which a notebook shows.
+
+        Each trial is a line through its values to its metric.
 
         A line is coloured by the metric, and the best one is thick. Pruned trials are dashed, and
         failed ones are grey. It needs the extra ``plots``.
 
         Args:
-            path: The file; its suffix (.png, .svg, .pdf, ...) is the format.
+            path: The file to write as well; its suffix (.png, .svg, .pdf, ...) is the format.
+
+        Returns:
+            The figure of matplotlib, to be changed or saved again.
 
         Raises:
             ParameterError: The extra is not installed.
         """
-        plot_trials(self.trials, self._space, self._objective, path)
+        return plot_trials(self.trials, self._space, self._objective, path)
 
     def __repr__(self) -> str:
         found = "none completed"

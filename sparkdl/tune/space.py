@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from sparkdl.codec.describe import describe
-from sparkdl.errors import ParameterError, kind_of
+from sparkdl.errors import ParameterError, kind_of, shown
 from sparkdl.plain import plain, plain_list
 
 Shown: TypeAlias = bool | int | float | str | None
@@ -161,7 +161,7 @@ def integers(low: int, high: int, log: bool = False) -> Integers:
     """
     low, high = plain(low), plain(high)
     if not all(isinstance(bound, int) for bound in (low, high)):
-        raise ParameterError(f"tune.integers({low!r}, {high!r}): give whole numbers.")
+        raise ParameterError(f"tune.integers({shown(low)}, {shown(high)}): give whole numbers.")
     _bounds("integers", low, high, positive=log)
     return Integers(low, high, log)
 
@@ -189,7 +189,7 @@ def _bounds(name: str, low: Any, high: Any, positive: bool = False) -> tuple[flo
     if not numbers or not low < high or (positive and low <= 0):
         above = " above 0" if positive else ""
         raise ParameterError(
-            f"tune.{name}({low!r}, {high!r}): give two numbers{above}, the smaller one first."
+            f"tune.{name}({shown(low)}, {shown(high)}): give two numbers{above}, the smaller one first."
         )
     return float(low), float(high)
 

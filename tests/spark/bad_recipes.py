@@ -944,10 +944,7 @@ OPTIMIZERS = [
         "learning rate that is text",
         lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, lr="0.1")),
         ModelError,
-        "the optimizer cannot be built (TypeError: '<' not supported between instances of "
-        "'str' and 'float'). Give a torch.optim class, a partial of one such as "
-        "partial(torch.optim.Adam, lr=1e-3), or a callable that is given the module and "
-        "returns an optimizer.",
+        'the optimizer cannot be built: lr is the text "0.1": give a number, lr=0.1.',
     ),
     Mistake(
         "learning rate nan",

@@ -237,7 +237,7 @@ PARAMETERS = [
         "precision by dtype",
         lambda fit: fit(fit.good(), wire=torch.bfloat16),
         ParameterError,
-        'wire="torch.bfloat16": use one of fp32, bf16, fp16.',
+        "wire=torch.bfloat16: use one of fp32, bf16, fp16.",
     ),
     Mistake(
         "engine by array",

@@ -175,6 +175,20 @@ class Sleep(sparkdl.Callback):
         time.sleep(0.1)
 
 
+class SeveralArguments(Exception):
+    """An exception with an ``__init__`` of its own, as Python does not unpickle it."""
+
+    def __init__(self, code: int, *, place: str) -> None:
+        super().__init__(f"{code} at {place}")
+
+
+class Raises(sparkdl.Callback):
+    """Raises such an exception in the first iteration."""
+
+    def on_iteration_end(self, trainer: Any, state: Any) -> None:
+        raise SeveralArguments(7, place="the start")
+
+
 class Note(sparkdl.Callback):
     """Writes where it is and what it gets."""
 

@@ -412,6 +412,61 @@ def test_a_bad_row_in_transform(spark: Any, trained: Any, row: Any, said: str) -
         trained.transform(data).collect()
 
 
+class Strict(nn.Module):
+    """A model of a user that fails on some rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x > 5).any()):
+            raise ValueError("too large")
+        return x
+
+
+@pytest.mark.parametrize("use", ["transform", "predict", "any model", "records"])
+def test_a_mistake_in_a_row_is_told_in_few_lines(spark: Any, trained: Any, use: str) -> None:
+    """Spark's report has the sentence, and no frame of ours, of torch or of PySpark's worker."""
+    data = Fit(spark).features("array<double>", [1.0, 2.0, 3.0])
+    said = "sparkdl.errors.ModelError: the model fails on a batch of [1, 3] float32: RuntimeError"
+    make = {
+        "transform": lambda: trained.transform(data),
+        "predict": lambda: sparkdl.predict(data, trained),
+        "records": lambda: trained.predict(data.rdd.map(lambda row: row.features)),
+    }
+    if use == "any model":
+        said = "sparkdl.errors.ModelError: the model fails on a batch of [1, 2] float32: ValueError"
+        data = Fit(spark).features("array<double>", [1.0, 2.0], [1.0, 9.0])
+        example = Fit(spark).features("array<double>", [1.0, 2.0])
+        made = sparkdl.predict(data, Strict(), example=example, batch_size=1)
+    else:
+        made = make[use]()
+    with pytest.raises(PythonException, match=re.escape(said)) as caught:
+        made.collect()
+    lines = str(caught.value).splitlines()
+    frames = [line for line in lines if line.startswith("  File")]
+    assert len(frames) == (use == "any model")  # that of the user's model
+    assert len(lines) <= 8
+
+
+def test_a_mistake_in_a_row_that_is_written_is_raised(
+    spark: Any, trained: Any, tmp_path: Any
+) -> None:
+    data = Fit(spark).features("array<double>", [1.0, 2.0, 3.0])
+    said = (
+        r"^writing predictions: the model fails on a batch of \[1, 3\] float32: .*1x3 and 2x1\)\.$"
+    )
+    with pytest.raises(ModelError, match=said):
+        sparkdl.predict(data, trained, path=tmp_path / "out", partitions=1)
+
+
+def test_numbers_where_arrays_were_are_refused(spark: Any, trained: Any) -> None:
+    """Two numbers would pass for one row of the two features, and give nonsense."""
+    said = r"the model was trained on float32\[2\]\. Give values of the form"
+    with pytest.raises(DataError, match=f"is of type double, and {said}"):
+        trained.transform(Fit(spark).features("double", 1.0, 2.0))
+    records = trained.predict(spark.sparkContext.parallelize([1.0, 2.0], 1))
+    with pytest.raises(PythonException, match=f"row 0 of partition 0: is float32, and {said}"):
+        records.collect()
+
+
 def test_a_session_that_was_stopped(spark: Any) -> None:
     data = Fit(spark).good()
     message = (

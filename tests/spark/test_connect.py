@@ -265,6 +265,7 @@ REFUSED = {
     "stop": "ParameterError: stop= cannot be pickled",
     "frame": "ParameterError: stop= cannot be pickled",
     "profile": "SessionError: resource_profile needs a cluster",
+    "exception": "SeveralArguments: 7 at the start",
     "function": "ParameterError: acquire, or an argument of it, cannot be pickled",
 }
 
@@ -294,6 +295,7 @@ def test_a_search_has_the_values_of_a_classic_session(found: Any, data: DataFram
     search = found["search"]
     assert search["trials"] == connected_fits.of_search(classic)
     assert search["best"] == digest(classic.best_model.module)
+    assert search["reason"] == "SeveralArguments: 7 at the start"
     assert search["checkpoints"].startswith("SessionError: Trainer(checkpoint=) cannot be had")
 
 

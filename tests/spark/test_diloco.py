@@ -167,6 +167,10 @@ REFUSED = {
         {"consistency": sparkdl.DiLoCo(outer_optimizer=None)},
         "DiLoCo: outer_optimizer=None: give a torch.optim class",
     ),
+    "a built outer optimizer": (
+        {"consistency": sparkdl.DiLoCo(outer_optimizer=torch.optim.SGD([torch.zeros(1)]))},
+        "DiLoCo: outer_optimizer=<SGD object>: give a torch.optim class",
+    ),
 }
 
 

@@ -296,6 +296,7 @@ def test_a_picture_of_the_trials(
     assert {one.status for one in result.trials} == {"completed", "failed"}
     assert len({one.arguments["loss"] for one in result.trials}) == 2
     result.plot(tmp_path / "trials.png")
+    assert result.plot()._repr_png_().startswith(b"\x89PNG")  # as a notebook shows it
     assert (tmp_path / "trials.png").read_bytes().startswith(b"\x89PNG")
     assert "trial" in result._repr_html_()
     assert repr(result).startswith("<sparkdl.tune.SearchResult: 6 trials, best accuracy 0.")
@@ -386,6 +387,25 @@ def test_an_interrupt_ends_a_search(
     assert 2 <= len(result.trials) <= 3
     assert result.best_model is not None
     nothing_left()
+
+
+class Raises(sparkdl.Callback):
+    """Raises an exception in a trial with a large batch."""
+
+    def on_iteration_end(self, trainer: sparkdl.Trainer, state: sparkdl.TrainState) -> None:
+        if trainer.batch_size == 100:
+            raise LookupError("no such run")
+
+
+@pytest.mark.parametrize("parallel", [1, 2])
+def test_an_exception_of_a_callback_ends_its_trial_only(
+    trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], parallel: int
+) -> None:
+    own = replace(trainer, callbacks=[Raises()])
+    space = {"batch_size": [100, 200]}
+    result = tune.search(own, frames[0], space, algorithm="grid", parallel=parallel)
+    assert [one.status for one in result.trials] == ["failed", "completed"]
+    assert result.trials[0].reason == "LookupError: no such run"
 
 
 class Dies(sparkdl.Callback):

@@ -37,7 +37,7 @@ from sparkdl.checkpoint.store import CheckpointStore
 def told(call: Callable[[], Any]) -> str:
     try:
         call()
-    except (sparkdl.SparkdlError, KeyError) as error:
+    except (sparkdl.SparkdlError, KeyError, connected_fits.SeveralArguments) as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("no error")
 
@@ -251,6 +251,7 @@ def refused(spark: Any, data: Any) -> dict[str, str]:
         "stop": told(lambda: replace(good, stop=connected_fits.Held(lock)).fit(data)),
         "frame": told(lambda: replace(good, stop=connected_fits.Held(data)).fit(data)),
         "profile": told(lambda: replace(good, resource_profile=profile).fit(data)),
+        "exception": told(lambda: replace(good, callbacks=[connected_fits.Raises()]).fit(data)),
         "function": told(lambda: sparkdl.gang.run(lock.acquire, ranks=2, spark=spark)),
     }
 
@@ -278,6 +279,15 @@ def search(data: Any) -> dict[str, Any]:
     return {
         "trials": connected_fits.of_search(found),
         "best": digest(found.best_model.module),
+        "reason": sparkdl.tune.search(
+            replace(connected_fits.fits(data)["mixed"], callbacks=[connected_fits.Raises()]),
+            data,
+            {"batch_size": [100]},
+            algorithm="grid",
+            parallel=1,
+        )
+        .trials[0]
+        .reason,
         "checkpoints": told(
             lambda: sparkdl.tune.search(trainer, data, {"batch_size": [8]}, parallel=1)
         ),

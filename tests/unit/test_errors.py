@@ -8,7 +8,17 @@ import torch
 
 import sparkdl
 from sparkdl import errors
-from sparkdl.errors import DataError, ParameterError, UserError, kind_of, nearest, raise_all
+from sparkdl.errors import (
+    DataError,
+    ParameterError,
+    UserError,
+    in_quotes,
+    kind_of,
+    nearest,
+    raise_all,
+    shown,
+    wrong_argument,
+)
 
 USER_ERRORS = ["ParameterError", "DataError", "ModelError", "SessionError", "TrustError"]
 FAULTS = [
@@ -135,3 +145,53 @@ def test_a_notebook_shows_the_users_frames_alone() -> None:
     assert "torch.nn.Linear(2, 3)" in text
     assert "modules/module.py" not in text
     assert "direct cause" in text
+
+
+LAYERS = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(20)])
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (0, "0"),
+        ("fast", "'fast'"),
+        ([1, "a"], "[1, 'a']"),
+        ({"data": 2, "shard": 4}, "{'data': 2, 'shard': 4}"),
+        (torch.nn.Linear(2, 2), "Linear(in_features=2, out_features=2, bias=True)"),
+        (LAYERS, "<Sequential object>"),
+        (torch.optim.SGD(LAYERS.parameters(), lr=0.1), "<SGD object>"),
+        (torch.arange(500.0), "<Tensor object>"),
+        ([LAYERS] * 2, "[<Sequential object>, <Sequential object>]"),
+        (object(), "<object object>"),
+        (list(range(100)), "[0, 1, 2, 3, 4, 5, 6, 7, ...]"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_value_is_shown_on_one_short_line(value: object, said: str) -> None:
+    assert shown(value) == said
+
+
+def test_long_text_is_cut() -> None:
+    assert len(shown("x" * 5_000)) <= errors.LONGEST
+    assert len(shown(["x" * 50] * 50)) <= errors.LONGEST
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"lr": "0.01"}, 'lr is the text "0.01": give a number, lr=0.01.'),
+        ({"betas": ("0.9", 0.99)}, 'betas[0] is the text "0.9": give a number, 0.9.'),
+        ({"lr": None}, "lr is None: give a number, such as lr=0.001."),
+        ({"lr": -1}, ""),
+    ],
+)
+def test_a_number_that_is_none_is_named(arguments: dict[str, object], said: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        torch.optim.Adam(LAYERS.parameters(), **arguments)  # type: ignore[arg-type]
+    assert wrong_argument(caught.value) == said
+
+
+def test_words_are_in_double_quotes() -> None:
+    assert in_quotes("fast") == '"fast"'
+    assert in_quotes(LAYERS) == "<Sequential object>"
+    assert in_quotes(3) == "3"

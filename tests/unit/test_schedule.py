@@ -163,6 +163,16 @@ def test_a_schedule_that_cannot_be_built() -> None:
     )
 
 
+def test_a_number_that_is_text() -> None:
+    """Some schedulers would find out in the first step, and some never."""
+    assert mistake(partial(lr_scheduler.StepLR, step_size="3")) == (
+        'the schedule cannot be built: step_size is the text "3": give a number, step_size=3.'
+    )
+    assert mistake(partial(lr_scheduler.MultiStepLR, milestones=[1], gamma="0.1")) == (
+        'the schedule cannot be built: gamma is the text "0.1": give a number, gamma=0.1.'
+    )
+
+
 def test_what_is_no_schedule() -> None:
     assert mistake(lambda optimizer: 0.5) == (
         "schedule gave a float, not a torch.optim.lr_scheduler.LRScheduler."

@@ -62,7 +62,7 @@ def test_an_unknown_key_names_the_nearest() -> None:
     assert mistake({"spark.sparkdl.progres": "true"}) == (
         'unknown setting "spark.sparkdl.progres". Did you mean "spark.sparkdl.progress"? '
         "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
-        "spark.sparkdl.timeout.seconds, spark.sparkdl.progress."
+        "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress."
     )
 
 
@@ -70,7 +70,7 @@ def test_a_key_like_no_other() -> None:
     assert mistake({"xyzzy": "1"}) == (
         'unknown setting "xyzzy". '
         "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
-        "spark.sparkdl.timeout.seconds, spark.sparkdl.progress."
+        "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress."
     )
 
 
@@ -86,6 +86,11 @@ def test_durations() -> None:
     assert mistake({both[1]: "0"}) == (
         f'{both[1]} = "0": give a number of seconds above 0, such as 1800, or off.'
     )
+    client = "spark.sparkdl.client.seconds"  # off by default
+    assert read({client: "90"}).client_seconds == 90
+    assert mistake({client: "long"}) == (
+        f'{client} = "long": give a number of seconds above 0, such as 60, or off.'
+    )
 
 
 def test_a_value_outside_the_choices() -> None:
@@ -99,7 +104,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         "2 problems:\n"
         '  - unknown setting "spark.sparkdl.slabdir". Did you mean "spark.sparkdl.slab.dir"? '
         "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
-        "spark.sparkdl.timeout.seconds, spark.sparkdl.progress.\n"
+        "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress.\n"
         '  - spark.sparkdl.progress = "yes": use one of auto, true, false.'
     )
 

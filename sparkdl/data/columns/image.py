@@ -13,7 +13,7 @@ import pyarrow as pa
 from sparkdl.data.columns.base import Column, ColumnSpec, DataType, is_number, is_whole
 from sparkdl.data.fields import Field
 from sparkdl.data.row_errors import RowError, drop
-from sparkdl.errors import ParameterError, raise_all
+from sparkdl.errors import ParameterError, raise_all, shown
 from sparkdl.plain import make_plain
 
 if TYPE_CHECKING:
@@ -67,11 +67,15 @@ class Image(ColumnSpec):
         if self.size is not None:
             good = isinstance(self.size, tuple) and len(self.size) == 2
             if not good or not all(is_whole(side, 1) for side in self.size):
-                problems.append(f"size={self.size!r}: give (height, width) in pixels, or None.")
+                problems.append(
+                    f"size={shown(self.size)}: give (height, width) in pixels, or None."
+                )
         if self.mode not in MODES:
-            problems.append(f"mode={self.mode!r}: use one of {', '.join(MODES)}.")
+            problems.append(f"mode={shown(self.mode)}: use one of {', '.join(MODES)}.")
         if self.scale is not None and not (is_number(self.scale) and self.scale != 0):
-            problems.append(f"scale={self.scale!r}: give a number other than 0, or None for bytes.")
+            problems.append(
+                f"scale={shown(self.scale)}: give a number other than 0, or None for bytes."
+            )
         raise_all(ParameterError, [f"Image: {problem}" for problem in problems])
 
     @classmethod

@@ -22,7 +22,7 @@ from sparkdl.data.row_errors import (
     RowError,
     drop,
 )
-from sparkdl.errors import ParameterError, raise_all
+from sparkdl.errors import ParameterError, raise_all, shown
 from sparkdl.plain import make_plain
 
 _INSIDE = {
@@ -61,12 +61,14 @@ class Sequence(ColumnSpec):
         problems = []
         make_plain(self)
         if self.max_length is not None and not is_whole(self.max_length, 1):
-            problems.append(f"max_length={self.max_length!r}: give a whole number of at least 1.")
+            problems.append(
+                f"max_length={shown(self.max_length)}: give a whole number of at least 1."
+            )
         if not is_number(self.padding):
-            problems.append(f"padding={self.padding!r}: give a number.")
+            problems.append(f"padding={shown(self.padding)}: give a number.")
         for name in ("lengths", "mask", "pad_to_max"):
             if not isinstance(getattr(self, name), bool):
-                problems.append(f"{name}={getattr(self, name)!r}: give True or False.")
+                problems.append(f"{name}={shown(getattr(self, name))}: give True or False.")
         if self.pad_to_max is True and self.max_length is None:
             problems.append("pad_to_max=True: give max_length, which it pads to.")
         raise_all(ParameterError, [f"Sequence: {problem}" for problem in problems])

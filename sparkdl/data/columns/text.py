@@ -15,7 +15,7 @@ from sparkdl.data.columns.convert import shorten
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import MEND_RECORDS, RowError, drop
-from sparkdl.errors import ParameterError, kind_of, raise_all
+from sparkdl.errors import ParameterError, kind_of, raise_all, shown
 from sparkdl.plain import make_plain
 
 DTYPE = "int32"
@@ -56,12 +56,14 @@ class Text(ColumnSpec):
         problems = []
         make_plain(self, "max_length", "padding", "mask", "lengths", "pad_to_max")
         if self.max_length is not None and not is_whole(self.max_length, 1):
-            problems.append(f"max_length={self.max_length!r}: give a whole number of at least 1.")
+            problems.append(
+                f"max_length={shown(self.max_length)}: give a whole number of at least 1."
+            )
         if self.padding is not None and not is_whole(self.padding, -(2**31)):
-            problems.append(f"padding={self.padding!r}: give a whole number, or None.")
+            problems.append(f"padding={shown(self.padding)}: give a whole number, or None.")
         for name in ("mask", "lengths", "pad_to_max"):
             if not isinstance(getattr(self, name), bool):
-                problems.append(f"{name}={getattr(self, name)!r}: give True or False.")
+                problems.append(f"{name}={shown(getattr(self, name))}: give True or False.")
         if self.pad_to_max is True and self.max_length is None:
             problems.append("pad_to_max=True: give max_length, which it pads to.")
         if not callable(self.tokenizer) and not hasattr(self.tokenizer, "encode_batch"):

@@ -7,7 +7,7 @@ from typing import Any
 
 from pyspark.sql import DataFrame
 
-from sparkdl.errors import ParameterError, nearest, wrong_data
+from sparkdl.errors import ParameterError, nearest, shown, wrong_data
 from sparkdl.infer.scoring.inference import Inference, Options
 from sparkdl.infer.scoring.predict import predict
 from sparkdl.infer.scoring.prepare import prepare
@@ -50,7 +50,7 @@ def register_function(
         UserError: An argument or the model does not fit.
     """
     if not isinstance(name, str) or not name.isidentifier():
-        raise ParameterError(f"name={name!r}: give a name of letters, digits and underscores.")
+        raise ParameterError(f"name={shown(name)}: give a name of letters, digits and underscores.")
     if not isinstance(example, DataFrame):
         raise wrong_data("register_function", example, "a DataFrame as example")
     if use not in _PREPARED:
@@ -63,7 +63,7 @@ def register_function(
     options = Options(**{key: arguments.pop(key) for key in _OPTIONS & arguments.keys()})
     for unknown in arguments.keys() - defaults.keys():
         raise ParameterError(
-            f"{use.__name__} as a function of SQL has no argument {unknown!r}."
+            f"{use.__name__} as a function of SQL has no argument {shown(unknown)}."
             f"{nearest(unknown, defaults)}"
         )
     if features is not None:

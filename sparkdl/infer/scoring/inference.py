@@ -15,7 +15,7 @@ from torch import nn
 from sparkdl.data.arrow_tasks import columns_named
 from sparkdl.data.columns.base import Column
 from sparkdl.data.schema import quoted
-from sparkdl.errors import DataError, ParameterError
+from sparkdl.errors import DataError, ParameterError, shown
 from sparkdl.infer.predict import arrow_udf
 from sparkdl.infer.scoring.forward import check_options
 from sparkdl.infer.scoring.outputs import OutputColumn
@@ -45,15 +45,15 @@ class Options:
     def __post_init__(self) -> None:
         size = plain(self.batch_size)
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ParameterError(f"batch_size={size!r}: give a whole number of at least 1.")
+            raise ParameterError(f"batch_size={shown(size)}: give a whole number of at least 1.")
         object.__setattr__(self, "batch_size", size)
         check_options(self.precision, self.quantize)
         if self.handle_invalid not in HANDLING:
             raise ParameterError(
-                f"handle_invalid={self.handle_invalid!r}: use one of {', '.join(HANDLING)}."
+                f"handle_invalid={shown(self.handle_invalid)}: use one of {', '.join(HANDLING)}."
             )
         if not isinstance(self.error_col, str):
-            raise ParameterError(f"error_col={self.error_col!r}: give a column name.")
+            raise ParameterError(f"error_col={shown(self.error_col)}: give a column name.")
 
 
 @dataclass(frozen=True)

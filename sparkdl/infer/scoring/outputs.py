@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.errors import ModelError, ParameterError
+from sparkdl.errors import ModelError, ParameterError, shown
 from sparkdl.infer.output import Output, to_arrow
 from sparkdl.model.signature import Part, described, part_of, parts_of, problems_of_part
 
@@ -109,7 +109,7 @@ def named_parts(outputs: Any, name: str) -> dict[str, Part] | None:
     problems = [p for part in parts.values() for p in problems_of_part(part)]
     if wrong or problems or not parts:
         raise ParameterError(
-            f"outputs={outputs!r}: name a part of what the model returns (a key, an attribute, a "
+            f"outputs={shown(outputs)}: name a part of what the model returns (a key, an attribute, a "
             "number or a function of it), a list of names, or a mapping from column names to parts."
         )
     return parts

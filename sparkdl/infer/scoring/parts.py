@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.data.arrow_tasks import content_hash, partition_of
-from sparkdl.errors import DataError, ParameterError
+from sparkdl.errors import DataError, ParameterError, shown
 from sparkdl.plain import plain
 from sparkdl.spark.failures import reading_explained
 
@@ -60,7 +60,7 @@ def write_parts(
         or isinstance(partitions, bool)
         or not 0 < partitions < 10**5
     ):
-        raise ParameterError(f"partitions={partitions!r}: give a whole number of 1 to 99,999.")
+        raise ParameterError(f"partitions={shown(partitions)}: give a whole number of 1 to 99,999.")
     if data.isStreaming:
         raise DataError(
             "path= is for data with an end, and this is a stream: write the result of predict with "

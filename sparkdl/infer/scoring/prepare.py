@@ -14,7 +14,15 @@ from torch import nn
 from sparkdl.data.arrow_tasks import check_unambiguous
 from sparkdl.data.columns.base import KINDS, Column, ColumnSpec, padding_of
 from sparkdl.data.schema import check_specs, columns_of
-from sparkdl.errors import DataError, ModelError, ParameterError, UserError, raise_all, wrong_data
+from sparkdl.errors import (
+    DataError,
+    ModelError,
+    ParameterError,
+    UserError,
+    raise_all,
+    shown,
+    wrong_data,
+)
 from sparkdl.infer.scoring.forward import Forward, for_convolutions, quantized
 from sparkdl.infer.scoring.inference import Inference, Options
 from sparkdl.infer.scoring.outputs import OutputColumn, named_parts
@@ -62,7 +70,7 @@ def prepare(
         if not isinstance(given, DataFrame) and (given is not None or name == "predict"):
             raise wrong_data(name, given, "a DataFrame")
     if not isinstance(prediction_col, str):
-        raise ParameterError(f"prediction_col={prediction_col!r}: give a column name.")
+        raise ParameterError(f"prediction_col={shown(prediction_col)}: give a column name.")
     trained = source.trained
     if trained is None:
         names, keywords = _names(features)
@@ -73,7 +81,7 @@ def prepare(
     else:
         if features != "features" and _names(features)[0] != trained.features:
             raise ParameterError(
-                f"features={features!r}: the model was trained here, and takes the columns "
+                f"features={shown(features)}: the model was trained here, and takes the columns "
                 f"{', '.join(trained.features)}. Leave features= out, or pass trained.module."
             )
         names, specs = trained.features, {**trained.columns, **(columns or {})}
@@ -122,7 +130,8 @@ def _names(features: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names = (found,) if isinstance(found, str) else tuple(found or ())
     if not names or not all(isinstance(name, str) for name in (*names, *keywords)):
         raise ParameterError(
-            f"features={features!r}: give a column name, a list of names, or a mapping from keywords "
+            f"features={shown(features)}: give a column name, a list of names, or a mapping "
+            "from keywords "
             "of the model to names."
         )
     return names, keywords

@@ -20,7 +20,7 @@ from sparkdl.infer.scoring.outputs import OutputColumn, lengths_of
 from sparkdl.infer.scoring.windows import Group, ReadWindow, Window, cut_windows, read_ahead
 from sparkdl.infer.shipped_module import ShippedModule, device_of
 from sparkdl.model.signature import Signature
-from sparkdl.spark.worker import finish_task
+from sparkdl.spark.worker import finish_task, mistakes_told_briefly
 
 TENSOR_BYTES = 8 << 20
 """The most bytes of a layer's result on the CPU."""
@@ -74,8 +74,10 @@ class ScoreRows:
         forward = Forward(self.module.load(), self.signature, self.precision)
         arrays = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
         read = ReadWindow(self.columns, self.error_col is not None)
-        for window in read_ahead(cut_windows(arrays, self.window), lambda cut: _read(read, *cut)):
-            yield from self._scored(forward, window)
+        windows = read_ahead(cut_windows(arrays, self.window), lambda cut: _read(read, *cut))
+        with mistakes_told_briefly():
+            for window in windows:
+                yield from self._scored(forward, window)
         finish_task()
 
     def _scored(self, forward: Forward, window: Window) -> Iterator[pa.Array]:

@@ -14,7 +14,7 @@ import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.errors import ModelError, ParameterError, kind_of
+from sparkdl.errors import ModelError, ParameterError, kind_of, shown
 from sparkdl.infer.scoring.inference import Inference, Options
 from sparkdl.infer.scoring.outputs import OutputColumn
 from sparkdl.infer.scoring.prepare import TEXT, prepare
@@ -145,7 +145,7 @@ def prepare_embedding(
     source = read_model(model, head="none")
     chosen = pooling or _pooling_of(source.folder)
     if chosen not in POOLINGS:
-        raise ParameterError(f"pooling={chosen!r}: use one of {', '.join(POOLINGS)}.")
+        raise ParameterError(f"pooling={shown(chosen)}: use one of {', '.join(POOLINGS)}.")
     _check_text(data, text)
     embedder = Embedder(source.module, chosen, bool(normalize)).eval()
     given = replace(source, module=embedder, build=embedder, inner=source.module)
@@ -238,7 +238,7 @@ def prepare_classes(
 def _check_text(data: Any, text: Any) -> None:
     """Raise :class:`ParameterError` if the column is there and is no text."""
     if not isinstance(text, str):
-        raise ParameterError(f"text={text!r}: give the name of a column.")
+        raise ParameterError(f"text={shown(text)}: give the name of a column.")
     kinds = {field.name: field.dataType for field in getattr(data, "schema", ())}
     if text in kinds and kinds[text].typeName() not in TEXT:
         raise ParameterError(
