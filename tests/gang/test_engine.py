@@ -27,6 +27,7 @@ from gang_training import (
     trainer_of,
     without_norm,
 )
+from mistakes import message_of
 from pyspark import cloudpickle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -96,9 +97,7 @@ def test_rows_of_varying_length_are_told_before_training(spark, strategy):
     df = spark.createDataFrame(rows, "features array<double>, label long")
     varying = sparkdl.Sequence(max_length=WIDTH)
     run = trainer_of(model=perceptron, strategy=strategy, columns={"features": varying})
-    with pytest.raises(ParameterError) as caught:
-        run.fit(df)
-    assert str(caught.value) == (
+    assert message_of(ParameterError, run.fit, df) == (
         f'strategy="{strategy}" needs inputs of one shape, and column "features" is padded to the '
         "longest row of each mini-batch: pad it to one length, "
         "sparkdl.Sequence(max_length=..., pad_to_max=True)."
@@ -273,11 +272,9 @@ def test_it_goes_on_from_an_earlier_result_with_its_optimizer_state(frames):
 
 def test_a_mistake_of_the_model_in_training_is_one_error_with_the_rank(frames, tmp_path):
     run = trainer_of(model=partial(Fails, "raise", str(tmp_path)))
-    with pytest.raises(TrainingError) as caught:
-        run.fit(frames(12, 12))
     assert re.match(
         r"iteration \d, epoch \d: rank 1 on \S+ failed\. RuntimeError: an operation of the user's\n",
-        str(caught.value),
+        message_of(TrainingError, run.fit, frames(12, 12)),
     )
 
 
@@ -385,7 +382,5 @@ def test_mistakes_are_told_before_the_data_are_read(frames, spark, changes, erro
     df = frames(12, 12)
     scheduler = spark.sparkContext._jsc.sc().dagScheduler()
     before = scheduler.numTotalJobs()
-    with pytest.raises(error) as caught:
-        trainer_of(**changes).fit(df)
-    assert str(caught.value) == message
+    assert message_of(error, trainer_of(**changes).fit, df) == message
     assert scheduler.numTotalJobs() == before

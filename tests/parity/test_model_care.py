@@ -26,6 +26,7 @@ from feature_runs import (
     trainer_of,
     whole,
 )
+from mistakes import message_of
 from torch import nn
 from torch.optim.swa_utils import get_ema_avg_fn
 
@@ -108,9 +109,9 @@ def test_unfreeze_reaches_what_the_model_itself_froze():
     ids=str,
 )  # fmt: skip
 def test_a_name_without_a_match_is_an_error(changes, message):
-    with pytest.raises(sparkdl.ModelError) as error:
-        fit_here(trainer_of(SIZES, model=Deep, **changes), Parts.of(SIZES))
-    assert message in str(error.value)
+    assert message in message_of(
+        sparkdl.ModelError, fit_here, trainer_of(SIZES, model=Deep, **changes), Parts.of(SIZES)
+    )
 
 
 def test_a_file_of_weights_that_cannot_be_read(tmp_path):

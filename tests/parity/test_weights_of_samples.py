@@ -30,6 +30,7 @@ from feature_runs import (
     weighted,
     whole,
 )
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
@@ -303,9 +304,12 @@ def test_batches_without_any_weight_change_no_parameter(changes):
 
 def test_data_without_any_weight_are_refused():
     sizes = (22, 21)
-    with pytest.raises(sparkdl.DataError) as caught:
-        fit_here(trainer_of(sizes, 2, weight="weight"), with_zeros(sizes, {0, 1}))
-    assert str(caught.value) == (
+    assert message_of(
+        sparkdl.DataError,
+        fit_here,
+        trainer_of(sizes, 2, weight="weight"),
+        with_zeros(sizes, {0, 1}),
+    ) == (
         'field "weight": all weights are 0, so no sample counts. Give some rows a weight above 0, '
         "or train with weight=None."
     )

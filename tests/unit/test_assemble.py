@@ -116,7 +116,6 @@ def test_buckets(make: Make, count: int, bucketing: int, share: int, epoch: int)
     order = visit_order(batch_spec, partition, epoch, 1, share)
     assert sorted(order.tolist()) == list(range(count))
     lengths = partition.lengths()
-    assert lengths is not None
     window = share * max(1, bucketing // share)
     drawn = permutation(3, epoch, 1, count)
     windows = [drawn[i : i + window] for i in range(0, count, window)]
@@ -134,7 +133,6 @@ def test_buckets(make: Make, count: int, bucketing: int, share: int, epoch: int)
 def test_buckets_save_padding_and_are_shuffled(make: Make) -> None:
     partition = make(some_rows(400))
     lengths = partition.lengths()
-    assert lengths is not None
 
     def padded(order: np.ndarray) -> int:
         return sum(int(lengths[order[i : i + 20]].max()) * 20 for i in range(0, 400, 20))

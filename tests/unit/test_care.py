@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
@@ -96,9 +97,7 @@ def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
 @pytest.mark.parametrize("option", ["freeze", "unfreeze"])
 def test_a_pattern_without_a_match_names_what_there_is(option: str) -> None:
     frozen, unfrozen = (["haed.weight"], []) if option == "freeze" else ([], ["haed.weight"])
-    with pytest.raises(ModelError) as error:
-        freeze(make(), frozen, unfrozen)
-    assert str(error.value).startswith(
+    assert message_of(ModelError, freeze, make(), frozen, unfrozen).startswith(
         f'{option}: no parameter matches "haed.weight". Did you mean "head.weight"? The model has '
         "encoder.0.weight, encoder.0.bias,"
     )

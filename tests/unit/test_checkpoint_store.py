@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mistakes import message_of
 from permissions import open_to_all, unprivileged
 
 from sparkdl.checkpoint.files import Folder
@@ -224,14 +225,12 @@ def test_what_others_cannot_write_though_the_folder_is_open_to_them() -> None:
             os.umask(before)
         with unprivileged():
             probe = try_probe(directory)
-        with pytest.raises(CheckpointError) as caught:
-            store.check_probes(directory, [probe])
         assert re.fullmatch(
             rf"an executor cannot write {directory}/probe-\w+: Permission denied\. The path must "
             r"be on a file system that the driver and all executors share, and the executors' user "
             r"must be able to write to the folders that the driver creates there \(see the "
             r"driver's umask\)\.",
-            str(caught.value),
+            message_of(CheckpointError, store.check_probes, directory, [probe]),
         )
         store.discard(directory)
         assert list(root.iterdir()) == []

@@ -15,6 +15,7 @@ import torch
 from hex_column import Hex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import message_of
 from pyspark.sql import types as sql
 
 import sparkdl
@@ -75,9 +76,7 @@ def count_letters(text: str) -> int:
     ],
 )
 def test_a_wrong_value_is_told(make: Callable[[], ColumnSpec], text: str) -> None:
-    with pytest.raises(ParameterError) as caught:
-        make()
-    assert str(caught.value) == text
+    assert message_of(ParameterError, make) == text
 
 
 def test_all_mistakes_of_one_specification() -> None:
@@ -268,9 +267,10 @@ def test_a_weight_is_a_float() -> None:
     ],
 )
 def test_a_specification_that_does_not_fit(name: str, spec: ColumnSpec, text: str) -> None:
-    with pytest.raises(DataError) as caught:
-        columns_of(SCHEMA, [name], (), "float32", {name: spec})
-    assert str(caught.value) == f'feature column "{name}" {text}'
+    assert (
+        message_of(DataError, columns_of, SCHEMA, [name], (), "float32", {name: spec})
+        == f'feature column "{name}" {text}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,7 @@ def test_a_specification_that_does_not_fit(name: str, spec: ColumnSpec, text: st
     ],
 )
 def test_what_is_no_weight(name: str, text: str) -> None:
-    with pytest.raises(DataError) as caught:
-        read_schema(SCHEMA, ["number"], (), name, "float32")
-    assert str(caught.value) == text
+    assert message_of(DataError, read_schema, SCHEMA, ["number"], (), name, "float32") == text
 
 
 def test_a_missing_weight() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from mistakes import message_of
 
 import sparkdl
 from sparkdl import errors
@@ -83,15 +84,17 @@ def test_no_problem_raises_nothing() -> None:
 
 
 def test_one_problem_is_the_message() -> None:
-    with pytest.raises(DataError) as caught:
-        raise_all(DataError, ["the column is missing."])
-    assert str(caught.value) == "the column is missing."
+    assert (
+        message_of(DataError, raise_all, DataError, ["the column is missing."])
+        == "the column is missing."
+    )
 
 
 def test_several_problems_come_together() -> None:
-    with pytest.raises(ParameterError) as caught:
-        raise_all(ParameterError, ["one.", "two."])
-    assert str(caught.value) == "2 problems:\n  - one.\n  - two."
+    assert (
+        message_of(ParameterError, raise_all, ParameterError, ["one.", "two."])
+        == "2 problems:\n  - one.\n  - two."
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import message_of
 from torch import nn
 
 from sparkdl.codec.packed import ALIGNMENT
@@ -388,9 +389,7 @@ def test_a_cache_that_takes_another_form_is_left_alone(form: torch.Tensor | None
 def test_another_buffer_that_takes_another_form_is_told() -> None:
     flat = FlatModule(nn.Sequential(Cache(persistent=True)))
     flat.module(torch.ones(5, 2))
-    with pytest.raises(ModelError) as caught:
-        flat.save_buffers(flat.flat)
-    assert str(caught.value) == (
+    assert message_of(ModelError, flat.save_buffers, flat.flat) == (
         'forward makes the buffer "0.cache" [5] float32, but __init__ made it [2] float32: buffers '
         "are averaged over the replicas, so their shape and type must not change. Give it its "
         "final form in __init__ (for the longest input, say). If it is only a cache, register it "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from mistakes import message_of
 
 from jobs.components import Component, find
 from jobs.config import apply_change, parse, read_config, read_yaml
@@ -112,9 +113,9 @@ def test_every_mistake_is_told_at_once(file: Path) -> None:
 
 
 def test_missing_keys() -> None:
-    with pytest.raises(ParameterError) as caught:
-        parse({"model": "torch.nn:Identity", "data": {}})
-    assert str(caught.value).splitlines() == [
+    assert message_of(
+        ParameterError, parse, {"model": "torch.nn:Identity", "data": {}}
+    ).splitlines() == [
         "2 problems:",
         "  - data.train is missing.",
         "  - optimizer is missing.",
@@ -140,18 +141,17 @@ def test_bad_changes(file: Path, changes: list[str], message: str | None) -> Non
 def test_yaml_mistakes_name_the_line(tmp_path: Path) -> None:
     path = tmp_path / "b.yaml"
     path.write_text("name: a\nname: b\n")
-    with pytest.raises(ParameterError) as caught:
-        read_config(path)
-    assert str(caught.value) == f'{path}, line 2: the key "name" is given twice.'
+    assert (
+        message_of(ParameterError, read_config, path)
+        == f'{path}, line 2: the key "name" is given twice.'
+    )
     path.write_text("- a\n")
     with pytest.raises(ParameterError, match="give a mapping of keys to values"):
         read_config(path)
     with pytest.raises(FileNotFoundError, match="there is no configuration file"):
         read_config(tmp_path / "none.yaml")
     path.write_text("name: a\ndata: {train: 2026-13-01}\n")
-    with pytest.raises(ParameterError) as caught:
-        read_config(path)
-    assert str(caught.value) == (
+    assert message_of(ParameterError, read_config, path) == (
         f'{path}, line 2: "2026-13-01" cannot be read (month must be in 1..12): quote it.'
     )
     path.write_bytes(b"name: caf\xe9\n")
@@ -173,16 +173,16 @@ def test_a_mapping_may_be_merged_into_others(tmp_path: Path) -> None:
 
 
 def test_keys_and_values_that_are_no_text() -> None:
-    with pytest.raises(ParameterError) as caught:
-        parse(
-            smallest(
-                data={"train": "a", "options": {1: "a"}, "features": ["x", 2020]},
-                model={"use": "torch.nn:Identity", True: 1},
-                gradients={"l1": {"*.weight": "much"}},
-                spark={"settings": {"spark": {"executor.memory": "2g"}}},
-            )
-        )
-    assert str(caught.value).splitlines() == [
+    assert message_of(
+        ParameterError,
+        parse,
+        smallest(
+            data={"train": "a", "options": {1: "a"}, "features": ["x", 2020]},
+            model={"use": "torch.nn:Identity", True: 1},
+            gradients={"l1": {"*.weight": "much"}},
+            spark={"settings": {"spark": {"executor.memory": "2g"}}},
+        ),
+    ).splitlines() == [
         "5 problems:",
         "  - data.options: the key 1 is not text: quote it.",
         "  - data.features: 2020 in the list: give text (quote it: '2020').",
@@ -219,9 +219,9 @@ def test_keys_and_values_that_are_no_text() -> None:
     ],
 )
 def test_components_that_cannot_be(component: Component, message: str | None) -> None:
-    with pytest.raises(ParameterError) as caught:
-        component.resolve()
-    assert str(caught.value) == (message or f"there is no file {Path.cwd()}/no/such/file.py.")
+    assert message_of(ParameterError, component.resolve) == (
+        message or f"there is no file {Path.cwd()}/no/such/file.py."
+    )
 
 
 def test_a_loss_class_becomes_an_instance() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import message_of
 from torch import nn
 
 from sparkdl.errors import ParameterError
@@ -154,9 +155,7 @@ def test_a_metric_has_the_name_it_is_known_by() -> None:
     ("name", "hint"), [("acuracy", ' Did you mean "accuracy"?'), ("xyzzy", "")]
 )
 def test_an_unknown_name(name: str, hint: str) -> None:
-    with pytest.raises(ParameterError) as caught:
-        resolve(["mse", name])
-    assert str(caught.value) == (
+    assert message_of(ParameterError, resolve, ["mse", name]) == (
         f'unknown metric "{name}".{hint} Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, '
         "hit_ratio, hit_ratio@k, ndcg, ndcg@k, or a sparkdl.Metric or torchmetrics.Metric."
     )

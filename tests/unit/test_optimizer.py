@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 from torch.optim import SGD
 
@@ -94,9 +95,7 @@ def test_lbfgs_is_refused_on_several_slices() -> None:
     module = make_net()
     recipe = Recipe(module, torch.square, partial(torch.optim.LBFGS, max_iter=1), 0)
     assert not plan_optimizer(recipe, module, 1).separate
-    with pytest.raises(ModelError) as caught:
-        plan_optimizer(recipe, module, 3)
-    assert str(caught.value) == (
+    assert message_of(ModelError, plan_optimizer, recipe, module, 3) == (
         "optimizer LBFGS uses all parameters together, so they must be in one slice, but there are "
         "3: set slices=1."
     )

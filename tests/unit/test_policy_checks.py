@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
@@ -261,9 +262,7 @@ def test_metrics_that_can_be_gone_through_once() -> None:
     ids=str,
 )
 def test_validation(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(sparkdl.ParameterError) as error:
-        sparkdl.Validation(DATA, **changes)
-    assert str(error.value) == message
+    assert message_of(sparkdl.ParameterError, sparkdl.Validation, DATA, **changes) == message
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
@@ -65,9 +66,7 @@ BAD = IterationResult(math.nan, 8, not_finite={1: "the loss (nan)", 3: 'the grad
 
 
 def test_raise_says_where_and_what_to_do() -> None:
-    with pytest.raises(TrainingError) as error:
-        after(STATE, BAD)
-    assert str(error.value) == (
+    assert message_of(TrainingError, after, STATE, BAD) == (
         "iteration 12, epoch 3: not finite: the loss (nan) in replica 1; "
         'the gradient of "a.b" in replica 3 (mean loss nan). Lower the learning rate, clip with '
         'clip_norm=1.0, or pass on_nan="skip".'

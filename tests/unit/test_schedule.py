@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -341,9 +342,7 @@ def test_a_schedule_shorter_than_the_run_is_refused(
     schedule = Schedule(plan_of(), make, per)
     for limit in (None, 1, fits):
         schedule.check(limit, 4)
-    with pytest.raises(ModelError) as caught:
-        schedule.check(too_long, 4)
-    assert str(caught.value) == (
+    assert message_of(ModelError, schedule.check, too_long, 4) == (
         f"schedule ends after total_steps={total}, and the run has {needed}"
     )
 
@@ -359,9 +358,7 @@ def test_a_schedule_as_long_as_the_run_does_not_run_out(caplog: Any) -> None:
 
 
 def test_a_plateau_wants_a_validation() -> None:
-    with pytest.raises(ModelError) as caught:
-        Schedule(plan_of(), PLATEAU).check(10)
-    assert str(caught.value) == (
+    assert message_of(ModelError, Schedule(plan_of(), PLATEAU).check, 10) == (
         "schedule ReduceLROnPlateau follows a metric of the validation, but there is no "
         "validation: pass validation=..., or use a schedule that follows the iterations."
     )
@@ -372,9 +369,12 @@ def test_a_plateau_wants_a_validation() -> None:
     [(None, "."), ("acuracy", '. "acuracy" is not one of them. Did you mean "accuracy"?')],
 )
 def test_a_plateau_wants_to_know_its_metric(metric: str | None, end: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        Schedule(plan_of(), PLATEAU, metric=metric).check(10, metrics=["loss", "accuracy"])
-    assert str(caught.value) == (
+    assert message_of(
+        ModelError,
+        Schedule(plan_of(), PLATEAU, metric=metric).check,
+        10,
+        metrics=["loss", "accuracy"],
+    ) == (
         "schedule ReduceLROnPlateau follows one metric of the validation, which gives loss, "
         f"accuracy: name one of them with schedule_metric{end}"
     )

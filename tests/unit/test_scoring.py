@@ -13,6 +13,7 @@ import torchmetrics as tm
 from fresh import run_fresh
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import message_of
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
@@ -176,9 +177,7 @@ def test_a_torchmetric_of_several_numbers() -> None:
         lambda: scorer.check(SCORES, [LABELS]),
         lambda: scorer.values(folded(scorer, SCORES, LABELS, WHOLE)),
     ):
-        with pytest.raises(ParameterError) as caught:
-            use()
-        assert str(caught.value).startswith(message)
+        assert message_of(ParameterError, use).startswith(message)
 
 
 def test_torchmetrics_is_not_imported_for_others() -> None:
@@ -291,12 +290,8 @@ def test_a_failing_metric_is_named_with_the_shapes() -> None:
         'metric "top5" failed: top-5 of 3 classes: k is larger than the number of classes. The '
         "output is (60, 3) float32, the label (60,) int64."
     )
-    with pytest.raises(ParameterError) as caught:
-        scorer.update(scorer.start(), SCORES, [LABELS])
-    assert str(caught.value) == message
-    with pytest.raises(ParameterError) as caught:
-        scorer.check(SCORES, [LABELS])
-    assert str(caught.value) == message
+    assert message_of(ParameterError, scorer.update, scorer.start(), SCORES, [LABELS]) == message
+    assert message_of(ParameterError, scorer.check, SCORES, [LABELS]) == message
 
 
 def test_a_failing_torchmetric_is_named_with_the_shapes() -> None:

@@ -15,6 +15,7 @@ import pytest
 import summary_runs as runs
 import torch
 from fresh import run_fresh
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
@@ -142,9 +143,10 @@ def test_the_model_can_be_added_after_the_fit() -> None:
         output=Output((1,), "float32"),
         history=History(),
     )
-    with pytest.raises(sparkdl.ParameterError) as caught:
-        callback.log_model(trained)
-    assert str(caught.value) == "MLflow.log_model: there is no run yet; call it after fit."
+    assert (
+        message_of(sparkdl.ParameterError, callback.log_model, trained)
+        == "MLflow.log_model: there is no run yet; call it after fit."
+    )
     runs.play([callback], runs.states())
     callback.log_model(trained)
     loaded = sparkdl.load(artifact(callback, "model"))

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import message_of
 
 import sparkdl
 from sparkdl.errors import ParameterError
@@ -136,18 +137,19 @@ def test_the_limit_is_where_it_is_first_true(trigger: Trigger, limit: int | None
 @pytest.mark.parametrize("make", [max_epoch, max_iteration, every, several_iterations])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "3", None])
 def test_anything_but_a_positive_whole_number_is_refused(make: Any, value: Any) -> None:
-    with pytest.raises(ParameterError) as caught:
-        make(value)
-    assert str(caught.value) == (f"{make.__name__}({value!r}): give a whole number of at least 1.")
+    assert message_of(ParameterError, make, value) == (
+        f"{make.__name__}({value!r}): give a whole number of at least 1."
+    )
 
 
 def test_a_trigger_must_say_when() -> None:
     class Unfinished(Trigger):
         pass
 
-    with pytest.raises(TypeError) as caught:
-        Unfinished()(state(0), state(1))
-    assert str(caught.value) == "Unfinished does not define __call__(previous, current)"
+    assert (
+        message_of(TypeError, Unfinished(), state(0), state(1))
+        == "Unfinished does not define __call__(previous, current)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -398,6 +400,4 @@ def test_the_names_of_the_metrics() -> None:
     ],
 )
 def test_what_is_refused(make: Any, arguments: tuple[Any, ...], message: str) -> None:
-    with pytest.raises(ParameterError) as caught:
-        make(*arguments)
-    assert str(caught.value) == message
+    assert message_of(ParameterError, make, *arguments) == message
