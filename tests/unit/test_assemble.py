@@ -6,7 +6,7 @@ import functools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,13 @@ NAMES = ["words", "photo", "label", "weight"]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    config = SlabConfig.new(str(tmp_path), "test")
-
+def make(slab: SlabConfig) -> Make:
     def write(columns: list[Rows]) -> MappedPartition:
-        writer = PartitionWriter(config)
+        writer = PartitionWriter(slab)
         writer.add(NAMES[: len(columns)], columns)
         return open_partition(writer.finish())
 
-    yield write
-    close_partitions()
-    remove_root(config)
+    return write
 
 
 def some_rows(count: int, seed: int = 0) -> list[Rows]:

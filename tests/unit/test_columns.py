@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mistakes import message_of
 from pyspark.sql import types as sql
+from trained import trained_model
 
 import sparkdl
 from sparkdl import Convert, Image, Sequence
@@ -36,8 +37,6 @@ from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import check_specs, columns_of, read_schema
 from sparkdl.errors import DataError, ParameterError
-from sparkdl.infer.trained_model import TrainedModel
-from sparkdl.loop.history import History
 from sparkdl.slab.root import SlabConfig, remove_root
 
 
@@ -335,19 +334,9 @@ def test_a_new_type_in_records(tmp_path: Path) -> None:
 
 def test_a_new_type_in_a_saved_model(tmp_path: Path) -> None:
     columns = {"text": Hex(digits=6)}
-    trained = TrainedModel(
-        module=torch.nn.Linear(3, 1),
-        model=torch.nn.Linear(3, 1),
-        loss=None,
-        features=("text",),
-        label=(),
-        fields=(Field("text", "uint8", (3,)),),
-        num_features=1,
-        float_dtype="float32",
-        output=None,
-        history=History(),
-        columns=columns,
-    )
+    fields = (Field("text", "uint8", (3,)),)
+    linear = torch.nn.Linear(3, 1)
+    trained = trained_model(linear, features=("text",), fields=fields, columns=columns)
     folder = trained.save(tmp_path / "model")
     saved = json.loads((folder / "model.json").read_text())["columns"]
     assert saved == {"text": {"kind": "hex", "digits": 6}}

@@ -7,7 +7,7 @@ import io
 import itertools
 import pickle
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,6 @@ from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 NAMES = ["x", "n", "flag"]
 CHOSEN = ([], [0], [59, 0, 30, 30], range(60), np.random.default_rng(1).permutation(60))
 Columns = list[np.ndarray]
-
-
-@pytest.fixture
-def slab(tmp_path: Path) -> Iterator[SlabConfig]:
-    config = SlabConfig.new(str(tmp_path), "test")
-    yield config
-    close_partitions()
-    remove_root(config)
 
 
 def some_rows(count: int, seed: int = 0) -> Columns:

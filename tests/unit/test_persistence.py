@@ -18,6 +18,7 @@ import safetensors.torch
 import torch
 from mistakes import message_of
 from torch import nn
+from trained import trained_model
 
 import sparkdl
 from sparkdl.data.partition_writer import Field
@@ -117,18 +118,14 @@ def trained_on(model: Any, module: nn.Module | None = None, **changes: Any) -> T
             for i, value in enumerate(module.state_dict().values()):
                 value.add_(i + 1)
     values: dict[str, Any] = {
-        "module": module.eval(),
-        "model": model,
         "loss": nn.functional.mse_loss,
         "features": ("a", "b"),
         "label": ("y",),
         "fields": (Field("a", "float32", (2,)), Field("b", "int64", ()), Field("y", "float32", ())),
-        "num_features": 2,
-        "float_dtype": "float32",
         "output": Output((3,), "float32"),
         "history": some_history(),
     }
-    return TrainedModel(**{**values, **changes})
+    return trained_model(module, model=model, **{**values, **changes})
 
 
 def same_weights(one: nn.Module, other: nn.Module) -> bool:

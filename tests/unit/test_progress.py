@@ -49,11 +49,6 @@ def test_counters() -> None:
     assert (found.skipped, found.loss_scale, found.loss_scale_age) == (1, 1.0, 0)
 
 
-def test_the_last_position_ends_the_epoch() -> None:
-    found = after(STATE, IterationResult(0.25, 8))
-    assert (found.epoch, found.position) == (3, 0)
-
-
 @pytest.mark.parametrize("position", range(4))
 def test_expected_counts_as_the_loop_does(position: int) -> None:
     state = replace(STATE, position=position)

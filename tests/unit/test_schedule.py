@@ -217,11 +217,6 @@ def test_a_plateau_steps_at_validations_by_their_metric() -> None:
     assert rates == [(0.5,)] * 8 + [(0.25,)] * 6
 
 
-def test_a_plateau_follows_the_loss_where_there_is_nothing_else() -> None:
-    *rates, _ = live(Schedule(plan_of(), PLATEAU), 10, ({"loss": 1.0}, {"loss": 2.0}))
-    assert rates[-1] == (0.25,)
-
-
 def test_a_plateau_passes_over_validations_without_its_metric() -> None:
     """There was nothing to measure, or the run before had another validation."""
     metrics = ({"loss": 1.0, "accuracy": 0.5}, {"loss": 2.0}, {"loss": 2.0, "accuracy": 0.5})
