@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from pyspark import SparkConf, cloudpickle
 from torch import nn
@@ -413,6 +414,17 @@ def assert_same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> Non
     """The flat vectors after each iteration are equal to the last bit."""
     for t, (a, b) in enumerate(zip(left, right, strict=True)):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"iteration {t + 1} differs"
+
+
+def as_plain_torch(
+    trainer: sparkdl.Trainer, parts: Parts, *args: Any, **how: Any
+) -> tuple[Seen, list[Tensors]]:
+    """Fit, and train as :func:`plainly` does: tensors and losses of every iteration are the same."""
+    seen = fit_here(trainer, parts)
+    steps, losses = plainly(trainer, parts, *args, **how)
+    assert_close(seen.steps, steps)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    return seen, steps
 
 
 def differ(left: list[Tensors], right: list[Tensors]) -> bool:

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -178,19 +179,26 @@ def test_a_loss_class_becomes_an_instance() -> None:
     assert function.__name__ == "mse_loss"
 
 
+TRIPLET = "torch.nn:TripletMarginWithDistanceLoss"
+
+
 @pytest.mark.parametrize(
-    ("use", "safe"),
+    ("loss", "safe"),
     [
         ("torch.nn:CrossEntropyLoss", True),
         ("torch.nn.functional:mse_loss", True),
+        ({"use": "torch.nn:MSELoss", "reduction": "sum"}, True),
+        ({"use": TRIPLET, "distance_function": "os:system"}, True),
+        ({"use": TRIPLET, "distance_function": {"use": "os:system"}}, False),
         ("torch.nn.functional:importlib", False),
         ("torch.nn:Parameter", False),
+        ("torch.hub:load", False),
         ("os:system", False),
         ("jobs.models:digits_convnet", False),
     ],
 )
-def test_which_losses_a_run_folder_may_name(use: str, safe: bool) -> None:
-    assert Component(use).is_torch_loss() is safe
+def test_a_loss_of_a_run_folder_that_names_code_needs_trust(loss: Any, safe: bool) -> None:
+    assert Component.of(loss).is_torch_loss() is safe
 
 
 def test_a_file_is_importable_again_from_the_same_directory(

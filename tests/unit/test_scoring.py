@@ -18,7 +18,7 @@ from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from sparkdl.errors import ParameterError
-from sparkdl.metrics.base import MeanMetric, Metric
+from sparkdl.metrics.base import MeanMetric
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer, States
 
@@ -323,26 +323,3 @@ def test_metrics_need_one_tensor_and_one_label() -> None:
         scorer.update(scorer.start(), SCORES, [LABELS, LABELS])
     with pytest.raises(ParameterError, match=r"a tuple of 0 \[60, 3\], .* output=0"):
         scorer.update(scorer.start(), (SCORES, SCORES), [LABELS])
-
-
-def test_a_metric_of_ones_own() -> None:
-    class Range(Metric):
-        """The state may be anything that pickles."""
-
-        name = "range"
-
-        def start(self) -> tuple[float, float]:
-            return math.inf, -math.inf
-
-        def update(self, state: Any, output: torch.Tensor, target: torch.Tensor) -> Any:
-            return self.merge(state, (float(output.min()), float(output.max())))
-
-        def merge(self, one: Any, other: Any) -> Any:
-            return min(one[0], other[0]), max(one[1], other[1])
-
-        def value(self, state: Any) -> float:
-            return state[1] - state[0]
-
-    scorer = Scorer(None, (Range(),))
-    found = scorer.values(folded(scorer, VALUES, VALUES, [[(0, 9), (9, 20)], [], [(20, ROWS)]]))
-    assert found == {"range": pytest.approx(float(VALUES.max() - VALUES.min()))}
