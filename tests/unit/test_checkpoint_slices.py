@@ -183,31 +183,6 @@ def test_a_parameter_over_three_slices_takes_its_state_from_where_it_starts() ->
     assert found.others == {0: {"place": 1}}
 
 
-def test_an_array_that_some_slices_lack_is_zero_there() -> None:
-    layout = layout_of_lengths(16, 16)
-    first, second = slice_specs(layout, 2)
-    sums = {"sum": torch.full((16,), 5.0)}
-    parts = [
-        StoredSlice(0, 16, 16, SliceState(torch.ones(16))),
-        StoredSlice(16, 32, 16, SliceState(torch.ones(16), sums, {1: ("sum",)}, {1: {}})),
-    ]
-    (whole,) = slice_specs(layout, 1)
-    state = reslice(parts, whole, torch.float32)
-    assert state.arrays["sum"].tolist() == [0.0] * 16 + [5.0] * 16
-    assert state.others == {1: {}}
-    assert state.held == {1: ("sum",)}
-    assert reslice(parts, first, torch.float32).arrays == {}
-    assert reslice(parts, second, torch.float32).arrays["sum"].tolist() == [5.0] * 16
-
-
-def test_an_empty_slice_knows_of_the_average() -> None:
-    layout = layout_of_lengths(3)
-    empty, full = slice_specs(layout, 2)
-    assert (empty.length, full.length) == (0, 16)
-    part = StoredSlice(0, 16, 3, SliceState(torch.ones(16), {EMA: torch.ones(3)}))
-    assert reslice([part], empty, torch.float32).arrays[EMA].shape == (0,)
-
-
 # Mistakes and damage
 
 

@@ -31,13 +31,13 @@ from sparkdl.data.columns.base import (
 from sparkdl.data.columns.image import STRUCT
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
-from sparkdl.data.partition_reader import close_partitions, open_partition
+from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.ragged import Padding
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import check_specs, columns_of, read_schema
 from sparkdl.errors import DataError, ParameterError
-from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.slab.root import SlabConfig
 
 
 def count_letters(text: str) -> int:
@@ -314,22 +314,15 @@ def test_a_new_type_in_a_schema() -> None:
     assert (caught.value.problem.row, str(caught.value)) == (11, "is '00fg', not 4 digits")
 
 
-def test_a_new_type_in_records(tmp_path: Path) -> None:
-    slab = SlabConfig.new(str(tmp_path), "test")
+def test_a_new_type_in_records(slab: SlabConfig) -> None:
     task = WriteRecords(slab, True, "float32", {"features": Hex()})
-    try:
-        handle = pickle.loads(next(task(0, [("00ff", 1.0), ("0102", 2.0)])))
-        assert handle.fields == (Field("features", "uint8", (2,)), Field("label", "float32", ()))
-        bytes_, labels = open_partition(handle).gather(np.arange(2))
-        assert sorted(zip(labels.tolist(), bytes_.tolist(), strict=True)) == [  # type: ignore[union-attr]
-            (1.0, [0, 255]),
-            (2.0, [1, 2]),
-        ]
-        wrong = pickle.loads(next(task(0, [("00ff", 1.0), ("0", 2.0)])))
-        assert (wrong.problem.row, wrong.problem.text) == (1, "is '0', not 4 digits")
-    finally:
-        close_partitions()
-        remove_root(slab)
+    handle = pickle.loads(next(task(0, [("00ff", 1.0), ("0102", 2.0)])))
+    assert handle.fields == (Field("features", "uint8", (2,)), Field("label", "float32", ()))
+    bytes_, labels = open_partition(handle).gather(np.arange(2))
+    found = sorted(zip(labels.tolist(), bytes_.tolist(), strict=True))
+    assert found == [(1.0, [0, 255]), (2.0, [1, 2])]
+    wrong = pickle.loads(next(task(0, [("00ff", 1.0), ("0", 2.0)])))
+    assert (wrong.problem.row, wrong.problem.text) == (1, "is '0', not 4 digits")
 
 
 def test_a_new_type_in_a_saved_model(tmp_path: Path) -> None:

@@ -99,15 +99,6 @@ def test_top_k_sends_the_largest_and_nothing_else(ratio, rows, columns, seed):
     assert sum(t.nbytes for t in sent.values()) == 8 * count
 
 
-@pytest.mark.parametrize("hook", [TopK(1.0), TopK(0.5)])
-def test_all_of_a_gradient_goes_as_it_is(hook):
-    gradient = gradient_of((9, 11), torch.float32, 1)
-    sent, kept = compress(hook, GradBucket(name="w", gradient=gradient), torch.float32)
-    assert kept == {}
-    assert list(sent) == ["values"]
-    assert torch.equal(decompress(sent, gradient.shape, torch.float32), gradient)
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     st.integers(1, 4),
