@@ -384,11 +384,11 @@ def test_mistakes_are_told_before_the_data_are_read(frames, changes, error, mess
     [
         {"strategy": "pipeline"},
         {"strategy": "tensor", "mesh": {"data": 1, "tensor": 2}},
-        {"strategy": sparkdl.FSDP(units=["0", "3"])},
+        {"strategy": sparkdl.FSDP(units=["0", "2"])},
     ],
     ids=["pipeline", "tensor", "fsdp"],
 )
 def test_other_engines_take_no_notice(frames, way):
     """One word changes the engine."""
-    df, run = frames(12, 12), trainer_of(model=fragile, engine="local")
+    df, run = frames(12, 12), trainer_of(model=perceptron, engine="local")
     assert replace(run, **way).fit(df).history.losses == run.fit(df).history.losses
