@@ -105,12 +105,12 @@ def close(one: sparkdl.TrainedModel | None, other: sparkdl.TrainedModel | None) 
 
 
 def as_one_process(
-    run: sparkdl.Trainer, df: Any, digits: float = 1e-5, **alone: Any
+    run: sparkdl.Trainer, df: Any, **alone: Any
 ) -> tuple[sparkdl.TrainedModel, sparkdl.TrainedModel]:
     """Train with the gang and in this process. What comes of both is alike but for rounding:
     losses, weights, their average, the best ones, and what validations measured."""
     there, here = run.fit(df), replace(run, engine="local", **alone).fit(df)
-    losses = pytest.approx(here.history.losses, rel=digits, abs=digits, nan_ok=True)
+    losses = pytest.approx(here.history.losses, rel=1e-5, abs=1e-5, nan_ok=True)
     assert there.history.losses == losses
     close(here, there)
     for one, other in ((here.ema, there.ema), (here.best, there.best)):

@@ -253,8 +253,10 @@ class Joined(nn.Module):
 
 
 def test_several_tensors_go_from_stage_to_stage(frames):
-    df, made = frames(20, 12), partial(nn.Sequential, Pair(), Joined())
-    there, _ = as_one_process(trainer_of(model=made, validation=sparkdl.Validation(df)), df)
+    df = frames(20, 12)
+    validation = sparkdl.Validation(df)
+    run = trainer_of(model=lambda: nn.Sequential(Pair(), Joined()), validation=validation)
+    there, _ = as_one_process(run, df)
     assert len(there.history.validations) == 1
 
 
@@ -477,15 +479,13 @@ UNFIT: dict[str, tuple[dict[str, Any], str]] = {
         'together: use strategy="ddp", or an optimizer that treats every parameter by itself.',
     ),
 }
-MISTAKES = {name: (ParameterError, *row) for name, row in WRONG.items()}
-MISTAKES |= {name: (ModelError, *row) for name, row in UNFIT.items()}
+MISTAKES = {name: (changes, ParameterError, said) for name, (changes, said) in WRONG.items()}
+MISTAKES |= {name: (changes, ModelError, said) for name, (changes, said) in UNFIT.items()}
 
 
-@pytest.mark.parametrize(
-    ("error", "mistake"), [(e, name) for e in MISTAKES for name in MISTAKES[e]]
-)
-def test_mistakes_are_told_before_the_data_are_read(frames, error, mistake):
-    changes, message = MISTAKES[error][mistake]
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_before_the_data_are_read(frames, mistake):
+    changes, error, message = MISTAKES[mistake]
     refused(lambda: trainer_of(**changes), frames(12, 12), error, message)
 
 
