@@ -136,7 +136,7 @@ def refused(
     """The trainer, or its ``fit``, says so before the data are read."""
     scheduler = df.sparkSession.sparkContext._jsc.sc().dagScheduler()
     before = scheduler.numTotalJobs()
-    assert message_of(error, made().fit, df) == message
+    assert message_of(error, lambda: made().fit(df)) == message
     assert scheduler.numTotalJobs() == before
 
 

@@ -526,7 +526,7 @@ FORWARDS = {
 @pytest.mark.parametrize("mistake", FORWARDS)
 def test_a_forward_that_cannot_be_cut_is_told_before_training(frames, mistake):
     changes, error, message = FORWARDS[mistake]
-    assert message in message_of(error, trainer_of(**changes).fit, frames(12, 12))
+    assert message in message_of(error, lambda: trainer_of(**changes).fit(frames(12, 12)))
 
 
 class Shares(nn.Module):
