@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from pyspark import cloudpickle
 from structured import Structured
 from torch import nn
@@ -96,13 +97,37 @@ def by_keyword(kind: str = "ModelOutput") -> dict[str, Any]:
 
 def close(one: sparkdl.TrainedModel | None, other: sparkdl.TrainedModel | None) -> None:
     """Weights and buffers, but for rounding."""
-    assert one is not None
-    assert other is not None
     left, right = one.module.state_dict(), other.module.state_dict()
     assert left.keys() == right.keys()
     for name, tensor in left.items():
         assert type(right[name]) is torch.Tensor
         torch.testing.assert_close(right[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def as_one_process(
+    run: sparkdl.Trainer, df: Any, **alone: Any
+) -> tuple[sparkdl.TrainedModel, sparkdl.TrainedModel]:
+    """Train with the gang and in this process. What comes of both is alike but for rounding:
+    losses, weights, their average, the best ones, and what validations measured."""
+    there, here = run.fit(df), replace(run, engine="local", **alone).fit(df)
+    losses = pytest.approx(here.history.losses, rel=1e-5, abs=1e-5, nan_ok=True)
+    assert there.history.losses == losses
+    close(here, there)
+    for one, other in ((here.ema, there.ema), (here.best, there.best)):
+        assert (one is None) == (other is None)
+        if one is not None:
+            close(one, other)
+    for one, other in zip(there.history.validations, here.history.validations, strict=True):
+        assert one.keys() == other.keys()
+        assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-4)
+    return there, here
+
+
+def validated(df: Any, batch_size: int = 5) -> dict[str, Any]:
+    """Options with which ranks have different numbers of batches to validate."""
+    often = sparkdl.every(2)
+    how = {"metrics": ["accuracy"], "best": "loss", "every": often, "batch_size": batch_size}
+    return {"validation": sparkdl.Validation(df, **how), "histograms": often}
 
 
 def refused(
@@ -111,9 +136,7 @@ def refused(
     """The trainer, or its ``fit``, says so before the data are read."""
     scheduler = df.sparkSession.sparkContext._jsc.sc().dagScheduler()
     before = scheduler.numTotalJobs()
-    with pytest.raises(error) as caught:
-        made().fit(df)
-    assert str(caught.value) == message
+    assert message_of(error, lambda: made().fit(df)) == message
     assert scheduler.numTotalJobs() == before
 
 

@@ -93,7 +93,6 @@ def test_a_rank_that_cannot_pack_what_it_keeps_says_so(ranks: Any, tmp_path: Pat
     assert [problem is None for problem in problems] == [rank != 1 for rank in range(WORLD)]
     assert problems[1].startswith("NotImplementedError")
     last = unpack_kept(SnapshotFiles(tmp_path).read("snapshot", WORLD - 1))
-    assert last is not None
     assert last[0]["rest"].tolist() == [WORLD - 1.0] * 2
 
 

@@ -19,6 +19,7 @@ import torch
 from gang_training import CLASSES, WIDTH, same, trainer_of
 from hosted import hosted_ranks
 from launch import soak_but
+from mistakes import message_of
 from pyspark import cloudpickle
 from torch import nn
 
@@ -138,9 +139,9 @@ def test_a_mistake_of_the_model_is_one_error_with_the_rank(frames, tmp_path):
 
 
 def test_fewer_slots_than_the_fewest(frames):
-    with pytest.raises(ParameterError) as caught:
-        trainer_of(replicas=4, min_ranks=3).fit(frames(8, 8, 8, 8))
-    assert str(caught.value) == (
+    assert message_of(
+        ParameterError, trainer_of(replicas=4, min_ranks=3).fit, frames(8, 8, 8, 8)
+    ) == (
         "a gang of 4 ranks with min_ranks=3 needs 3 task slots at once, and this session has 2: ask "
         "for more executors or cores."
     )
@@ -156,10 +157,8 @@ def test_samples_that_cannot_be_read_again_end_the_gang(spark):
     source = context.parallelize(range(3), 3).mapPartitions(gone)
     hosting = Oversubscription(2, lambda records: "", lambda: "")
     with contextlib.closing(Gang(context, source, "test", hosting=hosting)) as gang:
-        with pytest.raises(TrainingError) as caught:
-            gang.start()
         assert re.match(
             r"the gang did not come together: (partition \d on \S+ failed \w+\. )?ValueError: "
             r"the source is gone\n",
-            str(caught.value),
+            message_of(TrainingError, gang.start),
         )

@@ -8,6 +8,7 @@ import gpus
 import pytest
 from gang_training import trainer_of
 from launch import launch
+from mistakes import message_of
 from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
 import sparkdl
@@ -38,9 +39,7 @@ def test_by_default_there_are_as_many_ranks_as_gpus(tmp_path, parallelism):
 
 def test_there_are_none_in_local_mode(spark):
     two = ResourceProfileBuilder().require(TaskResourceRequests().cpus(2)).build
-    with pytest.raises(SessionError) as caught:
-        sparkdl.gang.run(print, ranks=1, resource_profile=two)
-    assert str(caught.value) == (
+    assert message_of(SessionError, sparkdl.gang.run, print, ranks=1, resource_profile=two) == (
         "resource_profile needs a cluster: Spark has no resource profiles in local mode. Leave it out "
         "here."
     )

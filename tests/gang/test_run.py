@@ -18,6 +18,7 @@ import importable
 import pytest
 import torch
 import torch.distributed as dist
+from mistakes import message_of
 from pyspark import cloudpickle
 
 import sparkdl
@@ -191,9 +192,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fn", "options", "message"), BAD)
 def test_mistakes_start_no_stage(spark, num_stages, fn, options, message):
-    with pytest.raises(ParameterError) as caught:
-        sparkdl.gang.run(fn, **options)
-    assert str(caught.value) == message
+    assert message_of(ParameterError, sparkdl.gang.run, fn, **options) == message
     assert num_stages() == 0
 
 

@@ -73,7 +73,6 @@ def gossiping(communicator: Any, topology: str) -> tuple[torch.Tensor, torch.Ten
         way.compute(own, [batch], [4.0] * WORLD, Clock())
         assert way.sections(ROWS, [4.0] * WORLD) == {}
     kept = way.kept
-    assert kept is not None
     found = kept[len(parameters)]["weights"].clone()
     way.settle()
     mean = live.flat.flat.clone()

@@ -1,39 +1,50 @@
 """The whole of ``fit`` without a cluster, and plain PyTorch on the same global batches.
 
 :func:`fit_here` is ``Trainer.fit`` with ``engine="local"``; Spark would only bring the rows to this
-process, so they are handed over as lists, one a partition. :func:`plainly` trains one module on each
-global batch as a whole.
+process, so they are handed over as lists, one a partition. :func:`fit_there` is that of the shuffle
+engine. :func:`plainly` trains one module on each global batch as a whole, and :func:`copies` as many as
+there are replicas, each on its part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import math
 import pickle
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
-from pyspark import SparkConf
+from pyspark import SparkConf, cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.data.epoch import EpochPlan, permutation
+from sparkdl.data.epoch import EpochPlan, derive_seed, permutation
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.data.samples import Source, _sample_set
 from sparkdl.engines.local.engine import LocalEngine
+from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.model.layout import Layout, layout_of
 from sparkdl.model.recipe import Recipe
+from sparkdl.process.determinism import seeded
 from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.train import fit as fit_module
 from sparkdl.train import place_samples as placing_module
 from sparkdl.train import prepare as prepare_module
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 WIDTH, CLASSES, BATCH_SIZE, ITERATIONS = 6, 3, 8, 9
 
@@ -182,10 +193,27 @@ class Seen:
 
 def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
     """``trainer.fit(parts)`` on the local engine, watched."""
-    seen, notes, original = Seen(), Notes(), LocalEngine.run
+    with (
+        mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
+        mock.patch.object(prepare_module, "_check_data"),
+        mock.patch.object(fit_module, "tell_what_costs_speed"),
+        mock.patch.object(fit_module, "warming_up"),
+        mock.patch.object(placing_module, "materialize_here", _handed_over),
+    ):
+        return _watched(LocalEngine, trainer, parts, **how)
+
+
+def fit_there(spark: SparkSession, trainer: sparkdl.Trainer, parts: Parts) -> Seen:
+    """The same on the shuffle engine, where the partitions are those of an RDD."""
+    records = spark.sparkContext.parallelize(parts.records, len(parts.records)).flatMap(list)
+    return _watched(ShuffleEngine, replace(trainer, engine="shuffle"), records)
+
+
+def _watched(kind: Any, trainer: sparkdl.Trainer, data: Any, **how: Any) -> Seen:
+    seen, notes, original = Seen(), Notes(), kind.run
     layout = layout_of(recipe_of(trainer).build())
 
-    def step(self: LocalEngine, iteration: Any, then: Any = ()) -> Any:
+    def step(self: Any, iteration: Any, then: Any = ()) -> Any:
         result = original(self, iteration)
         seen.flats.append(self.weights().clone())
         seen.steps.append(by_name(layout, seen.flats[-1]))
@@ -193,15 +221,8 @@ def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
 
     trainer = replace(trainer, callbacks=[*trainer.callbacks, notes])
     seen.states = notes.states
-    with (
-        mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
-        mock.patch.object(prepare_module, "_check_data"),
-        mock.patch.object(fit_module, "tell_what_costs_speed"),
-        mock.patch.object(fit_module, "warming_up"),
-        mock.patch.object(placing_module, "materialize_here", _handed_over),
-        mock.patch.object(LocalEngine, "run", step),
-    ):
-        seen.trained = trainer.fit(parts, **how)
+    with mock.patch.object(kind, "run", step):
+        seen.trained = trainer.fit(data, **how)
     return seen
 
 
@@ -217,10 +238,15 @@ def recipe_of(trainer: sparkdl.Trainer) -> Recipe:
 
 
 def by_name(layout: Layout, flat: torch.Tensor) -> Tensors:
-    """Parameters and floating buffers out of a flat vector."""
-    return {
-        s.name: flat[s.start : s.stop].view(s.shape) for s in layout.segments if s.kind != "exact"
-    }
+    """Parameters and buffers out of a flat vector."""
+    tensors = {}
+    for segment in layout.segments:
+        values = flat[segment.start : segment.stop]
+        if segment.kind == "exact":
+            nbytes = math.prod(segment.shape) * segment.dtype.itemsize
+            values = values.contiguous().view(torch.uint8)[:nbytes].view(segment.dtype)
+        tensors[segment.name] = values.view(segment.shape)
+    return tensors
 
 
 @dataclass
@@ -286,6 +312,7 @@ def plainly(
     recipe = recipe_of(trainer)
     module = copy.deepcopy(recipe.build()).train()
     many = optimizers(module) if optimizers else [recipe.build_optimizer(module)]
+    schedules = [trainer.schedule(one) for one in many if trainer.schedule]
     steps, losses = [], []
     with one_thread():
         for t in range(iterations):
@@ -295,11 +322,53 @@ def plainly(
             value.backward()
             if before is not None:
                 before(module)
-            for optimizer in many:
-                optimizer.step()
+            for one in [*many, *schedules]:
+                one.step()
             steps.append(snapshot(module))
             losses.append(float(value.detach()))
     return steps, losses
+
+
+def copies(trainer: sparkdl.Trainer, parts: Parts) -> tuple[list[Tensors], list[float]]:
+    """Plain PyTorch: M copies of the module, each on its part of the global batch.
+
+    Gradients and floating buffers are averaged by sample count; other buffers are those of the
+    first replica that has samples. Random draws are seeded as the semantics say.
+    """
+    recipe = recipe_of(trainer)
+    module = copy.deepcopy(recipe.build()).train()
+    optimizer = recipe.build_optimizer(module)
+    steps, losses = [], []
+    with one_thread():
+        for t in range(ITERATIONS):
+            found = {m: p for m, p in enumerate(parts_of(trainer, parts, t)) if p is not None}
+            total, mean, many = sum(map(len, found.values())), 0.0, []
+            for m, part in found.items():
+                live = copy.deepcopy(module)
+                live.zero_grad(set_to_none=True)
+                with seeded(derive_seed(trainer.seed, "forward", t, m)):
+                    loss = plain_loss(trainer, live, part)
+                    loss.backward()
+                many.append((len(part) / total, live))
+                mean += float(loss.detach()) * len(part) / total
+            _average(module, many)
+            optimizer.step()
+            steps.append(snapshot(module))
+            losses.append(mean)
+    return steps, losses
+
+
+@torch.no_grad()
+def _average(module: nn.Module, many: list[tuple[float, nn.Module]]) -> None:
+    for name, parameter in module.named_parameters():
+        gradients = [(w, live.get_parameter(name).grad) for w, live in many]
+        given = [grad * w for w, grad in gradients if grad is not None]
+        parameter.grad = sum(given) if given else None
+    for name, buffer in module.named_buffers():
+        if buffer.is_floating_point():
+            buffer.copy_(sum(live.get_buffer(name) * w for w, live in many))
+        else:
+            buffer.copy_(many[0][1].get_buffer(name))
 
 
 def snapshot(module: nn.Module) -> Tensors:
@@ -317,6 +386,46 @@ def assert_close(seen: list[Tensors], wanted: list[Tensors], tolerance: float = 
             error = float((tensor.double() - right[name].double()).norm())
             size = float(right[name].double().norm())
             assert error <= tolerance * max(size, 1e-3), (t + 1, name, error / max(size, 1e-3))
+
+
+def worst_error(seen: list[Tensors], wanted: list[Tensors]) -> float:
+    """The largest relative error over all steps and tensors.
+
+    Two measures: the norm of the difference by the norm, and the worst element by the largest one.
+    Tensors that are not floating must be equal.
+    """
+    worst = 0.0
+    for left, right in zip(seen, wanted, strict=True):
+        assert left
+        assert left.keys() <= right.keys()
+        for name, tensor in left.items():
+            if not tensor.is_floating_point():
+                assert torch.equal(tensor, right[name]), name
+                continue
+            scale, difference = right[name].double(), tensor.double() - right[name].double()
+            if not difference.isfinite().all():
+                return math.inf
+            if difference.any():
+                by_element = difference.abs().max() / scale.abs().max()
+                worst = max(worst, float(difference.norm() / scale.norm()), float(by_element))
+    return worst
+
+
+def assert_same_bits(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    """The flat vectors after each iteration are equal to the last bit."""
+    for t, (a, b) in enumerate(zip(left, right, strict=True)):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8)), f"iteration {t + 1} differs"
+
+
+def as_plain_torch(
+    trainer: sparkdl.Trainer, parts: Parts, *args: Any, **how: Any
+) -> tuple[Seen, list[Tensors]]:
+    """Fit, and train as :func:`plainly` does: tensors and losses of every iteration are the same."""
+    seen = fit_here(trainer, parts)
+    steps, losses = plainly(trainer, parts, *args, **how)
+    assert_close(seen.steps, steps)
+    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    return seen, steps
 
 
 def differ(left: list[Tensors], right: list[Tensors]) -> bool:

@@ -18,12 +18,6 @@ from torch import nn
 WIDTH, CLASSES = 6, 3
 
 
-def mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(WIDTH, 16, dtype=dtype), nn.Tanh(), nn.Linear(16, CLASSES, dtype=dtype)
-    )
-
-
 def adamw_in_two_groups(module: nn.Module) -> torch.optim.Optimizer:
     """Weights decay, biases do not and learn faster."""
     weights = [p for p in module.parameters() if p.ndim > 1]
@@ -35,14 +29,9 @@ def adamw_in_two_groups(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2, betas=(0.8, 0.99))
 
 
-def frozen_mlp(dtype: torch.dtype = torch.float32) -> nn.Module:
-    module = nn.Sequential(
-        nn.Linear(WIDTH, 16, dtype=dtype),
-        nn.Tanh(),
-        nn.Linear(16, 16, dtype=dtype),
-        nn.Tanh(),
-        nn.Linear(16, CLASSES, dtype=dtype),
-    )
+def frozen_mlp() -> nn.Module:
+    layers = [nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, CLASSES)]
+    module = nn.Sequential(*layers).double()
     module[2].requires_grad_(False)
     module[0].bias.requires_grad_(False)
     return module

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mistakes import message_of
 from noisy import Noisy
 from torch import nn, optim
 from torch.optim import lr_scheduler
@@ -343,9 +344,7 @@ class InState(Counting):
 )
 def test_an_optimizer_that_remembers_elsewhere_is_refused(make: Any, where: str) -> None:
     module = nn.Linear(3, 2)
-    with pytest.raises(ModelError) as caught:
-        spec_of(module, make, list(module.parameters()))
-    assert str(caught.value) == (
+    assert message_of(ModelError, spec_of, module, make, list(module.parameters())) == (
         f"optimizer {make.__name__} keeps values from step to step outside its state{where}, but "
         "the next step may run on another executor, which gets only the state. Keep them in "
         "self.state[parameter], as torch.optim does."

@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from mistakes import message_of
 from parity_models import CLASSES, WIDTH, dropped_out
 from pyspark import cloudpickle
 from torch import nn
@@ -531,9 +532,7 @@ def test_what_resume_cannot_be(df, straight, tmp_path):
     assert refusal(df, nowhere, trainer) == expected
     (nowhere / "notes.txt").write_text("mine")
     assert refusal(df, nowhere, trainer) == (f"there is no checkpoint to resume from in {nowhere}.")
-    with pytest.raises(sparkdl.ParameterError) as caught:
-        trainer.fit(df, resume="latest", start=trained)
-    assert str(caught.value) == (
+    assert message_of(sparkdl.ParameterError, trainer.fit, df, resume="latest", start=trained) == (
         "resume= and start= cannot be combined: a resumed run has its own weights. Pass one of "
         "them."
     )

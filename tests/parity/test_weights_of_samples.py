@@ -16,6 +16,7 @@ from feature_runs import (
     ITERATIONS,
     WIDTH,
     Parts,
+    as_plain_torch,
     assert_close,
     classified,
     differ,
@@ -30,6 +31,7 @@ from feature_runs import (
     weighted,
     whole,
 )
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
@@ -45,15 +47,21 @@ def weighted_cross_entropy(module, part):
     return (each * part.weights).sum() / part.weights.sum()
 
 
+@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"class_weights": OF_CLASSES}], ids=str)
 @cuts
-def test_sample_weights(sizes, slices):
+def test_sample_weights(sizes, slices, changes):
+    """Those of samples and of classes multiply."""
     parts = Parts.of(sizes, weighted)
-    trainer = trainer_of(sizes, slices, weight="weight")
-    seen = fit_here(trainer, parts)
-    wanted, losses = plainly(trainer, parts, weighted_cross_entropy)
+    trainer = trainer_of(sizes, slices, weight="weight", **changes)
+    table = torch.tensor(changes.get("class_weights", [1.0] * CLASSES), dtype=torch.float64)
+
+    def loss(module, part):
+        each = F.cross_entropy(module(*part.inputs), *part.targets, reduction="none")
+        weights = part.weights * table[part.targets[0]]
+        return (each * weights).sum() / weights.sum()
+
+    _, wanted = as_plain_torch(trainer, parts, loss)
     assert differ(wanted, plainly(trainer, parts)[0])
-    assert_close(seen.steps, wanted)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
 
 
 @pytest.mark.parametrize(
@@ -65,29 +73,11 @@ def test_class_weights_are_those_of_cross_entropy(sizes, slices, given):
         given = {**given, 2: 1.0} if sizes == (43,) else {**given, 5: 7.0}  # missing ones count 1
     parts = Parts.of(sizes)
     trainer = trainer_of(sizes, slices, class_weights=given)
-    seen = fit_here(trainer, parts)
     table = torch.tensor(OF_CLASSES, dtype=torch.float64)
-    wanted, losses = plainly(
+    _, wanted = as_plain_torch(
         trainer, parts, lambda m, p: F.cross_entropy(m(*p.inputs), *p.targets, weight=table)
     )
     assert differ(wanted, plainly(trainer, parts)[0])
-    assert_close(seen.steps, wanted)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
-
-
-@cuts
-def test_both_weights_multiply(sizes, slices):
-    parts = Parts.of(sizes, weighted)
-    trainer = trainer_of(sizes, slices, weight="weight", class_weights=OF_CLASSES)
-    seen = fit_here(trainer, parts)
-    table = torch.tensor(OF_CLASSES, dtype=torch.float64)
-
-    def loss(module, part):
-        each = F.cross_entropy(module(*part.inputs), *part.targets, reduction="none")
-        weights = part.weights * table[part.targets[0]]
-        return (each * weights).sum() / weights.sum()
-
-    assert_close(seen.steps, plainly(trainer, parts, loss)[0])
 
 
 IGNORED, TABLE = -7, torch.tensor(OF_CLASSES, dtype=torch.float64)
@@ -136,10 +126,7 @@ def test_a_loss_that_ignores_labels_or_weighs_them(sizes, slices, loss, changes)
     """The mean over the labels of the global batch, wherever they are."""
     parts = Parts.of(sizes, tagged if "model" in changes else unlabelled, seed=1)
     trainer = trainer_of(sizes, slices, loss=LOSSES[loss], **changes)
-    seen = fit_here(trainer, parts)
-    wanted, losses = plainly(trainer, parts)
-    assert_close(seen.steps, wanted)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    as_plain_torch(trainer, parts)
     kept = [
         [float((p.targets[0] != IGNORED).double().mean()) for p in parts_of(trainer, parts, t) if p]
         for t in range(ITERATIONS)
@@ -154,7 +141,6 @@ def test_weights_of_samples_and_labels_that_are_ignored(sizes, slices, classes):
     parts = Parts.of(sizes, unlabelled_weighted)
     loss = LOSSES["ignores"]
     trainer = trainer_of(sizes, slices, loss=loss, weight="weight", class_weights=classes)
-    seen = fit_here(trainer, parts)
     table = torch.ones(CLASSES, dtype=torch.float64) if classes is None else TABLE
 
     def plain(module, part):
@@ -166,9 +152,7 @@ def test_weights_of_samples_and_labels_that_are_ignored(sizes, slices, classes):
         weights = part.weights * kept * table[target.where(kept, 0)]
         return (each * part.weights).sum() / weights.sum()
 
-    wanted, losses = plainly(trainer, parts, plain)
-    assert_close(seen.steps, wanted)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    as_plain_torch(trainer, parts, plain)
 
 
 @pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"local_steps": 2}], ids=str)
@@ -206,11 +190,8 @@ def test_a_label_beyond_the_class_weights_may_be_ignored():
     parts = Parts.of((22, 21), lambda g: replace(classified(g), label=int(g.choice([0, 2, 255]))))
     loss = nn.CrossEntropyLoss(ignore_index=255)
     trainer = trainer_of((22, 21), 2, loss=loss, class_weights=OF_CLASSES)
-    seen = fit_here(trainer, parts)
     plain = nn.CrossEntropyLoss(weight=TABLE, ignore_index=255)
-    wanted, losses = plainly(trainer, parts, lambda m, p: plain(m(*p.inputs), *p.targets))
-    assert_close(seen.steps, wanted)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    as_plain_torch(trainer, parts, lambda m, p: plain(m(*p.inputs), *p.targets))
 
 
 def by_hand(output, target):
@@ -241,15 +222,12 @@ def test_every_kind_of_loss_can_be_weighted(loss, each):
 
     parts = Parts.of(sizes, row)
     trainer = trainer_of(sizes, 2, loss=loss, weight="weight")
-    seen = fit_here(trainer, parts)
 
     def reference(module, part):
         values = each(module(*part.inputs), *part.targets)
         return (values * part.weights).sum() / part.weights.sum()
 
-    wanted, losses = plainly(trainer, parts, reference)
-    assert_close(seen.steps, wanted)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    as_plain_torch(trainer, parts, reference)
 
 
 def with_zeros(sizes, chosen):
@@ -303,9 +281,12 @@ def test_batches_without_any_weight_change_no_parameter(changes):
 
 def test_data_without_any_weight_are_refused():
     sizes = (22, 21)
-    with pytest.raises(sparkdl.DataError) as caught:
-        fit_here(trainer_of(sizes, 2, weight="weight"), with_zeros(sizes, {0, 1}))
-    assert str(caught.value) == (
+    assert message_of(
+        sparkdl.DataError,
+        fit_here,
+        trainer_of(sizes, 2, weight="weight"),
+        with_zeros(sizes, {0, 1}),
+    ) == (
         'field "weight": all weights are 0, so no sample counts. Give some rows a weight above 0, '
         "or train with weight=None."
     )

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from sparkdl.engines.shuffle.store import first_version, next_version
 from sparkdl.model.flat import FlatModule
 from sparkdl.model.recipe import Recipe
 from sparkdl.slab.pool import Pool
-from sparkdl.slab.root import SlabConfig, open_root, remove_root
+from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import _where_stepped, step_slice
 from sparkdl.slices.spec import Fragment, SliceSpec, slice_specs
@@ -53,39 +52,6 @@ def gradient_of(plan: SliceSpec, step: int = 0) -> torch.Tensor:
     return torch.randn(plan.dense_length, generator=generator)
 
 
-def test_state_is_as_long_as_what_is_trained() -> None:
-    flat, optimizer, plans = parts_of(optim.Adam, 3)
-    for plan, state in zip(plans, states_of(flat, plans), strict=True):
-        for step in range(4):
-            absent = frozenset({3} if step < 1 else {1})
-            step_slice(plan, state, gradient_of(plan), absent, optimizer)
-        lengths = {name: len(array) for name, array in state.arrays.items()}
-        assert lengths == dict.fromkeys(("exp_avg", "exp_avg_sq"), plan.trainable_length)
-        steps = {0: 4, 1: 1, 2: 4, 3: 3}
-        numbers = {p.number for p in plan.parameters}
-        assert state.held == dict.fromkeys(numbers, ("exp_avg", "exp_avg_sq"))
-        assert state.others == {number: {"step": steps[number]} for number in numbers}
-
-
-def test_a_parameter_has_the_state_of_its_own_optimizer_only() -> None:
-    flat, optimizer, (plan,) = parts_of(
-        {"first": partial(optim.SGD, lr=0.1, momentum=0.9), "scale": optim.SGD, "": optim.Adam}
-    )
-    (state,) = states_of(flat, [plan])
-    for step in range(2):
-        step_slice(plan, state, gradient_of(plan, step), frozenset(), optimizer)
-        state.held, state.others = unpack(pack(state))
-    adam = ("exp_avg", "exp_avg_sq")
-    assert state.arrays.keys() == {"momentum_buffer", *adam}
-    assert {n: set(names) for n, names in state.held.items()} == {
-        1: {"momentum_buffer"},
-        2: {"momentum_buffer"},
-        3: set(adam),
-    } | ({0: set()} if 0 in state.held else {})
-    (fragment,) = [p for p in plan.parameters if p.number == 3]
-    assert not state.arrays["momentum_buffer"][fragment.start : fragment.stop].any()
-
-
 def test_what_a_step_may_not_touch() -> None:
     """Parameters of no optimizer, buffers, and the caller's gradient."""
     flat = FlatModule(nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9)))
@@ -104,18 +70,6 @@ def test_what_a_step_may_not_touch() -> None:
     changed = (state.weights != before).nonzero().flatten().tolist()
     assert changed == list(range(81))
     assert torch.equal(gradient, kept)
-
-
-def test_a_slice_of_buffers_only_is_left_alone() -> None:
-    flat = FlatModule(nn.BatchNorm1d(200))
-    plan = slice_specs(flat.layout, 4)[-1]
-    assert plan.trainable_length == 0
-    (state,) = states_of(flat, [plan])
-    before = state.weights.clone()
-    _, optimizer, _ = parts_of(optim.Adam)
-    step_slice(plan, state, torch.empty(0), frozenset(), optimizer)
-    assert torch.equal(state.weights, before)
-    assert (state.arrays, state.held, state.others) == ({}, {}, {})
 
 
 class Replacing(optim.Optimizer):
@@ -171,46 +125,16 @@ def replace_make(module: nn.Module, kind: Any) -> OptimizerSpec:
 
 # Sparse gradients
 
-TABLE = SliceSpec(0, 0, 12, (Fragment(0, "parameter", 0, 12, (4, 3), True, 2),))
-
-
-def table_step(
-    make: Any, state: SliceState, sparse: Any, absent: frozenset[int] = frozenset()
-) -> SliceState:
-    module = nn.Embedding(9, 3, sparse=True)
-    recipe = Recipe(module, torch.square, make, 0)
-    plan = OptimizerSpec.of(recipe, list(module.parameters()), module)
-    step_slice(TABLE, state, torch.empty(0), absent, plan, None, sparse)
-    return state
-
-
-def test_only_rows_with_a_gradient_move_and_repeated_ones_add_up() -> None:
-    rows, values = torch.tensor([3, 1, 3]), torch.tensor([[1.0] * 3, [10.0] * 3, [2.0] * 3])
-    state = table_step(partial(optim.SGD, lr=1.0), SliceState(torch.zeros(12)), {0: (rows, values)})
-    assert state.weights.view(4, 3)[:, 0].tolist() == [0, -10, 0, -3]
-
-
-def test_a_table_without_rows_here_counts_the_step_and_an_absent_one_does_not() -> None:
-    state = SliceState(torch.zeros(12))
-    for _ in range(2):
-        table_step(optim.SparseAdam, state, {})
-    assert state.others[0]["step"] == 2
-    table_step(optim.SparseAdam, state, {}, absent=frozenset({0}))
-    assert state.others[0]["step"] == 2
-    assert not state.weights.any()
-
 
 # Versions in slabs
 
 
 @pytest.fixture
-def pool(tmp_path: Path) -> Iterator[Pool]:
-    config = SlabConfig.new(str(tmp_path), "test")
-    open_root(config, create=True)
-    pool = Pool(config)
+def pool(slab: SlabConfig) -> Iterator[Pool]:
+    open_root(slab, create=True)
+    pool = Pool(slab)
     yield pool
     pool.close()
-    remove_root(config)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -264,7 +188,7 @@ def test_others_may_be_anything_with_tensors_in_it() -> None:
     others = {
         3: {
             "step": torch.tensor(2.0),
-            "lists": [torch.arange(3), (torch.ones(2, 2).double(), None, 0.5)],
+            "lists": [torch.arange(3), (torch.ones(2, 2).double(), 0.5)],
             "low": torch.ones(2, dtype=torch.bfloat16),
             "flag": torch.tensor([True]),
             "sparse": torch.eye(2).to_sparse(),
@@ -273,16 +197,10 @@ def test_others_may_be_anything_with_tensors_in_it() -> None:
     }
     held, found = unpack(pack(SliceState(torch.empty(0), {}, {3: ("a",)}, others)))
     assert held == {3: ("a",)}
-    found = found[3]
-    assert found["step"].shape == ()
-    assert found["step"] == 2
-    assert torch.equal(found["lists"][0], torch.arange(3))
-    assert torch.equal(found["lists"][1][0], torch.ones(2, 2).double())
-    assert found["lists"][1][1:] == (None, 0.5)
-    assert found["low"].dtype == torch.bfloat16
-    assert found["flag"].dtype == torch.bool
-    assert torch.equal(found["sparse"].to_dense(), torch.eye(2))
-    assert found["text"] == "abc"
+    found, wanted = found[3], others[3]
+    assert torch.equal(found.pop("sparse").to_dense(), wanted.pop("sparse").to_dense())
+    assert found.pop("text") == wanted.pop("text")
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)  # dtypes too
     found["lists"][0].add_(1)  # its own memory, and writable
 
 

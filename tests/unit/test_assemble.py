@@ -6,7 +6,7 @@ import functools
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,17 +39,13 @@ NAMES = ["words", "photo", "label", "weight"]
 
 
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    config = SlabConfig.new(str(tmp_path), "test")
-
+def make(slab: SlabConfig) -> Make:
     def write(columns: list[Rows]) -> MappedPartition:
-        writer = PartitionWriter(config)
+        writer = PartitionWriter(slab)
         writer.add(NAMES[: len(columns)], columns)
         return open_partition(writer.finish())
 
-    yield write
-    close_partitions()
-    remove_root(config)
+    return write
 
 
 def some_rows(count: int, seed: int = 0) -> list[Rows]:
@@ -116,7 +112,6 @@ def test_buckets(make: Make, count: int, bucketing: int, share: int, epoch: int)
     order = visit_order(batch_spec, partition, epoch, 1, share)
     assert sorted(order.tolist()) == list(range(count))
     lengths = partition.lengths()
-    assert lengths is not None
     window = share * max(1, bucketing // share)
     drawn = permutation(3, epoch, 1, count)
     windows = [drawn[i : i + window] for i in range(0, count, window)]
@@ -134,7 +129,6 @@ def test_buckets(make: Make, count: int, bucketing: int, share: int, epoch: int)
 def test_buckets_save_padding_and_are_shuffled(make: Make) -> None:
     partition = make(some_rows(400))
     lengths = partition.lengths()
-    assert lengths is not None
 
     def padded(order: np.ndarray) -> int:
         return sum(int(lengths[order[i : i + 20]].max()) * 20 for i in range(0, 400, 20))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
@@ -232,9 +233,9 @@ def test_what_a_models_own_mean_is_over(ignored: int, shifts: bool, count: str |
     labels = np.where(PADDED == -100, ignored, np.maximum(PADDED, 1))
     module = OwnLoss(ignored, shifts)
     if count is not None:
-        with pytest.raises(ModelError) as caught:
-            check(sparkdl.ModelLoss(), labels, module)
-        assert f"Give loss=sparkdl.ModelLoss(count={count})." in str(caught.value)
+        assert f"Give loss=sparkdl.ModelLoss(count={count})." in message_of(
+            ModelError, check, sparkdl.ModelLoss(), labels, module
+        )
     given = None if count is None else eval(count)
     assert check(sparkdl.ModelLoss(count=given), labels, module)
 

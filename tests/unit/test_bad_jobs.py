@@ -100,6 +100,8 @@ MISTAKES = [
     changed("loss with a dot", "loss=torch.nn.MSELoss",
             'loss: "torch.nn.MSELoss" is not of the form module:name or file.py:name. Did you mean '
             '"torch.nn:MSELoss"?'),
+    changed("nothing to call", "loss=math:pi",
+            'loss: "math:pi" is a float, which cannot be called.'),
     changed("unknown argument", "optimizer.learning_rate=1",
             'optimizer: "torch.optim:SGD" takes no argument "learning_rate". It takes: params, lr, '
             "momentum, dampening, weight_decay, nesterov, maximize, foreach, differentiable, fused."),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mistakes import message_of
 
 from sparkdl.data.epoch import EpochPlan, apportion, derive_seed, permutation
 
@@ -93,9 +94,10 @@ def test_number_of_iterations(counts: tuple[int, ...], batch_size: int, iteratio
 
 @pytest.mark.parametrize("index", [-1, 3])
 def test_a_batch_outside_the_epoch_is_an_error(index: int) -> None:
-    with pytest.raises(IndexError) as caught:
-        EpochPlan((4, 5), 4).rows(index)
-    assert str(caught.value) == f"batch {index} of an epoch of 3"
+    assert (
+        message_of(IndexError, EpochPlan((4, 5), 4).rows, index)
+        == f"batch {index} of an epoch of 3"
+    )
 
 
 @quick

@@ -54,17 +54,6 @@ def test_no_weight_at_all_leaves_those_of_the_first_replica() -> None:
     assert merged(items)[4:].tolist() == [1.0, 2.0, 4.0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_average_is_that_of_numpy(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(5, 3, generator=generator, dtype=torch.float64)
-    counts = [3, 1, 4, 1, 5]
-    expected = (values * torch.tensor(counts)[:, None]).sum(0) / sum(counts)
-    found = merged(contributions(values.tolist(), counts, dtype))[4:]
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
-    torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
-
-
 EQUAL = [0.1, -0.0, 0.0, 1e-45, 3.4e38, INF, -INF]
 
 

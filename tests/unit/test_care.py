@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
 from sparkdl.errors import ModelError
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import (
-    check_modules,
     freeze,
     matches,
     matches_module,
@@ -66,22 +66,6 @@ def test_a_module_is_matched_itself_and_not_through_its_parent(pattern, name, ex
     assert matches_module(pattern, name) is expected
 
 
-@pytest.mark.parametrize(
-    ("frozen", "unfrozen", "trains"),
-    [
-        ([], [], 8),
-        (["encoder"], [], 4),
-        (["*"], ["head"], 2),
-        (["*.weight"], ["encoder.1.weight"], 5),
-        (["head"], ["head"], 8),
-    ],
-)
-def test_freeze(frozen: list[str], unfrozen: list[str], trains: int) -> None:
-    module = make()
-    freeze(module, frozen, unfrozen)
-    assert sum(p.requires_grad for p in module.parameters()) == trains
-
-
 def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
     module = make()
     module["tied"] = nn.Linear(4, 2)
@@ -96,19 +80,10 @@ def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
 @pytest.mark.parametrize("option", ["freeze", "unfreeze"])
 def test_a_pattern_without_a_match_names_what_there_is(option: str) -> None:
     frozen, unfrozen = (["haed.weight"], []) if option == "freeze" else ([], ["haed.weight"])
-    with pytest.raises(ModelError) as error:
-        freeze(make(), frozen, unfrozen)
-    assert str(error.value).startswith(
+    assert message_of(ModelError, freeze, make(), frozen, unfrozen).startswith(
         f'{option}: no parameter matches "haed.weight". Did you mean "head.weight"? The model has '
         "encoder.0.weight, encoder.0.bias,"
     )
-
-
-def test_start_from_takes_parameters_and_buffers() -> None:
-    state = {k: torch.full_like(v, 3) for k, v in make().state_dict().items()}
-    module = make()
-    start_from(module, state, strict=True)
-    assert all((v == 3).all() for v in module.state_dict().values())
 
 
 @pytest.mark.parametrize(
@@ -131,28 +106,6 @@ def test_strict_weights_must_fit(change, message) -> None:
     assert message in str(error.value)
     assert "strict_weights=False" in str(error.value)
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
-
-
-def test_not_strict_leaves_out_what_only_one_has() -> None:
-    module, state = make(), {"head.bias": torch.ones(2), "other": torch.ones(1)}
-    before = {k: v.clone() for k, v in module.state_dict().items()}
-    start_from(module, state, strict=False)
-    for name, value in module.state_dict().items():
-        assert torch.equal(value, torch.ones(2) if name == "head.bias" else before[name])
-
-
-@pytest.mark.parametrize(
-    ("state", "message"),
-    [
-        ({"head.bias": torch.ones(5)}, '"head.bias" is [5] in the weights and [2] in the model'),
-        ({"nothing": torch.ones(1)}, "no name of the weights (nothing) is one of the model"),
-    ],
-)
-def test_not_strict_does_not_hide_mistakes(state, message) -> None:
-    with pytest.raises(ModelError) as error:
-        start_from(make(), state, strict=False)
-    assert message in str(error.value)
-    assert "strict_weights" not in str(error.value)
 
 
 def test_weights_may_have_the_names_of_a_compiled_module() -> None:
@@ -270,31 +223,6 @@ def test_the_copy_of_a_checkpointed_module_has_weights_of_its_own() -> None:
     assert torch.equal(other(x), expected)
     del module
     assert torch.equal(other(x), expected)
-
-
-def test_check_modules_wants_a_match() -> None:
-    check_modules(make(), ["encoder", "encoder.*", "head"])
-    with pytest.raises(ModelError, match=r'activation_checkpointing: no submodule matches "haed"'):
-        check_modules(make(), ["haed"])
-    with pytest.raises(ModelError, match="no submodule matches"):
-        check_modules(make(), ["head.weight"])
-
-
-def test_compile_takes_torchs_options() -> None:
-    graphs = []
-
-    def backend(graph, inputs):
-        graphs.append(graph)
-        return graph.forward
-
-    torch._dynamo.reset()
-    module, x = nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.randn(4, 3)
-    call = prepared_forward(
-        module, TrainingOptions(compile={"backend": backend, "fullgraph": True})
-    )
-    torch.testing.assert_close(call(x), module(x))
-    assert len(graphs) == 1
-    assert list(module.state_dict()) == ["0.weight", "0.bias"]
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,20 +11,17 @@ import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from mistakes import message_of
+from test_plan import layouts
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.model.layout import Layout, TensorRange
-from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer import OptimizerSpec
-from sparkdl.slices.optimizer_step import step_slice
 from sparkdl.slices.slice_file import StoredSlice, WithoutAverage, pack, reslice, to_bytes, unpack
 from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState
 from sparkdl.slices.update import EMA
 
-KINDS = ("parameter", "average", "exact")
 quick = settings(deadline=None, max_examples=120)
 
 
@@ -37,25 +33,6 @@ def layout_of_lengths(*lengths: int, dtype: torch.dtype = torch.float32) -> Layo
     step, position, segments = ALIGNMENT // dtype.itemsize, 0, []
     for i, length in enumerate(lengths):
         segments.append(TensorRange(f"p{i}", "parameter", position, length, (length,), dtype))
-        position += -(-length // step) * step
-    return Layout(tuple(segments), dtype, position)
-
-
-@st.composite
-def layouts(draw: st.DrawFn) -> Layout:
-    """As :func:`sparkdl.model.layout.layout_of` makes them, with sparse tables and empty tensors."""
-    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
-    step = ALIGNMENT // dtype.itemsize
-    sizes = draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 90)), min_size=1, max_size=7))
-    segments, position = [], 0
-    for order, length in sorted(sizes, key=lambda pair: pair[0]):
-        sparse = order == 1
-        shape = (length // 3, 3) if sparse else (length,)
-        length = math.prod(shape)
-        kind = KINDS[max(0, order - 1)]
-        segments.append(
-            TensorRange(f"s{len(segments)}", kind, position, length, shape, dtype, sparse)
-        )
         position += -(-length // step) * step
     return Layout(tuple(segments), dtype, position)
 
@@ -163,19 +140,6 @@ def assert_state(found: SliceState, expected: SliceState, plan: SliceSpec) -> No
 
 
 @quick
-@given(runs(), st.integers(1, 6))
-def test_a_slice_comes_back_bit_for_bit(run: tuple[Layout, dict], slices: int) -> None:
-    layout, content = run
-    for plan in slice_specs(layout, slices):
-        state = state_in(content, plan)
-        part = unpack(to_bytes(plan, state))
-        assert (part.start, part.stop) == (plan.start, plan.stop)
-        assert part.trainable_length == plan.trainable_length
-        assert set(part.state.arrays) == set(state.arrays)
-        assert_state(part.state, state, plan)
-
-
-@quick
 @given(
     runs(),
     st.integers(1, 7),
@@ -189,6 +153,11 @@ def test_cutting_anew_and_back_changes_no_bit(
     layout, content = run
     first, second = slice_specs(layout, one, whole[0]), slice_specs(layout, other, whole[1])
     stored = [unpack(to_bytes(plan, state_in(content, plan))) for plan in first]
+    for plan, part in zip(first, stored, strict=True):
+        assert (part.start, part.stop) == (plan.start, plan.stop)
+        assert part.trainable_length == plan.trainable_length
+        assert set(part.state.arrays) == set(state_in(content, plan).arrays)
+        assert_state(part.state, state_in(content, plan), plan)
     random.shuffle(stored)
     states = [reslice(stored, plan, layout.dtype) for plan in second]
     for plan, state in zip(second, states, strict=True):
@@ -214,69 +183,6 @@ def test_a_parameter_over_three_slices_takes_its_state_from_where_it_starts() ->
     assert found.others == {0: {"place": 1}}
 
 
-def test_an_array_that_some_slices_lack_is_zero_there() -> None:
-    layout = layout_of_lengths(16, 16)
-    first, second = slice_specs(layout, 2)
-    parts = [
-        StoredSlice(0, 16, 16, SliceState(torch.ones(16))),
-        StoredSlice(
-            16,
-            32,
-            16,
-            SliceState(torch.ones(16), {"sum": torch.full((16,), 5.0)}, {1: ("sum",)}, {1: {}}),
-        ),
-    ]
-    (whole,) = slice_specs(layout, 1)
-    state = reslice(parts, whole, torch.float32)
-    assert state.arrays["sum"].tolist() == [0.0] * 16 + [5.0] * 16
-    assert state.others == {1: {}}
-    assert state.held == {1: ("sum",)}
-    assert reslice(parts, first, torch.float32).arrays == {}
-    assert reslice(parts, second, torch.float32).arrays["sum"].tolist() == [5.0] * 16
-
-
-def test_an_empty_slice_knows_of_the_average() -> None:
-    layout = layout_of_lengths(3)
-    empty, full = slice_specs(layout, 2)
-    assert (empty.length, full.length) == (0, 16)
-    part = StoredSlice(0, 16, 3, SliceState(torch.ones(16), {EMA: torch.ones(3)}))
-    assert reslice([part], empty, torch.float32).arrays[EMA].shape == (0,)
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        partial(torch.optim.Adam, lr=0.1, amsgrad=True),
-        partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        partial(torch.optim.NAdam, lr=0.1),
-        partial(torch.optim.Adagrad, lr=0.1),
-    ],
-)
-def test_steps_of_an_optimizer_go_on_as_if_never_stored(optimizer: Any) -> None:
-    """Two steps on two slices, stored, read into three, one more step: as three steps on one."""
-    layout = layout_of_lengths(40, 7, 30)
-    module = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (40, 7, 30)])
-    recipe = Recipe(module, torch.square, optimizer, 0)
-    plan = OptimizerSpec.of(recipe, list(module.parameters()), module)
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(4, layout.size, generator=generator)
-
-    def steps(plans: list[SliceSpec], states: list[SliceState], which: list[torch.Tensor]) -> None:
-        for p, state in zip(plans, states, strict=True):
-            for gradient in which:
-                step_slice(p, state, gradient[p.start : p.stop].clone(), frozenset(), plan)
-
-    one, two, three = (slice_specs(layout, n) for n in (1, 2, 3))
-    expected = [SliceState(start.clone())]
-    steps(one, expected, gradients)
-    states = [SliceState(start[p.start : p.stop].clone()) for p in two]
-    steps(two, states, gradients[:2])
-    stored = [unpack(to_bytes(p, s)) for p, s in zip(two, states, strict=True)]
-    resumed = [reslice(stored, p, torch.float32) for p in three]
-    steps(three, resumed, gradients[2:])
-    assert bits(torch.cat([s.weights for s in resumed])) == bits(expected[0].weights)
-
-
 # Mistakes and damage
 
 
@@ -285,27 +191,21 @@ class Strange:
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("state", "says"),
     [
-        (Strange(), 'parameter 0, "cache" is a Strange'),
-        ([1, {"deep": Strange()}], "parameter 0, \"cache\"[1]['deep'] is a Strange"),
-        ({1.5: 2}, 'parameter 0, "cache" has the key 1.5, a float'),
-        ({1, 2}, 'parameter 0, "cache" is a set'),
-        (torch.zeros(2, dtype=torch.complex128), 'parameter 0, "cache" is a torch.complex128'),
-        (torch.eye(2).to_sparse(), 'parameter 0, "cache" is a torch.sparse_coo tensor'),
+        ({"cache": Strange()}, ', "cache" is a Strange'),
+        ({"cache": [1, {"deep": Strange()}]}, ", \"cache\"[1]['deep'] is a Strange"),
+        ({"cache": {1.5: 2}}, ', "cache" has the key 1.5, a float'),
+        ({"cache": {1, 2}}, ', "cache" is a set'),
+        ({"cache": torch.zeros(2).to(torch.complex128)}, ', "cache" is a torch.complex128'),
+        ({"cache": torch.eye(2).to_sparse()}, ', "cache" is a torch.sparse_coo tensor'),
+        ({3: 1}, " has the key 3, an int"),
     ],
 )
-def test_state_that_cannot_be_stored_is_named(value: Any, says: str) -> None:
+def test_state_that_cannot_be_stored_is_named(state: Any, says: str) -> None:
     (plan,) = slice_specs(layout_of_lengths(16), 1)
-    with pytest.raises(CheckpointError) as caught:
-        pack(plan, SliceState(torch.zeros(16), {}, {0: ()}, {0: {"cache": value}}))
-    assert says in str(caught.value)
-
-
-def test_a_key_that_is_no_text_is_named() -> None:
-    (plan,) = slice_specs(layout_of_lengths(16), 1)
-    with pytest.raises(CheckpointError, match="parameter 0 has the key 3, an int"):
-        pack(plan, SliceState(torch.zeros(16), {}, {0: ()}, {0: {3: 1}}))  # type: ignore[dict-item]
+    state = SliceState(torch.zeros(16), {}, {0: ()}, {0: state})
+    assert f"parameter 0{says}" in message_of(CheckpointError, pack, plan, state)
 
 
 def test_tensors_that_share_memory_are_stored_apart() -> None:
@@ -326,29 +226,16 @@ def test_a_file_holds_no_pickle_and_says_what_it_is() -> None:
     assert header["__metadata__"]["format"] == "sparkdl-slice"
 
 
-@pytest.fixture(name="stored")
-def a_stored_slice() -> bytes:
-    (plan,) = slice_specs(layout_of_lengths(16), 1)
-    return to_bytes(plan, SliceState(torch.zeros(16), {"a": torch.ones(16)}))
-
-
 def metadata(**changes: str) -> bytes:
-    content = {
-        "format": "sparkdl-slice",
-        "version": "1",
-        "start": "0",
-        "stop": "16",
-        "trainable_length": "16",
-        "others": "[]",
-        "held": "[]",
-    }
+    content = {"format": "sparkdl-slice", "version": "1", "start": "0", "stop": "16"}
+    content |= {"trainable_length": "16", "others": "[]", "held": "[]"}
     return safetensors.torch.save({"weights": torch.zeros(16)}, {**content, **changes})
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        b"",
+        *(metadata()[:end] for end in (0, 7, 8, 100, -1)),
         b"not safetensors at all",
         safetensors.torch.save({"weights": torch.zeros(16)}),
         metadata(format="other"),
@@ -370,12 +257,6 @@ def test_bytes_that_are_no_slice_are_damage(data: bytes) -> None:
     unpack(metadata())  # whole as it stands
     with pytest.raises(DamagedCheckpoint):
         unpack(data)
-
-
-def test_a_cut_file_is_damage(stored: bytes) -> None:
-    for end in (0, 7, 8, 100, len(stored) - 1):
-        with pytest.raises(DamagedCheckpoint):
-            unpack(stored[:end])
 
 
 def test_parts_must_cover_the_slice_once() -> None:

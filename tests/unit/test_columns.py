@@ -15,7 +15,9 @@ import torch
 from hex_column import Hex
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import message_of
 from pyspark.sql import types as sql
+from trained import trained_model
 
 import sparkdl
 from sparkdl import Convert, Image, Sequence
@@ -29,15 +31,13 @@ from sparkdl.data.columns.base import (
 from sparkdl.data.columns.image import STRUCT
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
-from sparkdl.data.partition_reader import close_partitions, open_partition
+from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.ragged import Padding
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import check_specs, columns_of, read_schema
 from sparkdl.errors import DataError, ParameterError
-from sparkdl.infer.trained_model import TrainedModel
-from sparkdl.loop.history import History
-from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.slab.root import SlabConfig
 
 
 def count_letters(text: str) -> int:
@@ -75,9 +75,7 @@ def count_letters(text: str) -> int:
     ],
 )
 def test_a_wrong_value_is_told(make: Callable[[], ColumnSpec], text: str) -> None:
-    with pytest.raises(ParameterError) as caught:
-        make()
-    assert str(caught.value) == text
+    assert message_of(ParameterError, make) == text
 
 
 def test_all_mistakes_of_one_specification() -> None:
@@ -268,9 +266,10 @@ def test_a_weight_is_a_float() -> None:
     ],
 )
 def test_a_specification_that_does_not_fit(name: str, spec: ColumnSpec, text: str) -> None:
-    with pytest.raises(DataError) as caught:
-        columns_of(SCHEMA, [name], (), "float32", {name: spec})
-    assert str(caught.value) == f'feature column "{name}" {text}'
+    assert (
+        message_of(DataError, columns_of, SCHEMA, [name], (), "float32", {name: spec})
+        == f'feature column "{name}" {text}'
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,9 +280,7 @@ def test_a_specification_that_does_not_fit(name: str, spec: ColumnSpec, text: st
     ],
 )
 def test_what_is_no_weight(name: str, text: str) -> None:
-    with pytest.raises(DataError) as caught:
-        read_schema(SCHEMA, ["number"], (), name, "float32")
-    assert str(caught.value) == text
+    assert message_of(DataError, read_schema, SCHEMA, ["number"], (), name, "float32") == text
 
 
 def test_a_missing_weight() -> None:
@@ -317,39 +314,22 @@ def test_a_new_type_in_a_schema() -> None:
     assert (caught.value.problem.row, str(caught.value)) == (11, "is '00fg', not 4 digits")
 
 
-def test_a_new_type_in_records(tmp_path: Path) -> None:
-    slab = SlabConfig.new(str(tmp_path), "test")
+def test_a_new_type_in_records(slab: SlabConfig) -> None:
     task = WriteRecords(slab, True, "float32", {"features": Hex()})
-    try:
-        handle = pickle.loads(next(task(0, [("00ff", 1.0), ("0102", 2.0)])))
-        assert handle.fields == (Field("features", "uint8", (2,)), Field("label", "float32", ()))
-        bytes_, labels = open_partition(handle).gather(np.arange(2))
-        assert sorted(zip(labels.tolist(), bytes_.tolist(), strict=True)) == [  # type: ignore[union-attr]
-            (1.0, [0, 255]),
-            (2.0, [1, 2]),
-        ]
-        wrong = pickle.loads(next(task(0, [("00ff", 1.0), ("0", 2.0)])))
-        assert (wrong.problem.row, wrong.problem.text) == (1, "is '0', not 4 digits")
-    finally:
-        close_partitions()
-        remove_root(slab)
+    handle = pickle.loads(next(task(0, [("00ff", 1.0), ("0102", 2.0)])))
+    assert handle.fields == (Field("features", "uint8", (2,)), Field("label", "float32", ()))
+    bytes_, labels = open_partition(handle).gather(np.arange(2))
+    found = sorted(zip(labels.tolist(), bytes_.tolist(), strict=True))
+    assert found == [(1.0, [0, 255]), (2.0, [1, 2])]
+    wrong = pickle.loads(next(task(0, [("00ff", 1.0), ("0", 2.0)])))
+    assert (wrong.problem.row, wrong.problem.text) == (1, "is '0', not 4 digits")
 
 
 def test_a_new_type_in_a_saved_model(tmp_path: Path) -> None:
     columns = {"text": Hex(digits=6)}
-    trained = TrainedModel(
-        module=torch.nn.Linear(3, 1),
-        model=torch.nn.Linear(3, 1),
-        loss=None,
-        features=("text",),
-        label=(),
-        fields=(Field("text", "uint8", (3,)),),
-        num_features=1,
-        float_dtype="float32",
-        output=None,
-        history=History(),
-        columns=columns,
-    )
+    fields = (Field("text", "uint8", (3,)),)
+    linear = torch.nn.Linear(3, 1)
+    trained = trained_model(linear, features=("text",), fields=fields, columns=columns)
     folder = trained.save(tmp_path / "model")
     saved = json.loads((folder / "model.json").read_text())["columns"]
     assert saved == {"text": {"kind": "hex", "digits": 6}}

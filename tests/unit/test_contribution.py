@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 import numpy as np
 import pytest
@@ -23,13 +22,7 @@ from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.sections import section_maps, sections_nbytes, write_sections
 from sparkdl.replica.step import ReplicaResult
 from sparkdl.slices.reduce import (
-    NORM_EPSILON,
-    ReducedGradient,
-    clip_norm,
-    clip_values,
     penalties,
-    reduce_gradients,
-    squared_norm,
 )
 from sparkdl.slices.section import (
     Section,
@@ -136,23 +129,6 @@ def test_cut_rows_gives_each_row_to_one_piece(rows: set[int], cuts: list[int]) -
     assert found == sorted(rows)
 
 
-def test_rows_add_up_in_replica_order_without_a_dense_table() -> None:
-    plan = SliceSpec(0, 0, 30, (Fragment(0, "parameter", 0, 30, (10, 3), True, 0),))
-
-    def item(replica: int, weight: float, rows: list[int]) -> Section:
-        values = torch.tensor([[float(10 * replica + r)] * 3 for r in rows])
-        table = {0: (torch.tensor(rows), values)} if rows else {}
-        absent = frozenset() if rows else frozenset({0})
-        return Section(replica, weight, torch.empty(0), torch.empty(0), absent, table)
-
-    items = [item(2, 1.0, [1, 4]), item(0, 3.0, [4, 9]), item(1, 4.0, [])]
-    reduced = reduce_gradients(plan, items, torch.empty(0))
-    numbers, values = reduced.tables[0]
-    assert numbers.tolist() == [1, 4, 9]
-    assert values[:, 0].tolist() == [21 / 8, 4 * 3 / 8 + 24 / 8, 9 * 3 / 8]
-    assert reduced.absent == frozenset()
-
-
 # Dense parts
 
 
@@ -199,20 +175,6 @@ def test_places_without_a_gradient_are_zero_whatever_lay_there(slices: int) -> N
     assert sum(map(len, places)) == WIDTH * WIDTH
     assert not torch.cat(places).any()
     assert all(number in section.absent for section in sections)
-
-
-@pytest.mark.parametrize("wire", [torch.bfloat16, torch.float16])
-def test_what_was_rounded_is_summed_in_fp32(wire: torch.dtype) -> None:
-    """Where a sum in the wire's dtype would lose the small ones."""
-    plan = SliceSpec(0, 0, 2, (Fragment(0, "parameter", 0, 2),))
-    values = [256.0, 1.0, 1.0, 1.0]
-    items = [
-        Section(m, 1.0, torch.full((2,), value, dtype=wire), torch.empty(0))
-        for m, value in enumerate(values)
-    ]
-    found = reduce_gradients(plan, items, torch.empty(2)).gradient
-    assert found.dtype == torch.float32
-    assert found.tolist() == [sum(values) / 4] * 2
 
 
 @pytest.mark.parametrize("rows", [{}, {1: 3}, {1: 0}])
@@ -267,32 +229,6 @@ def test_large_finite_gradients_are_finite() -> None:
 # Norms
 
 
-def test_the_norm_is_torchs_and_leaves_out_padding_and_the_absent() -> None:
-    plan = SliceSpec(0, 0, 12, (Fragment(0, "parameter", 0, 3), Fragment(1, "parameter", 4, 4)))
-    gradient = torch.tensor([3.0, 0.0, 0.0, 99.0, 4.0, 0.0, 0.0, 0.0])
-    table = {2: (torch.tensor([0]), torch.tensor([[12.0]]))}
-    assert squared_norm(plan, ReducedGradient(gradient)) == 25.0
-    assert squared_norm(plan, ReducedGradient(gradient, frozenset({1}))) == 9.0
-    assert squared_norm(plan, ReducedGradient(gradient, tables=table)) == 169.0
-
-
-@pytest.mark.parametrize(("limit", "scale"), [(1.0, 1 / (5 + NORM_EPSILON)), (5.1, 1.0)])
-def test_clip_norm_scales_tables_too(limit: float, scale: float) -> None:
-    table = {2: (torch.tensor([0]), torch.tensor([[4.0]], dtype=torch.float64))}
-    reduced = ReducedGradient(torch.tensor([3.0], dtype=torch.float64), tables=table)
-    assert clip_norm(reduced, [9.0, 16.0], limit) == 5.0
-    assert reduced.gradient.item() == pytest.approx(3 * scale, rel=1e-15)
-    assert reduced.tables[2][1].item() == pytest.approx(4 * scale, rel=1e-15)
-
-
-def test_clip_values_clips_tables_too() -> None:
-    table = {2: (torch.tensor([0]), torch.tensor([[-4.0, 0.1]]))}
-    reduced = ReducedGradient(torch.tensor([3.0, -0.2]), tables=table)
-    clip_values(reduced, 0.5)
-    assert reduced.gradient.tolist() == [0.5, pytest.approx(-0.2)]
-    assert reduced.tables[2][1].tolist() == [[-0.5, pytest.approx(0.1)]]
-
-
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
@@ -310,10 +246,3 @@ def test_strengths_by_pattern_and_never_of_tables_or_buffers(value, expected) ->
     layout = live_of().flat.layout
     found = {layout.segments[n].name: s for n, s in penalties(value, layout).items()}
     assert found == expected
-
-
-def test_the_helper_counts_bytes_of_the_table_it_would_be() -> None:
-    """The figures above mean something: the dense table is far larger than any section."""
-    live = live_of()
-    make = partial(sections_of, live, outcome_of(live, [[1, 2], [3, 4]]))
-    assert sum(make(1)[2]) < live.flat.layout.nbytes / 10

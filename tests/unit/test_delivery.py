@@ -19,19 +19,16 @@ from sparkdl.errors import StaleReferenceError
 from sparkdl.slab import parts
 from sparkdl.slab.parts import LARGE_BYTES, Left, left_where_large, read_part
 from sparkdl.slab.pool import Reference, close_pool, open_pool
-from sparkdl.slab.root import SlabConfig, open_root, remove_root
+from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.slices.slice_file import PackSlice, unpack
 
 CONTENT = np.random.default_rng(0).integers(256, size=300_000).astype(np.uint8)
 
 
 @pytest.fixture
-def slab(tmp_path):
-    config = SlabConfig.new(str(tmp_path), "app-delivery")
-    open_root(config, create=True)
-    yield config
-    close_pool(config)
-    remove_root(config)
+def slab(slab):
+    open_root(slab, create=True)
+    return slab
 
 
 class Owners:

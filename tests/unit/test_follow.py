@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from mistakes import message_of
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -206,9 +207,9 @@ def test_stages_begin_where_only_tensors_go_on():
     assert balanced([1.0, 9.0, 1.0], 2) == [0, 1]  # else it would begin with "again"
     with pytest.raises(ModelError, match='"first" puts out a int: cut elsewhere'):
         with_split(Pipeline(split=["again"]), Called(forward), inputs, 2, TrainingOptions())
-    with pytest.raises(ParameterError) as caught:
-        with_split(Pipeline(), Called(forward), inputs, 3, TrainingOptions())
-    assert str(caught.value) == (
+    assert message_of(
+        ParameterError, with_split, Pipeline(), Called(forward), inputs, 3, TrainingOptions()
+    ) == (
         'strategy="pipeline" with 3 stages: the model is a chain of 2 parts between which only tensors '
         'go. Use fewer replicas, or copies of the pipeline, mesh={"data": ..., "pipe": ...}.'
     )
@@ -313,6 +314,6 @@ MISTAKES: dict[str, tuple[Callable[[Called, torch.Tensor], Any], str]] = {
 def test_what_cannot_be_followed_is_told(mistake):
     forward, message = MISTAKES[mistake]
     line = decided.__code__.co_firstlineno + 2
-    with pytest.raises(ModelError) as caught:
-        chain_of(Called(forward), (), [torch.rand(3, WIDTH)])
-    assert message.format(line=line) in str(caught.value)
+    assert message.format(line=line) in message_of(
+        ModelError, chain_of, Called(forward), (), [torch.rand(3, WIDTH)]
+    )

@@ -22,6 +22,7 @@ import fuzzing
 import pytest
 import torch
 from torch import nn
+from trained import trained_model
 
 import sparkdl
 from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
@@ -101,20 +102,14 @@ def some_history() -> History:
 def save_a_model(folder: Path, model: Any = None) -> None:
     model = model or partial(Net, 4, layers=(5, 3))  # a tuple is told as one
     columns = {"a": sparkdl.Image(size=(4, 4)), "b": sparkdl.Sequence(max_length=7, lengths=True)}
-    trained = TrainedModel(
-        module=model().eval(),
+    numbers, words = Field("a", "float32", (2,)), Field("b", "int64", (), columns["b"].rule)
+    trained = trained_model(
+        model(),
         model=model,
-        loss=None,
         features=("a", "b"),
         label=("y",),
         columns=columns,
-        fields=(
-            Field("a", "float32", (2,)),
-            Field("b", "int64", (), columns["b"].rule),
-            Field("y", "float32", ()),
-        ),
-        num_features=2,
-        float_dtype="float32",
+        fields=(numbers, words, Field("y", "float32", ())),
         output=Output((4,), "float32"),
         history=some_history(),
     )
@@ -251,17 +246,11 @@ TRAINER = sparkdl.Trainer(
 )
 
 
-UNTRAINED = TrainedModel(
-    module=MODULE,
+UNTRAINED = trained_model(
+    MODULE,
     model=TRAINER.model,
-    loss=None,
-    features=("x",),
-    label=(),
     fields=(Field("x", "float32", (4,)),),
-    num_features=1,
-    float_dtype="float32",
     output=Output((3,), "float32"),
-    history=History(),
 )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,26 +42,10 @@ def reduced(
     return out
 
 
-def test_the_mean_is_weighted_by_counts() -> None:
-    items = contributions([[1, 2, 3, 4], [5, 6, 7, 8]], [1, 3])
-    assert reduced(items).tolist() == [4.0, 5.0, 6.0, 7.0]
-
-
-def test_weights_need_not_be_whole_numbers() -> None:
-    items = contributions([[1, 2, 3, 4], [5, 6, 7, 8]], [0.125, 0.375])
-    assert reduced(items).tolist() == [4.0, 5.0, 6.0, 7.0]
-
-
 def test_no_weight_at_all_is_no_gradient() -> None:
     """A batch whose samples all have weight 0."""
     items = contributions([[1, 2, 3, 4], [5, 6, 7, 8]], [0, 0])
     assert reduced(items).tolist() == [0.0] * 4
-
-
-def test_one_replica_keeps_its_bits() -> None:
-    values = [0.1, -3e-42, 1e38, -0.0]
-    (item,) = contributions([values], [17])
-    assert bits(reduced([item])) == bits(item.gradient)
 
 
 @settings(deadline=None, max_examples=60)
@@ -75,7 +57,7 @@ def test_one_replica_keeps_its_bits() -> None:
                 min_size=4,
                 max_size=4,
             ),
-            st.integers(1, 100),
+            st.integers(1, 100) | st.floats(0.01, 100),
         ),
         min_size=1,
         max_size=6,
@@ -83,7 +65,7 @@ def test_one_replica_keeps_its_bits() -> None:
     st.randoms(use_true_random=False),
 )
 def test_the_order_of_arrival_changes_no_bit(
-    rows: list[tuple[list[float], int]], random: object
+    rows: list[tuple[list[float], float]], random: object
 ) -> None:
     items = contributions([values for values, _ in rows], [count for _, count in rows])
     arrived = list(items)
@@ -93,16 +75,6 @@ def test_the_order_of_arrival_changes_no_bit(
     exact = torch.stack([i.gradient.double() * i.weight for i in items]).sum(0) / total
     scale = max(float(item.gradient.abs().max()) for item in items)
     assert (reduced(items).double() - exact).abs().max() <= scale * 1e-6
-
-
-def test_the_sum_runs_in_replica_order() -> None:
-    """Where rounding makes a difference: (1 + tiny) - 1, not 1 - 1 + tiny."""
-    values = [[1.0] * 4, [2.0**-24] * 4, [-1.0] * 4]
-    expected = (torch.tensor(1 / 3) + torch.tensor(2.0**-24) / 3) - torch.tensor(1 / 3)
-    for arrival in itertools.permutations(contributions(values, [1, 1, 1])):
-        assert reduced(list(arrival))[0] == expected
-    swapped = contributions([values[0], values[2], values[1]], [1, 1, 1])
-    assert reduced(swapped)[0] != expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from mistakes import message_of
 from py4j.protocol import Py4JError
 from torch import nn
 
@@ -191,50 +192,38 @@ def test_weights_of_a_run_folder(tmp_path: Path) -> None:
     assert trainer.weights == str(model / "model.safetensors")
 
 
-@pytest.mark.parametrize(
-    ("changes", "problems"),
-    [
-        (
-            {"validation": {}, "checkpoint": {"every_epochs": 0}},
-            [
-                "validation: give either data, a path, or share, a part of the training data.",
-                "checkpoint: every_epochs=0: give a whole number of at least 1.",
-            ],
-        ),
-        (
-            {"validation": {"share": 1}},
-            ["validation: share=1.0: give a number between 0 and 1, such as 0.1."],
-        ),
-        (
-            {"early_stopping": {"patience": 2}},
-            ["early_stopping needs a validation: set validation.share or .data."],
-        ),
-        (
-            {
-                "early_stopping": {"metric": "accuracy"},
-                "validation": {"share": 0.1, "metrics": ["accuracy"]},
-            },
-            ["early_stopping never stops: give patience, target or both."],
-        ),
-        (
-            {"validation": {"share": 0.5, "best": "accurcy", "metrics": ["accuracy"]}},
-            ['validation: Validation(best="accurcy") is not one of its metrics: loss, accuracy.'],
-        ),
-        (
-            {"data": {"train": "a", "columns": {"photo": {"use": "sparkdl:Image", "size": 3}}}},
-            ["data.columns.photo: Image: size=3: give (height, width) in pixels, or None."],
-        ),
-        (
-            {"optimizer": {}},
-            ["optimizer: give module:name, or a mapping with it under use."],
-        ),
-    ],
-    ids=["validation", "share", "early", "never", "best", "column", "optimizer"],
-)
-def test_mistakes(changes: dict[str, Any], problems: list[str]) -> None:
-    with pytest.raises(ParameterError) as caught:
-        trainer_of(parse(smallest(**changes)))
-    lines = str(caught.value).splitlines()
+SHARE = {"share": 0.5, "metrics": ["accuracy"]}
+MISTAKES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "validation": (
+        {"validation": {}, "checkpoint": {"every_epochs": 0}},
+        [
+            "validation: give either data, a path, or share, a part of the training data.",
+            "checkpoint: every_epochs=0: give a whole number of at least 1.",
+        ],
+    ),
+    "never": (
+        {"early_stopping": {"metric": "accuracy"}, "validation": SHARE},
+        ["early_stopping never stops: give patience, target or both."],
+    ),
+    "best": (
+        {"validation": {**SHARE, "best": "accurcy"}},
+        ['validation: Validation(best="accurcy") is not one of its metrics: loss, accuracy.'],
+    ),
+    "column": (
+        {"data": {"train": "a", "columns": {"photo": {"use": "sparkdl:Image", "size": 3}}}},
+        ["data.columns.photo: Image: size=3: give (height, width) in pixels, or None."],
+    ),
+    "optimizer": (
+        {"optimizer": {}},
+        ["optimizer: give module:name, or a mapping with it under use."],
+    ),
+}
+
+
+@pytest.mark.parametrize("row", MISTAKES)
+def test_mistakes(row: str) -> None:
+    changes, problems = MISTAKES[row]
+    lines = message_of(ParameterError, lambda: trainer_of(parse(smallest(**changes)))).splitlines()
     assert [line.removeprefix("  - ") for line in lines[-len(problems) :]] == problems
 
 

@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from mistakes import message_of
 
 from jobs.components import Component, find
 from jobs.config import apply_change, parse, read_config, read_yaml
@@ -111,20 +113,9 @@ def test_every_mistake_is_told_at_once(file: Path) -> None:
     ]
 
 
-def test_missing_keys() -> None:
-    with pytest.raises(ParameterError) as caught:
-        parse({"model": "torch.nn:Identity", "data": {}})
-    assert str(caught.value).splitlines() == [
-        "2 problems:",
-        "  - data.train is missing.",
-        "  - optimizer is missing.",
-    ]
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["epochs"], '--set "epochs": give NAME=VALUE, such as training.epochs=5.'),
         (["name.a=1"], None),
         (["data.train.x=1"], '--set "data.train.x": data.train has no keys below it.'),
         (["name=[1"], None),
@@ -139,19 +130,8 @@ def test_bad_changes(file: Path, changes: list[str], message: str | None) -> Non
 
 def test_yaml_mistakes_name_the_line(tmp_path: Path) -> None:
     path = tmp_path / "b.yaml"
-    path.write_text("name: a\nname: b\n")
-    with pytest.raises(ParameterError) as caught:
-        read_config(path)
-    assert str(caught.value) == f'{path}, line 2: the key "name" is given twice.'
-    path.write_text("- a\n")
-    with pytest.raises(ParameterError, match="give a mapping of keys to values"):
-        read_config(path)
-    with pytest.raises(FileNotFoundError, match="there is no configuration file"):
-        read_config(tmp_path / "none.yaml")
     path.write_text("name: a\ndata: {train: 2026-13-01}\n")
-    with pytest.raises(ParameterError) as caught:
-        read_config(path)
-    assert str(caught.value) == (
+    assert message_of(ParameterError, read_config, path) == (
         f'{path}, line 2: "2026-13-01" cannot be read (month must be in 1..12): quote it.'
     )
     path.write_bytes(b"name: caf\xe9\n")
@@ -173,16 +153,16 @@ def test_a_mapping_may_be_merged_into_others(tmp_path: Path) -> None:
 
 
 def test_keys_and_values_that_are_no_text() -> None:
-    with pytest.raises(ParameterError) as caught:
-        parse(
-            smallest(
-                data={"train": "a", "options": {1: "a"}, "features": ["x", 2020]},
-                model={"use": "torch.nn:Identity", True: 1},
-                gradients={"l1": {"*.weight": "much"}},
-                spark={"settings": {"spark": {"executor.memory": "2g"}}},
-            )
-        )
-    assert str(caught.value).splitlines() == [
+    assert message_of(
+        ParameterError,
+        parse,
+        smallest(
+            data={"train": "a", "options": {1: "a"}, "features": ["x", 2020]},
+            model={"use": "torch.nn:Identity", True: 1},
+            gradients={"l1": {"*.weight": "much"}},
+            spark={"settings": {"spark": {"executor.memory": "2g"}}},
+        ),
+    ).splitlines() == [
         "5 problems:",
         "  - data.options: the key 1 is not text: quote it.",
         "  - data.features: 2020 in the list: give text (quote it: '2020').",
@@ -192,38 +172,6 @@ def test_keys_and_values_that_are_no_text() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("component", "message"),
-    [
-        (
-            Component("torch.nn.MSELoss"),
-            '"torch.nn.MSELoss" is not of the form module:name or file.py:name. '
-            'Did you mean "torch.nn:MSELoss"?',
-        ),
-        (
-            Component("torch.nn:MSELos"),
-            '"torch.nn" has no "MSELos". Did you mean "MSELoss"?',
-        ),
-        (
-            Component("torch.nm:MSELoss"),
-            'module "torch.nm" cannot be imported '
-            "(ModuleNotFoundError: No module named 'torch.nm').",
-        ),
-        (Component("math:pi"), '"math:pi" is a float, which cannot be called.'),
-        (Component("no/such/file.py:net"), None),
-        (
-            Component("torch.nn:MSELoss", {"reductoin": "mean"}),
-            '"torch.nn:MSELoss" takes no argument "reductoin". Did you mean "reduction"? '
-            "It takes: size_average, reduce, reduction.",
-        ),
-    ],
-)
-def test_components_that_cannot_be(component: Component, message: str | None) -> None:
-    with pytest.raises(ParameterError) as caught:
-        component.resolve()
-    assert str(caught.value) == (message or f"there is no file {Path.cwd()}/no/such/file.py.")
-
-
 def test_a_loss_class_becomes_an_instance() -> None:
     loss = Component("torch.nn:CrossEntropyLoss", {"label_smoothing": 0.1}).resolve_instance()
     assert loss.label_smoothing == 0.1  # type: ignore[attr-defined]
@@ -231,19 +179,26 @@ def test_a_loss_class_becomes_an_instance() -> None:
     assert function.__name__ == "mse_loss"
 
 
+TRIPLET = "torch.nn:TripletMarginWithDistanceLoss"
+
+
 @pytest.mark.parametrize(
-    ("use", "safe"),
+    ("loss", "safe"),
     [
         ("torch.nn:CrossEntropyLoss", True),
         ("torch.nn.functional:mse_loss", True),
+        ({"use": "torch.nn:MSELoss", "reduction": "sum"}, True),
+        ({"use": TRIPLET, "distance_function": "os:system"}, True),
+        ({"use": TRIPLET, "distance_function": {"use": "os:system"}}, False),
         ("torch.nn.functional:importlib", False),
         ("torch.nn:Parameter", False),
+        ("torch.hub:load", False),
         ("os:system", False),
         ("jobs.models:digits_convnet", False),
     ],
 )
-def test_which_losses_a_run_folder_may_name(use: str, safe: bool) -> None:
-    assert Component(use).is_torch_loss() is safe
+def test_a_loss_of_a_run_folder_that_names_code_needs_trust(loss: Any, safe: bool) -> None:
+    assert Component.of(loss).is_torch_loss() is safe
 
 
 def test_a_file_is_importable_again_from_the_same_directory(
@@ -273,40 +228,33 @@ def test_a_job_model_travels_without_its_module(tmp_path: Path) -> None:
 
 
 def test_secrets_are_redacted() -> None:
-    content = {
-        "spark.hadoop.fs.s3a.access.key": "AKIA",
-        "spark.hadoop.fs.azure.account.key.me.blob.net": "k",
-        "options": {"user": "me", "password": 1234, "url": "jdbc:x://me:pw@host/db?sig=pw&a=1"},
-        "train": ["abfss://container@account/a", "https://tok@host/a?X-Amz-Signature=pw"],
-        "connection": "Server=h;Password=pw;Encrypt=true",
-        "storageKey": "k",
-        "api_token": "t",
+    no_secrets = {
         "token_embedding": {"use": "torch.optim:SGD", "lr": 0.1},
+        "data": {"columns": {"tokens": {"use": "sparkdl:Sequence", "mode": "L"}}},
         "max_tokens": 512,
         "keep": [1, "monkey"],
         "null_password": None,
         "spark.authenticate": True,
     }
-    assert redacted(content) == {
-        "spark.hadoop.fs.s3a.access.key": REDACTED,
-        "spark.hadoop.fs.azure.account.key.me.blob.net": REDACTED,
-        "options": {
-            "user": "me",
-            "password": REDACTED,
-            "url": f"jdbc:x://{REDACTED}@host/db?sig={REDACTED}&a=1",
-        },
-        "train": [
-            "abfss://container@account/a",
-            f"https://{REDACTED}@host/a?X-Amz-Signature={REDACTED}",
-        ],
+    secrets = {
+        "spark.hadoop.fs.s3a.access.key": "AKIA",
+        "spark.hadoop.fs.azure.account.key.me.blob.net": "k",
+        "storageKey": "k",
+        "api_token": "t",
+    }
+    urls = {
+        "options": {"user": "me", "password": 1234, "url": "jdbc:x://me:pw@host/db?sig=pw&a=1"},
+        "train": ["abfss://container@account/a", "https://tok@host/a?X-Amz-Signature=pw"],
+        "connection": "Server=h;Password=pw;Encrypt=true",
+    }
+    url = f"jdbc:x://{REDACTED}@host/db?sig={REDACTED}&a=1"
+    signed = f"https://{REDACTED}@host/a?X-Amz-Signature={REDACTED}"
+    assert redacted({**no_secrets, **secrets, **urls}) == {
+        **no_secrets,
+        **dict.fromkeys(secrets, REDACTED),
+        "options": {"user": "me", "password": REDACTED, "url": url},
+        "train": ["abfss://container@account/a", signed],
         "connection": f"Server=h;Password={REDACTED};Encrypt=true",
-        "storageKey": REDACTED,
-        "api_token": REDACTED,
-        "token_embedding": {"use": "torch.optim:SGD", "lr": 0.1},
-        "max_tokens": 512,
-        "keep": [1, "monkey"],
-        "null_password": None,
-        "spark.authenticate": True,
     }
 
 
@@ -331,11 +279,6 @@ def test_a_command_of_several_lines_stays_a_comment(tmp_path, monkeypatch) -> No
     monkeypatch.setattr(sys, "argv", ["train.py", "--set", "name=a\nb: [c"])
     RunFolder(tmp_path).write_config(parse(smallest()))
     assert parse(yaml.safe_load((tmp_path / "config.yaml").read_text())) == parse(smallest())
-
-
-def test_names_of_columns_are_no_secrets() -> None:
-    content = {"data": {"columns": {"tokens": {"use": "sparkdl:Sequence", "mode": "L"}}}}
-    assert redacted(content) == content
 
 
 def test_a_redacted_value_must_be_given_anew() -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import message_of
 from torch import nn
 
 from sparkdl.errors import ParameterError
@@ -104,12 +105,6 @@ def test_errors_of_any_numbers(output: torch.Tensor, target: torch.Tensor) -> No
         assert mean(name).sums(output, target) == (values.sum(), count)
 
 
-def test_errors() -> None:
-    output, target = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[2.0, 2.0], [0.0, 4.5]])
-    assert mean("mae").sums(output, target) == (4.5, 4.0)
-    assert mean("mse").sums(output, target) == (10.25, 4.0)
-
-
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=50), st.integers(1, 10))
 def test_batches_add_up(values: list[float], size: int) -> None:
@@ -130,19 +125,13 @@ def test_sums_are_in_double_precision() -> None:
     assert (total, count) == (10_000 * (1e4 + 0.5), 10_000)
 
 
-def test_a_metric_of_ones_own() -> None:
-    bias = MeanMetric("bias", lambda output, target: output - target)
-    assert bias.sums(torch.tensor([1.0, 5.0]), torch.tensor([2.0, 1.0])) == (3.0, 2.0)
-
-
 def test_names_and_metrics_are_resolved_in_order() -> None:
     own = MeanMetric("own", lambda output, target: output)
     assert resolve(["mse", own, "accuracy"]) == [mean("mse"), own, mean("accuracy")]
     assert resolve([]) == []
-
-
-def test_the_loss_comes_anyway() -> None:
-    assert resolve(["loss", "mae"]) == [mean("mae")]
+    assert resolve(["loss", "mae"]) == [mean("mae")]  # the loss comes anyway
+    ways = [metric.higher_is_better for metric in resolve(["accuracy", "mae", "mse", "auc"])]
+    assert ways == [True, False, False, True]
 
 
 def test_a_metric_has_the_name_it_is_known_by() -> None:
@@ -154,9 +143,7 @@ def test_a_metric_has_the_name_it_is_known_by() -> None:
     ("name", "hint"), [("acuracy", ' Did you mean "accuracy"?'), ("xyzzy", "")]
 )
 def test_an_unknown_name(name: str, hint: str) -> None:
-    with pytest.raises(ParameterError) as caught:
-        resolve(["mse", name])
-    assert str(caught.value) == (
+    assert message_of(ParameterError, resolve, ["mse", name]) == (
         f'unknown metric "{name}".{hint} Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, '
         "hit_ratio, hit_ratio@k, ndcg, ndcg@k, or a sparkdl.Metric or torchmetrics.Metric."
     )
@@ -178,11 +165,6 @@ def test_a_column_of_ones_is_no_matrix(name: str) -> None:
 def test_shapes_that_do_not_go_together(name: str, shapes: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match="one value for each value of the output"):
         mean(name).sums(torch.zeros(shapes[0]), torch.zeros(shapes[1]))
-
-
-def test_which_way_is_better() -> None:
-    names = ["accuracy", "mae", "mse", "auc", "ndcg@3"]
-    assert [m.higher_is_better for m in resolve(names)] == [True, False, False, True, True]
 
 
 class Largest(Metric):

@@ -13,6 +13,7 @@ import pytest
 import summary_runs as runs
 import torch
 from torch import nn
+from trained import trained_model
 
 import sparkdl
 import sparkdl.mlflow
@@ -48,24 +49,15 @@ class Both(nn.Module):
 
 def a_model() -> sparkdl.TrainedModel:
     torch.manual_seed(0)
-    module = Both().eval()
-    fields = (
-        ("m", "float32", (2, 4)),
-        ("w", "int64", ()),
-        ("x", "float32", ()),
-        ("y", "int64", ()),
-    )
-    return sparkdl.TrainedModel(
-        module=module,
+    kinds = {"m": ("float32", (2, 4)), "w": ("int64", ()), "x": ("float32", ()), "y": ("int64", ())}
+    return trained_model(
+        Both(),
         model=Both,
         loss=nn.CrossEntropyLoss(),
         features=("m", "w", "x"),
         label=("y",),
-        fields=tuple(Field(*values) for values in fields),
-        num_features=3,
-        float_dtype="float32",
+        fields=tuple(Field(name, *kind) for name, kind in kinds.items()),
         output=Output((2,), "float32"),
-        history=sparkdl.History(),
     )
 
 
@@ -118,20 +110,13 @@ def test_the_signature_follows_from_the_training() -> None:
 
 def test_rows_of_any_length(tmp_path: Path) -> None:
     """A column with a conversion has no signature without an example."""
-    sequences = sparkdl.Sequence()
-    module = nn.EmbeddingBag(9, 2).eval()
-    trained = sparkdl.TrainedModel(
-        module=module,
+    module = nn.EmbeddingBag(9, 2)
+    trained = trained_model(
+        module,
         model=partial(nn.EmbeddingBag, 9, 2),
-        loss=None,
         features=("ids",),
-        label=(),
-        columns={"ids": sequences},
+        columns={"ids": sparkdl.Sequence()},
         fields=(Field("ids", "int64", (), Padding()),),
-        num_features=1,
-        float_dtype="float32",
-        output=None,
-        history=sparkdl.History(),
     )
     sparkdl.mlflow.save_model(trained, tmp_path / "model")
     model = pyfunc.load_model(str(tmp_path / "model"))
@@ -152,18 +137,9 @@ def test_modules_travel_with_the_model(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.syspath_prepend(str(tmp_path))
     import own_of_mlflow
 
-    trained = sparkdl.TrainedModel(
-        module=own_of_mlflow.Own(2, 1).eval(),
-        model=partial(own_of_mlflow.Own, 2, 1),
-        loss=None,
-        features=("x",),
-        label=(),
-        fields=(Field("x", "float32", (2,)),),
-        num_features=1,
-        float_dtype="float32",
-        output=Output((1,), "float32"),
-        history=sparkdl.History(),
-    )
+    made = partial(own_of_mlflow.Own, 2, 1)
+    fields = (Field("x", "float32", (2,)),)
+    trained = trained_model(made(), model=made, fields=fields, output=Output((1,), "float32"))
     place = tmp_path / "model"
     sparkdl.mlflow.save_model(trained, place, code_paths=[tmp_path / "own_of_mlflow.py"])
     del sys.modules["own_of_mlflow"]

@@ -149,7 +149,6 @@ def test_nodes_sum_where_it_saves_more_than_a_stage_costs():
     least = shuffled.MORE_STAGES * shuffled.STAGE_SECONDS * shuffled.BYTES_PER_SECOND / 1e6
     assert chosen(int(least) - 1, "aabb", "aabb") is None
     nodes = chosen(int(least) + 1, "aabb", "aabb")
-    assert nodes is not None
     assert nodes.replicas == tuple("aabb")
 
 

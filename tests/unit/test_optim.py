@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from mistakes import message_of
 
 from sparkdl.optim import LAMB, LARS, Ftrl
 
@@ -125,30 +125,6 @@ def test_without_adapting_lars_is_sgd_with_momentum_and_lamb_is_adamw() -> None:
     assert run(lamb, w, steps) == close(run(adam, w, steps))
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(LARS, lr=0.5, trust=0.1, momentum=0.5),
-        partial(LAMB, lr=0.05),
-        partial(Ftrl, lr=0.5, l1=1e-4),
-    ],
-)
-def test_it_trains(make: Callable[..., torch.optim.Optimizer]) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(64, 4)
-    y = x @ torch.tensor([[1.0], [-2.0], [0.5], [3.0]]) + 0.7
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    optimizer = make(model.parameters())
-    losses = []
-    for _ in range(200):
-        optimizer.zero_grad()
-        loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
-        assert optimizer.step(lambda value=loss: value) is loss
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] / 10
-
-
 def test_l1_makes_weights_exactly_zero() -> None:
     found = run(partial(Ftrl, lr=0.5, l1=1.0), [0.1, 0.1], [[0.2, 5.0]] * 4)
     assert found[0] == 0.0
@@ -159,7 +135,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     for make in (LARS, LAMB, Ftrl):
         parameter = torch.ones(2)
         optimizer: Any = make([parameter])
-        optimizer.step()
+        assert optimizer.step(lambda: 5) == 5
         assert parameter.tolist() == [1, 1]
         assert not optimizer.state
 
@@ -180,6 +156,4 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     ],
 )
 def test_values_out_of_range(make: Callable[..., Any], message: str) -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the text is compared
-        make([torch.zeros(1)])
-    assert str(caught.value) == message
+    assert message_of(ValueError, make, [torch.zeros(1)]) == message

@@ -5,11 +5,13 @@ That slices get the weights of the whole is in tests/parity/test_optimizers.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 from torch.optim import SGD
 
@@ -39,9 +41,6 @@ def make_net(dtype: torch.dtype = torch.float32) -> Net:
     return Net().to(dtype)
 
 
-NUMBER_OF_PARAMETERS = len([p for p in Net().parameters() if p.requires_grad])
-
-
 def two_groups(module: nn.Module) -> torch.optim.Optimizer:
     named = dict(module.named_parameters())
     biases = [p for name, p in named.items() if name.endswith("bias")]
@@ -60,9 +59,7 @@ def plan_of(module: nn.Module, make: Any) -> OptimizerSpec:
 
 
 def refusal(make: Any, module: nn.Module) -> str:
-    with pytest.raises(ModelError) as caught:
-        plan_of(module, make)
-    return str(caught.value)
+    return message_of(ModelError, plan_of, module, make)
 
 
 SEVERAL = (
@@ -72,34 +69,53 @@ SEVERAL = (
 )
 
 
-@pytest.mark.parametrize("arguments", [{}, {"max_iter": 1, "line_search_fn": "strong_wolfe"}])
-def test_lbfgs_with_several_evaluations_is_refused(arguments: dict[str, Any]) -> None:
-    assert refusal(partial(torch.optim.LBFGS, **arguments), make_net()) == (
-        "optimizer LBFGS evaluates the loss more than once in a step, but an iteration is a single "
-        "pass over a batch. Make each step evaluate it once: for LBFGS, partial(torch.optim.LBFGS, "
-        "max_iter=1) without line_search_fn."
-    )
+EVALUATES_TWICE = (
+    "optimizer LBFGS evaluates the loss more than once in a step, but an iteration is a single "
+    "pass over a batch. Make each step evaluate it once: for LBFGS, partial(torch.optim.LBFGS, "
+    "max_iter=1) without line_search_fn."
+)
+CAPTURABLE = (
+    "optimizer Adam has capturable=True, which is for steps in a CUDA graph, which sparkdl "
+    "does not use: leave it out."
+)
+OTHERS = nn.Linear(2, 9)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "several evaluations": (torch.optim.LBFGS, EVALUATES_TWICE),
+    "a search along the line": (
+        partial(torch.optim.LBFGS, max_iter=1, line_search_fn="strong_wolfe"),
+        EVALUATES_TWICE,
+    ),
+    "for CUDA graphs": (partial(torch.optim.Adam, capturable=True), CAPTURABLE),
+    "for CUDA graphs, with a tensor": (
+        partial(torch.optim.Adam, capturable=True, lr=torch.tensor(0.1)),
+        CAPTURABLE,
+    ),
+    "a class that says nonsense": (
+        type("Declared", (SGD,), {"update_depends_on": "tensors"}),
+        "Declared.update_depends_on is 'tensors': an element's update depends on that \"element\", "
+        'on its "tensor", or on "all" of them.',
+    ),
+    "no optimizer": (
+        lambda module: module,
+        "optimizer gave a Net: give a torch.optim class, a partial of one, or a callable(module) "
+        "that returns a torch.optim.Optimizer.",
+    ),
+    "parameters of another module": (
+        lambda module: SGD(OTHERS.parameters(), lr=0.1),
+        "the optimizer has a parameter of shape [9, 2] that is not one of the module's: build it "
+        "from the module it is given.",
+    ),
+    "one parameter in two": (
+        lambda module: [SGD(module.parameters(), lr=0.1), torch.optim.Adam([module.scale])],
+        'two optimizers, SGD and Adam, have the parameter "scale": give it to one.',
+    ),
+}
 
 
-@pytest.mark.parametrize("groups", [{}, {"lr": torch.tensor(0.1)}], ids=["plain", "tensor lr"])
-def test_steps_for_cuda_graphs_are_refused(groups: dict[str, Any]) -> None:
-    adam = partial(torch.optim.Adam, capturable=True, **groups)
-    assert refusal(adam, make_net()) == (
-        "optimizer Adam has capturable=True, which is for steps in a CUDA graph, which sparkdl "
-        "does not use: leave it out."
-    )
-
-
-def test_lbfgs_is_refused_on_several_slices() -> None:
-    module = make_net()
-    recipe = Recipe(module, torch.square, partial(torch.optim.LBFGS, max_iter=1), 0)
-    assert not plan_optimizer(recipe, module, 1).separate
-    with pytest.raises(ModelError) as caught:
-        plan_optimizer(recipe, module, 3)
-    assert str(caught.value) == (
-        "optimizer LBFGS uses all parameters together, so they must be in one slice, but there are "
-        "3: set slices=1."
-    )
+@pytest.mark.parametrize("row", REFUSED)
+def test_what_is_refused(row: str) -> None:
+    make, message = REFUSED[row]
+    assert refusal(make, make_net()) == message
 
 
 def test_sparse_adam_is_refused_on_dense_gradients() -> None:
@@ -107,6 +123,16 @@ def test_sparse_adam_is_refused_on_dense_gradients() -> None:
         "optimizer SparseAdam fails on a parameter of 2 dimensions with a dense gradient "
         "(RuntimeError: SparseAdam does not support dense gradients, please consider Adam "
         f"instead). {SEVERAL}"
+    )
+
+
+def test_lbfgs_is_refused_on_several_slices() -> None:
+    module = make_net()
+    recipe = Recipe(module, torch.square, partial(torch.optim.LBFGS, max_iter=1), 0)
+    assert not plan_optimizer(recipe, module, 1).separate
+    assert message_of(ModelError, plan_optimizer, recipe, module, 3) == (
+        "optimizer LBFGS uses all parameters together, so they must be in one slice, but there are "
+        "3: set slices=1."
     )
 
 
@@ -160,12 +186,6 @@ class Normalized(torch.optim.Optimizer):
                     p.add_(p.grad / p.grad.norm(), alpha=-group["lr"])
 
 
-def test_an_optimizer_of_ones_own_that_wants_whole_tensors_is_known() -> None:
-    for make in (Normalized, lambda module: Normalized(module.parameters())):
-        plan = plan_of(make_net(), make)
-        assert (plan.elementwise, plan.separate) == (False, True)
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Adafactor"), reason="this torch has no Adafactor")
 @pytest.mark.parametrize("lr", [0.0, torch.tensor(0.0)])
 @pytest.mark.parametrize("make", [sparkdl.optim.LAMB, sparkdl.optim.LARS, Normalized, "Adafactor"])
@@ -192,6 +212,7 @@ class Sometimes(torch.optim.Optimizer):
 
 
 LOOKS = {
+    "never": lambda *_: False,
     "above a large norm": lambda step, weights, gradient: gradient > 1e4,
     "above a very large norm": lambda step, weights, gradient: gradient > 1e7,
     "below a small norm": lambda step, weights, gradient: 0 < gradient < 1e-2,
@@ -203,11 +224,7 @@ LOOKS = {
 @pytest.mark.parametrize("name", LOOKS)
 def test_an_optimizer_that_looks_around_only_sometimes_is_known(name: str) -> None:
     plan = plan_of(make_net(), partial(Sometimes, where=LOOKS[name]))
-    assert (plan.elementwise, plan.separate) == (False, True)
-
-
-def test_one_that_never_looks_around_may_be_cut() -> None:
-    assert plan_of(make_net(), partial(Sometimes, where=lambda *_: False)).elementwise
+    assert (plan.elementwise, plan.separate) == (name == "never", True)
 
 
 @pytest.mark.parametrize(
@@ -219,14 +236,6 @@ def test_a_class_may_say_what_it_is(answer: str, expected: tuple[bool, bool]) ->
         kind = type("Declared", (base,), {"update_depends_on": answer})
         plan = plan_of(make_net(), partial(kind, lr=0.1))
         assert (plan.elementwise, plan.separate) == expected
-
-
-def test_a_class_that_says_nonsense_is_refused() -> None:
-    kind = type("Declared", (SGD,), {"update_depends_on": "tensors"})
-    assert refusal(kind, make_net()) == (
-        "Declared.update_depends_on is 'tensors': an element's update depends on that \"element\", "
-        'on its "tensor", or on "all" of them.'
-    )
 
 
 class Global(Normalized):
@@ -241,39 +250,18 @@ class Global(Normalized):
                 p.sub_(p.grad, alpha=float(group["lr"] / total))
 
 
-def test_an_optimizer_of_ones_own_that_wants_everything_is_known() -> None:
+def test_an_optimizer_of_ones_own_is_found_out() -> None:
+    """One that wants whole tensors, or everything, or that adapts in the second group alone."""
+    for make in (Normalized, lambda module: Normalized(module.parameters())):
+        plan = plan_of(make_net(), make)
+        assert (plan.elementwise, plan.separate) == (False, True)
     assert not plan_of(make_net(), Global).separate
-
-
-def test_every_group_is_tried() -> None:
-    """The second adapts to the tensor's norm; the first does not."""
 
     def make(module: Net) -> torch.optim.Optimizer:
         named = [{"params": [module.scale], "adapt": False}, {"params": [module.last.weight]}]
         return sparkdl.optim.LAMB(named)
 
     assert not plan_of(make_net(), make).elementwise
-
-
-def taken_apart_badly(make: Any) -> str:
-    with pytest.raises(ModelError) as caught:
-        plan_of(make_net(), make)
-    return str(caught.value)
-
-
-def test_what_is_no_optimizer_is_refused() -> None:
-    assert taken_apart_badly(lambda module: module) == (
-        "optimizer gave a Net: give a torch.optim class, a partial of one, or a callable(module) "
-        "that returns a torch.optim.Optimizer."
-    )
-
-
-def test_parameters_of_another_module_are_refused() -> None:
-    other = nn.Linear(2, 9)
-    assert taken_apart_badly(lambda module: torch.optim.SGD(other.parameters(), lr=0.1)) == (
-        "the optimizer has a parameter of shape [9, 2] that is not one of the module's: build it "
-        "from the module it is given."
-    )
 
 
 # Taking apart
@@ -287,11 +275,8 @@ def test_groups_and_members() -> None:
     assert [group["lr"] for group in plan.groups] == [0.01, 0.1]
     assert [group["weight_decay"] for group in plan.groups] == [0.01, 0.5]
     assert not any({"params", "param_names"} & group.keys() for group in plan.groups)
-
-
-def test_frozen_parameters_may_be_in_a_group() -> None:
-    plan = plan_of(make_net(), lambda module: torch.optim.SGD(module.parameters(), lr=0.1))
-    assert plan.members == (tuple(range(NUMBER_OF_PARAMETERS)),)
+    with_frozen = plan_of(make_net(), lambda module: SGD(module.parameters(), lr=0.1))
+    assert with_frozen.members == (tuple(range(6)),)
 
 
 def test_mirrors_have_the_groups_and_little_else() -> None:
@@ -314,53 +299,55 @@ def test_mirrors_of_several_are_in_the_order_of_groups() -> None:
 # Several by name
 
 
-def names_by_optimizer(module: nn.Module, given: dict[str, Any]) -> dict[float, set[str]]:
-    """The names of the parameters that the optimizer with each learning rate holds."""
-    named = {id(p): name for name, p in module.named_parameters()}
-    rates = {key: rate for rate, key in enumerate(given, 1)}
-    factories = {key: partial(kind, lr=rates[key]) for key, kind in given.items()}
-    built = build_optimizers(Recipe(module, torch.square, factories, 0), module)
-    return {
-        group["lr"]: {named[id(p)] for p in group["params"]}
-        for _, optimizer in built
-        for group in optimizer.param_groups
-    }
+def alike() -> nn.Module:
+    return nn.ModuleDict({"head": nn.Linear(2, 2), "header": nn.Linear(2, 2)})
 
 
-def test_the_longest_key_wins() -> None:
-    given = {"": SGD, "first": SGD, "first.bias": SGD, "*.bias": SGD, "norm.b*": SGD}
-    assert names_by_optimizer(make_net(), given) == {
-        1: {"scale", "norm.weight", "last.weight"},
-        2: {"first.weight"},
-        3: {"first.bias"},
-        5: {"norm.bias"},
-    }
-
-
-def test_a_name_goes_before_a_pattern_of_its_length() -> None:
-    module = nn.Sequential(nn.Linear(2, 1))
-    assert names_by_optimizer(module, {"*": SGD, "?.bias": SGD, "0": SGD}) == {
-        2: {"0.bias"},
-        3: {"0.weight"},
-    }
-
-
-def test_a_key_is_no_prefix_of_letters() -> None:
-    class Alike(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head, self.header = nn.Linear(2, 2), nn.Linear(2, 2)
-
-    assert names_by_optimizer(Alike(), {"head": SGD, "": SGD})[1] == {"head.weight", "head.bias"}
-
-
-def test_a_tied_parameter_is_found_by_any_of_its_names() -> None:
+def tied() -> nn.Module:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     module[1].weight = module[0].weight
-    assert names_by_optimizer(module, {"1": SGD, "0.bias": SGD}) == {
-        1: {"0.weight", "1.bias"},
-        2: {"0.bias"},
+    return module
+
+
+NAMED: dict[str, tuple[Callable[[], nn.Module], dict[str, set[str]]]] = {
+    "the longest key wins": (
+        make_net,
+        {
+            "": {"scale", "norm.weight", "last.weight"},
+            "first": {"first.weight"},
+            "first.bias": {"first.bias"},
+            "*.bias": set(),
+            "norm.b*": {"norm.bias"},
+        },
+    ),
+    "a name goes before a pattern of its length": (
+        lambda: nn.Sequential(nn.Linear(2, 1)),
+        {"*": set(), "?.bias": {"0.bias"}, "0": {"0.weight"}},
+    ),
+    "a key is no prefix of letters": (
+        alike,
+        {"head": {"head.weight", "head.bias"}, "": {"header.weight", "header.bias"}},
+    ),
+    "a tied parameter has any of its names": (
+        tied,
+        {"1": {"0.weight", "1.bias"}, "0.bias": {"0.bias"}},
+    ),
+}
+
+
+@pytest.mark.parametrize("row", NAMED)
+def test_which_key_a_parameter_goes_by(row: str) -> None:
+    make, expected = NAMED[row]
+    rates = {key: float(rate) for rate, key in enumerate(expected, 1)}
+    module = make()
+    named = {id(p): name for name, p in module.named_parameters()}
+    factories = {key: partial(SGD, lr=rate) for key, rate in rates.items()}
+    found = {
+        group["lr"]: {named[id(p)] for p in group["params"]}
+        for _, optimizer in build_optimizers(Recipe(module, torch.square, factories, 0), module)
+        for group in optimizer.param_groups
     }
+    assert found == {rates[key]: names for key, names in expected.items() if names}
 
 
 def test_a_callable_is_given_the_parameters_it_wins() -> None:
@@ -400,12 +387,3 @@ def test_a_callable_is_given_the_parameters_it_wins() -> None:
 def test_mistakes_in_names(given: dict[str, Any], message: str) -> None:
     found = refusal(given, make_net())
     assert found.startswith(message)
-
-
-def test_a_parameter_in_two_optimizers_is_refused() -> None:
-    def make(module: Net) -> list[torch.optim.Optimizer]:
-        return [SGD(module.parameters(), lr=0.1), torch.optim.Adam([module.scale])]
-
-    assert refusal(make, make_net()) == (
-        'two optimizers, SGD and Adam, have the parameter "scale": give it to one.'
-    )

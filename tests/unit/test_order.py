@@ -56,12 +56,6 @@ def test_rows_are_sorted_by_hash_and_ties_by_content() -> None:
     assert sorted(asked) == [0, 1, 2, 3]  # never for a hash that is alone
 
 
-def test_no_rows_have_an_order_too() -> None:
-    hashes = row_hashes([np.zeros((0, 3), np.float32)])
-    assert canonical_order(hashes, None).tolist() == []
-    assert checksum(hashes) == 0
-
-
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "float32", "float64", "bool"])
 def test_a_hash_sees_each_value_of_each_column(dtype: str) -> None:
     first = np.zeros((4, 2, 3), dtype)

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 
 from sparkdl import Convert
@@ -119,6 +120,4 @@ def test_half_precisions_are_widened(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(("output", "kind"), [((torch.ones(1),), "a tuple"), (None, "None")])
 def test_what_is_no_tensor(output: object, kind: str) -> None:
-    with pytest.raises(TypeError) as caught:
-        as_numpy(output)
-    assert str(caught.value) == f"the model returned {kind}, not a tensor"
+    assert message_of(TypeError, as_numpy, output) == f"the model returned {kind}, not a tensor"

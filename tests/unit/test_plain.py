@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
@@ -110,9 +111,10 @@ def test_numbers_of_everything_else(convert: Callable[[Any], Any], tmp_path: Any
 
 def test_what_is_no_number_is_told_as_before() -> None:
     for value, told in ((np.float64(2.5), "2.5"), (np.array([1, 2]), "[1, 2]"), ("4", "'4'")):
-        with pytest.raises(sparkdl.ParameterError) as caught:
-            trainer(batch_size=value)
-        assert str(caught.value) == f"batch_size={told}: give a whole number of at least 1."
+        assert (
+            message_of(sparkdl.ParameterError, trainer, batch_size=value)
+            == f"batch_size={told}: give a whole number of at least 1."
+        )
     with pytest.raises(sparkdl.ParameterError, match=r"class_weights=\[\[1.0, 1.0\]\]: give a"):
         trainer(class_weights=np.ones((1, 2)))
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.model.layout import Layout, TensorRange
-from sparkdl.slices.spec import Fragment, slice_specs
+from sparkdl.slices.spec import slice_specs
 
 KINDS = ("parameter", "parameter", "average", "exact")
 quick = settings(deadline=None, max_examples=100)
@@ -132,50 +131,3 @@ def test_lengths_end_with_the_last_element_of_their_kind(
             inside = [i - plan.start for i in own if plan.start <= i < plan.stop]
             assert length == max(inside, default=-1) + 1
         assert plan.dense_length <= plan.trainable_length <= plan.buffers_start <= plan.length
-
-
-def test_a_segment_across_a_cut() -> None:
-    layout = Layout(
-        (
-            TensorRange("weight", "parameter", 0, 40, (5, 8), torch.float32),
-            TensorRange("mean", "average", 48, 5, (5,), torch.float32),
-        ),
-        torch.float32,
-        64,
-    )
-    first, second = slice_specs(layout, 2)
-    assert (first.start, first.stop, second.start, second.stop) == (0, 32, 32, 64)
-    assert first.fragments == (Fragment(0, "parameter", 0, 32),)
-    assert second.fragments == (Fragment(0, "parameter", 0, 8), Fragment(1, "average", 16, 5, (5,)))
-    assert (first.trainable_length, second.trainable_length) == (32, 8)
-    assert (first.buffers_start, second.buffers_start) == (32, 16)
-    first, second = slice_specs(layout, 2, whole=True)
-    assert first.fragments == (Fragment(0, "parameter", 0, 40, (5, 8)),)
-    assert second.fragments == (Fragment(1, "average", 0, 5, (5,)),)
-
-
-def test_a_table_across_a_cut() -> None:
-    layout = Layout(
-        (
-            TensorRange("bias", "parameter", 0, 3, (3,), torch.float32),
-            TensorRange("table", "parameter", 16, 50, (10, 5), torch.float32, True),
-        ),
-        torch.float32,
-        80,
-    )
-    first, second = slice_specs(layout, 2)
-    assert first.fragments == (
-        Fragment(0, "parameter", 0, 3, (3,)),
-        Fragment(1, "parameter", 16, 20, (4, 5), True, 0),
-    )
-    assert second.fragments == (Fragment(1, "parameter", 0, 30, (6, 5), True, 4),)
-    assert (first.dense_length, second.dense_length) == (3, 0)
-    assert second.tables == second.fragments
-
-
-@pytest.mark.parametrize("slices", [2, 5])
-def test_more_slices_than_blocks_leave_some_empty(slices: int) -> None:
-    layout = Layout((TensorRange("w", "parameter", 0, 3, (3,), torch.float32),), torch.float32, 16)
-    plans = slice_specs(layout, slices)
-    assert sorted(plan.length for plan in plans) == [0] * (slices - 1) + [16]
-    assert sum(len(plan.fragments) for plan in plans) == 1

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
-from sparkdl.train.trainer import _table
 
 GOOD: dict[str, Any] = {
     "model": lambda: nn.Linear(2, 2),
@@ -56,31 +56,25 @@ NUMBERS = (
     ]
 )
 _REMEDY = "give a list with the weight of each class, or a mapping {class: weight}, all >= 0."
+_CLASSES = "classes are whole numbers, starting at 0."
 CLASS_WEIGHTS = [
-    ({"class_weights": "balanced"}, f"class_weights is a str: {_REMEDY}"),
-    ({"class_weights": 2.0}, f"class_weights is a float: {_REMEDY}"),
-    (
-        {"class_weights": {1.5: 2.0}},
-        "class_weights={1.5: 2.0}: classes are whole numbers, starting at 0.",
-    ),
-    ({"class_weights": []}, f"class_weights=[]: {_REMEDY}"),
-    ({"class_weights": {}}, f"class_weights={{}}: {_REMEDY}"),
-    ({"class_weights": [1.0, -1.0]}, f"class_weights=[1.0, -1.0]: {_REMEDY}"),
-    ({"class_weights": [1.0, math.nan]}, f"class_weights=[1.0, nan]: {_REMEDY}"),
-    (
-        {"class_weights": {"a": 1.0}},
-        "class_weights={'a': 1.0}: classes are whole numbers, starting at 0.",
-    ),
-    (
-        {"class_weights": {-1: 1.0}},
-        ("class_weights={-1: 1.0}: classes are whole numbers, starting at 0."),
-    ),
-    ({"class_weights": {True: 1.0}}, "class_weights={True: 1.0}: classes are whole numbers"),
-    (
-        {"class_weights": {1: 0.0, 0: 0}},
-        "class_weights={1: 0.0, 0: 0}: no sample would count. Give at least one class a weight "
-        "above 0.",
-    ),
+    ({"class_weights": value}, f"class_weights{told}")
+    for value, told in (
+        ("balanced", f" is a str: {_REMEDY}"),
+        (2.0, f" is a float: {_REMEDY}"),
+        ([], f"=[]: {_REMEDY}"),
+        ({}, f"={{}}: {_REMEDY}"),
+        ([1.0, -1.0], f"=[1.0, -1.0]: {_REMEDY}"),
+        ([1.0, math.nan], f"=[1.0, nan]: {_REMEDY}"),
+        ({1.5: 2.0}, f"={{1.5: 2.0}}: {_CLASSES}"),
+        ({"a": 1.0}, f"={{'a': 1.0}}: {_CLASSES}"),
+        ({-1: 1.0}, f"={{-1: 1.0}}: {_CLASSES}"),
+        ({True: 1.0}, "={True: 1.0}: classes are whole numbers"),
+        (
+            {1: 0.0, 0: 0},
+            "={1: 0.0, 0: 0}: no sample would count. Give at least one class a weight above 0.",
+        ),
+    )
 ]
 CHOICES = [
     (
@@ -261,18 +255,4 @@ def test_metrics_that_can_be_gone_through_once() -> None:
     ids=str,
 )
 def test_validation(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(sparkdl.ParameterError) as error:
-        sparkdl.Validation(DATA, **changes)
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
-    ("weights", "table"),
-    [
-        (None, None),
-        ([1, 2.5], (1.0, 2.5)),
-        ({0: 0.5, 3: 2}, (0.5, 1.0, 1.0, 2.0)),
-    ],
-)
-def test_class_weights_as_a_table(weights: Any, table: Any) -> None:
-    assert _table(weights) == table
+    assert message_of(sparkdl.ParameterError, sparkdl.Validation, DATA, **changes) == message

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 
-from jobs.components import Component
 from sparkdl.checkpoint.files import Folder
 from sparkdl.codec.files import mappable, parse_json, parse_tensors, read_plain
 from sparkdl.errors import CheckpointError
@@ -101,25 +99,3 @@ def test_a_link_of_the_users_own_is_followed_where_that_is_meant(tmp_path: Path)
         assert safetensors.torch.load_file(file).keys() == {"a"}
     with pytest.raises(OSError, match="symbolic links"), mappable(tmp_path / "a"):
         pass
-
-
-@pytest.mark.parametrize(
-    ("loss", "plain"),
-    [
-        ("torch.nn:MSELoss", True),
-        ({"use": "torch.nn:MSELoss", "reduction": "sum"}, True),
-        ({"use": "torch.nn:TripletMarginWithDistanceLoss", "distance_function": "os:system"}, True),
-        (
-            {
-                "use": "torch.nn:TripletMarginWithDistanceLoss",
-                "distance_function": {"use": "os:system"},
-            },
-            False,
-        ),
-        ("torch.nn.functional:mse_loss", True),
-        ("torch.hub:load", False),
-        ("os:system", False),
-    ],
-)
-def test_a_loss_of_a_run_folder_that_names_code_needs_trust(loss: Any, plain: bool) -> None:
-    assert Component.of(loss).is_torch_loss() == plain

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from mistakes import message_of
 from torch import nn
 
 from sparkdl.errors import ModelError, StaleReferenceError
@@ -55,9 +56,9 @@ def test_a_module_is_its_own_recipe() -> None:
 
 
 def test_what_builds_no_module_is_refused() -> None:
-    with pytest.raises(ModelError) as caught:
-        recipe(lambda: [1]).build()
-    assert str(caught.value) == ("model() returned a list: it must return a torch.nn.Module.")
+    assert message_of(ModelError, recipe(lambda: [1]).build) == (
+        "model() returned a list: it must return a torch.nn.Module."
+    )
 
 
 def change(module: nn.Module, name: str) -> nn.Module:

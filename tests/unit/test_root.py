@@ -10,11 +10,12 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from mistakes import message_of
 
 from sparkdl.data import partition_files
 from sparkdl.data.fields import Field, RowFile
@@ -51,17 +52,10 @@ sys.stdin.read()
 PACKAGE = str(Path(module.__file__).parents[1])
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Iterator[SlabConfig]:
-    config = SlabConfig.new(str(tmp_path), "test")
-    yield config
-    remove_root(config)
-
-
-def start(config: SlabConfig) -> subprocess.Popen[str]:
+def start(slab: SlabConfig) -> subprocess.Popen[str]:
     """A process that opens the root, prints the token, and lives until its input ends."""
     return subprocess.Popen(
-        [sys.executable, "-c", OPEN_AND_PRINT, config.directory, config.name, PACKAGE],
+        [sys.executable, "-c", OPEN_AND_PRINT, slab.directory, slab.name, PACKAGE],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -85,22 +79,21 @@ def dead_mark() -> str:
     return f"alive.{boot_id()}.{pid_namespace()}.{child.pid}.12345"
 
 
-def root_in(config: SlabConfig) -> Path:
-    return Path(config.directory) / config.name
+def root_in(slab: SlabConfig) -> Path:
+    return Path(slab.directory) / slab.name
 
 
 # Opening
 
 
-def test_a_root_is_private(config: SlabConfig) -> None:
+def test_a_root_is_private(slab: SlabConfig) -> None:
     before = os.umask(0)
     try:
-        root = open_root(config, create=True)
+        root = open_root(slab, create=True)
     finally:
         os.umask(before)
-    assert root is not None
-    assert root.directories == (root_in(config),)
-    assert stat.S_IMODE(root_in(config).stat().st_mode) == 0o700
+    assert root.directories == (root_in(slab),)
+    assert stat.S_IMODE(root_in(slab).stat().st_mode) == 0o700
 
 
 def test_names_are_unpredictable(tmp_path: Path) -> None:
@@ -110,34 +103,22 @@ def test_names_are_unpredictable(tmp_path: Path) -> None:
     assert len(one.name) == len(f"{MARK}app-7-") + 16
 
 
-def test_no_root_where_none_was_made(config: SlabConfig) -> None:
-    assert open_root(config) is None
-    assert not root_in(config).exists()
-
-
-def test_opening_again_finds_the_same(config: SlabConfig) -> None:
-    root = open_root(config, create=True)
-    assert open_root(config) == root
+def test_opening_again_finds_the_same(slab: SlabConfig) -> None:
+    root = open_root(slab, create=True)
+    assert open_root(slab) == root
     module._open_roots.clear()  # as another process would
-    assert open_root(config) == root
-
-
-def test_a_directory_is_made_where_it_is_missing(tmp_path: Path) -> None:
-    config = SlabConfig.new(str(tmp_path / "a" / "b"), "test")
-    assert open_root(config, create=True) is not None
-    remove_root(config)
+    assert open_root(slab) == root
 
 
 def test_a_relative_directory_is_taken_from_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Executors of one host, each in its own working directory, are then nodes of their own."""
-    config = SlabConfig.new("slabs", "test")
+    slab = SlabConfig.new("slabs/deep", "test")
     monkeypatch.chdir(tmp_path)
-    root = open_root(config, create=True)
-    assert root is not None
-    assert root.directories == (tmp_path / "slabs" / config.name,)
-    remove_root(config)
+    root = open_root(slab, create=True)
+    assert root.directories == (tmp_path / "slabs" / "deep" / slab.name,)
+    remove_root(slab)
 
 
 def test_auto_is_shared_memory_then_the_local_directory(
@@ -147,13 +128,12 @@ def test_auto_is_shared_memory_then_the_local_directory(
     memory.mkdir()
     monkeypatch.setattr(module, "SHARED_MEMORY", memory)
     monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{local},{tmp_path / 'other'}")
-    config = SlabConfig.new("auto", "test")
-    root = open_root(config, create=True)
-    assert root is not None
-    assert root.directories == (memory / config.name, local / config.name)
+    slab = SlabConfig.new("auto", "test")
+    root = open_root(slab, create=True)
+    assert root.directories == (memory / slab.name, local / slab.name)
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in root.directories)
-    assert (memory / config.name / "token").is_file()
-    remove_root(config)
+    assert (memory / slab.name / "token").is_file()
+    remove_root(slab)
     assert not any(path.exists() for path in root.directories)
 
 
@@ -161,109 +141,99 @@ def test_auto_without_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path / "missing")
     monkeypatch.delenv("SPARK_LOCAL_DIRS", raising=False)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    config = SlabConfig.new("auto", "test")
-    root = open_root(config, create=True)
-    assert root is not None
-    assert root.directories == (tmp_path / config.name,)
-    remove_root(config)
+    slab = SlabConfig.new("auto", "test")
+    root = open_root(slab, create=True)
+    assert root.directories == (tmp_path / slab.name,)
+    remove_root(slab)
 
 
-@pytest.mark.parametrize("what", ["link", "file", "group", "group writes", "others"])
-def test_a_root_that_is_not_ours_is_refused(config: SlabConfig, tmp_path: Path, what: str) -> None:
-    path = root_in(config)
+@pytest.mark.parametrize("what", ["link", "file", 0o750, 0o720, 0o701, "another user's"])
+def test_a_root_that_is_not_ours_is_refused(
+    slab: SlabConfig, tmp_path: Path, what: str | int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, elsewhere, mine = root_in(slab), tmp_path / "elsewhere", os.getuid()
+    elsewhere.mkdir(mode=0o700)
     if what == "link":
-        elsewhere = tmp_path / "elsewhere"
-        elsewhere.mkdir(mode=0o700)
         path.symlink_to(elsewhere)
     elif what == "file":
         path.touch(0o600)
     else:
         path.mkdir()
-        path.chmod({"group": 0o750, "group writes": 0o720, "others": 0o701}[what])
+        path.chmod(what if isinstance(what, int) else 0o700)
+        if not isinstance(what, int):
+            monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     with pytest.raises(PermissionError) as caught:
-        open_root(config, create=True)
+        open_root(slab, create=True)
     assert str(caught.value) == f"slab root {path} is not a directory of this user with mode 0700"
+    monkeypatch.undo()
+    assert list(elsewhere.iterdir()) == []
     if what == "link":
         path.unlink()
-        assert list(elsewhere.iterdir()) == []
-
-
-def test_a_root_of_another_user_is_refused(
-    config: SlabConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root_in(config).mkdir(mode=0o700)
-    other = os.getuid() + 1
-    monkeypatch.setattr(os, "getuid", lambda: other)
-    with pytest.raises(PermissionError, match="is not a directory of this user with mode 0700"):
-        open_root(config, create=True)
 
 
 # Links inside
 
 
-FILES = ["token", "recipe", "alive", "samples", "order", "buffer", "new buffer"]
+def linked_segment(place: Path) -> None:
+    with pytest.raises(OSError, match="File exists"):
+        SegmentWriter(str(place / "samples-1-0"), [FIELD])
+    MappedColumn.map([RowFile(str(place / "samples-1-0"), 4096)], 0, FIELD)
 
 
-@pytest.mark.parametrize("file", FILES)
+def linked_buffer(place: Path) -> None:
+    with Pool(SlabConfig(str(place.parent), place.name)).claim("state", 8, 1, 1):
+        pass
+
+
+def linked_root(place: Path) -> None:
+    module._open_roots.clear()
+    open_root(SlabConfig(str(place.parent), place.name))
+
+
+FIELD = Field("x", "float32", ())
+USES: dict[str, Callable[[Path], object]] = {
+    "token": linked_root,
+    "alive.*": linked_root,
+    "recipe": lambda place: read_private(place / "recipe"),
+    "samples-1-0-0.values": linked_segment,
+    "samples-1.order": lambda place: map_file(str(place / "samples-1.order"), "int64", (-1,)),
+    "state-8-abc": linked_buffer,
+    "new-state-8-guessed": linked_buffer,
+}
+
+
+@pytest.mark.parametrize("name", USES)
 def test_a_link_in_place_of_a_file_is_not_followed(
-    config: SlabConfig, tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
+    slab: SlabConfig, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As somebody may leave it who can write there after all."""
-    root = open_root(config, create=True)
-    assert root is not None
+    open_root(slab, create=True)
     outside = tmp_path / "outside"
     outside.write_bytes(b"mine" * 4096)
-    place = root_in(config)
-
-    def put(name: str) -> str:
-        (place / name).unlink(missing_ok=True)
-        (place / name).symlink_to(outside)
-        return str(place / name)
-
-    if file == "token":
-        put("token")
-        module._open_roots.clear()
-        use: Callable[[], object] = lambda: open_root(config)  # noqa: E731
-    elif file == "recipe":
-        put("recipe")
-        use = lambda: read_private(place / "recipe")  # noqa: E731
-    elif file == "alive":
-        put(next(place.glob("alive.*")).name)
-        module._open_roots.clear()
-        use = lambda: open_root(config)  # noqa: E731
-    elif file == "samples":
-        path = put("samples-1-0-0.values").removesuffix("-0.values")
-        field = Field("x", "float32", ())
-        with pytest.raises(OSError, match="File exists"):
-            SegmentWriter(path, [field])
-        use = lambda: MappedColumn.map([RowFile(path, 4096)], 0, field)  # noqa: E731
-    elif file == "order":
-        use = lambda: map_file(put("samples-1.order"), "int64", (-1,))  # noqa: E731
-    elif file == "buffer":
-        put("state-8-abc")
-        use = lambda: Pool(config).claim("state", 8, 1, 1).__enter__()  # noqa: E731
-    else:
+    place = root_in(slab)
+    path = next(place.glob(name), place / name)
+    path.unlink(missing_ok=True)
+    path.symlink_to(outside)
+    if name.endswith("guessed"):
         monkeypatch.setattr(secrets, "token_hex", lambda nbytes: "guessed")
-        put("new-state-8-guessed")
-        use = lambda: Pool(config).claim("state", 8, 1, 1).__enter__()  # noqa: E731
     with pytest.raises(OSError, match=r"symbolic links|File exists"):
-        use()
+        USES[name](place)
     assert outside.read_bytes() == b"mine" * 4096
 
 
-def test_all_files_are_for_this_user_alone(config: SlabConfig) -> None:
+def test_all_files_are_for_this_user_alone(slab: SlabConfig) -> None:
     before = os.umask(0)
     try:
-        open_root(config, create=True)
-        writer = PartitionWriter(config)
+        open_root(slab, create=True)
+        writer = PartitionWriter(slab)
         writer.add(["x"], [np.zeros(3)])
         writer.finish()
-        write_private(root_in(config) / "recipe", b"")
-        with Pool(config).claim("state", 8, 1, 1):
+        write_private(root_in(slab) / "recipe", b"")
+        with Pool(slab).claim("state", 8, 1, 1):
             pass
     finally:
         os.umask(before)
-    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in root_in(config).iterdir()}
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in root_in(slab).iterdir()}
     assert len(modes) == 6
     assert set(modes.values()) == {0o600}
 
@@ -271,92 +241,75 @@ def test_all_files_are_for_this_user_alone(config: SlabConfig) -> None:
 # The token
 
 
-def test_processes_of_a_node_read_the_same_token(config: SlabConfig) -> None:
-    processes = [start(config) for _ in range(3)]  # all at once: one of them makes it
+def test_processes_of_a_node_read_the_same_token(slab: SlabConfig) -> None:
+    processes = [start(slab) for _ in range(3)]  # all at once: one of them makes it
     node_ids = {token_of(process) for process in processes}
     for process in processes:
         process.communicate()
-    root = open_root(config)
-    assert root is not None
+    root = open_root(slab)
     assert node_ids == {root.node_id}
     assert len(root.node_id) == 32
-    kinds = sorted(path.name.split(".")[0] for path in root_in(config).iterdir())
+    kinds = sorted(path.name.split(".")[0] for path in root_in(slab).iterdir())
     assert kinds == ["alive"] * 4 + ["token"]
 
 
-def test_a_forked_process_reads_the_same_token(config: SlabConfig) -> None:
+def test_a_forked_process_reads_the_same_token(slab: SlabConfig) -> None:
     """Spark's Python workers are forked from a daemon."""
-    root = open_root(config, create=True)
-    assert root is not None
+    root = open_root(slab, create=True)
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_token, args=(config, sender))
+    child = context.Process(target=_send_token, args=(slab, sender))
     child.start()
     assert receiver.recv() == root.node_id
     child.join()
 
 
-def _send_token(config: SlabConfig, sender: multiprocessing.connection.Connection) -> None:
-    root = open_root(config)
+def _send_token(slab: SlabConfig, sender: multiprocessing.connection.Connection) -> None:
+    root = open_root(slab)
     sender.send(root.node_id if root else None)
 
 
-def test_two_directories_have_two_tokens(tmp_path: Path) -> None:
-    configs = [SlabConfig(str(tmp_path / node), f"{MARK}same") for node in ("one", "other")]
-    node_ids = set()
-    for config in configs:
-        module._open_roots.clear()  # each node has processes of its own
-        root = open_root(config, create=True)
-        assert root is not None
-        node_ids.add(root.node_id)
-    assert len(node_ids) == 2
-    module._open_roots.clear()
-
-
-def test_a_root_made_again_has_another_token(config: SlabConfig) -> None:
+def test_a_root_made_again_has_another_token(slab: SlabConfig) -> None:
     """What an earlier life of the node wrote must not be taken for this one's."""
-    first = open_root(config, create=True)
-    remove_root(config)
-    assert open_root(config) is None
-    second = open_root(config, create=True)
-    assert first is not None
-    assert second is not None
+    first = open_root(slab, create=True)
+    remove_root(slab)
+    assert open_root(slab) is None
+    second = open_root(slab, create=True)
     assert first.node_id != second.node_id
 
 
-def test_a_root_deleted_behind_our_back_is_noticed(config: SlabConfig) -> None:
-    root = open_root(config, create=True)
+def test_a_root_deleted_behind_our_back_is_noticed(slab: SlabConfig) -> None:
+    root = open_root(slab, create=True)
     assert root is not None
-    (root_in(config) / "token").unlink()
-    assert open_root(config) is None
+    (root_in(slab) / "token").unlink()
+    assert open_root(slab) is None
 
 
 # Removing and sweeping
 
 
-def test_remove_takes_everything(config: SlabConfig) -> None:
-    root = open_root(config, create=True)
-    assert root is not None
-    (root_in(config) / "gradient-8-abc").write_bytes(b"12345678")
-    remove_root(config)
-    assert not root_in(config).exists()
-    remove_root(config)  # twice does no harm
-
-
-def test_remove_by_a_process_that_never_opened_it(config: SlabConfig) -> None:
-    open_root(config, create=True)
+def test_remove_takes_everything(slab: SlabConfig) -> None:
+    """Also by a process that never opened it."""
+    open_root(slab, create=True)
+    (root_in(slab) / "gradient-8-abc").write_bytes(b"12345678")
     module._open_roots.clear()
-    remove_root(config)
-    assert not root_in(config).exists()
+    remove_root(slab)
+    assert not root_in(slab).exists()
+    remove_root(slab)  # twice does no harm
 
 
-def test_the_dead_are_swept_and_the_living_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("zombie", [False, True])
+def test_the_dead_are_swept_and_the_living_kept(tmp_path: Path, zombie: bool) -> None:
+    """Also those that are killed and for which nobody has waited yet."""
     living, dying, new = (SlabConfig.new(str(tmp_path), name) for name in ("a", "b", "c"))
-    processes = {config.name: start(config) for config in (living, dying)}
+    processes = {slab.name: start(slab) for slab in (living, dying)}
     for process in processes.values():
         assert token_of(process)
-    processes[dying.name].kill()
-    processes[dying.name].wait()
+    killed = processes[dying.name]
+    killed.kill()
+    os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+    if not zombie:
+        killed.wait()
     assert root_in(dying).exists()
     open_root(new, create=True)
     assert root_in(living).exists()
@@ -366,31 +319,20 @@ def test_the_dead_are_swept_and_the_living_kept(tmp_path: Path) -> None:
     open_root(new, create=True)
     assert not root_in(living).exists()
     remove_root(new)
-
-
-def test_a_zombie_is_dead(config: SlabConfig, tmp_path: Path) -> None:
-    """Killed, but nobody has waited for it yet."""
-    other = SlabConfig.new(str(tmp_path), "zombie")
-    process = start(other)
-    assert token_of(process)
-    process.kill()
-    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    open_root(config, create=True)
-    assert not root_in(other).exists()
-    process.wait()
+    killed.wait()
 
 
 @pytest.mark.parametrize(
     ("seconds", "swept"), [(SWEEP_AFTER_SECONDS - 30, False), (SWEEP_AFTER_SECONDS + 1, True)]
 )
 def test_a_root_without_a_mark_is_swept_when_it_is_old(
-    config: SlabConfig, tmp_path: Path, seconds: float, swept: bool
+    slab: SlabConfig, tmp_path: Path, seconds: float, swept: bool
 ) -> None:
     """A young one may belong to a process that is just making it."""
     path = tmp_path / f"{MARK}unmarked"
     path.mkdir(mode=0o700)
     age(path, seconds)
-    open_root(config, create=True)
+    open_root(slab, create=True)
     assert path.exists() != swept
 
 
@@ -398,29 +340,21 @@ def test_a_root_without_a_mark_is_swept_when_it_is_old(
     ("mark", "swept"),
     [
         ("<dead>", True),
+        (f"alive.{boot_id()}.{pid_namespace()}.{os.getpid()}.1", True),  # its number, used again
         (f"alive.{boot_id()}.another-namespace.1.1", False),  # not to be seen from here
         (f"alive.another-boot.{pid_namespace()}.1.1", False),  # of another machine, perhaps
         ("alive.garbage", False),
     ],
 )
-def test_marks(config: SlabConfig, tmp_path: Path, mark: str, swept: bool) -> None:
+def test_marks(slab: SlabConfig, tmp_path: Path, mark: str, swept: bool) -> None:
     path = tmp_path / f"{MARK}other"
     path.mkdir(mode=0o700)
     (path / (dead_mark() if mark == "<dead>" else mark)).touch()
-    open_root(config, create=True)
+    open_root(slab, create=True)
     assert path.exists() != swept
 
 
-def test_a_process_number_used_again_is_not_the_holder(config: SlabConfig, tmp_path: Path) -> None:
-    path = tmp_path / f"{MARK}other"
-    path.mkdir(mode=0o700)
-    mark = f"alive.{boot_id()}.{pid_namespace()}.{os.getpid()}.1"
-    (path / mark).touch()  # started at another time
-    open_root(config, create=True)
-    assert not path.exists()
-
-
-def test_sweeping_follows_no_link_out_of_a_dead_root(config: SlabConfig, tmp_path: Path) -> None:
+def test_sweeping_follows_no_link_out_of_a_dead_root(slab: SlabConfig, tmp_path: Path) -> None:
     dead, kept = tmp_path / f"{MARK}dead", tmp_path / "kept"
     dead.mkdir(mode=0o700)
     (dead / "inner").mkdir()
@@ -429,28 +363,28 @@ def test_sweeping_follows_no_link_out_of_a_dead_root(config: SlabConfig, tmp_pat
     (kept / "precious").write_text("mine")
     (dead / "folder").symlink_to(kept)
     (dead / "inner" / "file").symlink_to(kept / "precious")
-    open_root(config, create=True)
+    open_root(slab, create=True)
     assert not dead.exists()
     assert (kept / "precious").read_text() == "mine"
 
 
-def test_removing_follows_no_link(config: SlabConfig, tmp_path: Path) -> None:
+def test_removing_follows_no_link(slab: SlabConfig, tmp_path: Path) -> None:
     """Neither out of the root, nor where the root itself was exchanged for a link."""
     kept = tmp_path / "kept"
     kept.mkdir()
     (kept / "precious").write_text("mine")
-    open_root(config, create=True)
-    (root_in(config) / "folder").symlink_to(kept)
-    remove_root(config)
-    assert not root_in(config).exists()
-    root_in(config).symlink_to(kept)
-    remove_root(config)
+    open_root(slab, create=True)
+    (root_in(slab) / "folder").symlink_to(kept)
+    remove_root(slab)
+    assert not root_in(slab).exists()
+    root_in(slab).symlink_to(kept)
+    remove_root(slab)
     assert (kept / "precious").read_text() == "mine"
-    root_in(config).unlink()
+    root_in(slab).unlink()
 
 
 def test_the_roots_of_others_are_not_swept(
-    config: SlabConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dead = tmp_path / f"{MARK}dead"
     dead.mkdir(mode=0o700)
@@ -464,7 +398,7 @@ def test_the_roots_of_others_are_not_swept(
     assert not dead.exists()
 
 
-def test_sweeping_touches_nothing_else(config: SlabConfig, tmp_path: Path) -> None:
+def test_sweeping_touches_nothing_else(slab: SlabConfig, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     target = tmp_path / "target"
     target.mkdir()
@@ -479,22 +413,22 @@ def test_sweeping_touches_nothing_else(config: SlabConfig, tmp_path: Path) -> No
     for path in tmp_path.iterdir():
         age(path, 10 * SWEEP_AFTER_SECONDS)
     age(target, 10 * SWEEP_AFTER_SECONDS)
-    open_root(config, create=True)
+    open_root(slab, create=True)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {
-        *("other", "target", f"{MARK}link", f"{MARK}file", config.name),
+        *("other", "target", f"{MARK}link", f"{MARK}file", slab.name),
         *(path.name for path in theirs),
     }
     assert all((path / "work" / "manifest.json").exists() for path in theirs)
 
 
-def test_a_root_that_another_machine_holds_is_refused(config: SlabConfig) -> None:
+def test_a_root_that_another_machine_holds_is_refused(slab: SlabConfig) -> None:
     """Through a file system that both have."""
-    root_in(config).mkdir(mode=0o700)
-    (root_in(config) / f"alive.another-boot.{pid_namespace()}.1.1").touch()
+    root_in(slab).mkdir(mode=0o700)
+    (root_in(slab) / f"alive.another-boot.{pid_namespace()}.1.1").touch()
     with pytest.raises(OSError, match="must be a local directory of each node") as caught:
-        open_root(config, create=True)
-    assert str(root_in(config)) in str(caught.value)
+        open_root(slab, create=True)
+    assert str(root_in(slab)) in str(caught.value)
 
 
 def test_a_dead_root_goes_from_every_directory(
@@ -509,32 +443,21 @@ def test_a_dead_root_goes_from_every_directory(
         (base / f"{MARK}dead" / dead_mark()).touch()
     (local / f"{MARK}spilled").mkdir(mode=0o700)
     (local / f"{MARK}spilled" / dead_mark()).touch()
-    config = SlabConfig.new("auto", "test")
-    open_root(config, create=True)
-    assert [path.name for path in memory.iterdir()] == [config.name]
-    assert [path.name for path in local.iterdir()] == [config.name]
-    remove_root(config)
-
-
-@pytest.mark.linux
-def test_the_mark_names_this_process(config: SlabConfig) -> None:
-    open_root(config, create=True)
-    (mark,) = root_in(config).glob("alive.*")
-    boot, namespace, pid, started = mark.name.split(".")[1:]
-    assert boot == Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-    assert pid == str(os.getpid())
-    assert namespace == str(os.stat("/proc/self/ns/pid").st_ino)
-    assert started == Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    slab = SlabConfig.new("auto", "test")
+    open_root(slab, create=True)
+    assert [path.name for path in memory.iterdir()] == [slab.name]
+    assert [path.name for path in local.iterdir()] == [slab.name]
+    remove_root(slab)
 
 
 @pytest.mark.linux
 def test_the_mark_of_a_spark_worker_names_the_jvm(
-    config: SlabConfig, monkeypatch: pytest.MonkeyPatch
+    slab: SlabConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """JVM -> worker daemon -> worker: workers come and go, the JVM stays."""
     monkeypatch.setenv("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
-    open_root(config, create=True)
-    (mark,) = root_in(config).glob("alive.*")
+    open_root(slab, create=True)
+    (mark,) = root_in(slab).glob("alive.*")
     grandparent = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1]
     expected = grandparent if grandparent != "0" else str(os.getppid())
     assert mark.name.split(".")[3] == expected
@@ -561,61 +484,54 @@ def test_where_shared_memory_is_full_the_root_is_in_the_local_directory(
     monkeypatch.setattr(module, "SHARED_MEMORY", memory)
     monkeypatch.setenv("SPARK_LOCAL_DIRS", str(local))
     monkeypatch.setattr(module, "_open_roots", {})
-    config = SlabConfig.new("auto", "full")
+    slab = SlabConfig.new("auto", "full")
     full(memory, monkeypatch)
-    root = open_root(config, create=True)
-    assert root is not None
-    assert root.directories == (local / config.name,)
+    root = open_root(slab, create=True)
+    assert root.directories == (local / slab.name,)
     module._open_roots.clear()
-    again = open_root(config)  # of another process, which may find room by now
-    assert again is not None
+    again = open_root(slab)  # of another process, which may find room by now
     assert again.node_id == root.node_id
     assert not list(memory.glob("*/token*"))
-    remove_root(config)
+    remove_root(slab)
     assert not list(memory.iterdir())
     assert not list(local.iterdir())
     full(tmp_path, monkeypatch)
     with pytest.raises(OSError, match="No space left"):
-        open_root(config, create=True)
-    remove_root(config)
+        open_root(slab, create=True)
+    remove_root(slab)
 
 
 def test_a_directory_that_cannot_be_made_is_told_with_the_setting(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    config = SlabConfig.new(str(file / "slabs"), "test")
-    assert open_root(config) is None
-    with pytest.raises(SlabFullError) as caught:
-        open_root(config, create=True)
-    assert str(caught.value) == (
+    slab = SlabConfig.new(str(file / "slabs"), "test")
+    assert open_root(slab) is None
+    assert message_of(SlabFullError, open_root, slab, create=True) == (
         f"slabs cannot be written to {file}/slabs (Not a directory). Point spark.sparkdl.slab.dir "
         "at a writable directory that each node has for itself."
     )
-    remove_root(config)
+    remove_root(slab)
 
 
 def test_to_look_for_a_root_and_to_remove_it_make_no_directory(tmp_path: Path) -> None:
-    config = SlabConfig.new(str(tmp_path / "slabs"), "test")
-    assert open_root(config) is None
-    remove_root(config)
+    slab = SlabConfig.new(str(tmp_path / "slabs"), "test")
+    assert open_root(slab) is None
+    remove_root(slab)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_full_root_can_still_be_opened(
-    config: SlabConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_root_can_still_be_opened(slab: SlabConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a new worker, when samples have filled the place."""
-    root = open_root(config, create=True)
-    full(root_in(config), monkeypatch)
+    root = open_root(slab, create=True)
+    full(root_in(slab), monkeypatch)
     for create in (False, True):
         monkeypatch.setattr(module, "_open_roots", {})
-        assert open_root(config, create=create) == root
+        assert open_root(slab, create=create) == root
 
 
-def test_partitions_share_what_is_mapped(config: SlabConfig) -> None:
+def test_partitions_share_what_is_mapped(slab: SlabConfig) -> None:
     """A mapping takes a file descriptor, and a worker may come to hold every partition."""
-    root = open_root(config, create=True)
-    assert root is not None
+    root = open_root(slab, create=True)
     path = root.directories[0] / "samples-1.order"
     write_private(path, np.arange(6).tobytes())
     one, other = (map_file(str(path), "int64", (shape, -1)) for shape in (2, 3))

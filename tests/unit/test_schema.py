@@ -12,6 +12,7 @@ import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mistakes import message_of
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import types as sql
 
@@ -31,6 +32,7 @@ SAME_SHAPE = "Every row must have the same shape: filter out, pad or truncate su
 VARYING = (
     f'{SAME_SHAPE} Rows of varying length are padded with columns={{"x": sparkdl.Sequence()}}.'
 )
+TWO_FOR_ONE = "has 2 values where row {} has 1"
 NO_VALUES = "Filter out such rows, or leave the column out."
 INSIDE_ARRAYS = (
     "dropna does not look into arrays: filter out such rows with functions.exists, or fill them "
@@ -154,23 +156,6 @@ def test_a_slice_does_not_see_the_mistakes_around_it() -> None:
 # Vectors
 
 
-def test_dense_vectors() -> None:
-    found = to_numpy(pa.array([dense(1, 2, 3), dense(4, 5, 6)], VECTOR), VECTOR_COLUMN)
-    assert found.dtype == np.float32
-    assert found.tolist() == [[1, 2, 3], [4, 5, 6]]
-
-
-def test_sparse_vectors() -> None:
-    rows = [sparse(3, {0: 1, 2: 5}), sparse(3, {}), sparse(3, {1: 7})]
-    found = to_numpy(pa.array(rows, VECTOR), VECTOR_COLUMN)
-    assert found.tolist() == [[1, 0, 5], [0, 0, 0], [0, 7, 0]]
-
-
-def test_sparse_vectors_without_any_value() -> None:
-    found = to_numpy(pa.array([sparse(2, {}), sparse(2, {})], VECTOR), VECTOR_COLUMN)
-    assert found.tolist() == [[0, 0], [0, 0]]
-
-
 @st.composite
 def vector_columns(draw: st.DrawFn) -> tuple[list[dict[str, Any]], np.ndarray]:
     width = draw(st.integers(1, 5))
@@ -217,21 +202,9 @@ def test_mixed_vectors_and_slices(
         ([[[1.0], [2.0]], [[3.0], [4.0]], [[5.0], [NAN]]], 2, 2, "holds NaN", INSIDE_ARRAYS),
         ([[1.0, 2.0], [3.0, 4.0], [5.0]], 1, 2, "has 1 values where row {} has 2", VARYING),
         ([[1.0], []], 1, 1, "has 0 values where row {} has 1", VARYING),
-        ([[[1.0]], [[2.0]], [[3.0], [4.0]]], 2, 2, "has 2 values where row {} has 1", VARYING),
-        (
-            [[[1.0], [2.0]], [[3.0], [4.0, 5.0]]],
-            2,
-            1,
-            "has 2 values where row {} has 1",
-            SAME_SHAPE,
-        ),
-        (
-            [[[[1.0]], [[2.0]]], [[[3.0]], [[4.0, 5.0]]]],
-            3,
-            1,
-            "has 2 values where row {} has 1",
-            SAME_SHAPE,
-        ),
+        ([[[1.0]], [[2.0]], [[3.0], [4.0]]], 2, 2, TWO_FOR_ONE, VARYING),
+        ([[[1.0], [2.0]], [[3.0], [4.0, 5.0]]], 2, 1, TWO_FOR_ONE, SAME_SHAPE),
+        ([[[[1.0]], [[2.0]]], [[[3.0]], [[4.0, 5.0]]]], 3, 1, TWO_FOR_ONE, SAME_SHAPE),
         ([[], []], 1, 0, "is an empty array", NO_VALUES),
         ([[[], []], [[], []]], 2, 0, "is an empty array", NO_VALUES),
     ],
@@ -331,6 +304,12 @@ _FIELDS: dict[str, sql.DataType] = {
     "struct": sql.StructType([sql.StructField("a", sql.IntegerType())]),
     "vectors": sql.ArrayType(VectorUDT()),
 }
+TENSORS = {  # dtype, depth, and whether it is a vector
+    **{"byte": ("int8", 0), "short": ("int16", 0), "int": ("int32", 0), "long": ("int64", 0)},
+    **{"float": ("<float>", 0), "double": ("<float>", 0), "decimal": ("<float>", 0)},
+    **{"bool": ("bool", 0), "array": ("<float>", 1), "matrix": ("int32", 2)},
+    "vector": ("<float>", 1, True),
+}
 SCHEMA = sql.StructType([sql.StructField(name, kind) for name, kind in _FIELDS.items()])
 THE_COLUMNS = f"The DataFrame has: {', '.join(_FIELDS)}."
 TEXT = (
@@ -350,32 +329,14 @@ TIME = (
 
 
 def mistake(features: Sequence[str], label: Sequence[str] = ()) -> str:
-    with pytest.raises(DataError) as caught:
-        columns_of(SCHEMA, features, label, "float32")
-    return str(caught.value)
+    return message_of(DataError, columns_of, SCHEMA, features, label, "float32")
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "depth", "vector"),
-    [
-        ("byte", "int8", 0, False),
-        ("short", "int16", 0, False),
-        ("int", "int32", 0, False),
-        ("long", "int64", 0, False),
-        ("float", "<float>", 0, False),
-        ("double", "<float>", 0, False),
-        ("decimal", "<float>", 0, False),
-        ("bool", "bool", 0, False),
-        ("vector", "<float>", 1, True),
-        ("array", "<float>", 1, False),
-        ("matrix", "int32", 2, False),
-    ],
-)
+@pytest.mark.parametrize("name", TENSORS)
 @pytest.mark.parametrize("float_dtype", ["float32", "float64"])
-def test_columns_that_become_tensors(
-    name: str, dtype: str, depth: int, vector: bool, float_dtype: str
-) -> None:
-    column = Column(name, dtype.replace("<float>", float_dtype), depth, vector)
+def test_columns_that_become_tensors(name: str, float_dtype: str) -> None:
+    dtype, *rest = TENSORS[name]
+    column = Column(name, dtype.replace("<float>", float_dtype), *rest)
     assert columns_of(SCHEMA, [name], [], float_dtype) == ((column,), ())
     assert columns_of(SCHEMA, [], [name], float_dtype) == ((), (column,))
 
@@ -420,29 +381,21 @@ def test_columns_that_cannot(name: str, text: str) -> None:
     assert mistake(["int"], [name]) == f'label column "{name}" {text}'
 
 
-def test_a_missing_feature_names_the_nearest() -> None:
+def test_a_column_that_is_missing() -> None:
+    """It names the nearest, says how to do without a label, and points out a field of a struct."""
     assert mistake(["vecctor"]) == (
         f'feature column "vecctor" is missing. Did you mean "vector"? {THE_COLUMNS}'
     )
-
-
-def test_a_missing_label_tells_how_to_do_without() -> None:
     assert mistake(["int"], ["xyzzy"]) == (
         f'label column "xyzzy" is missing. {THE_COLUMNS} To train without a label, set label=None.'
     )
-
-
-def test_a_field_of_a_struct_is_pointed_out() -> None:
     assert mistake(["struct.a"]) == (
         'feature column "struct.a" is missing. A field of a struct is not a column: '
         f'df.withColumn("a", df["struct.a"]) makes it one. {THE_COLUMNS}'
     )
-
-
-def test_a_column_of_nothing() -> None:
-    with pytest.raises(DataError) as caught:
-        columns_of(sql.StructType([]), ["x"], [], "float32")
-    assert str(caught.value) == 'feature column "x" is missing. The DataFrame has: no columns.'
+    assert message_of(DataError, columns_of, sql.StructType([]), ["x"], [], "float32") == (
+        'feature column "x" is missing. The DataFrame has: no columns.'
+    )
 
 
 def test_all_mistakes_are_told_at_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from mistakes import message_of
 
 import sparkdl
 from sparkdl.errors import ParameterError, SessionError
@@ -137,9 +138,7 @@ def test_masters_that_spark_knows_are_left_to_it(master: str) -> None:
      "local-cluster[2,1]", "Local[2]", "host:7077", "spark://", "yarn-client"],
 )  # fmt: skip
 def test_what_is_no_master_starts_no_jvm(master: str) -> None:
-    with pytest.raises(SessionError) as caught:
-        sparkdl.session(master)
-    assert str(caught.value) == (
+    assert message_of(SessionError, sparkdl.session, master) == (
         f"master={master!r} is not a Spark master. Give local, local[2] or local[*], yarn, or a "
         "cluster's URL, such as spark://host:7077 or k8s://https://host:443."
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from mistakes import message_of
 from structured import KINDS, AsDataclass, AsNamedTuple, ModelOutput, Structured
 from torch import nn
 
@@ -70,9 +71,7 @@ def test_a_part_of_what_a_model_returns(kind: str) -> None:
     ],
 )
 def test_a_part_that_is_not_there(returned: Any, part: Any, told: str) -> None:
-    with pytest.raises(ModelError) as caught:
-        part_of(returned, part)
-    assert str(caught.value) == told
+    assert message_of(ModelError, part_of, returned, part) == told
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,9 +154,7 @@ def test_what_a_prediction_holds(kind: str) -> None:
 def test_what_is_no_prediction() -> None:
     module = Structured(kind="dict").eval()
     signature = Signature(("x",))
-    with pytest.raises(ModelError) as caught:
-        Trial(module, signature, None).run(None, FIELDS, nothing)
-    assert str(caught.value) == (
+    assert message_of(ModelError, Trial(module, signature, None).run, None, FIELDS, nothing) == (
         "the model returns a dict of 'logits' [2, 3], 'hidden' [2, 8], but a prediction must be "
         "one tensor with a row for each sample. Say which part of it to use: output='logits', or "
         "output=function of what it returns; or give postprocess, a function of it that returns "

@@ -102,7 +102,6 @@ def test_a_state_in_memory_is_written_and_read_with_another_cut(
     store, settings = written
     other = Store(slices)
     restored = ResumeCandidates(settings, "latest").restore(other, RUN)
-    assert restored is not None
     assert (restored.state.iteration, restored.state.position) == (3, 3)
     for which in (CURRENT, BEST):
         assert torch.equal(other.whole(which), store.whole(which))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import summary_runs as runs
+from mistakes import message_of
 
 import sparkdl
 from sparkdl.loop.history import History
@@ -94,9 +95,10 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
 
 
 def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(sparkdl.ParameterError) as caught:
-        HistoryFile("history.txt")
-    assert str(caught.value) == 'HistoryFile("history.txt"): end the name in .csv or .json.'
+    assert (
+        message_of(sparkdl.ParameterError, HistoryFile, "history.txt")
+        == 'HistoryFile("history.txt"): end the name in .csv or .json.'
+    )
     with pytest.raises(sparkdl.ParameterError) as caught:
         HistoryFile("history.csv", every=5)  # type: ignore[arg-type]
     assert str(caught.value) == ("HistoryFile(every=5): give a trigger, such as sparkdl.every(5).")
@@ -110,9 +112,7 @@ def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("name", ["runs/curves", "c.pgn", ".png"])
 def test_a_picture_of_no_known_kind(name: str) -> None:
-    with pytest.raises(sparkdl.ParameterError) as caught:
-        Curves(name)
-    assert str(caught.value) == (
+    assert message_of(sparkdl.ParameterError, Curves, name) == (
         f'Curves("{name}"): end the name in .png, .svg, .pdf or another kind of file that matplotlib '
         "writes."
     )
@@ -123,16 +123,12 @@ def test_a_path_that_cannot_be_written_is_told_as_the_fit_starts(tmp_path: Path,
     name = f"a{'.json' if make is HistoryFile else '.PNG'}"
     kind, start = make.__name__, runs.states(last=0)
     (tmp_path / name).mkdir()
-    with pytest.raises(sparkdl.ParameterError) as caught:
-        runs.play([make(tmp_path / name)], start, finish=False)
-    assert str(caught.value) == (
-        f'{kind}("{tmp_path / name}") is a folder: give the name of a file in it.'
-    )
+    assert message_of(
+        sparkdl.ParameterError, runs.play, [make(tmp_path / name)], start, finish=False
+    ) == (f'{kind}("{tmp_path / name}") is a folder: give the name of a file in it.')
     (tmp_path / "file").touch()
     path = tmp_path / "file" / "deep" / name
-    with pytest.raises(sparkdl.ParameterError) as caught:
-        runs.play([make(path)], start, finish=False)
-    assert str(caught.value) == (
+    assert message_of(sparkdl.ParameterError, runs.play, [make(path)], start, finish=False) == (
         f'{kind}("{path}"): no file can be written there (Not a directory: {path.parent}). Give a '
         "path in a folder that you may write to."
     )

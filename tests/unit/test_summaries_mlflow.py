@@ -15,13 +15,13 @@ import pytest
 import summary_runs as runs
 import torch
 from fresh import run_fresh
+from mistakes import message_of
 from torch import nn
+from trained import trained_model
 
 import sparkdl
 from sparkdl.codec.describe import LONGEST_PARAMETER, plain_parameters
 from sparkdl.codec.redaction import REDACTED
-from sparkdl.data.partition_writer import Field
-from sparkdl.infer.output import Output
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.summaries import MLflow
@@ -128,23 +128,12 @@ def test_odd_names_and_values() -> None:
 
 
 def test_the_model_can_be_added_after_the_fit() -> None:
-    callback = MLflow()
-    module = nn.Linear(3, 1)
-    trained = sparkdl.TrainedModel(
-        module=module.eval(),
-        model=partial(nn.Linear, 3, 1),
-        loss=None,
-        features=("x",),
-        label=(),
-        fields=(Field("x", "float32", (3,)),),
-        num_features=1,
-        float_dtype="float32",
-        output=Output((1,), "float32"),
-        history=History(),
+    callback, module = MLflow(), nn.Linear(3, 1)
+    trained = trained_model(module, model=partial(nn.Linear, 3, 1))
+    assert (
+        message_of(sparkdl.ParameterError, callback.log_model, trained)
+        == "MLflow.log_model: there is no run yet; call it after fit."
     )
-    with pytest.raises(sparkdl.ParameterError) as caught:
-        callback.log_model(trained)
-    assert str(caught.value) == "MLflow.log_model: there is no run yet; call it after fit."
     runs.play([callback], runs.states())
     callback.log_model(trained)
     loaded = sparkdl.load(artifact(callback, "model"))

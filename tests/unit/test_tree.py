@@ -110,10 +110,3 @@ def test_what_is_longer_than_a_chunk_is_summed_to_its_end() -> None:
     expected = plain(terms, 0, 4, torch.float32)
     assert expected is not None
     assert bits(tree_sum(terms, torch.empty(2 * CHUNK + 17))) == bits(expected)
-
-
-def test_what_travels_in_another_dtype_is_rounded_once() -> None:
-    terms = terms_of([0, 1], dtype=torch.bfloat16)
-    expected = plain(terms, 0, 2, torch.float32)
-    assert expected is not None
-    assert bits(tree_sum(terms, torch.empty(5))) == bits(expected)

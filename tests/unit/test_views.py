@@ -8,10 +8,10 @@ from html.parser import HTMLParser
 import summary_runs as runs
 import torch
 from torch import nn
+from trained import trained_model
 
 import sparkdl
 from sparkdl.data.fields import Field
-from sparkdl.infer.output import Output
 
 
 class Cells(HTMLParser):
@@ -69,19 +69,9 @@ def test_a_trained_model_shows_fields_curves_and_timings() -> None:
         if state.position == 0:
             for validated in state.validations[-1:]:
                 history.append_validation(validated)
-    module = nn.Linear(3, 1)
-    trained = sparkdl.TrainedModel(
-        module=module.eval(),
-        model=partial(nn.Linear, 3, 1),
-        loss=None,
-        features=("x",),
-        label=("y",),
-        fields=(Field("x", "float32", (3,)), Field("y", "int64", ())),
-        num_features=1,
-        float_dtype="float32",
-        output=Output((1,), "float32"),
-        history=history,
-    )
+    fields = (Field("x", "float32", (3,)), Field("y", "int64", ()))
+    made = partial(nn.Linear, 3, 1)
+    trained = trained_model(made(), model=made, label=("y",), fields=fields, history=history)
     shown = trained._repr_html_()
     cells = Cells(shown).cells
     assert "sparkdl.TrainedModel: Linear of 4 parameters" in shown

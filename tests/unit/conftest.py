@@ -1,0 +1,26 @@
+"""Fixtures of the tests without a JVM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from sparkdl.slab.root import SlabConfig
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Iterator[SlabConfig]:
+    """A root of slabs that is not open yet; what the test opens in it goes with it."""
+    from sparkdl.data.partition_reader import close_partitions
+    from sparkdl.slab.pool import close_pool
+    from sparkdl.slab.root import SlabConfig, remove_root
+
+    config = SlabConfig.new(str(tmp_path), "test")
+    yield config
+    close_partitions()
+    close_pool(config)
+    remove_root(config)
