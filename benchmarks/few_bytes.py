@@ -157,13 +157,14 @@ def compared(
     rates: tuple[float, ...],
     seeds: int,
     best: Any,
+    length: str,
     path: Path | None,
 ) -> dict[str, list[Run]]:
     """Return the runs of each model for each seed, at the model's best learning rate."""
     known: dict[str, Run] = json.loads(path.read_text()) if path and path.exists() else {}
 
     def one(name: str, rate: float, seed: int) -> Run:
-        key = f"{name}, rate {rate:g}, seed {seed}"
+        key = f"{name}, {length}, rate {rate:g}, seed {seed}"
         if key not in known:
             begun = time.time()
             known[key] = run(name, rate, seed)
@@ -217,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["bytes", "text", "digits"])
     parser.add_argument("--replicas", type=int, default=4)
-    parser.add_argument("--batches", type=int, default=900, help="at least 300")
+    parser.add_argument("--batches", type=int, default=2400, help="at least 300")
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
@@ -271,8 +272,9 @@ def main() -> None:
         names = [name for name in SENDING if not name.startswith("DiLoCo")]
         if texts:
             names = arguments.models.split("; ")
-        rates, best = ((2e-3, 4e-3), min) if texts else ((0.03, 0.1, 0.3), max)
-        runs = compared(run, names, rates, arguments.seeds, best, arguments.json)
+        rates, best = ((4e-3, 8e-3), min) if texts else ((0.03, 0.1, 0.3), max)
+        length = f"{arguments.batches} batches" if texts else f"{arguments.epochs} epochs"
+        runs = compared(run, names, rates, arguments.seeds, best, length, arguments.json)
         figures = {name: [its[-1][1] for its in several] for name, several in runs.items()}
         base = figures[names[0]]
         rows = [
