@@ -68,6 +68,11 @@ class Communicator:
         self._device = torch.device("cuda" if "nccl" in dist.get_backend(chosen) else "cpu")
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """Return the process group."""
+        return self._group
+
+    @property
     def rank(self) -> int:
         """Return the rank of this process in the group, from 0."""
         return self._link.rank

@@ -12,10 +12,13 @@ import threading
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
+from sparkdl.collectives.communicator import Communicator
+from sparkdl.collectives.transfers import End, Transfers
 from sparkdl.errors import ParameterError, kind_of, shown
 
 _LANE = object()
@@ -33,6 +36,8 @@ class _Operation:
     waits_for: int = field(compare=False, default=0)
     followers: list[tuple[_Operation, bool]] = field(compare=False, default_factory=list)
     error: BaseException | None = field(compare=False, default=None)
+    begin: Callable[[End], None] | None = field(compare=False, default=None)
+    """Instead of ``fn``: a function that returns at once, and has another thread end the operation."""
 
 
 @dataclass
@@ -66,6 +71,7 @@ class Engine:
         self._ready: list[_Operation] = []
         self._pushed, self._unfinished, self._closed = 0, 0, False
         self._failure: BaseException | None = None
+        self._transfers: dict[int, Transfers] = {}
         self._threads = [threading.Thread(target=self._work, daemon=True) for _ in range(threads)]
         for thread in self._threads:
             thread.start()
@@ -95,13 +101,73 @@ class Engine:
         """
         if not callable(fn):
             raise ParameterError(f"fn is {kind_of(fn)}: give a function without arguments.")
+        return self._push(fn, read, mutate, ordered, priority)
+
+    def all_reduce(
+        self,
+        communicator: Communicator,
+        tensor: torch.Tensor,
+        *,
+        op: str = "sum",
+        priority: float = 0,
+        chunk_bytes: int = 4 << 20,
+    ) -> Future[torch.Tensor]:
+        """Sum a tensor over ranks, in place and in chunks; return the future of it at once.
+
+        The sum changes ``tensor``: it begins after all operations before it that name this tensor,
+        and later ones that name it wait for it. Before each chunk the ranks agree on the sum of the
+        highest priority that all of them are ready for, so that an urgent one overtakes between two
+        chunks. Values do not depend on the order, and are the same on all ranks.
+
+        All ranks ask for the same sums of a group in the same order, with the same arguments.
+        Nothing else may communicate in this group until the engine is closed. Sums take no place of
+        the engine's threads.
+
+        Args:
+            communicator: The ranks.
+            tensor: The tensor, on the CPU and contiguous.
+            op: "sum", "mean", "max" or "min".
+            priority: Of the sums that all ranks are ready for, those with the highest number run
+                first; the ranks look at the oldest 256.
+            chunk_bytes: The size of a chunk. Smaller ones let urgent sums begin earlier, and cost a
+                message each.
+
+        Raises:
+            sparkdl.ParameterError: An argument cannot be used, or the engine is closed. If the ranks
+                disagree, the future has it. If the tensor's value fails on a rank, the futures of
+                the others have a :class:`sparkdl.TrainingError`.
+        """
+        if not isinstance(communicator, Communicator):
+            raise ParameterError(
+                f"communicator is {kind_of(communicator)}: give a sparkdl.gang.Communicator."
+            )
+        with self._changed:
+            self._check_open()
+            key = id(communicator.group)
+            if key not in self._transfers:
+                self._transfers[key] = Transfers(communicator)
+            transfers = self._transfers[key]
+            transfer = transfers.add(tensor, op, priority, chunk_bytes)
+            begin = partial(transfers.begin, transfer)
+            future = self._push(None, (), [tensor], False, priority, begin)
+        future.add_done_callback(lambda _: transfers.give_up(transfer))
+        return future
+
+    def _push(
+        self,
+        fn: Any,
+        read: Iterable[Any],
+        mutate: Iterable[Any],
+        ordered: bool,
+        priority: float,
+        begin: Callable[[End], None] | None = None,
+    ) -> Future[Any]:
         changes = _by_key(mutate) | ({_key(_LANE): _LANE} if ordered else {})
         tags = _by_key(read) | changes
         with self._changed:
-            if self._closed:
-                raise ParameterError("This Engine is closed: make a new one.")
+            self._check_open()
             self._pushed, self._unfinished = self._pushed + 1, self._unfinished + 1
-            operation = _Operation((-priority, self._pushed), fn, frozenset(tags))
+            operation = _Operation((-priority, self._pushed), fn, frozenset(tags), begin=begin)
             before: dict[int, tuple[_Operation, bool]] = {}
             for key, tag in tags.items():
                 its = self._tags.setdefault(key, _Tag(tag))
@@ -136,6 +202,8 @@ class Engine:
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        for transfers in self._transfers.values():
+            transfers.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -144,6 +212,10 @@ class Engine:
         self.close()
         if kind is None:
             self.wait()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ParameterError("This Engine is closed: make a new one.")
 
     def _release(self, operation: _Operation) -> None:
         if not operation.waits_for:
@@ -159,19 +231,29 @@ class Engine:
                 if not self._ready:
                     return
                 operation = heapq.heappop(self._ready)
-            error = operation.error
+            result, error = None, operation.error
             if not operation.future.set_running_or_notify_cancel():
                 error = error or CancelledError()
-            elif error is not None:
-                operation.future.set_exception(error)
-            else:
+            elif error is None and operation.begin is not None:
+                operation.begin(partial(self._end, operation))
+                continue
+            elif error is None:
                 try:
-                    operation.future.set_result(operation.fn())
+                    result = operation.fn()
                 except BaseException as raised:
                     error = raised
-                    operation.future.set_exception(raised)
-            with self._changed:
-                self._finish(operation, error)
+            self._end(operation, result, error)
+
+    def _end(self, operation: _Operation, result: Any, error: BaseException | None) -> None:
+        """Give an operation its outcome, and let those begin that waited for it."""
+        if operation.future.cancelled():
+            pass
+        elif error is not None:
+            operation.future.set_exception(error)
+        else:
+            operation.future.set_result(result)
+        with self._changed:
+            self._finish(operation, error)
 
     def _finish(self, operation: _Operation, error: BaseException | None) -> None:
         """Let those run that waited for this operation alone, and forget it unless it has failed."""

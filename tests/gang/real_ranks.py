@@ -83,7 +83,7 @@ def serve(rank: int, store: str, pipe: Connection) -> None:
     }
     groups[WORLD] = None
     last_two, soon = [WORLD - 2, WORLD - 1], timedelta(seconds=1)
-    _impatient.extend(dist.new_group(last_two, timeout=soon) for _ in range(2))
+    _impatient.extend(dist.new_group(last_two, timeout=soon) for _ in range(3))
     with contextlib.suppress(EOFError):
         while True:
             size, do, args = pickle.loads(pipe.recv_bytes())
