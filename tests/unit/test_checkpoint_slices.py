@@ -252,6 +252,7 @@ def metadata(**changes: str) -> bytes:
         metadata(others="[[0, []]]"),
         metadata(held='[[0, ["absent"]]]', others="[[0, []]]"),
     ],
+    ids=lambda data: f"{len(data)} bytes",
 )
 def test_bytes_that_are_no_slice_are_damage(data: bytes) -> None:
     unpack(metadata())  # whole as it stands

@@ -345,6 +345,7 @@ def test_a_root_without_a_mark_is_swept_when_it_is_old(
         (f"alive.another-boot.{pid_namespace()}.1.1", False),  # of another machine, perhaps
         ("alive.garbage", False),
     ],
+    ids=["dead", "another process", "another namespace", "another boot", "garbage"],
 )
 def test_marks(slab: SlabConfig, tmp_path: Path, mark: str, swept: bool) -> None:
     path = tmp_path / f"{MARK}other"
