@@ -90,7 +90,7 @@ FAULTS = {
         "replica/mini_batch.py",
         "rows * (i + 1) // min(count, rows)))",
         "rows * (i + 1) // min(count, rows) - (i > 0)))",
-        "parity/test_parity.py",
+        "parity/test_gradients.py",
     ),
     "buffers keep what a trial wrote": Fault(
         "replica/compute.py",

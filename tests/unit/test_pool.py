@@ -172,6 +172,23 @@ def test_a_buffer_held_for_writing_is_free_for_nobody(
     assert len(buffers(slab)) == 2
 
 
+def test_a_buffer_that_somebody_else_takes_meanwhile_is_not_free(
+    pool: Pool, slab: SlabConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look at its stamp and its lock."""
+    first, flock, taken = write(pool, 1, 1), fcntl.flock, list[Reference]()
+
+    def later(fd: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        taken.append(write(Pool(slab), 9, 9))
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", later)
+    assert write(pool, 9, 9).path != first.path
+    assert [reference.path for reference in taken] == [first.path]
+    pool.check(taken[0])
+
+
 def test_a_buffer_held_by_a_dead_process_is_free(pool: Pool, slab: SlabConfig) -> None:
     with held_by_child(slab) as (child, path):
         assert write(pool, 9, 9).path != path
