@@ -199,15 +199,16 @@ def draw(runs: Mapping[str, list[Run]], replicas: int, path: Path) -> None:
         sent = [point[0][0] * models_sent(name, replicas) * megabytes for point in points]
         losses = [statistics.median(loss for _, loss in point) for point in points]
         axes.plot(sent, losses, marker=".", label=name)
-        axes.annotate(
-            f"{losses[-1]:.3f}", (sent[-1], losses[-1]), (0, 7), textcoords="offset points"
-        )
+        last, place = f"{losses[-1]:.3f}", {"textcoords": "offset points", "ha": "right"}
+        axes.annotate(last, (sent[-1], losses[-1]), (0, -14), **place)
     axes.set(
         xscale="log",
         xlabel="megabytes that a rank has sent",
         ylabel="loss on lines that were not trained on",
         title=f"{replicas} replicas, a model of {1000 * megabytes:.0f} kB, as many batches for each",
     )
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.margins(y=0.1)
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
