@@ -10,12 +10,12 @@ from launch import ROOT
 
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
-    "modules": 369,
-    "lines": 62_800,
-    "modules of more than 300 lines": 8,
+    "modules": 371,
+    "lines": 63_500,
+    "modules of more than 300 lines": 2,
     "lines of the longest module": 445,
-    "percent of lines in the largest room": 20,
-    "modules with a single importer": 75,
+    "percent of lines in the largest room": 19,
+    "modules with a single importer": 71,
     "docstrings that begin with Of, What, Whether or Where": 0,
 }
 
