@@ -58,6 +58,9 @@ def models(inner_steps: int) -> dict[str, Any]:
         "StaleSynchronous(0)": sparkdl.StaleSynchronous(staleness=0),
         "StaleSynchronous(1)": sparkdl.StaleSynchronous(staleness=1),
         "DiLoCo": sparkdl.DiLoCo(inner_steps=inner_steps, outer_optimizer=OUTER),
+        "DiLoCo, drop_stragglers": sparkdl.DiLoCo(
+            inner_steps=inner_steps, outer_optimizer=OUTER, drop_stragglers=0.25
+        ),
     }
 
 
@@ -95,7 +98,7 @@ def one(
         loss=nn.MSELoss(),
         optimizer=partial(torch.optim.SGD, lr=arguments.rate, momentum=arguments.momentum),
         batch_size=ROWS * arguments.replicas,
-        accumulate=8 if model.may_drop else 1,
+        accumulate=8 if model.may_drop and model.inner_steps == 1 else 1,
         replicas=arguments.replicas,
         consistency=model,
         callbacks=[curve],

@@ -108,18 +108,17 @@ def inner(c: Cluster, r: int, w: Any, steps: int) -> Any:
     return w - end
 
 
-def steps_by_speed(c: Cluster, by_speed: bool) -> list[int]:
-    speeds = [1 / s if by_speed else 1.0 for s in c.seconds]
-    return [max(1, round(INNER * REPLICAS * speed / sum(speeds))) for speed in speeds]
-
-
-def diloco(c: Cluster, by_speed: bool = False) -> Events:
-    w, moment, now, steps = c.w[0], np.zeros_like(c.w[0]), 0.0, steps_by_speed(c, by_speed)
+def diloco(c: Cluster, jobs: int = 0, drop: bool = False, by_steps: bool = False) -> Events:
+    """``drop``: the slow one takes as many steps as it has time for. ``by_steps``: it counts less."""
+    w, moment, now = c.w[0], np.zeros_like(c.w[0]), 0.0
+    steps = [max(1, round(INNER * c.step / s)) if drop else INNER for s in c.seconds]
+    shares = [n / sum(steps) if by_steps else 1 / REPLICAS for n in steps]
+    overhead = jobs * c.job + ALL_REDUCE * c.send
     while True:
-        mean = sum(inner(c, r, w, steps[r]) for r in range(REPLICAS)) / REPLICAS
+        mean = sum(share * inner(c, r, w, steps[r]) for r, share in enumerate(shares))
         moment = 0.9 * moment + mean
         w = w - 0.7 * (mean + 0.9 * moment)
-        now += max(n * s for n, s in zip(steps, c.seconds, strict=True)) + ALL_REDUCE * c.send
+        now += max(n * s for n, s in zip(steps, c.seconds, strict=True)) + overhead
         yield now, w
 
 
@@ -146,7 +145,9 @@ def streaming(c: Cluster, fragments: int = 5) -> Events:
 
 def asynchronous_diloco(c: Cluster) -> Events:
     """Steps by speed, and Nesterov's momentum delayed until all could have sent a difference."""
-    w, moment, gathered, steps = c.w[0], np.zeros_like(c.w[0]), 0.0, steps_by_speed(c, True)
+    w, moment, gathered = c.w[0], np.zeros_like(c.w[0]), 0.0
+    speeds = [1 / seconds for seconds in c.seconds]
+    steps = [max(1, round(INNER * REPLICAS * speed / sum(speeds))) for speed in speeds]
     begin = [(steps[r] * c.seconds[r] + 2 * c.send, r) for r in range(REPLICAS)]
     ending = [(time, r, inner(c, r, w, steps[r])) for time, r in begin]
     for n in range(1, 1 << 30):
@@ -171,7 +172,16 @@ MODELS: Models = {
     "push-sum, any *": (push_sum, 1, 1),
     "averages of pairs *": (pairwise, 2, 1),
     "DiLoCo": (diloco, ALL_REDUCE / INNER, ALL_REDUCE),
-    "DiLoCo, steps by speed *": (partial(diloco, by_speed=True), ALL_REDUCE / INNER, ALL_REDUCE),
+    "DiLoCo, drop_stragglers": (
+        partial(diloco, jobs=2, drop=True),
+        ALL_REDUCE / INNER,
+        ALL_REDUCE,
+    ),
+    "DiLoCo, drop_stragglers, weights by steps *": (
+        partial(diloco, jobs=2, drop=True, by_steps=True),
+        ALL_REDUCE / INNER,
+        ALL_REDUCE,
+    ),
     "streaming DiLoCo, 8 bits *": (streaming, ALL_REDUCE / INNER / 4, ALL_REDUCE / 5 / 4),
     "asynchronous DiLoCo *": (asynchronous_diloco, 2 / INNER, 1),
 }

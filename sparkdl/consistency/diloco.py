@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from sparkdl.consistency.base import Consistency
+from sparkdl.consistency.stragglers import FEWEST_PARTS, share_problems
 from sparkdl.errors import shown
 from sparkdl.plain import make_plain
 
@@ -28,16 +29,31 @@ class DiLoCo(Consistency):
     ``inner_steps`` batches of ``batch_size``, and sends one gradient. A schedule sets the learning
     rate of the inner optimizer, and steps once in an iteration.
 
+    With ``drop_stragglers`` a slow replica takes fewer steps: it stops after the one that ends
+    nearest to a limit, which is learned from the times of the replicas. The difference of a replica
+    counts by the rows of all its steps, also those that it left out: after fewer steps it is smaller
+    already, and a smaller weight would count that twice. If more than this fraction of the rows would
+    be left out, the iteration is repeated with all of them. The history has what each replica did
+    (:attr:`sparkdl.History.inner_steps`), and ``fit(replay=history)`` repeats it.
+
     Attributes:
         inner_steps: The number of steps of each replica in an iteration.
         outer_optimizer: A ``torch.optim`` class or a ``partial`` of one.
+        drop_stragglers: The largest share of the rows of an iteration to leave out, above 0 and at
+            most 0.5, such as 0.25 for one of four replicas. None: none are.
     """
 
     inner_steps: int = 30
     outer_optimizer: Callable[..., Any] | None = NESTEROV
+    drop_stragglers: float | None = None
 
     def __post_init__(self) -> None:
         make_plain(self, "inner_steps")
+
+    @property
+    def may_drop(self) -> float:  # type: ignore[override]
+        """Return the share of the rows that may be left out."""
+        return self.drop_stragglers or 0.0
 
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""
@@ -50,8 +66,20 @@ class DiLoCo(Consistency):
                 "partial of "
                 "one such as partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
             )
+        yield from share_problems(self.drop_stragglers, "round")
+        if self.drop_stragglers is not None and isinstance(steps, int) and 0 < steps < FEWEST_PARTS:
+            yield (
+                f"inner_steps={steps} with drop_stragglers={shown(self.drop_stragglers)}: a replica "
+                f"stops between its steps, so it needs several. Use inner_steps={FEWEST_PARTS} or more."
+            )
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
+        if self.drop_stragglers is not None and trainer.engine == "gang":
+            yield (
+                f"consistency=DiLoCo with drop_stragglers={shown(self.drop_stragglers)} and "
+                'engine="gang": its ranks sum what their steps have moved before the driver knows how '
+                'many these were. Use engine="shuffle", or leave drop_stragglers out.'
+            )
         if trainer.local_steps != 1:
             yield (
                 f"consistency=DiLoCo with local_steps={trainer.local_steps}: inner_steps says how many "

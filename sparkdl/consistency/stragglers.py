@@ -5,16 +5,26 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from sparkdl.errors import ParameterError
-from sparkdl.replica.iteration import MICRO_BATCHES, IterationRows, Limit, ReplicaReport
+from sparkdl.errors import ParameterError, shown
+from sparkdl.replica.early_stop import seconds_of_parts
+from sparkdl.replica.iteration import (
+    INNER_STEPS,
+    MICRO_BATCHES,
+    IterationRows,
+    Limit,
+    ReplicaReport,
+)
 
 Result = TypeVar("Result")
 WINDOW, MEASURED = 15, 3
 """The number of iterations that the limit is learned from, and the fewest that give one."""
+FEWEST_PARTS = 4
+"""The fewest micro-batches, or steps of a replica's own, with which dropping helps: a replica stops
+between two of them."""
 
 
 class StragglerLimit:
@@ -22,7 +32,7 @@ class StragglerLimit:
 
     The limit is the median, over the last iterations, of the time within which all replicas but the
     ``fraction`` were done. The time of a replica that stopped early is what it would have taken for
-    the whole mini-batch, so that dropping does not lower the limit. Times of machines are no
+    all of its rows, so that dropping does not lower the limit. Times of machines are no
     function of the data: what came of the limit is therefore recorded, and repeated as recorded.
 
     Args:
@@ -82,11 +92,71 @@ class StragglerLimit:
 
 
 def _whole_seconds(report: ReplicaReport) -> float:
-    """Return the seconds that a replica took, or would have taken for its whole mini-batch."""
+    """Return the seconds that a replica took, or would have taken for all of its rows."""
     seconds, passed = report.seconds, report.passed
     more = passed.of / passed.parts - 1 if passed.parts else 0.0
-    passes = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
-    return sum(seconds.values()) + passes * more
+    return sum(seconds.values()) + seconds_of_parts(seconds) * more
+
+
+def share_problems(drop_stragglers: object, unit: str) -> Iterator[str]:
+    """Yield the problem of an option ``drop_stragglers`` that is no share of the rows of a ``unit``."""
+    given = drop_stragglers
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 0.5:
+        yield (
+            f"drop_stragglers={shown(given)}: give the share of the rows that a {unit} may leave "
+            "out, above 0 and at most 0.5, or None."
+        )
+
+
+def check_recorded_parts(
+    trainer: Any,
+    micro_batches: Mapping[int, Sequence[int]],
+    inner_steps: Mapping[int, Sequence[int]],
+) -> None:
+    """Check that a run can repeat what the replicas of a history left out.
+
+    Args:
+        trainer: The user's trainer, with the engine that it uses.
+        micro_batches: How many micro-batches each replica did, by iteration.
+        inner_steps: How many steps of its own each replica made, by iteration.
+
+    Raises:
+        ParameterError: The trainer cannot repeat it.
+    """
+    counts = [*micro_batches.values(), *inner_steps.values()]
+    if not counts:
+        return
+    if micro_batches and trainer.options.steps_on_replicas:
+        raise ParameterError(
+            "replay: the history has replicas that left out micro-batches, which replicas with steps "
+            "of their own do not: train with the consistency= and local_steps= of the recorded run."
+        )
+    if inner_steps and not trainer.options.outer:
+        raise ParameterError(
+            "replay: the history has replicas that left out steps of their own, which only those of "
+            "DiLoCo do: train with the consistency= of the recorded run."
+        )
+    if trainer.replicas is not None:
+        check_replicas(max(map(len, counts)), trainer.replicas)
+    if trainer.engine == "gang":
+        what = "micro-batches" if micro_batches else "steps of their own"
+        raise ParameterError(
+            f"replay: the history has replicas that left out {what}, which the ranks of a gang "
+            'cannot: use engine="shuffle" or "local".'
+        )
+    most, steps = max(map(max, counts)), trainer.consistency_model.inner_steps
+    if micro_batches and most > trainer.accumulate:
+        raise ParameterError(
+            f"replay: the history has replicas with {most} micro-batches, and this trainer has "
+            f"accumulate={trainer.accumulate}: train with that of the recorded run."
+        )
+    if inner_steps and most > steps:
+        raise ParameterError(
+            f"replay: the history has replicas with {most} steps of their own, and this trainer has "
+            f"inner_steps={steps}: train with that of the recorded run."
+        )
 
 
 def check_replicas(recorded: int, replicas: int) -> None:
@@ -105,9 +175,10 @@ def _recorded(step: IterationRows) -> Limit | None:
         ParameterError: The recorded run had other replicas.
     """
     found = {
-        int(name.removeprefix(MICRO_BATCHES)): count
+        int(name.removeprefix(prefix)): count
         for name, count in (step.decisions or {}).items()
-        if name.startswith(MICRO_BATCHES) and count
+        for prefix in (MICRO_BATCHES, INNER_STEPS)
+        if name.startswith(prefix) and count
     }
     if not found:
         return None

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.consistency.base import Consistency
+from sparkdl.consistency.stragglers import FEWEST_PARTS, share_problems
 from sparkdl.errors import shown
 from sparkdl.plain import make_plain
-
-FEWEST_PARTS = 4
-"""The fewest micro-batches with which dropping helps: a replica stops between two of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +42,7 @@ class Synchronous(Consistency):
 
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""
-        given = self.drop_stragglers
-        if given is None:
-            return
-        if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 0.5:
-            yield (
-                f"drop_stragglers={shown(given)}: give the share of the rows that a step may "
-                "leave out, "
-                "above 0 and at most 0.5, or None."
-            )
+        yield from share_problems(self.drop_stragglers, "step")
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
         if self.drop_stragglers is None:

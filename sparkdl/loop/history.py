@@ -12,7 +12,7 @@ from sparkdl.consistency.turns import commits_of
 from sparkdl.errors import ParameterError
 from sparkdl.loop import history_files, history_tables
 from sparkdl.loop.history_rows import DECISIONS, LOSSES, TIMINGS, Rows
-from sparkdl.replica.iteration import MICRO_BATCHES, STALENESS, Decisions
+from sparkdl.replica.iteration import INNER_STEPS, MICRO_BATCHES, STALENESS, Decisions
 
 if TYPE_CHECKING:
     import pandas
@@ -33,8 +33,20 @@ class History(Rows):
 
         It has only the iterations in which a replica left some out, see :class:`sparkdl.Synchronous`.
         """
-        names = [name for name in self._decided if name.startswith(MICRO_BATCHES)]
-        names.sort(key=lambda name: int(name.removeprefix(MICRO_BATCHES)))
+        return self._by_replica(MICRO_BATCHES)
+
+    @property
+    def inner_steps(self) -> dict[int, tuple[int, ...]]:
+        """Return how many steps of its own each replica made, by the number of the iteration from 1.
+
+        It has only the iterations in which a replica left some out, see :class:`sparkdl.DiLoCo`.
+        """
+        return self._by_replica(INNER_STEPS)
+
+    def _by_replica(self, prefix: str) -> dict[int, tuple[int, ...]]:
+        """Return the decisions of each replica whose names begin with ``prefix``, by iteration."""
+        names = [name for name in self._decided if name.startswith(prefix)]
+        names.sort(key=lambda name: int(name.removeprefix(prefix)))
         rows = {n: tuple(made.get(k, 0) for k in names) for n, made in self.decisions.items()}
         return {number: row for number, row in rows.items() if any(row)}
 

@@ -25,7 +25,7 @@ import torch
 
 from sparkdl.codec.files import parse_json, parse_tensors
 from sparkdl.errors import ParameterError
-from sparkdl.replica.iteration import COMMITS, MICRO_BATCHES, STALENESS
+from sparkdl.replica.iteration import COMMITS, INNER_STEPS, MICRO_BATCHES, STALENESS
 
 KINDS = {  # the keys of a record in their order -> type of the values
     "iteration": int,
@@ -41,7 +41,7 @@ KINDS = {  # the keys of a record in their order -> type of the values
 }
 _TIMING, _LOSS, _METRIC = "timings/", "losses/", "validation/"
 DTYPES = {"q": torch.int64, "d": torch.float64}
-_DECISIONS, _DECIDED = "decisions", (STALENESS, MICRO_BATCHES, COMMITS)
+_DECISIONS, _DECIDED = "decisions", (STALENESS, MICRO_BATCHES, INNER_STEPS, COMMITS)
 _REST = "history"
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from sparkdl.model.layout import Layout
 from sparkdl.replica.compute import added_up
-from sparkdl.replica.iteration import MICRO_BATCHES, Decisions, ReplicaReport, SliceReport
+from sparkdl.replica.iteration import Decisions, ReplicaReport, SliceReport
 from sparkdl.slices.histogram import Histogram
 
 
@@ -95,15 +95,14 @@ def summarize(
         histograms=_joined(slices, layout),
         traffic=traffic or {},
         losses={name: s / c for name, (s, c) in named.items() if c},
-        decisions=_micro_batches(ordered),
+        decisions=_done(ordered),
     )
 
 
-def _micro_batches(replicas: Sequence[ReplicaReport]) -> Decisions:
-    """Return how many micro-batches each replica did; nothing if all did theirs."""
-    if not any(report.passed.missed for report in replicas):
-        return {}
-    return {f"{MICRO_BATCHES}{report.replica}": report.passed.parts for report in replicas}
+def _done(replicas: Sequence[ReplicaReport]) -> Decisions:
+    """Return how many micro-batches or steps each replica did; nothing if all did theirs."""
+    names = [report.passed.recorded_as for report in replicas if report.passed.missed]
+    return {f"{names[0]}{each.replica}": each.passed.parts for each in replicas if names}
 
 
 def _joined(slices: Sequence[SliceReport], layout: Layout) -> dict[str, Histogram] | None:

@@ -15,10 +15,11 @@ from sparkdl.slices.histogram import Histogram
 
 Decisions = Mapping[str, int]
 """The type of what a consistency model decided on an iteration, by name; what is not there is 0."""
-STALENESS, MICRO_BATCHES, COMMITS = "staleness", "micro_batches/", "commits/"
-"""Names of decisions: the staleness of the update (of several, the largest); followed by the number of
-a replica, how many micro-batches it did, if any replica stopped early; and, followed by a number in
-order, the turns whose gradients were applied."""
+STALENESS, COMMITS = "staleness", "commits/"
+MICRO_BATCHES, INNER_STEPS = "micro_batches/", "inner_steps/"
+"""Names of decisions: the staleness of the update (of several, the largest); followed by a number in
+order, the turns whose gradients were applied; and, followed by the number of a replica, how many
+micro-batches or steps of its own it did, if any replica stopped early."""
 
 
 @dataclass(frozen=True)
@@ -55,21 +56,24 @@ class ResidualHandle:
 
 @dataclass(frozen=True)
 class PassedParts:
-    """The part of a mini-batch that a replica did, if it may stop early.
+    """The parts of its iteration that a replica did, if it may stop early.
 
     Attributes:
-        parts: The number of micro-batches that it did; 0 if it could not stop early.
-        of: The number of micro-batches.
+        parts: The number of micro-batches or steps of its own that it did; 0 if it could not stop
+            early.
+        of: The number that there were to do.
         missed: The rows of the others.
+        recorded_as: The name of the decision that records ``parts``.
     """
 
     parts: int = 0
     of: int = 0
     missed: int = 0
+    recorded_as: str = MICRO_BATCHES
 
 
 ALL_PARTS = PassedParts()
-"""All of a mini-batch, without a limit."""
+"""All parts of an iteration, without a limit."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,7 @@ class ReplicaReport:
         received: The bytes of weights that came from another node, by slice.
         residual: The handle of the state that the replica now keeps for compression.
         losses: Sum and count of each named loss of a step.
-        passed: What the replica did of its mini-batch.
+        passed: What the replica did of its rows.
     """
 
     replica: int
@@ -131,7 +135,7 @@ class SliceReport:
         skipped: A gradient was not finite, and ``state`` is the old state.
         norm: The global norm before clipping, if it was computed.
         histograms: Histograms by "weights" or "gradients" and parameter number.
-        passed: What each replica did of its mini-batch, as its gradient says; empty without a limit.
+        passed: What each replica did of its rows, as its gradient says; empty without a limit.
     """
 
     index: int
@@ -197,13 +201,14 @@ class Iteration:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A limit for the replicas of an iteration, beyond which they leave out micro-batches.
+    """A limit for the replicas of an iteration, beyond which they leave out the rest of their parts:
+    micro-batches, or steps of their own.
 
     Attributes:
         seconds: The time of a replica's work; None: none is measured.
         may_miss: The most rows that all replicas may leave out together. If they leave out more, the
             slices are not updated.
-        parts: If the iteration is repeated, how many micro-batches each replica does.
+        parts: If the iteration is repeated, how many parts each replica does.
     """
 
     seconds: float | None = None
@@ -216,7 +221,7 @@ class IterationRows(Iteration):
     """An iteration, and the rows [start, stop) of each replica in its order of the epoch.
 
     Attributes:
-        limit: The limit for its replicas; None: each does its whole mini-batch.
+        limit: The limit for its replicas; None: each does all of its rows.
     """
 
     rows: tuple[tuple[int, int], ...]

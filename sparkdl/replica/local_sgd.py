@@ -5,7 +5,8 @@ state, so a replica keeps nothing between rounds. The moments of the optimizer a
 weights (Yu et al., 2019).
 
 With an outer optimizer (:class:`sparkdl.DiLoCo`) a replica keeps the state of its optimizer, and sends
-the way back, from the end of its steps to their beginning, as a gradient.
+the way back, from the end of its steps to their beginning, as a gradient. It may stop early; what it
+sends then has the weight that all of its steps would have had.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import torch
 
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import Losses, added_up, forward_backward
+from sparkdl.replica.early_stop import EarlyStop
 from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.inner_state import keep_inner
-from sparkdl.replica.iteration import Clock
+from sparkdl.replica.iteration import INNER_STEPS, Clock, PassedParts
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.step import ReplicaIteration, ReplicaResult
 from sparkdl.slices.optimizer_step import step_slice
@@ -56,6 +58,9 @@ def several_steps(
     named: Losses = {}
     absent = frozenset(range(len(live.flat.parameters)))
     not_finite: set[int] = set()
+    limit, stops = work.step.limit, None
+    if limit is not None:
+        stops = EarlyStop(limit, work.replica, clock, live.device)
     live.note_version("")  # from here on the weights are not those of any version
     for number, mini_batch in enumerate(batches):
         loss, weight, losses = forward_backward(
@@ -70,6 +75,8 @@ def several_steps(
         total_weight += weight
         count += len(mini_batch)
         clock.lap("update")
+        if stops is not None and stops(number + 1):
+            break
     difference = flat[: whole.plan.dense_length] - begin
     if options.outer:
         difference.neg_()
@@ -87,11 +94,28 @@ def several_steps(
     loss = total / (total_weight or 1.0)
     moved = ReplicaResult(loss, total_weight, count, gradients, losses=named)
     if options.outer:
-        return replace(moved, kept=keep_inner(whole.plan, state))
+        moved = replace(moved, kept=keep_inner(whole.plan, state))
+        return moved if stops is None else _with_rest(moved, number + 1, work, options.local_steps)
     if not total_weight:  # no step was taken, and the state is unchanged
         return moved
     arrays = {name: array for name, array in state.arrays.items() if name != EMA}
     return replace(moved, arrays=arrays, others=pack(state))
+
+
+def _with_rest(
+    moved: ReplicaResult, done: int, work: ReplicaIteration, steps: int
+) -> ReplicaResult:
+    """Return the result of ``done`` steps with the weight of all, and what was left out.
+
+    Args:
+        moved: The result.
+        done: The number of steps that were taken.
+        work: The replica's part of the iteration.
+        steps: The number of steps of an iteration that has a row for each.
+    """
+    rows = work.rows[1] - work.rows[0]
+    passed = PassedParts(done, min(steps, rows), rows - moved.count, INNER_STEPS)
+    return replace(moved, weight=moved.weight * (rows / moved.count), passed=passed)
 
 
 def step_alone(

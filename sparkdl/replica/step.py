@@ -90,7 +90,7 @@ class ReplicaResult:
             number.
         kept: The tensors that the replica keeps of them, by parameter number.
         losses: Sum and count of each named loss of a step.
-        passed: The part of the mini-batch that was done.
+        passed: What was done of the rows.
     """
 
     loss: float = 0.0

@@ -16,7 +16,7 @@ from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import largest_staleness
-from sparkdl.consistency.stragglers import check_replicas
+from sparkdl.consistency.stragglers import check_recorded_parts
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.registry import EngineInputs, build_engine
@@ -95,25 +95,7 @@ def check_replay(trainer: Trainer, replay: History | None) -> None:
     if isinstance(model, Asynchronous) and (groups := model.groups or trainer.replicas):
         for number, decisions in recorded.items():
             model.check_recorded(number, decisions, groups)
-    counts = replay.micro_batches
-    if counts and trainer.options.steps_on_replicas:
-        raise ParameterError(
-            "replay: the history has replicas that left out micro-batches, which replicas with steps "
-            "of their own do not: train with the consistency= and local_steps= of the recorded run."
-        )
-    if counts and trainer.replicas is not None:
-        check_replicas(max(map(len, counts.values())), trainer.replicas)
-    if counts and trainer.engine == "gang":
-        raise ParameterError(
-            "replay: the history has replicas that left out micro-batches, which the ranks of a gang "
-            'cannot: use engine="shuffle" or "local".'
-        )
-    parts = max((max(each) for each in counts.values()), default=0)
-    if parts > trainer.accumulate:
-        raise ParameterError(
-            f"replay: the history has replicas with {parts} micro-batches, and this trainer has "
-            f"accumulate={trainer.accumulate}: train with that of the recorded run."
-        )
+    check_recorded_parts(trainer, replay.micro_batches, replay.inner_steps)
     most, keep = largest_staleness(recorded), model.keep
     if most >= keep:
         raise ParameterError(
@@ -143,7 +125,8 @@ def check_replayed_data(replay: History, plan: EpochPlan) -> None:
             f"{iterations:,}: train with the data and batch_size= of the recorded run."
         )
     batch = min(plan.batch_size, rows)
-    if not replay.commits and not replay.micro_batches and first["samples"] != batch:
+    left_out = replay.micro_batches or replay.inner_steps
+    if not replay.commits and not left_out and first["samples"] != batch:
         raise ParameterError(
             f"replay: the history has {first['samples']:,} samples in an iteration, and this run has "
             f"{batch:,}: train with the batch_size= of the recorded run."

@@ -243,7 +243,7 @@ PARAMETERS = [
         "engine by array",
         lambda fit: fit(fit.good(), engine=np.ones(2)),
         ParameterError,
-        'engine="[1. 1.]": use one of local, shuffle, gang.',
+        "engine=array([1., 1.]): use one of local, shuffle, gang.",
     ),
     Mistake(
         "on_nan",

@@ -1,7 +1,8 @@
-"""A step without slow replicas has the gradient of what was done, and can be repeated."""
+"""A step or a round without slow replicas is made of what was done, and can be repeated."""
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -27,10 +28,23 @@ pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ROWS, PARTS, ITERATIONS = 8, 4, 6
 DROP = sparkdl.Synchronous(drop_stragglers=0.5)
+ROUNDS: dict[str, Any] = {
+    "batch_size": 2 * ROWS // PARTS,
+    "accumulate": 1,
+    "consistency": sparkdl.DiLoCo(inner_steps=PARTS, drop_stragglers=0.5),
+}
+KINDS: dict[str, dict[str, Any]] = {"micro_batches": {}, "inner_steps": ROUNDS}
+"""What a replica leaves out, and how trainers differ."""
+WHOLE: dict[str, dict[str, Any]] = {
+    "micro_batches": {"consistency": None},
+    "inner_steps": {**ROUNDS, "consistency": sparkdl.DiLoCo(inner_steps=PARTS)},
+}
+"""The same without a limit."""
+kinds = pytest.mark.parametrize("kind", KINDS)
 
 
 class Slow(nn.Module):
-    """The network, in which a micro-batch of replica 0 takes four times as long."""
+    """The network, in which a forward pass of replica 0 takes four times as long."""
 
     sparkdl_no_state = ("passes",)
 
@@ -95,8 +109,16 @@ def impatient(monkeypatch: Any) -> None:
     monkeypatch.setattr(StragglerLimit, "_limit", lambda self, step: limit)
 
 
-def plain(passed: Mapping[int, tuple[int, ...]]) -> nn.Module:
-    """The same in plain PyTorch: the mean over the rows of the micro-batches that were done."""
+Passed = Mapping[int, tuple[int, ...]]
+
+
+def plain(kind: str, passed: Passed) -> nn.Module:
+    """The same in plain PyTorch, with what each replica did."""
+    return plain_steps(passed) if kind == "micro_batches" else plain_rounds(passed)
+
+
+def plain_steps(passed: Passed) -> nn.Module:
+    """The mean over the rows of the micro-batches that were done."""
     module = network()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.05)
     for iteration in range(1, ITERATIONS + 1):
@@ -109,70 +131,106 @@ def plain(passed: Mapping[int, tuple[int, ...]]) -> nn.Module:
     return module
 
 
-def test_in_virtual_time(data: Any, virtual: None) -> None:
-    """The first iterations are measured; then the slow replica does one micro-batch of four."""
+def plain_rounds(passed: Passed) -> nn.Module:
+    """DiLoCo, in which each replica's difference counts the same, however many steps it made."""
+    shared = network()
+    outer = sparkdl.DiLoCo().outer_optimizer(shared.parameters())
+    copies = [copy.deepcopy(shared) for _ in SAMPLES]
+    inner = [torch.optim.Adam(module.parameters(), lr=0.05) for module in copies]
+    for iteration in range(1, ITERATIONS + 1):
+        steps = passed.get(iteration, (PARTS, PARTS))
+        outer.zero_grad()
+        for module, own, (x, y), count in zip(copies, inner, SAMPLES, steps, strict=True):
+            module.load_state_dict(shared.state_dict())
+            for _ in range(count):
+                own.zero_grad()
+                nn.functional.mse_loss(module(torch.tensor([x])), torch.tensor([y])).backward()
+                own.step()
+        for begin, *ends in zip(
+            shared.parameters(), *(m.parameters() for m in copies), strict=True
+        ):
+            begin.grad = begin.detach() - sum(end.detach() for end in ends) / len(SAMPLES)
+        outer.step()
+    return shared
+
+
+@kinds
+def test_in_virtual_time(data: Any, virtual: None, kind: str) -> None:
+    """The first iterations are measured; then the slow replica does one part of four."""
     slow = partial(Slow, virtual_time.sleep, 1.0)
-    trained = trainer(engine="local", model=slow).fit(data)
-    assert trained.history.micro_batches == dict.fromkeys((4, 5, 6), (1, 4))
-    close(trained.module.net, plain(trained.history.micro_batches))
+    trained = trainer(engine="local", model=slow, **KINDS[kind]).fit(data)
+    done = getattr(trained.history, kind)
+    assert done == dict.fromkeys((4, 5, 6), (1, 4))
+    close(trained.module.net, plain(kind, done))
     assert list(trained.history)[-1]["samples"] == 3 * 16 + 3 * 10
 
 
-def test_too_little_is_done_again(data: Any, virtual: None) -> None:
-    """In iteration 5 both replicas stop after the first of four micro-batches."""
+@kinds
+def test_too_little_is_done_again(data: Any, virtual: None, kind: str) -> None:
+    """In iteration 5 both replicas stop after the first of four parts."""
     slow = partial(Slow, virtual_time.sleep, 1.0, both_at=17)
-    trained = trainer(engine="local", model=slow).fit(data)
-    assert trained.history.micro_batches == dict.fromkeys((4, 6), (1, 4))
+    trained = trainer(engine="local", model=slow, **KINDS[kind]).fit(data)
+    done = getattr(trained.history, kind)
+    assert done == dict.fromkeys((4, 6), (1, 4))
+    close(trained.module.net, plain(kind, done))
 
 
 @pytest.mark.parametrize("stages", soak_but(["two"], ["shuffle", "two", "one"]))
+@kinds
 def test_an_update_that_falls_short_does_not_count(
-    data: Any, set_stages: Any, impatient: None, stages: str
+    data: Any, set_stages: Any, impatient: None, stages: str, kind: str
 ) -> None:
     set_stages(stages)
-    trained = at_once().fit(data)
-    assert trained.history.micro_batches == {}
-    close(trained.module.net, plain({}))
+    trained = at_once(**KINDS[kind]).fit(data)
+    assert getattr(trained.history, kind) == {}
+    close(trained.module.net, plain(kind, {}))
 
 
 @pytest.mark.parametrize("stages", soak_but(["one"], ["shuffle", "two", "one"]))
+@kinds
 def test_what_was_done_counts_and_is_repeated(
-    data: Any, set_stages: Any, slabs: Any, tmp_path: Path, stages: str
+    data: Any, set_stages: Any, slabs: Any, tmp_path: Path, stages: str, kind: str
 ) -> None:
     """With real sleeping, in every form; through losses, from a file, and on "local"."""
     set_stages(stages)
     lost = LosesSlabs(slabs, at=5)
-    trained = trainer(callbacks=[lost]).fit(data)
+    trained = trainer(callbacks=[lost], **KINDS[kind]).fit(data)
     history = trained.history
+    done = getattr(history, kind)
     assert lost.recoveries == 1
-    assert any(slow < PARTS for slow, _ in history.micro_batches.values())
-    close(trained.module.net, plain(history.micro_batches))
+    assert any(slow < PARTS for slow, _ in done.values())
+    close(trained.module.net, plain(kind, done))
     for name in ("h.json", "h.csv"):
         history.save(tmp_path / name)
         recorded = sparkdl.History.load(tmp_path / name)
         assert recorded.decisions == history.decisions
     assert sparkdl.History.from_bytes(history.to_bytes()).decisions == history.decisions
-    again = at_once(engine="local", consistency=None).fit(data, replay=recorded)
+    again = at_once(engine="local", **WHOLE[kind]).fit(data, replay=recorded)
     assert same(again.module, trained.module)
     assert again.history.decisions == history.decisions
     if stages == "one":
         lost = LosesSlabs(slabs, at=5)
-        again = at_once(callbacks=[lost]).fit(data, replay=history)
+        again = at_once(callbacks=[lost], **KINDS[kind]).fit(data, replay=history)
         assert lost.recoveries == 1
         assert same(again.module, trained.module)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{"clip_norm": 0.3, "slices": 2}, {"precision": "fp16"}, {"compression": sparkdl.TopK(0.5)}],
-    ids=["clip_norm", "fp16", "compression"],
-)
-def test_what_goes_with_it(data: Any, monkeypatch: Any, changes: dict[str, Any]) -> None:
-    """Limits that end at once: every replica does one micro-batch."""
-    limit = Limit(seconds=0.0)
+VARIED: dict[str, dict[str, Any]] = {
+    "clip_norm": {"clip_norm": 0.3, "slices": 2},
+    "fp16": {"precision": "fp16"},
+    "compression": {"compression": sparkdl.TopK(0.5)},
+    "inner steps": {**ROUNDS, "clip_norm": 0.3, "slices": 2, "wire": "bf16", "accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("case", VARIED)
+def test_what_goes_with_it(data: Any, monkeypatch: Any, case: str) -> None:
+    """Limits that end at once: every replica does one part."""
+    limit, changes = Limit(seconds=0.0), VARIED[case]
     monkeypatch.setattr(StragglerLimit, "_limit", lambda self, step: limit)
     trained = at_once(**changes).fit(data)
-    assert trained.history.micro_batches == dict.fromkeys(range(1, ITERATIONS + 1), (1, 1))
+    done = trained.history.inner_steps or trained.history.micro_batches
+    assert done == dict.fromkeys(range(1, ITERATIONS + 1), (1, 1))
     again = at_once(engine="local", **changes).fit(data, replay=trained.history)
     assert same(again.module, trained.module)
 
@@ -188,13 +246,15 @@ def test_attempts_that_differ_are_not_mixed() -> None:
     assert not IterationReports.of([reports[0], reports[0]]).faults
 
 
-def test_going_on_from_a_checkpoint(data: Any, tmp_path: Path) -> None:
+@kinds
+def test_going_on_from_a_checkpoint(data: Any, tmp_path: Path, kind: str) -> None:
     """The record of the first part is in the checkpoint."""
-    checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(5))
-    trainer(checkpoint=checkpoint, stop=sparkdl.max_iteration(5)).fit(data)
-    whole = trainer(checkpoint=checkpoint).fit(data, resume="latest")
-    assert set(whole.history.micro_batches) & {4, 5}
-    assert same(whole.module, at_once(engine="local").fit(data, replay=whole.history).module)
+    checkpoint, changes = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(5)), KINDS[kind]
+    trainer(checkpoint=checkpoint, stop=sparkdl.max_iteration(5), **changes).fit(data)
+    whole = trainer(checkpoint=checkpoint, **changes).fit(data, resume="latest")
+    assert set(getattr(whole.history, kind)) & {4, 5}
+    again = at_once(engine="local", **changes).fit(data, replay=whole.history)
+    assert same(whole.module, again.module)
 
 
 REFUSED = {
@@ -203,6 +263,18 @@ REFUSED = {
     "few parts": ({"accumulate": 3}, "with accumulate=3: a replica stops between micro-batches"),
     "all": ({"consistency": sparkdl.Synchronous(drop_stragglers=1)}, "drop_stragglers=1: give the"),
     "true": ({"consistency": sparkdl.Synchronous(drop_stragglers=True)}, "drop_stragglers=True: "),
+    "gang, inner steps": (
+        {**ROUNDS, "engine": "gang"},
+        'with drop_stragglers=0.5 and engine="gang": its ranks sum what their steps have moved',
+    ),
+    "few inner steps": (
+        {"consistency": sparkdl.DiLoCo(inner_steps=3, drop_stragglers=0.25)},
+        "inner_steps=3 with drop_stragglers=0.25: a replica stops between its steps",
+    ),
+    "all of a round": (
+        {"consistency": sparkdl.DiLoCo(drop_stragglers=1)},
+        "drop_stragglers=1: give the share of the rows that a round may leave out, above 0 and",
+    ),
 }
 
 
@@ -227,3 +299,13 @@ def test_what_cannot_be_replayed(data: Any, virtual: None) -> None:
     for model in (sparkdl.DiLoCo(inner_steps=2), sparkdl.Gossip()):
         with pytest.raises(sparkdl.ParameterError, match="which replicas with steps of their own"):
             at_once(consistency=model, engine="local").fit(data, replay=history)
+    rounds = trainer(engine="local", model=slow, **ROUNDS).fit(data).history
+    with pytest.raises(sparkdl.ParameterError, match="which only those of DiLoCo do: train with"):
+        at_once(engine="local").fit(data, replay=rounds)
+    fewer = {**ROUNDS, "consistency": sparkdl.DiLoCo(inner_steps=2)}
+    with pytest.raises(sparkdl.ParameterError, match="4 steps of their own, and this trainer has"):
+        at_once(engine="local", **fewer).fit(data, replay=rounds)
+    with pytest.raises(
+        sparkdl.ParameterError, match="steps of their own, which the ranks of a gang"
+    ):
+        at_once(engine="gang", **WHOLE["inner_steps"]).fit(data, replay=rounds)

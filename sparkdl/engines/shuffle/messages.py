@@ -132,7 +132,7 @@ class GradientHeader:
         finite: Whether the loss and all gradients are finite.
         report: The replica's report; only in frames to slice 0.
         fault: The reason why the replica did no work, if any.
-        passed: What the replica did of its mini-batch.
+        passed: What the replica did of its rows.
     """
 
     replica: int
