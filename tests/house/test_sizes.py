@@ -11,7 +11,7 @@ from launch import ROOT
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 371,
-    "lines": 63_500,
+    "lines": 63_600,
     "modules of more than 300 lines": 2,
     "lines of the longest module": 445,
     "percent of lines in the largest room": 19,
