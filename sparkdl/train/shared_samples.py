@@ -79,8 +79,8 @@ class SharedSamples:
             ("columns", dict(trainer.columns), dict(mine.columns)),
         ):
             if one != other:
-                yield f"{name}={shown(getattr(trainer, name))}, placed with "
-                f"{shown(getattr(mine, name))}"
+                given, placed = getattr(trainer, name), getattr(mine, name)
+                yield f"{name}={shown(given)}, placed with {shown(placed)}"
         if trainer.replicas not in (None, self.replicas):
             yield f"replicas={trainer.replicas}, placed with {self.replicas}"
         if (trainer.engine == "local") != (mine.engine == "local"):

@@ -46,6 +46,7 @@ def trained(
 ) -> sparkdl.TrainedModel:
     """A model as if it had been trained, with no fit."""
     module = module.eval()
+    shapes = {name: tuple(x.shape[1:]) for name, x in zip(features, example, strict=False)}
     return sparkdl.TrainedModel(
         module=module,
         model=module,
@@ -53,7 +54,8 @@ def trained(
         features=features,
         label=label,
         fields=tuple(
-            Field(name, "int64" if name in WHOLE else dtype, ()) for name in (*features, *label)
+            Field(name, "int64" if name in WHOLE else dtype, shape)
+            for name, shape in (*shapes.items(), *((name, ()) for name in label))
         ),
         num_features=len(features),
         float_dtype=dtype,
