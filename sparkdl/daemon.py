@@ -38,6 +38,7 @@ from sparkdl.spark.worker import quiet_hang_ups
 MODULES = (
     "pandas",  # pyarrow imports it when it makes NumPy arrays
     "pyspark.worker",
+    "sparkdl.data.record_tasks",
     "sparkdl.engines.shuffle.engine",  # the tasks of a fit, and torch
     "sparkdl.infer.predict",
     "sparkdl.infer.evaluate",
