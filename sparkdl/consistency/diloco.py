@@ -54,8 +54,8 @@ class DiLoCo(Consistency):
     def problems_with(self, trainer: Any) -> Iterator[str]:
         if trainer.local_steps != 1:
             yield (
-                f"consistency=DiLoCo with local_steps={trainer.local_steps}: inner_steps says how many "
-                "steps a replica takes by itself. Leave local_steps out."
+                f"consistency=DiLoCo with local_steps={shown(trainer.local_steps)}: inner_steps says "
+                "how many steps a replica takes by itself. Leave local_steps out."
             )
         if trainer.compression is not None:
             yield (
