@@ -186,6 +186,8 @@ def problems(tensor: Any, op: str, priority: Any, chunk_bytes: Any) -> list[str]
     """Return what keeps a tensor from being summed in place, chunk by chunk."""
     if not isinstance(tensor, torch.Tensor):
         return [f"tensor is {kind_of(tensor)}: give a tensor."]
+    if tensor.layout != torch.strided:
+        return arguments.device(tensor, tensor.device)
     found = arguments.collective_tensor(tensor, by_rows=False)
     found += arguments.reduction(op, tensor.dtype)
     if tensor.device.type != "cpu":

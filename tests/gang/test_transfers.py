@@ -184,6 +184,7 @@ def refused(communicator: Communicator) -> None:
         for given_, words in (
             ({"tensor": 3}, "tensor is an int"),
             ({"tensor": tensor.T}, "not contiguous"),
+            ({"tensor": tensor.to_sparse()}, "make it dense first"),
             ({"op": "product"}, "no op 'product'"),
             ({"priority": "high"}, "priority='high': give a number"),
             ({"chunk_bytes": 0}, "chunk_bytes=0: give a whole number"),
@@ -204,12 +205,17 @@ def deserted(_: Communicator) -> bool:
     communicator, engine = impatient(), Engine()
     if communicator.rank == 0:
         return True
-    one, blocked, free = torch.ones(2), torch.ones(2), threading.Event()
+    blocked, free = torch.ones(2), threading.Event()
     engine.push(free.wait, mutate=[blocked])
-    several = [one, one, *torch.ones(40, 2), one, blocked]
-    futures = [engine.all_reduce(communicator, tensor) for tensor in several]
-    futures[0].add_done_callback(lambda _: free.set())
-    errors = [future.exception() for future in futures]
+    tensors = [torch.ones(2), blocked, torch.ones(2)]
+    futures = [engine.all_reduce(communicator, tensor) for tensor in tensors]
+
+    def get_another_ready(_: Any) -> None:  # while those that are ready are ended
+        free.set()
+        time.sleep(0.1)
+
+    futures[0].add_done_callback(get_another_ready)
+    errors = [future.exception(10) for future in futures]
     late = engine.all_reduce(communicator, torch.ones(2))
     engine.close()
     return all(isinstance(error, RuntimeError) for error in [*errors, late.exception()])
