@@ -19,6 +19,11 @@ def config_file(config: str | None, resume: str | None) -> Path:
         return Path(config)
     if resume is not None and (Path(resume) / "config.yaml").is_file():
         return Path(resume) / "config.yaml"
+    if resume is not None:
+        raise ParameterError(
+            f"--resume: {resume} is not a run folder (there is no config.yaml in it). Give one such as "
+            "runs/digits-20261124-105124; for a checkpoint or latest, give --config FILE too."
+        )
     raise ParameterError("give --config FILE; only --resume with a run folder goes without.")
 
 

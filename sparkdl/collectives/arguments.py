@@ -72,6 +72,13 @@ def device(tensor: torch.Tensor, expected: torch.device) -> list[str]:
     return []
 
 
+def priority(value: object) -> list[str]:
+    """Return the problem of a priority that cannot be compared with others."""
+    if isinstance(value, (int, float)) and value == value:
+        return []
+    return [f"priority={shown(value)}: give a number."]
+
+
 def rank(value: int, size: int) -> list[str]:
     """Return the problem of a number that is no rank of the group."""
     if 0 <= operator.index(value) < size:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from sparkdl.collectives import arguments
 from sparkdl.collectives.communicator import Communicator
 from sparkdl.collectives.transfers import End, Transfers
-from sparkdl.errors import ParameterError, kind_of, shown
+from sparkdl.errors import ParameterError, kind_of, raise_all, shown
 
 _LANE = object()
 """The tag that every ordered operation changes."""
@@ -97,10 +98,12 @@ class Engine:
             priority: Of the operations that may run, those with the highest number run first.
 
         Raises:
-            sparkdl.ParameterError: ``fn`` or a tag cannot be used, or the engine is closed.
+            sparkdl.ParameterError: ``fn``, a tag or the priority cannot be used, or the engine is
+                closed.
         """
         if not callable(fn):
             raise ParameterError(f"fn is {kind_of(fn)}: give a function without arguments.")
+        raise_all(ParameterError, arguments.priority(priority))
         return self._push(fn, read, mutate, ordered, priority)
 
     def all_reduce(
@@ -119,7 +122,8 @@ class Engine:
         highest priority that all of them are ready for, so that an urgent one overtakes between two
         chunks. Values do not depend on the order, and are the same on all ranks.
 
-        All ranks ask for the same sums of a group in the same order, with the same arguments.
+        All ranks ask for the same sums of a group in the same order, with the same arguments. Sums of
+        the same shape, type and arguments are not told apart.
         Nothing else may communicate in this group until the engine is closed. Sums take no place of
         the engine's threads.
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from sparkdl.collectives import arguments
 from sparkdl.collectives.communicator import Communicator
-from sparkdl.errors import ParameterError, TrainingError, kind_of, raise_all
+from sparkdl.errors import ParameterError, TrainingError, kind_of, raise_all, shown
 
 WINDOW = 256
 """The number of oldest unfinished sums among which ranks choose."""
@@ -72,7 +72,7 @@ class Transfers:
         """
         raise_all(ParameterError, problems(tensor, op, priority, chunk_bytes))
         chunk = max(1, chunk_bytes // tensor.element_size())
-        call = f"{tensor.dtype} {tensor.numel()} {op} {priority} {chunk}"
+        call = f"{tensor.dtype} {list(tensor.shape)} {op} {priority} {chunk}"
         with self._changed:
             number, self._asked = self._asked, self._asked + 1
             self._known[number] = Transfer(
@@ -173,17 +173,21 @@ class Transfers:
             end(None if error else transfer.tensor, error)
 
     def _break(self, error: BaseException) -> None:
+        """End the sums that are ready here; :meth:`begin` ends the others when they are."""
         with self._changed:
             self._broken = error
-            pending = list(self._known.values())
-        for transfer in pending:
-            self._finish(transfer, error)
+            ends = [transfer.end for transfer in self._known.values() if transfer.end is not None]
+            self._known = {n: one for n, one in self._known.items() if one.state == PENDING}
+        for end in ends:
+            end(None, error)
 
 
 def problems(tensor: Any, op: str, priority: Any, chunk_bytes: Any) -> list[str]:
     """Return what keeps a tensor from being summed in place, chunk by chunk."""
     if not isinstance(tensor, torch.Tensor):
         return [f"tensor is {kind_of(tensor)}: give a tensor."]
+    if tensor.layout != torch.strided:
+        return arguments.device(tensor, tensor.device)
     found = arguments.collective_tensor(tensor, by_rows=False)
     found += arguments.reduction(op, tensor.dtype)
     if tensor.device.type != "cpu":
@@ -192,10 +196,9 @@ def problems(tensor: Any, op: str, priority: Any, chunk_bytes: Any) -> list[str]
         )
     if not tensor.is_contiguous():
         found.append("The tensor is not contiguous: its sum is to be written into it. Copy it.")
-    if not isinstance(priority, (int, float)) or priority != priority:
-        found.append(f"priority={priority!r}: give a number.")
+    found += arguments.priority(priority)
     if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
-        found.append(f"chunk_bytes={chunk_bytes!r}: give a whole number of at least 1.")
+        found.append(f"chunk_bytes={shown(chunk_bytes)}: give a whole number of at least 1.")
     return found
 
 

@@ -134,8 +134,8 @@ class Asynchronous(Consistency):
             )
         if trainer.ema is not None:
             yield (
-                f"{what} with ema={trainer.ema}: its decay is one for steps with all gradients. Leave "
-                "one of the two out."
+                f"{what} with ema={shown(trainer.ema)}: its decay is one for steps with all gradients. "
+                "Leave one of the two out."
             )
         if trainer.histograms is not None:
             yield (
@@ -144,8 +144,8 @@ class Asynchronous(Consistency):
             )
         if trainer.clip_norm is not None and trainer.slices != 1:
             yield (
-                f"{what} with clip_norm={trainer.clip_norm}: slices would wait for one another in each "
-                "step. Use slices=1, or clip_value."
+                f"{what} with clip_norm={shown(trainer.clip_norm)}: slices would wait for one another "
+                "in each step. Use slices=1, or clip_value."
             )
         if isinstance(trainer.replicas, int):
             problem = self._problem_of_groups(trainer.replicas)

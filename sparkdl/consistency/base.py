@@ -125,7 +125,7 @@ def problems_of_delay(what: str, trainer: Any) -> Iterator[str]:
     """
     if trainer.local_steps != 1:
         yield (
-            f"{what} with local_steps={trainer.local_steps}: after local steps the optimizer "
+            f"{what} with local_steps={shown(trainer.local_steps)}: after local steps the optimizer "
             "state is replaced by the replicas' mean, which would undo the steps in between. "
             "Leave one of the two out."
         )

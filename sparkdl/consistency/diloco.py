@@ -82,8 +82,8 @@ class DiLoCo(Consistency):
             )
         if trainer.local_steps != 1:
             yield (
-                f"consistency=DiLoCo with local_steps={trainer.local_steps}: inner_steps says how many "
-                "steps a replica takes by itself. Leave local_steps out."
+                f"consistency=DiLoCo with local_steps={shown(trainer.local_steps)}: inner_steps says "
+                "how many steps a replica takes by itself. Leave local_steps out."
             )
         if trainer.compression is not None:
             yield (

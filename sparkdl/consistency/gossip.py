@@ -53,7 +53,7 @@ class Gossip(Consistency):
                 'to average. Use engine="gang", or engine="local" to try it.'
             )
         if trainer.local_steps != 1:
-            yield f"{what} local_steps={trainer.local_steps}: leave one of the two out."
+            yield f"{what} local_steps={shown(trainer.local_steps)}: leave one of the two out."
         for name in ("compression", "ema", "histograms"):
             if getattr(trainer, name) is not None:
                 yield (

@@ -55,8 +55,8 @@ class Synchronous(Consistency):
             )
         if trainer.local_steps != 1:
             yield (
-                f"{what} with local_steps={trainer.local_steps}: a replica that left out steps would "
-                "have other optimizer state than the rest. Leave one of the two out."
+                f"{what} with local_steps={shown(trainer.local_steps)}: a replica that left out steps "
+                "would have other optimizer state than the rest. Leave one of the two out."
             )
         elif isinstance(trainer.accumulate, int) and trainer.accumulate < FEWEST_PARTS:
             yield (

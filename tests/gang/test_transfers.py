@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from concurrent.futures import CancelledError
 from functools import partial
@@ -152,6 +153,7 @@ def misused(communicator: Communicator) -> Any:
     first, engine = communicator.rank == 0, Engine(threads=1)
     tensors = [torch.ones(2) for _ in range(3)]
     other_size = engine.all_reduce(communicator, torch.ones(2 if first else 3))
+    other_shape = engine.all_reduce(communicator, torch.ones((2, 3) if first else (3, 2)))
     other_priority = engine.all_reduce(communicator, tensors[0], priority=float(first))
     blocked = engine.push(partial(time.sleep, 0.05), mutate=[tensors[1]])
     cancelled = engine.all_reduce(communicator, tensors[1])
@@ -166,12 +168,13 @@ def misused(communicator: Communicator) -> Any:
             cancelled.result()
     else:
         assert isinstance(cancelled.exception(), TrainingError)
-    return [str(future.exception()) for future in (other_size, other_priority)]
+    return [str(future.exception()) for future in (other_size, other_shape, other_priority)]
 
 
 def test_mistakes_are_told_on_all_ranks(ranks):
-    for rank, (size, priority) in enumerate(ranks.run(2, misused)):
+    for rank, (size, shape, priority) in enumerate(ranks.run(2, misused)):
         assert f"all_reduce number 0 of this group is of float32 [{3 if rank else 2}]" in size
+        assert f"number 1 of this group is of float32 [{'3, 2' if rank else '2, 3'}]" in shape
         assert "Ask for the same sums in the same order" in priority
 
 
@@ -181,6 +184,7 @@ def refused(communicator: Communicator) -> None:
         for given_, words in (
             ({"tensor": 3}, "tensor is an int"),
             ({"tensor": tensor.T}, "not contiguous"),
+            ({"tensor": tensor.to_sparse()}, "make it dense first"),
             ({"op": "product"}, "no op 'product'"),
             ({"priority": "high"}, "priority='high': give a number"),
             ({"chunk_bytes": 0}, "chunk_bytes=0: give a whole number"),
@@ -197,12 +201,21 @@ def test_wrong_arguments_are_told_at_once(ranks):
 
 
 def deserted(_: Communicator) -> bool:
-    """One rank asks for a sum that the other does not: both of its sums fail, and nothing hangs."""
+    """One rank asks for sums that the other does not: all of them fail, and nothing hangs."""
     communicator, engine = impatient(), Engine()
     if communicator.rank == 0:
         return True
-    futures = [engine.all_reduce(communicator, torch.ones(2)) for _ in range(2)]
-    errors = [future.exception() for future in futures]
+    blocked, free = torch.ones(2), threading.Event()
+    engine.push(free.wait, mutate=[blocked])
+    tensors = [torch.ones(2), blocked, torch.ones(2)]
+    futures = [engine.all_reduce(communicator, tensor) for tensor in tensors]
+
+    def get_another_ready(_: Any) -> None:  # while those that are ready are ended
+        free.set()
+        time.sleep(0.1)
+
+    futures[0].add_done_callback(get_another_ready)
+    errors = [future.exception(10) for future in futures]
     late = engine.all_reduce(communicator, torch.ones(2))
     engine.close()
     return all(isinstance(error, RuntimeError) for error in [*errors, late.exception()])

@@ -142,7 +142,8 @@ MISTAKES = [
     Mistake(
         "resume from nowhere",
         ["--resume", "runs/none"],
-        "give --config FILE; only --resume with a run folder goes without.",
+        "--resume: runs/none is not a run folder (there is no config.yaml in it). Give one such as "
+        "runs/digits-20261124-105124; for a checkpoint or latest, give --config FILE too.",
     ),
     Mistake(
         "resume without a checkpoint",

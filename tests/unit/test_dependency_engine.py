@@ -212,6 +212,9 @@ def test_mistakes_are_told():
             engine.push(int, mutate=torch.ones(2))
         with pytest.raises(ParameterError, match="The tags are a str: give a list"):
             engine.push(int, read="state")
+        for wrong in ("high", None, float("nan")):
+            with pytest.raises(ParameterError, match=r"priority=.*: give a number"):
+                engine.push(int, priority=wrong)
     with pytest.raises(ParameterError, match="closed"):
         engine.push(int)
     with pytest.raises(ZeroDivisionError), Engine() as engine:
