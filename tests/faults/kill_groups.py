@@ -16,6 +16,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "asynchronous": {"consistency": sparkdl.Asynchronous()},
     "groups": {"consistency": sparkdl.Asynchronous(groups=2, staleness=1)},
     "stragglers": {"consistency": sparkdl.Synchronous(drop_stragglers=0.25), "accumulate": 4},
+    "inner steps": {
+        "consistency": sparkdl.DiLoCo(inner_steps=4, drop_stragglers=0.25),
+        "batch_size": 8,
+    },
 }
 ITERATIONS = 8
 
@@ -53,11 +57,9 @@ def trainer(name: str, seconds: float, **changes: Any) -> sparkdl.Trainer:
         model=partial(Slow, seconds),
         loss=nn.MSELoss(),
         optimizer=partial(torch.optim.Adam, lr=0.05),
-        batch_size=32,
         replicas=4,
         stop=sparkdl.max_iteration(ITERATIONS),
-        **MODELS[name],
-        **changes,
+        **{"batch_size": 32, **MODELS[name], **changes},
     )
 
 
