@@ -147,8 +147,8 @@ def find_model(path: str | Path) -> tuple[Path, Path | None]:
         raise FileNotFoundError(f"there is no folder {given}.")
     if (given / "config.yaml").is_file():
         raise FileNotFoundError(
-            f"the run {given} has no model: it has not ended. train.py --resume {given} continues "
-            "from its last checkpoint."
+            f"the run {given} has no model: it has not ended. If it has written a checkpoint, train.py "
+            f"--resume {given} continues from there."
         )
     raise FileNotFoundError(f"{given} is neither a run folder nor a model (no model.json in it).")
 

@@ -148,8 +148,8 @@ MISTAKES = [
     Mistake(
         "resume without a checkpoint",
         ["--resume", "run"],
-        "--resume: run has no checkpoint. Train it with a checkpoint section, such as --set "
-        "checkpoint.every_epochs=1.",
+        "--resume: run has no checkpoint: it ended before the first one, or has no checkpoint section. "
+        "Train anew, for instance with --set checkpoint.every_epochs=1.",
         files={"run/config.yaml": yaml.safe_dump(GOOD)},
     ),
     Mistake(
