@@ -58,7 +58,7 @@ def models(inner_steps: int) -> dict[str, Any]:
         "StaleSynchronous(0)": sparkdl.StaleSynchronous(staleness=0),
         "StaleSynchronous(1)": sparkdl.StaleSynchronous(staleness=1),
         "DiLoCo": sparkdl.DiLoCo(inner_steps=inner_steps, outer_optimizer=OUTER),
-        "DiLoCo, drop_stragglers": sparkdl.DiLoCo(
+        "DiLoCo with drop_stragglers": sparkdl.DiLoCo(
             inner_steps=inner_steps, outer_optimizer=OUTER, drop_stragglers=0.25
         ),
     }
