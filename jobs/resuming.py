@@ -64,8 +64,8 @@ def _of_folder(folder: Path, config: Config) -> str | None:
         return str(told)
     if not has_checkpoint(folder):
         raise ParameterError(
-            f"--resume: {folder} has no checkpoint: it ended before the first one, or has no checkpoint "
-            "section. Train anew, for instance with --set checkpoint.every_epochs=1."
+            f"--resume: {folder} has no checkpoint: it ended before the first one, or has no "
+            "checkpoint section. Train anew, for instance with --set checkpoint.every_epochs=1."
         )
     return str(folder / "checkpoints")
 

@@ -1,4 +1,4 @@
-"""What a user is told: the message of the error that a call raises."""
+"""A helper that returns what a user is told: the message of the error that a call raises."""
 
 from __future__ import annotations
 

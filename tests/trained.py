@@ -12,7 +12,7 @@ from sparkdl.loop.history import History
 
 
 def trained_model(module: nn.Module, **changes: Any) -> TrainedModel:
-    """Of one column of three numbers, unless ``changes`` say another."""
+    """Return a model of one column of three numbers, unless ``changes`` say otherwise."""
     values: dict[str, Any] = {
         "model": module,
         "loss": None,

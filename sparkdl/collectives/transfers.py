@@ -26,7 +26,8 @@ WINDOW = 256
 PAUSE = 0.002
 """Seconds until ranks that found no common sum compare again, if nothing has changed here."""
 PENDING, FAILED, UNKNOWN = 0, -1, -2
-"""What a rank says of a sum that it is not ready for; if it is, it says a positive number."""
+"""The states in which a rank reports a sum that it is not ready for. A sum that it is ready for has a
+positive number."""
 
 End = Callable[[Any, BaseException | None], None]
 """A function that ends an operation with a result or an exception."""

@@ -24,7 +24,7 @@ class EarlyStop:
     """
 
     passed: PassedParts = ALL_PARTS
-    """What was done, once the replica has finished."""
+    """The parts that the replica did; set when it has finished."""
 
     def __init__(self, limit: Limit, replica: int, clock: Clock, device: torch.device) -> None:
         self._limit, self._replica, self._clock, self._device = limit, replica, clock, device

@@ -149,7 +149,7 @@ def test_an_urgent_sum_overtakes_a_large_one(ranks):
 
 
 def misused(communicator: Communicator) -> Any:
-    """What the futures of wrong or cancelled sums have, and that the group is still of use."""
+    """Return what the futures of wrong or cancelled sums have; the group is still of use after them."""
     first, engine = communicator.rank == 0, Engine(threads=1)
     tensors = [torch.ones(2) for _ in range(3)]
     other_size = engine.all_reduce(communicator, torch.ones(2 if first else 3))

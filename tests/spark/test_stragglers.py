@@ -34,7 +34,7 @@ ROUNDS: dict[str, Any] = {
     "consistency": sparkdl.DiLoCo(inner_steps=PARTS, drop_stragglers=0.5),
 }
 KINDS: dict[str, dict[str, Any]] = {"micro_batches": {}, "inner_steps": ROUNDS}
-"""What a replica leaves out, and how trainers differ."""
+"""The kinds of parts that a replica leaves out, each with the changes to the trainer that has them."""
 WHOLE: dict[str, dict[str, Any]] = {
     "micro_batches": {"consistency": None},
     "inner_steps": {**ROUNDS, "consistency": sparkdl.DiLoCo(inner_steps=PARTS)},
