@@ -14,7 +14,7 @@ export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 unexport SPARK_HOME SPARK_CONF_DIR PYSPARK_DRIVER_PYTHON PYTHONPATH VIRTUAL_ENV
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all check bench format clean
+.PHONY: help setup train test test-all lint check bench format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -33,11 +33,13 @@ test-all: $(ARCHIVE)  ## run all tests, also those that take minutes, and those 
 	@$(PYTEST) -m ""
 	@PYTHONPATH=tests/as_on_macos $(PYTEST) -m "not spark and not linux and not soak"
 
-check: $(ARCHIVE)  ## what CI runs: format, lint, types, rooms, tests
+lint: $(STAMP)  ## check format, style, types and rooms
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy --no-error-summary sparkdl
 	@$(BIN)/lint-imports --no-logo
+
+check: lint $(ARCHIVE)  ## what CI runs: lint, then the tests
 	@$(PYTEST)
 
 bench: $(STAMP)  ## measure everything beside its baselines: half an hour

@@ -68,19 +68,8 @@ def main() -> None:
         result["training"] = cases.training(
             folder, table, given["names"], given["mistakes"], given["kills"]
         )
-        result["interrupted"] = cases.interrupted(spark, folder, table)
-        result["placed"] = cases.placed(table)
-        result["logged"] = cases.logged(folder, table)
-        result["refused"] = cases.refused(spark, table)
-        result["groups"] = cases.groups(table)
-        result["search"] = cases.search(table)
-        result["texts"] = cases.texts(spark, given["texts"], given["bert"])
-        result["readme"] = cases.readme(spark)
-        if given["soaks"]:
-            result["orphan"] = cases.orphan(spark, folder, given["data"])
-            result["guide"] = cases.guide(spark, folder)
-            result["pipeline"] = cases.pipeline(table)
-        result["gangs"] = cases.gangs(spark, table)
+        for part in given["parts"]:
+            result[part] = cases.PARTS[part](spark, folder, table, given)
     finally:
         spark.stop()
     result["stopped"] = cases.stopped(spark, table)

@@ -76,27 +76,22 @@ def found(request: Any, rows: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         "data": data,
         "place": str(folder),
     }
-    asked = {"mistakes": asked_for(request, "mistake"), "kills": ["the checkpoint"]}
-    asked["kills"] += [kill for kill in asked_for(request, "kill") if kill not in asked["kills"]]
-    run = {item.name for item in request.session.items if item.path == request.path}
-    soaks = {
-        "test_the_page_of_the_guide_runs_there",
-        "test_an_estimator_of_pyspark_ml_trains",
-        "test_another_client_continues_the_run_of_one_that_died",
-    }
+    asked = {"mistakes": asked_for(request, "mistake"), "parts": asked_for(request, "part")}
+    asked["kills"] = list(dict.fromkeys(["the checkpoint", *asked_for(request, "kill")]))
     names = list(dict.fromkeys(["perceptron", "mixed", *asked_for(request, "name")]))
-    return {
-        **launch(
-            Path(script.__file__),
-            folder,
-            rows=rows,
-            names=names,
-            soaks=bool(soaks & run),
-            **asked,
-            **given,
-        ),
-        "folder": folder,
-    }
+    answers = launch(Path(script.__file__), folder, rows=rows, names=names, **asked, **given)
+    return {**answers, "folder": folder}
+
+
+def needs(part: str) -> Any:
+    """Mark a test that looks at a part of the script's work, which runs if such a test does."""
+    return pytest.mark.parametrize("part", [part])
+
+
+@pytest.fixture
+def done(found: Any, part: str) -> Any:
+    """What came of the part that a test needs."""
+    return found[part]
 
 
 @pytest.fixture(scope="module")
@@ -223,8 +218,9 @@ def test_what_needs_rdds_says_so(found: Any) -> None:
     assert "this process uses Spark Connect" in messages["session"]
 
 
-def test_an_interrupt_ends_the_training_and_a_second_one_the_fit(found: Any) -> None:
-    interrupted = found["interrupted"]
+@needs("interrupted")
+def test_an_interrupt_ends_the_training_and_a_second_one_the_fit(found: Any, done: Any) -> None:
+    interrupted = done
     assert found["training"]["slabs"] == []
     assert interrupted["1"]["told"] == ["interrupted", True]
     assert interrupted["2"]["told"] == ["KeyboardInterrupt"]
@@ -234,23 +230,30 @@ def test_an_interrupt_ends_the_training_and_a_second_one_the_fit(found: Any) -> 
         assert one["seconds"] < 15  # 4 on a quiet machine, with the start of new ranks
 
 
-def test_a_bar_follows_the_training(found: Any) -> None:
-    shown = found["interrupted"]["shown"]
+@needs("interrupted")
+def test_a_bar_follows_the_training(done: Any) -> None:
+    shown = done["shown"]
     assert re.search(r"epoch \d+: .*loss .* samples/s", shown)
     assert shown.count("a line of a callback\n") == 2
 
 
-def test_several_fits_share_samples_that_were_persisted_once(found: Any, data: DataFrame) -> None:
+@pytest.mark.soak
+@needs("placed")
+def test_several_fits_share_samples_that_were_persisted_once(
+    found: Any, done: Any, data: DataFrame
+) -> None:
     trainer = connected_fits.fits(data)["mixed"]
-    placed = found["placed"]
+    placed = done
     assert placed["digests"][0] == found["training"]["digests"]["mixed"]
     assert placed["digests"][1] == cases.digests(replace(trainer, seed=1).fit(data))
     assert "replicas=1, placed with 2" in placed["differs"]
     assert "were given back with close()" in placed["closed"]
 
 
-def test_summaries_go_where_the_client_would_write_them(found: Any) -> None:
-    logged = found["logged"]
+@pytest.mark.soak
+@needs("logged")
+def test_summaries_go_where_the_client_would_write_them(done: Any) -> None:
+    logged = done
     assert logged["events"] > 0
     assert logged["same"]
     assert {"loss", "learning_rate"} <= set(logged["metrics"])
@@ -270,9 +273,10 @@ REFUSED = {
 }
 
 
+@needs("refused")
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_had_is_told_before_the_training(found: Any, what: str) -> None:
-    assert found["refused"][what].startswith(REFUSED[what])
+def test_what_cannot_be_had_is_told_before_the_training(done: Any, what: str) -> None:
+    assert done[what].startswith(REFUSED[what])
 
 
 def test_a_session_that_was_stopped_is_told(found: Any) -> None:
@@ -280,9 +284,11 @@ def test_a_session_that_was_stopped_is_told(found: Any) -> None:
         assert text.startswith("SessionError: the Spark Connect session was stopped")
 
 
-def test_groups_have_the_bits_of_a_classic_session(found: Any, data: DataFrame) -> None:
+@pytest.mark.soak
+@needs("groups")
+def test_groups_have_the_bits_of_a_classic_session(done: Any, data: DataFrame) -> None:
     models = sparkdl.fit_groups(data, "kind", connected_fits.by_group())
-    groups = found["groups"]
+    groups = done
     assert groups["groups"] == connected_fits.of_groups(models)
     models.unpersist()
     assert groups["predicted"]
@@ -290,16 +296,20 @@ def test_groups_have_the_bits_of_a_classic_session(found: Any, data: DataFrame) 
     assert groups["a mistake"].startswith('DataError: by names "sort"')
 
 
-def test_a_search_has_the_values_of_a_classic_session(found: Any, data: DataFrame) -> None:
+@pytest.mark.soak
+@needs("search")
+def test_a_search_has_the_values_of_a_classic_session(done: Any, data: DataFrame) -> None:
     classic = connected_fits.search(data)
-    search = found["search"]
+    search = done
     assert search["trials"] == connected_fits.of_search(classic)
     assert search["best"] == digest(classic.best_model.module)
     assert search["reason"] == "SeveralArguments: 7 at the start"
     assert search["checkpoints"].startswith("SessionError: Trainer(checkpoint=) cannot be had")
 
 
-def test_texts_are_classified_and_embedded(found: Any) -> None:
+@pytest.mark.soak
+@needs("texts")
+def test_texts_are_classified_and_embedded(done: Any) -> None:
     model, tokenizer = small_text.classifier(), small_text.tokenizer()
     scores, vectors = [], []
     for text in TEXTS:
@@ -310,38 +320,43 @@ def test_texts_are_classified_and_embedded(found: Any) -> None:
             )
             hidden = model.bert(inputs.input_ids, inputs.attention_mask).last_hidden_state[0, 0]
         vectors.append((hidden / hidden.norm()).tolist())
-    assert found["texts"]["scores"] == pytest.approx(scores, rel=1e-4)
+    assert done["scores"] == pytest.approx(scores, rel=1e-4)
     torch.testing.assert_close(
-        torch.tensor(found["texts"]["vectors"]), torch.tensor(vectors), rtol=1e-4, atol=1e-4
+        torch.tensor(done["vectors"]), torch.tensor(vectors), rtol=1e-4, atol=1e-4
     )
 
 
-def test_the_program_of_the_readme_runs_there(found: Any) -> None:
-    assert re.match(r"\{'loss': 0\.\d+, 'accuracy': 0\.\d+\}\n", found["readme"])
-    assert "prediction" in found["readme"]
+@needs("readme")
+def test_the_program_of_the_readme_runs_there(done: Any) -> None:
+    assert re.match(r"\{'loss': 0\.\d+, 'accuracy': 0\.\d+\}\n", done)
+    assert "prediction" in done
 
 
+@needs("orphan")
 @pytest.mark.soak
-def test_another_client_continues_the_run_of_one_that_died(found: Any) -> None:
+def test_another_client_continues_the_run_of_one_that_died(done: Any) -> None:
     """Spark ends that run: it holds its slots for as long as the server waits for its client."""
-    orphan = found["orphan"]
+    orphan = done
     assert orphan["ranks"] == 2
     assert orphan["last"] > 0
     assert orphan["iterations"] == orphan["last"] + 3
 
 
+@needs("guide")
 @pytest.mark.soak
-def test_the_page_of_the_guide_runs_there(found: Any) -> None:
-    assert found["guide"] == ["accuracy", "loss"]
+def test_the_page_of_the_guide_runs_there(done: Any) -> None:
+    assert done == ["accuracy", "loss"]
 
 
+@needs("pipeline")
 @pytest.mark.soak
-def test_an_estimator_of_pyspark_ml_trains(found: Any) -> None:
-    assert "probability" in found["pipeline"]
+def test_an_estimator_of_pyspark_ml_trains(done: Any) -> None:
+    assert "probability" in done
 
 
-def test_functions_run_on_ranks(found: Any) -> None:
-    gangs = found["gangs"]
+@needs("gangs")
+def test_functions_run_on_ranks(done: Any) -> None:
+    gangs = done
     assert gangs["results"] == [[3.0, 0], [3.0, 1]]
     assert gangs["printed"] == ["[rank 0] of 2", "[rank 1] of 2"]
     assert gangs["slots"] == 2
@@ -360,21 +375,24 @@ def test_functions_run_on_ranks(found: Any) -> None:
     assert gangs["late"].startswith("StalledError: sleep: waited 1.5 s for rank 0")
 
 
-def test_too_few_slots_are_an_error_at_once_or_soon(found: Any) -> None:
+@needs("gangs")
+def test_too_few_slots_are_an_error_at_once_or_soon(found: Any, done: Any) -> None:
     assert found["training"]["slots"] == (
         "ParameterError: a gang of 9 ranks needs 9 task slots at once, and this session has 2: ask "
         "for at most 2 ranks, or for more executors or cores."
     )
-    for text in found["gangs"]["silent"]:
+    for text in done["silent"]:
         assert text.startswith("SessionError: Spark did not begin with the gang's 9 tasks")
 
 
-def test_a_gang_waits_for_another_one_of_the_client(found: Any) -> None:
-    assert found["gangs"]["in turn"] == [[None, None], [None, None]]
+@needs("gangs")
+def test_a_gang_waits_for_another_one_of_the_client(done: Any) -> None:
+    assert done["in turn"] == [[None, None], [None, None]]
 
 
 @pytest.mark.soak
-def test_ranks_on_two_executors(data: DataFrame, found: Any, tmp_path: Path) -> None:
+@needs("groups")
+def test_ranks_on_two_executors(data: DataFrame, found: Any, done: Any, tmp_path: Path) -> None:
     names = ["mixed", "perceptron, fsdp"]
     path, place = str(found["folder"] / "data.parquet"), str(tmp_path)
     script_of_cluster = Path(script.__file__).with_name("connect_cluster.py")
@@ -385,7 +403,7 @@ def test_ranks_on_two_executors(data: DataFrame, found: Any, tmp_path: Path) -> 
         assert cluster["digests"][name] == cases.digests(trained)
     assert cluster["interrupted"]["1"]["told"] == ["interrupted", True]
     assert cluster["interrupted"]["2"]["told"] == ["KeyboardInterrupt"]
-    assert cluster["groups"] == found["groups"]["groups"]
+    assert cluster["groups"] == done["groups"]
     profile = cluster["profile"]  # each rank has both cores of its executor
     assert profile["threads"] == [2, 2]
     assert profile["iterations"] == 10

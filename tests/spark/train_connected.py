@@ -394,12 +394,15 @@ def gangs(spark: Any, data: Any) -> dict[str, Any]:
         ]
         result["in turn"] = [each.result() for each in both]
     # as where nobody can tell the slots
-    sparkdl.gang.connect._seen[spark.session_id] = sparkdl.gang.connect.Nodes(9, ())
+    seen, sparkdl.gang.connect._seen = (
+        sparkdl.gang.connect._seen,
+        {spark.session_id: sparkdl.gang.connect.Nodes(9, ())},
+    )
     result["silent"] = [
         told(lambda: sparkdl.gang.run(os.getpid, ranks=9, spark=spark)),
         told(lambda: replace(connected_fits.fits(data)["perceptron"], replicas=9).fit(data)),
     ]
-    sparkdl.gang.connect.SILENT_SECONDS = silent
+    sparkdl.gang.connect.SILENT_SECONDS, sparkdl.gang.connect._seen = silent, seen
     return result
 
 
@@ -409,3 +412,20 @@ def stopped(spark: Any, data: Any) -> list[str]:
         told(lambda: connected_fits.fits(data)["weighted"].fit(data)),
         told(lambda: sparkdl.gang.run(os.getpid, ranks=2, spark=spark)),
     ]
+
+
+PARTS: dict[str, Callable[[Any, Path, Any, dict[str, Any]], Any]] = {
+    "interrupted": lambda spark, folder, data, given: interrupted(spark, folder, data),
+    "placed": lambda spark, folder, data, given: placed(data),
+    "logged": lambda spark, folder, data, given: logged(folder, data),
+    "refused": lambda spark, folder, data, given: refused(spark, data),
+    "groups": lambda spark, folder, data, given: groups(data),
+    "search": lambda spark, folder, data, given: search(data),
+    "texts": lambda spark, folder, data, given: texts(spark, given["texts"], given["bert"]),
+    "readme": lambda spark, folder, data, given: readme(spark),
+    "orphan": lambda spark, folder, data, given: orphan(spark, folder, given["data"]),
+    "guide": lambda spark, folder, data, given: guide(spark, folder),
+    "pipeline": lambda spark, folder, data, given: pipeline(data),
+    "gangs": lambda spark, folder, data, given: gangs(spark, data),
+}
+"""What a test may need, by its name."""
