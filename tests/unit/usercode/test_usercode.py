@@ -34,7 +34,7 @@ class Worker:
     """A process that lives, and calls what it is sent."""
 
     def __init__(self, folder: Path) -> None:
-        own = str(Path(__file__).parents[2])
+        own = str(Path(__file__).resolve().parents[3])
         self._process = subprocess.Popen(
             [sys.executable, "-c", WORKER],
             stdin=subprocess.PIPE,

@@ -15,7 +15,7 @@ from launch import ROOT
 from sparkdl.process import system
 
 ELSEWHERE = ROOT / "tests" / "as_on_macos"
-FAST = ("unit/test_root.py", "gang/test_arrivals.py")
+FAST = ("unit/slab/test_root.py", "gang/test_arrivals.py")
 """Those that go through what differs."""
 
 ASK = """

@@ -21,7 +21,7 @@ from sparkdl import ParameterError, UserError
 from sparkdl.codec.redaction import REDACTED
 
 NAMES = ("model", "loss", "optimizer", "schedule")
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SMALLEST = {
     "data": {"train": "a.parquet"},
     "model": "torch.nn:Identity",

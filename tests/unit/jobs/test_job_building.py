@@ -26,7 +26,7 @@ from jobs.saved import _metrics
 from jobs.train import summaries_of
 from sparkdl import CheckpointError, ParameterError, TrainState, summaries, tune
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SMALLEST: dict[str, Any] = {
     "data": {"train": "a.parquet"},
     "model": {"use": "torch.nn:Linear", "in_features": 2, "out_features": 2},

@@ -96,7 +96,7 @@ print(callback.run_id)
 
 
 def test_a_program_that_ends_early_leaves_a_failed_run() -> None:
-    done = run_fresh(PROGRAM, cwd=Path(__file__).parent)
+    done = run_fresh(PROGRAM, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
     run_id = done.stdout.strip()
     assert mlflow.MlflowClient().get_run(run_id).info.status == "FAILED"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "conf" / "discover_gpus.sh"
+SCRIPT = Path(__file__).resolve().parents[3] / "conf" / "discover_gpus.sh"
 WHOLE = """GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-5c89852c)
 GPU 1: NVIDIA A100-SXM4-40GB (UUID: GPU-9a8b7c6d)
 """

@@ -19,7 +19,7 @@ from sparkdl.settings import (
     Settings,
 )
 
-CONF = Path(__file__).parents[2] / "conf" / "spark-defaults.conf"
+CONF = Path(__file__).resolve().parents[3] / "conf" / "spark-defaults.conf"
 
 
 def read(given: dict[str, str]) -> Settings:

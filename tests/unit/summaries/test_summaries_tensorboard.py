@@ -118,6 +118,6 @@ summary_runs.play([callback], summary_runs.states(last=6), finish=False)
 
 def test_a_program_imports_it_late_sees_no_warning_and_loses_nothing(tmp_path: Path) -> None:
     """The program ends without the end of its fit."""
-    done = run_fresh(PROGRAM, str(tmp_path), cwd=Path(__file__).parent)
+    done = run_fresh(PROGRAM, str(tmp_path), cwd=Path(__file__).parents[1])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(scalars(tmp_path)["loss"]) == [1, 2, 3, 4, 5, 6]
