@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from pyspark.sql import SparkSession
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import sparkdl
 
@@ -35,10 +36,10 @@ def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
     """One update by the mean gradient of all ranks."""
     optimizer.zero_grad()
     loss.backward()
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    mean = parameters_to_vector(gradients)  # in one message
+    dist.all_reduce(mean)
+    vector_to_parameters(mean / dist.get_world_size(), gradients)
     optimizer.step()
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+from launch import soak_but
 from pyspark import cloudpickle
 
 if TYPE_CHECKING:
@@ -44,6 +45,12 @@ LEARNED = {
     "ml_pipeline": ("accuracy", 0.9),
     "tune_digits": ("accuracy", 0.9),
 }
+ROWS = [(name, *learned) for name, learned in LEARNED.items()]
+IN_THE_GUIDE = (
+    *("engines", "fine_tune_text", "fully_sharded", "ml_pipeline", "pipeline", "tensor_parallel"),
+    "tune_digits",
+)
+"""Examples of what a page of the guide trains as well: these soak."""
 FOUR_SLOTS = {"hybrid": ("accuracy", 0.94)}
 """These need more than the session of the tests has, and run as scripts."""
 
@@ -67,7 +74,7 @@ def example(request: pytest.FixtureRequest, spark: SparkSession) -> Iterator[Mod
 
 @pytest.mark.parametrize(
     ("example", "metric", "least"),
-    [(name, *learned) for name, learned in LEARNED.items()],
+    soak_but([row for row in ROWS if row[0] not in IN_THE_GUIDE], ROWS),
     indirect=["example"],
     ids=list(LEARNED),
 )
