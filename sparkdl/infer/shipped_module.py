@@ -29,7 +29,7 @@ from sparkdl.slab.gpu_memory import kept_while_used
 from sparkdl.spark.artifacts import INLINE_BYTES, Artifact
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.device import task_device
-from sparkdl.usercode import accompanied
+from sparkdl.usercode import accompanied, tell_of_changed_constants
 
 Dimensions = tuple[int | None, int | None]
 """The numbers of dimensions of a batch's output and of the predictions made from it."""
@@ -91,6 +91,7 @@ class ShippedModule:
         Raises:
             ModelError: Neither the module nor ``model`` can be pickled.
         """
+        tell_of_changed_constants(module)
         data = _pickled(module, model, seed)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         known = before is not None and before.digest == digest and before.sender is sender

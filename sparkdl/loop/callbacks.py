@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -71,6 +71,13 @@ class Callback:
         callback in each trial.
         """
         return None
+
+
+def tell_result(callbacks: Iterable[Callback], trainer: Any, trained: Any) -> None:
+    """Call :meth:`Callback.on_result` of each callback; :class:`StopTraining` has no effect then."""
+    for callback in callbacks:
+        with contextlib.suppress(StopTraining):
+            callback.on_result(trainer, trained)
 
 
 _OF_EVERY_FIT: dict[type[Callback], Callable[[], Callback]] = {}

@@ -64,7 +64,7 @@ def _in_form(segment: TensorRange, owner: nn.Module, attribute: str) -> torch.Te
     return None
 
 
-def _one_place_each(tensor: torch.Tensor) -> bool:
+def one_place_each(tensor: torch.Tensor) -> bool:
     """Return whether every element has its own place in memory, unlike in an expanded tensor."""
     return tensor.layout != torch.strided or all(
         stride > 0 or length <= 1
@@ -113,7 +113,7 @@ class FlatModule:
                 owner = module.get_submodule(path)
                 buffer = owner._buffers[attribute]
                 assert buffer is not None
-                if not _one_place_each(buffer):
+                if not one_place_each(buffer):
                     owner._buffers[attribute] = buffer.clone(memory_format=torch.contiguous_format)
                 self._buffers.append((segment, owner, attribute))
         self.save_buffers(self.flat)

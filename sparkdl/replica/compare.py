@@ -8,8 +8,9 @@ Values are compared bit for bit. If the bits differ, some of the values are comp
 driver and executors with processors of different kinds may differ in the last bits of random
 numbers that torch draws. That is harmless, because all executors start with the same values.
 
-Numbers that only ``forward`` uses, such as a constant of a user's module, are not compared; the
-code of the module's functions is (:mod:`sparkdl.usercode`). Comparing the output of ``forward`` for
+Numbers that only ``forward`` uses, such as a constant of a user's module, are not compared here;
+:mod:`sparkdl.usercode` compares the code of the module's functions, and finds constants that were
+changed in the driver's process. Comparing the output of ``forward`` for
 a fixed batch would reveal some such numbers, but would be wrong for some models:
 
 * A setting that has an effect in training only, such as the rate of a dropout, is not visible in an

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from sparkdl.model.flat import one_place_each
 from sparkdl.model.layout import local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import loss_of
@@ -160,18 +161,21 @@ def _keep_pace(replica: LiveReplica, part: MiniBatch, times: int) -> None:
 @contextlib.contextmanager
 def buffers_kept(module: nn.Module) -> Iterator[None]:
     """Restore all buffers after the block, also those that forward replaces with other tensors."""
-    kept = [
-        (owner, name, buffer, None if buffer is None else buffer.clone())
+    places = [
+        (owner, name, buffer)
         for owner in module.modules()
         for name, buffer in owner._buffers.items()
     ]
+    # torch lets nobody write to an expanded buffer, so its content stays
+    written = [buffer for _, _, buffer in places if buffer is not None and one_place_each(buffer)]
+    contents = [buffer.clone() for buffer in written]
     try:
         yield
     finally:
-        for owner, name, buffer, content in kept:
+        for owner, name, buffer in places:
             owner._buffers[name] = buffer
-            if buffer is not None and content is not None:
-                buffer.copy_(content)
+        for buffer, content in zip(written, contents, strict=True):
+            buffer.copy_(content)
 
 
 def _loss(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from sparkdl.errors import SlabFullError
+from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.pool import Pool, Reference
 
 FRAME_BYTES = 16 << 20
@@ -34,6 +34,8 @@ class Left:
 def left_where_large(pool: Pool, result: Any, submission: int) -> Any:
     """Return ``result``, or :class:`Left` if it is large bytes or a large array and a slab has room.
 
+    A rank of a gang has its state in memory, so the loss of its slabs does not cost the result.
+
     Args:
         pool: The pool to leave it in.
         result: The result of a task.
@@ -48,7 +50,7 @@ def left_where_large(pool: Pool, result: Any, submission: int) -> Any:
         with pool.claim(ROLE, data.nbytes, submission, submission) as claim:
             claim.bytes[:] = data
             return Left(claim.reference)
-    except SlabFullError:  # send it in one piece, however large: it may arrive
+    except (SlabFullError, StaleReferenceError):  # send it whole, however large: it may arrive
         return result
 
 

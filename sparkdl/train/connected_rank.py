@@ -30,7 +30,7 @@ from sparkdl.gang.led_task import RESULT, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.output import Output
-from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.callbacks import Callback, tell_result
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
@@ -179,7 +179,13 @@ class LedFit:
             )
 
         def take(done: FinishedEngine) -> tuple[FinishedEngine, dict[str, Any]]:
-            return done, {kind: done.engine.weights(kind) for kind in done.kinds}
+            weights = {kind: done.engine.weights(kind) for kind in done.kinds}
+            if any(type(each).on_result is not Callback.on_result for each in done.callbacks):
+                trained = trained_model(
+                    done.make, payload, done.kinds, weights.__getitem__, done.history
+                )
+                tell_result(done.callbacks, trainer, with_state(trained, done.packed, model))
+            return done, weights
 
         payload, prepared = model.payload, [model]
         model = replace(model, module=nn.Module())
@@ -195,19 +201,13 @@ class LedFit:
             interrupts=progress.interrupt,
         )
         done, weights = finished.result
-        if any(type(each).on_result is not Callback.on_result for each in finished.callbacks):
-            make, kinds = done.make, done.kinds
-            trained = trained_model(make, payload, kinds, weights.__getitem__, done.history)
-            with_state(trained, finished.packed, model)
-            for callback in finished.callbacks:
-                callback.on_result(trainer, trained)
         end = FitEnd(
             replace(samples, handles=(), preview=[], more=[]),
             done.output,
             finished.state,
             done.history,
             done.kinds,
-            finished.packed,
+            done.packed,
             finished.packed_best,
             finished.schedule if order.one_pass else None,
             tuple(map(_attributes, trainer.callbacks)),

@@ -141,17 +141,13 @@ class FinishedCourse(Generic[Result]):
         result: The result that ``take`` has made of the engine.
         state: The state in which the run ended.
         schedule: The schedule as it stands.
-        packed: The packed state of each slice, if it is wanted and could be collected.
         packed_best: The packed slices of the best weights, if they are kept for another pass.
-        callbacks: The callbacks of the run.
     """
 
     result: Result
     state: TrainState
     schedule: Schedule
-    packed: tuple[bytes, ...] | None
     packed_best: tuple[bytes, ...] | None
-    callbacks: list[Callback]
 
 
 @dataclass(frozen=True)
@@ -164,6 +160,8 @@ class FinishedEngine:
         make: Makes the :class:`TrainedModel` from a ``module`` and a ``history``.
         output: The model's output for one sample, or None.
         history: The history of the run.
+        packed: The packed state of each slice, if it is wanted and could be collected.
+        callbacks: The callbacks of the run, which are told of the result.
     """
 
     engine: Engine
@@ -171,6 +169,8 @@ class FinishedEngine:
     make: Callable[..., TrainedModel]
     output: Output | None
     history: History
+    packed: tuple[bytes, ...] | None
+    callbacks: list[Callback]
 
 
 def run_course(
@@ -194,7 +194,8 @@ def run_course(
         validation_samples: The validation samples, in place, or None.
         start: The state in which the run begins.
         inputs: Makes the inputs of the engine, once the model has been tried out.
-        take: Takes the result from the engine.
+        take: Takes the result from the engine, and tells the callbacks of it. If it fails, the model
+            is kept as :class:`Rescue` says.
         progress_of: Makes the callback that shows the progress, from a description of model and data.
         resources: What the fit owns in Spark, if it runs on the driver.
         interrupts: The user's requests, if they do not come as signals to this process.
@@ -242,12 +243,12 @@ def run_course(
             trainer, config, engine, schedule, periodic, callbacks, state, history, interrupt
         )
         kinds = wanted_weights(trainer, state)
-        result = take(FinishedEngine(engine, kinds, make, output, history))
         wanted = trainer.keep_optimizer_state or one_pass
         packed = packed_state(engine, lose_it=not one_pass) if wanted else None
         best = BEST in kinds and one_pass
         packed_best = tuple(engine.map_slices(PackSlice(), BEST)) if best else None
-    return FinishedCourse(result, state, schedule, packed, packed_best, own)
+        result = take(FinishedEngine(engine, kinds, make, output, history, packed, own))
+    return FinishedCourse(result, state, schedule, packed_best)
 
 
 def with_state(

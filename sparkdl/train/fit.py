@@ -21,6 +21,7 @@ from sparkdl.errors import ParameterError
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.loop.callbacks import tell_result
 from sparkdl.loop.history import History
 from sparkdl.loop.progress import progress_of
 from sparkdl.session import context_of, is_connected, settings_of, tell_what_costs_speed
@@ -177,9 +178,10 @@ def run(
             )
 
         def take(done: FinishedEngine) -> TrainedModel:
-            return trained_model(
-                done.make, model.payload, done.kinds, done.engine.weights, done.history
-            )
+            weights, history = done.engine.weights, done.history
+            trained = trained_model(done.make, model.payload, done.kinds, weights, history)
+            tell_result(done.callbacks, trainer, with_state(trained, done.packed, model))
+            return trained
 
         finished = run_course(
             trainer,
@@ -192,8 +194,5 @@ def run(
             lambda facts: progress_of(settings.progress, facts, began, one_pass),
             resources,
         )
-    trained = with_state(finished.result, finished.packed, model)
-    for callback in finished.callbacks:
-        callback.on_result(trainer, trained)
     schedule = finished.schedule if one_pass else None
-    return CarriedRun(trained, finished.state, finished.packed_best, schedule)
+    return CarriedRun(finished.result, finished.state, finished.packed_best, schedule)

@@ -177,6 +177,11 @@ class PlainState:
         return found
 
 
+def comparable(value: Any) -> Hashable:
+    """Return an object that is equal for equal values, as far as these can be compared."""
+    return _value(value, {}, _DEPTH)
+
+
 def _value(value: Any, seen: dict[int, Any], depth: int) -> Hashable:
     """Return an object that is equal for equal values, or None if ``value`` cannot be compared.
 

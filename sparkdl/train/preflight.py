@@ -32,6 +32,7 @@ from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.recipes import build_model
+from sparkdl.train.repeats import tell_of_hidden_state, tell_of_own_draws
 from sparkdl.train.trainer import Trainer
 
 
@@ -79,6 +80,8 @@ def preflight(
         functools.partial(_first_row_only, recipe, batch.inputs),
         functools.partial(build_model, model.payload),
     )
+    tell_of_hidden_state(model.module, recipe, batch)
+    tell_of_own_draws(how, samples.preview, trainer.seed)
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.options.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
     mesh = trainer.mesh if trainer.engine == "gang" else None

@@ -36,6 +36,7 @@ from sparkdl.train.recipes import (
     pickled,
     plan_optimizer,
 )
+from sparkdl.usercode import tell_of_changed_constants
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
@@ -128,6 +129,8 @@ def prepare(
     )
     _tell_of_compilation(trainer)
     payload = pickled(recipe)
+    if trainer.engine != "local":
+        tell_of_changed_constants(recipe, trainer.columns)
     check_columns(trainer.columns)
     module = build_model(payload)
     layout = layout_of(module)

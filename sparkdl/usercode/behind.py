@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,30 @@ _ENOUGH = 200_000
 """The most values that are visited."""
 
 
+@dataclass(frozen=True)
+class Behind:
+    """The user's code behind some values.
+
+    Attributes:
+        modules: The modules, by name.
+        functions: The functions that travel by value.
+    """
+
+    modules: dict[str, types.ModuleType]
+    functions: list[types.FunctionType]
+
+
 def modules_behind(
     values: Iterable[Any], into_modules: bool = False
 ) -> dict[str, types.ModuleType]:
-    """Return the user's modules behind ``values``, by name.
+    """Return the user's modules behind ``values``, by name; see :func:`code_behind`."""
+    return code_behind(values, into_modules).modules
 
-    With ``into_modules``, also return the modules behind these and those that functions import.
+
+def code_behind(values: Iterable[Any], into_modules: bool = False) -> Behind:
+    """Return the user's code behind ``values``.
+
+    With ``into_modules``, also find the modules behind modules, and those that functions import.
     """
     found: dict[str, types.ModuleType] = {}
     todo, seen = list(values), dict[int, Any]()
@@ -47,7 +66,8 @@ def modules_behind(
                 todo += _names_of(value) if into_modules else ()
         else:
             todo += _behind(value, into_modules)
-    return found
+    functions = [value for value in seen.values() if isinstance(value, types.FunctionType)]
+    return Behind(found, [each for each in functions if not _goes_by_name(each)])
 
 
 def _behind(value: Any, imports: bool) -> Iterator[Any]:

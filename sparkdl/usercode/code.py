@@ -24,10 +24,12 @@ def functions_of(module: types.ModuleType) -> dict[str, str]:
     plain = (importlib.machinery.SourceFileLoader, zipimport.zipimporter)
     if type(loader) not in plain:
         return {}
-    return {
-        name: _digest(function.__code__)
-        for name, function in _defined(module.__name__, "", vars(module))
-    }
+    return {name: _digest(function.__code__) for name, function in defined(module)}
+
+
+def defined(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionType]]:
+    """Yield each function that the module defines, also in classes, with its qualified name."""
+    return _defined(module.__name__, "", vars(module))
 
 
 def _defined(

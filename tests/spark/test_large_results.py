@@ -101,13 +101,16 @@ def test_partial_fit_brings_all_of_the_state(df, narrow):
 # What fails when all iterations are done
 
 
+LAST_HOOKS = ("on_iteration_end", "on_fit_end", "on_result")
+
+
 class Fails(sparkdl.Callback):
     def __init__(self, hook: str, error: Exception) -> None:
         setattr(self, hook, self._fail)
         self._error = error
 
-    def _fail(self, trainer, state) -> None:
-        if state.iteration == 3:
+    def _fail(self, trainer, told) -> None:
+        if isinstance(told, sparkdl.TrainedModel) or told.iteration == 3:
             raise self._error
 
 
@@ -121,8 +124,8 @@ def kept(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("hook", "engine"),
     soak_but(
-        [("on_fit_end", "shuffle"), ("on_iteration_end", "gang")],
-        [(h, e) for h in ("on_fit_end", "on_iteration_end") for e in ("local", "shuffle", "gang")],
+        [("on_fit_end", "shuffle"), ("on_iteration_end", "gang"), ("on_result", "shuffle")],
+        [(hook, engine) for hook in LAST_HOOKS for engine in ("local", "shuffle", "gang")],
     ),
 )
 def test_a_model_is_kept_where_something_fails_after_the_last_iteration(

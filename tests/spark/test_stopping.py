@@ -174,6 +174,15 @@ def test_before_the_first_iteration(df, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_at_the_result_there_is_nothing_left_to_stop(df):
+    class Late(sparkdl.Callback):
+        def on_result(self, trainer, trained) -> None:
+            raise sparkdl.StopTraining
+
+    trained = trainer(callbacks=[Late()], stop=sparkdl.max_iteration(8)).fit(df)
+    assert (len(trained.history), trained.history.stopped) == (8, None)
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
 def test_handlers_of_others(df, handler):
     """Where SIGINT is ignored it stays so; what a callback puts there stays."""

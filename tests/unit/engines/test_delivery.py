@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -62,6 +63,14 @@ def test_results_of_before_make_room(slab: SlabConfig) -> None:
 def test_what_finds_no_room_travels_itself(slab: SlabConfig, monkeypatch) -> None:
     monkeypatch.setattr("sparkdl.slab.pool._reserve", lambda path, nbytes: False)
     assert left_where_large(open_pool(slab), CONTENT, 1) is CONTENT
+
+
+def test_what_finds_its_slabs_deleted_travels_itself(slab: SlabConfig) -> None:
+    pool = open_pool(slab)
+    assert isinstance(left_where_large(pool, CONTENT, 1), Left)
+    for directory in open_root(slab).directories:
+        shutil.rmtree(directory)
+    assert left_where_large(pool, CONTENT, 2) is CONTENT
 
 
 @pytest.mark.parametrize("here", [True, False])

@@ -84,6 +84,7 @@ def test_copies_to_a_gpu_overlap_and_arrive() -> None:
 def test_buffers_are_as_they_were_after_a_trial() -> None:
     module = torch.nn.BatchNorm1d(2)
     module.register_buffer("cache", torch.zeros(3))
+    module.register_buffer("repeated", torch.ones(1).expand(2))
     before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with buffers_kept(module):
         module(torch.randn(4, 2))

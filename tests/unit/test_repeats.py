@@ -1,0 +1,126 @@
+"""What the same rows give again and again is no matter; what they give anew is told."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from sparkdl.data.batches import Batch, BatchSpec
+from sparkdl.model.recipe import Recipe
+from sparkdl.train.repeats import tell_of_hidden_state, tell_of_own_draws
+
+ROWS = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+CALLS = [0]
+
+
+class OfClass(nn.Linear):
+    calls: ClassVar[int] = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        OfClass.calls += 1
+        return super().forward(x) / OfClass.calls
+
+
+class OfModule(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        CALLS[0] += 1
+        return super().forward(x) / CALLS[0]
+
+
+class OfDefault(nn.Linear):
+    def forward(self, x: torch.Tensor, calls: list[int] = [0]) -> torch.Tensor:  # noqa: B006
+        calls[0] += 1
+        return super().forward(x) / calls[0]
+
+
+class Drawn(nn.Linear):
+    """Draws from what ``draw`` draws from."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__(4, 2)
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + self.draw()
+
+
+def hooked() -> nn.Module:
+    module, calls = nn.Linear(4, 2), [0]
+
+    def divide(_: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        calls[0] += 1
+        return output / calls[0]
+
+    module.register_forward_hook(divide)
+    return module
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "a count in the class": (lambda: OfClass(4, 2), True),
+    "a count in a module": (lambda: OfModule(4, 2), True),
+    "a count in a default": (lambda: OfDefault(4, 2), True),
+    "a count in a hook": (hooked, True),
+    "the system's random bytes": (lambda: Drawn(lambda: os.urandom(1)[0] / 1e3), True),
+    "a new generator": (lambda: Drawn(lambda: np.random.default_rng().random()), True),
+    "the global generators": (
+        lambda: Drawn(lambda: random.random() + np.random.rand() + torch.rand(1)),
+        False,
+    ),
+    "layers of torch": (
+        lambda: nn.Sequential(
+            parametrizations.spectral_norm(nn.Linear(4, 8)),
+            nn.BatchNorm1d(8),
+            nn.Dropout(),
+            nn.Unflatten(1, (2, 4)),
+            nn.LSTM(4, 3, batch_first=True),
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_hidden_state_of_a_model_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, told = MODELS[name]
+    module = make()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    tell_of_hidden_state(module, Recipe(make, torch.sum, torch.optim.SGD, 0), Batch([ROWS], []))
+    assert len(caplog.messages) == told
+    assert all("another output when the same rows pass again" in m for m in caplog.messages)
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+
+class Counts:
+    calls = 0
+
+    def __call__(self, x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+        self.calls += 1
+        return x / self.calls
+
+
+OWN = np.random.default_rng(1)
+AUGMENTS: dict[str, tuple[Callable[..., Any], bool]] = {
+    "a count": (Counts(), True),
+    "a generator of its own": (lambda x, rng: x + OWN.random(), True),
+    "its generator": (lambda x, rng: x + rng.random(), False),
+    "the global generators": (
+        lambda x, rng: x + random.random() + np.random.rand() + torch.rand(1).numpy(),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AUGMENTS)
+def test_augmenting_otherwise_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    augment, told = AUGMENTS[name]
+    tell_of_own_draws(BatchSpec(num_features=1, num_labels=0, augment=augment), [ROWS], 0)
+    assert len(caplog.messages) == told
+    assert all("augment returns something else" in message for message in caplog.messages)
