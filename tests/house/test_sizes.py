@@ -10,8 +10,8 @@ from launch import ROOT
 
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
-    "modules": 371,
-    "lines": 63_600,
+    "modules": 372,
+    "lines": 63_900,
     "modules of more than 300 lines": 2,
     "lines of the longest module": 445,
     "percent of lines in the largest room": 19,
