@@ -80,7 +80,8 @@ SETTINGS: dict[str, Setting] = {
     ),
     "spark.sparkdl.progress": Setting(
         default="auto",
-        doc="What a fit shows of its progress. 'auto': a bar on a terminal and in notebooks; elsewhere "
+        doc="What a fit shows of its progress. 'auto': a bar on a terminal and in notebooks, where "
+        "curves are below it; elsewhere "
         "a line of the logger 'sparkdl' every 30 seconds, which goes to the standard error where "
         "logging is not configured. 'true': the bar, anywhere. 'false': nothing.",
         choices=("auto", "true", "false"),

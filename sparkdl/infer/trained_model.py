@@ -262,8 +262,8 @@ class TrainedModel:
         resolved = suited(resolve(metrics), self.loss, self._judging)
         if self.loss is None and not resolved:
             raise ParameterError(
-                "there is nothing to evaluate: a loaded model has no loss. Name metrics, or load "
-                "it with sparkdl.load(path, loss=...)."
+                "there is nothing to evaluate: a loaded model, and one of with_module, has no loss. "
+                "Name metrics, or load it with sparkdl.load(path, loss=...)."
             )
         if self.loss is not None:
             check_averages(self.loss, "batches")

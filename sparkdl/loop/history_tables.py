@@ -66,7 +66,7 @@ def timing_table(found: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def to_pandas(content: Mapping[str, Any]) -> pandas.DataFrame:
-    """Return one row for each iteration: its record, ``timings/NAME``, and ``validation/NAME``.
+    """Return one row for each iteration, with the columns of the CSV.
 
     What was not measured is NaN.
 
@@ -77,14 +77,15 @@ def to_pandas(content: Mapping[str, Any]) -> pandas.DataFrame:
 
     found = pandas.DataFrame(content["iterations"], columns=list(KINDS))
     found["gradient_norm"] = found["gradient_norm"].astype("float64")
-    for name, seconds in content["timings"].items():
-        found[f"timings/{name}"] = pandas.Series(seconds, found.index, "float64")
+    for kind in ("timings", "losses"):
+        for name, values in content.get(kind, {}).items():
+            found[f"{kind}/{name}"] = pandas.Series(values, found.index, "float64")
     validated: dict[str, dict[int, float]] = {}
     for record in content["validations"]:
         for name, value in record["metrics"].items():
             validated.setdefault(name, {})[record["iteration"]] = value
-    for name, values in validated.items():
-        found[f"validation/{name}"] = found["iteration"].map(values).astype("float64")
+    for name, measured in validated.items():
+        found[f"validation/{name}"] = found["iteration"].map(measured).astype("float64")
     return found
 
 

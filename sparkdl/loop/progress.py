@@ -1,4 +1,4 @@
-"""The progress of a run: a bar on terminals and in notebooks, lines in the log elsewhere."""
+"""The progress of a run: a bar, in notebooks also curves; without either, lines in the log."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.live_curves import LiveCurves
 from sparkdl.loop.state import TrainState
 
 logger = logging.getLogger("sparkdl")
@@ -34,13 +35,14 @@ def progress_of(mode: str, facts: str, began: float, one_pass: bool = False) -> 
 
     Args:
         mode: "true" is the bar, "false" nothing, "auto" the bar on terminals and in notebooks and
-            lines in the log elsewhere.
+            lines in the log elsewhere. In notebooks, curves are below the bar.
         facts: A description of the model and the data, for the first line of the log.
         began: The time when ``fit`` was called, by ``time.monotonic()``.
         one_pass: Whether only the current epoch is shown, for a run over data that arrive in parts.
     """
     if shows_bar(mode):
-        return ProgressBar(one_pass)
+        draws = _in_notebook() and not one_pass
+        return NotebookProgress() if draws else ProgressBar(one_pass)
     return ProgressLog(facts, began, one_pass) if mode == "auto" else Progress()
 
 
@@ -133,6 +135,26 @@ class ProgressBar(Progress):
             doing,
         ]
         self._bar.set_postfix_str(", ".join(filter(None, shown)))
+
+
+class NotebookProgress(ProgressBar):
+    """The bar, and below it the curves of the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._curves = LiveCurves()
+
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
+        super().on_iteration_end(trainer, state)
+        self._curves.add(state)
+
+    def follow(self, trainer: Any, state: TrainState) -> None:
+        super().follow(trainer, state)
+        self._curves.add(state)
+
+    def on_fit_end(self, trainer: Any, state: TrainState) -> None:
+        super().on_fit_end(trainer, state)
+        self._curves.end(state)
 
 
 class ProgressLog(Progress):

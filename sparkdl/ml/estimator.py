@@ -132,7 +132,8 @@ class TorchEstimator(Estimator[Any], TrainingParams, MLReadable["TorchEstimator"
     def _fit(self, dataset: DataFrame) -> TorchModel:
         plan = self._plan()
         training, validation = plan.rows(dataset)
-        trained = plan.trainer_with(validation).fit(training)
+        with plan.explaining_no_rows():
+            trained = plan.trainer_with(validation).fit(training)
         return self._fitted(trained, plan.label_names(dataset))
 
     def _plan(self) -> FitPlan:

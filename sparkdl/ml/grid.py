@@ -90,8 +90,9 @@ class GridFits(Iterator[tuple[int, TorchModel]]):
             self._running += 1
         try:
             point, plan, group = self._points[index], self._plans[index], self._group_of[index]
-            samples = group.samples(self._dataset)
-            trained = plan.trainer_with(group.validation).fit(samples)
+            with plan.explaining_no_rows():
+                samples = group.samples(self._dataset)
+                trained = plan.trainer_with(group.validation).fit(samples)
             return index, point._fitted(trained, plan.label_names(self._dataset))
         finally:
             with self._lock:

@@ -18,7 +18,7 @@ from sparkdl.errors import DataError, ParameterError
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.ml.outputs import as_numbers, nothing_like
-from sparkdl.ml.params import ModelParams
+from sparkdl.ml.params import FitParams
 from sparkdl.ml.persistence import ModelReader, ModelWriter
 from sparkdl.ml.rows import are_valid, column, zeros
 
@@ -65,7 +65,7 @@ class TorchTrainingSummary:
         return self.history._repr_html_()
 
 
-class TorchModel(Model, ModelParams, MLReadable["TorchModel"], MLWritable):
+class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
     """A trained module as a stage of a ``PipelineModel``.
 
     The prediction is a double if the module's output is one number for a row, and a vector if it is

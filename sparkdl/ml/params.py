@@ -117,7 +117,7 @@ class ClassParams(HasRawPredictionCol, HasProbabilityCol, HasThresholds):
         return self._set(thresholds=value)
 
 
-class TrainingParams(
+class FitParams(
     ModelParams,
     HasWeightCol,
     HasValidationIndicatorCol,
@@ -125,17 +125,8 @@ class TrainingParams(
     HasLearningRate,
     HasSeed,
 ):
-    """The Params of estimators."""
+    """The plain Params of a training, which a model keeps: it tells with what it was trained."""
 
-    model: Param[Any] = Param(
-        Params._dummy(),
-        "model",
-        "A function or class that builds the torch.nn.Module, or a module.",
-    )
-    loss: Param[Any] = Param(Params._dummy(), "loss", "The loss: loss(output, label) -> mean.")
-    optimizer: Param[Any] = Param(
-        Params._dummy(), "optimizer", "A torch.optim class, or a partial of one."
-    )
     maxEpochs: Param[int] = Param(
         Params._dummy(),
         "maxEpochs",
@@ -151,16 +142,42 @@ class TrainingParams(
         "The number of replicas; if not set, as many as tasks run at once.",
         typeConverter=TypeConverters.toInt,
     )
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._setDefault(batchSize=256, maxEpochs=TEN_EPOCHS.epochs, seed=0, engine="shuffle")
+
+    def getMaxEpochs(self) -> int:
+        """Return ``maxEpochs``."""
+        return self.getOrDefault(self.maxEpochs)
+
+    def getEngine(self) -> str:
+        """Return ``engine``."""
+        return self.getOrDefault(self.engine)
+
+    def getReplicas(self) -> int:
+        """Return ``replicas``."""
+        return self.getOrDefault(self.replicas)
+
+
+class TrainingParams(FitParams):
+    """The Params of estimators."""
+
+    model: Param[Any] = Param(
+        Params._dummy(),
+        "model",
+        "A function or class that builds the torch.nn.Module, or a module.",
+    )
+    loss: Param[Any] = Param(Params._dummy(), "loss", "The loss: loss(output, label) -> mean.")
+    optimizer: Param[Any] = Param(
+        Params._dummy(), "optimizer", "A torch.optim class, or a partial of one."
+    )
     trainerArgs: Param[dict[str, Any]] = Param(
         Params._dummy(),
         "trainerArgs",
         "Further arguments of sparkdl.Trainer, by name.",
         typeConverter=trainer_args,
     )
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._setDefault(batchSize=256, maxEpochs=TEN_EPOCHS.epochs, seed=0, engine="shuffle")
 
     def setModel(self: Self, value: Any) -> Self:
         """Set ``model``, a function or class that builds the module, or a module."""
@@ -249,18 +266,6 @@ class TrainingParams(
     def getOptimizer(self) -> Any:
         """Return ``optimizer``."""
         return self.getOrDefault(self.optimizer)
-
-    def getMaxEpochs(self) -> int:
-        """Return ``maxEpochs``."""
-        return self.getOrDefault(self.maxEpochs)
-
-    def getEngine(self) -> str:
-        """Return ``engine``."""
-        return self.getOrDefault(self.engine)
-
-    def getReplicas(self) -> int:
-        """Return ``replicas``."""
-        return self.getOrDefault(self.replicas)
 
     def getTrainerArgs(self) -> dict[str, Any]:
         """Return a copy of ``trainerArgs``."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,12 +13,13 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as sql
 from torch import nn
 
-from sparkdl.errors import ParameterError, kind_of
+from sparkdl.data.fields import NO_ROWS
+from sparkdl.errors import DataError, ParameterError, kind_of
 from sparkdl.loop.triggers import max_epoch
 from sparkdl.loop.validation import Validation
 from sparkdl.metrics.named import Judging
 from sparkdl.ml.params import FIELD_OF_PARAM, TrainingParams
-from sparkdl.ml.rows import are_valid, as_classes, column, label_names
+from sparkdl.ml.rows import are_valid, as_classes, column, label_names, mistake
 from sparkdl.model.loss import unwrapped
 from sparkdl.model.recipe import optimizer_class
 from sparkdl.train.prepare import prepare
@@ -181,6 +183,23 @@ class FitPlan:
             ) from None
         return replace(self.trainer, validation=validation)
 
+    @contextlib.contextmanager
+    def explaining_no_rows(self) -> Iterator[None]:
+        """Name the column that chose the rows where there are none to train on, or to validate with.
+
+        Raises:
+            DataError: That of the fit inside.
+        """
+        try:
+            yield
+        except DataError as error:
+            if self.indicator is None or not str(error).endswith(NO_ROWS):
+                raise
+            raise DataError(
+                f'{error} validationIndicatorCol="{self.indicator}" must be false in some rows, to '
+                "train on, and true in others."
+            ) from None
+
     def label_names(self, data: DataFrame) -> tuple[str, ...]:
         """Return the names of the classes, if the label column has some."""
         labels = self.trainer.label_columns
@@ -196,14 +215,16 @@ class FitPlan:
                 f'validationIndicatorCol="{name}" {found}: give a boolean column, true for the rows '
                 "to validate with."
             )
-        return sql.coalesce(column(name), sql.lit(False))
+        text = f'column "{name}", which says which rows to validate with, is null in a row: set it'
+        remedy = ', or give handleInvalid="skip".'
+        return sql.coalesce(column(name), mistake(sql.lit(text + remedy)).cast("boolean"))
 
     def _chosen(self, data: DataFrame) -> DataFrame:
         if not self.filters:
             return data
         trainer = self.trainer
         names = [*trainer.feature_columns, *trainer.label_columns]
-        names += [] if trainer.weight is None else [trainer.weight]
+        names += [name for name in (trainer.weight, self.indicator) if name is not None]
         return data.where(are_valid(data.schema, names))
 
     def _prepared(self, data: DataFrame) -> DataFrame:

@@ -94,12 +94,22 @@ def as_classes(data: DataFrame, name: str, weights: bool) -> DataFrame:
         text = functions.concat(
             functions.lit(f'label column "{name}" holds '),
             label.cast("string"),
-            functions.lit(", and class numbers are whole, from 0 on"),
+            functions.lit(
+                ", and class numbers are whole, from 0 on: make them with StringIndexer, or use "
+                "TorchRegressor for numbers."
+            ),
         )
         wrong = label.isNotNull() & (label != functions.floor(label))
-        whole = functions.when(wrong, functions.raise_error(text).cast("bigint"))
+        whole = functions.when(wrong, mistake(text).cast("bigint"))
         return data.withColumn(name, whole.otherwise(label.cast("bigint")))
     return data.withColumn(name, label.cast("bigint"))
+
+
+def mistake(text: Column) -> Column:
+    """Return a column that fails the job with a :class:`sparkdl.DataError` of this text."""
+    return functions.raise_error(
+        functions.concat(functions.lit("sparkdl.errors.DataError: "), text)
+    )
 
 
 def label_names(schema: StructType, name: str) -> tuple[str, ...]:

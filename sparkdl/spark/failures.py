@@ -173,9 +173,12 @@ _OF_MODULES = re.compile(r"errors\.ModelError: (the executors (?:cannot import|h
 
 _MISTAKES: dict[str, type[UserError]] = {"DataError": DataError, "ModelError": ModelError}
 _IN_ROWS = re.compile(
-    r"^sparkdl\.errors\.(DataError|ModelError): (.*?)(?=\n\s*at |\n? ?SQLSTATE|\Z)", re.S | re.M
+    r"^(?:\[USER_RAISED_EXCEPTION\] )?sparkdl\.errors\.(DataError|ModelError): "
+    r"(.*?)(?=\n\s*at |\n? ?SQLSTATE|\Z)",
+    re.S | re.M,
 )
-"""A mistake that a prediction finds in rows, as Spark reports it, with frames of the user's model."""
+"""A mistake that a prediction or a column of sparkdl finds in rows, as Spark reports it, with frames of
+the user's model."""
 _LABEL = re.compile(r"^\[[A-Z_.0-9]+\] | SQLSTATE: \w+.*$")
 
 

@@ -81,7 +81,7 @@ class ConnectedRows:
         return replace(self, write=write)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PersistedSamples(SharedSamples):
     """The samples of a trainer in a session of Spark Connect, for several fits.
 

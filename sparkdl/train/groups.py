@@ -60,6 +60,10 @@ class GroupModels:
         self.table, self.by = table, by
         self._model, self._template = model, template
 
+    def __repr__(self) -> str:
+        kind = type(self._template.module).__name__
+        return f"<sparkdl.GroupModels: a {kind} for each {', '.join(self.by)}>"
+
     @property
     def errors(self) -> DataFrame:
         """The groups that have no model, with the reason."""

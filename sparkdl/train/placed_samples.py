@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class PlacedSamples(SharedSamples):
     """The training and validation samples of a trainer, written into slabs once for several fits.
 

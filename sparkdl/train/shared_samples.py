@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class SharedSamples:
     """The base of samples that serve several fits.
 
@@ -28,6 +28,10 @@ class SharedSamples:
     _float_dtype: str
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _closed: threading.Event = field(default_factory=threading.Event)
+
+    def __repr__(self) -> str:
+        columns = ", ".join([*self._trainer.feature_columns, *self._trainer.label_columns])
+        return f"<sparkdl.{type(self).__name__}: the columns {columns}>"
 
     @property
     def replicas(self) -> int:

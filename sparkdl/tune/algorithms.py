@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import random
 from collections.abc import Mapping
@@ -13,8 +14,9 @@ from sparkdl.loop.callbacks import Callback
 from sparkdl.tune.record import TrialRecord
 from sparkdl.tune.space import Choice, Domain
 
+logger = logging.getLogger("sparkdl")
 TRIALS = 16
-"""The number of trials if none is given and the algorithm has no end of its own."""
+"""The number of trials if none is given, unless the values have fewer combinations."""
 
 
 class Algorithm(Protocol):
@@ -44,6 +46,29 @@ class Algorithm(Protocol):
         """Take the record of a trial into account."""
 
 
+def combinations(space: Mapping[str, Domain]) -> float:
+    """Return the number of combinations of the values of a space, or infinity."""
+    return math.prod(domain.size for domain in space.values())
+
+
+def trials_that_differ(space: Mapping[str, Domain], trials: int | None, default: int) -> int:
+    """Return the number of trials: no more than there are combinations, since each is tried once.
+
+    Args:
+        space: The domains.
+        trials: The number that the user gave, or None.
+        default: The number if none is given.
+    """
+    size = combinations(space)
+    if trials is not None and trials > size:
+        logger.warning(
+            "trials=%d: the values of the space have only %d combinations, and each is tried once.",
+            trials,
+            size,
+        )
+    return int(min(default if trials is None else trials, size))
+
+
 class Grid:
     """All combinations of the values of a space, the last argument varying fastest."""
 
@@ -66,8 +91,7 @@ class Grid:
                 'range: give a list of values, or take algorithm="random".'
             )
         self._space = {n: d.labels for n, d in space.items() if isinstance(d, Choice)}
-        size = math.prod(map(len, self._space.values()))
-        self.trials = size if trials is None else min(trials, size)
+        self.trials = trials_that_differ(space, trials, int(combinations(space)))
         self._combinations = itertools.product(*self._space.values())
 
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -81,19 +105,23 @@ class Grid:
 
 
 class Random:
-    """Independent random values. More trials begin with those of fewer."""
+    """Random values, the same ones only once. More trials begin with those of fewer."""
 
     learns = False
 
     def __init__(self, space: Mapping[str, Domain], trials: int | None, seed: int) -> None:
         self._space, self._seed = space, seed
-        self.trials = TRIALS if trials is None else trials
+        self.trials = trials_that_differ(space, trials, TRIALS)
+        self._endless = math.isinf(combinations(space))
+        self._asked: set[str] = set()
 
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
-        return {
-            name: domain.draw(random.Random(f"{self._seed}/{number}/{name}"))
-            for name, domain in self._space.items()
-        }
+        generators = {name: random.Random(f"{self._seed}/{number}/{name}") for name in self._space}
+        while True:
+            drawn = {name: d.draw(generators[name]) for name, d in self._space.items()}
+            if self._endless or repr(drawn) not in self._asked:
+                self._asked.add(repr(drawn))
+                return drawn
 
     def pruning(self) -> Callback | None:
         return None

@@ -14,7 +14,7 @@ from typing import Any
 from sparkdl.errors import ParameterError
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.state import TrainState
-from sparkdl.tune.algorithms import TRIALS
+from sparkdl.tune.algorithms import TRIALS, combinations
 from sparkdl.tune.record import FAILED, PRUNED, PRUNING, Objective, TrialRecord
 from sparkdl.tune.space import Domain
 
@@ -78,6 +78,13 @@ class OptunaSearch:
         self._options, self._space, self._seed = options, space, seed
         self._objective, self._id = objective, search_id
         self.trials = TRIALS if trials is None else trials
+        if self.trials > combinations(space):
+            logger.warning(
+                "Optuna makes %d trials, and the values of the space have only %d combinations, so "
+                'some are tried again: algorithm="grid" tries each once.',
+                self.trials,
+                combinations(space),
+            )
         self._sampler = options.sampler or self._optuna.samplers.TPESampler
         self._pruner = options.pruner or self._optuna.pruners.MedianPruner()
         self._check()

@@ -92,7 +92,8 @@ def search(
             :func:`loguniform` or :func:`integers`.
         metric: The metric of the validation to make as good as possible. A trial counts by its last
             validation; or by its best one with ``Validation(best=metric)``, whose weights are kept.
-        trials: The number of trials. None is all combinations of a grid, and otherwise 16.
+        trials: The number of trials. None is all combinations of a grid, and otherwise 16. A grid and
+            a random search try each combination once, and end when there is no other.
         algorithm: "random", "grid" (all combinations), "optuna", or :class:`Optuna` with settings.
         parallel: The number of trials that run at once, each in one task of Spark, by the local
             engine, on CPUs. None is as many as the cluster runs tasks at once. 1 makes one trial

@@ -19,6 +19,10 @@ Shown: TypeAlias = bool | int | float | str | None
 class Domain(Protocol):
     """The values of one argument."""
 
+    @property
+    def size(self) -> float:
+        """The number of values, or infinity."""
+
     def draw(self, generator: random.Random) -> Shown:
         """Return a random value, as it is shown."""
 
@@ -42,6 +46,10 @@ class Uniform:
     high: float
     log: bool = False
 
+    @property
+    def size(self) -> float:
+        return math.inf
+
     def draw(self, generator: random.Random) -> Shown:
         if self.log:
             found = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
@@ -63,6 +71,10 @@ class Integers:
     low: int
     high: int
     log: bool = False
+
+    @property
+    def size(self) -> float:
+        return self.high - self.low + 1
 
     def draw(self, generator: random.Random) -> Shown:
         if not self.log:
@@ -100,6 +112,10 @@ class Choice:
             label = option if simple else describe(option)
             labels.append(f"{label} ({number})" if _holds(labels, label) else label)
         return Choice(values, tuple(labels))
+
+    @property
+    def size(self) -> float:
+        return len(self.options)
 
     def draw(self, generator: random.Random) -> Shown:
         return generator.choice(self.labels)

@@ -60,6 +60,7 @@ def test_a_row_for_each_group(models: sparkdl.GroupModels) -> None:
     assert rows["c"].error.startswith('DataError: column "y", row 5 of the group: is NaN')
     assert all(row.seconds > 0 for row in rows.values())
     assert [tuple(row) for row in models.errors.collect()] == [("c", 10, rows["c"].error)]
+    assert repr(models) == "<sparkdl.GroupModels: a Sequential for each series>"
 
 
 def test_the_bits_are_those_of_a_fit(

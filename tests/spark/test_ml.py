@@ -468,9 +468,23 @@ def test_mistakes_in_the_data(table: DataFrame) -> None:
     assert 'label column "species" is of type string' in refused(
         lambda: classifier(labelCol="species").fit(table), sparkdl.DataError
     )
-    assert 'label column "a" holds ' in refused(
-        lambda: classifier(labelCol="a").fit(table), sparkdl.DataError
+    told = refused(lambda: classifier(labelCol="a").fit(table), sparkdl.DataError)
+    assert told.startswith('reading the data: label column "a" holds ')
+    assert told.endswith("or use TorchRegressor for numbers.")
+    unknown = table.selectExpr("id", "features", "label", "IF(id = 3, NULL, held) AS held")
+    validated = classifier(validationIndicatorCol="held", maxEpochs=1)
+    assert 'column "held", which says which rows to validate with, is null in a row' in refused(
+        lambda: validated.fit(unknown), sparkdl.DataError
     )
+    held = validated.copy({validated.validationIndicatorCol: "all"})
+    for where in ("true", "false"):
+        chosen = table.selectExpr("features", "label", f"{where} AS all")
+        for params in (None, [{}]):
+            assert 'validationIndicatorCol="all" must be false in some rows' in refused(
+                lambda chosen=chosen, params=params: held.fit(chosen, params), sparkdl.DataError
+            )
+    without = validated.fit(unknown.where("id <> 3"))
+    assert weights(validated.setHandleInvalid("skip").fit(unknown)) == weights(without)
     assert 'feature column "x" is missing' in refused(
         lambda: classifier(featuresCol="x").fit(table), sparkdl.DataError
     )
@@ -541,5 +555,6 @@ def test_params_are_those_of_pyspark(table: DataFrame) -> None:
     assert estimator.setParams(batchSize=8, labelCol="label").getBatchSize() == 8
     model = other.fit(table)
     assert model.uid == estimator.uid
+    assert (model.getMaxEpochs(), model.getLearningRate(), model.getBatchSize()) == (1, 0.1, 32)
     assert not any(isinstance(v, torch.Tensor) for v in model.extractParamMap().values())
     assert model.copy().trained is model.trained

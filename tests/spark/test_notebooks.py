@@ -97,6 +97,7 @@ def test_what_a_notebook_shows(kernel: Any, tmp_path: Path) -> None:
     assert "replicas" in shown(trainer, "text/html")
     assert "batch_size" not in shown(trainer, "text/html")
     assert re.search(r"epoch \d+: .*loss", shown(fitted, "stderr")), fitted.outputs  # the bar
+    assert shown(fitted, "text/html").count("<svg") == 1  # the curves, which grew
     assert "TqdmWarning" not in shown(fitted, "stderr")
     assert "interrupted: training ends" in shown(fitted, "stderr")
     assert shown(used, "stdout") == "interrupted 64\n"

@@ -84,6 +84,7 @@ def test_fits_on_samples_placed_once_equal_fits_of_the_data(
     middle = num_jobs()
     with sparkdl.PlacedSamples.of(first, data) as samples:
         assert samples.replicas == 2
+        assert repr(samples).startswith("<sparkdl.PlacedSamples: the columns ")
         assert [result(each.fit(samples)) for each in trainers] == alone
         assert len(slabs()) == 1  # a fit takes its own slabs with it
         with ThreadPool(2) as pool:

@@ -25,6 +25,8 @@ import sparkdl
 import sparkdl.mlflow
 import sparkdl.summaries
 from sparkdl import tune
+from sparkdl.tune.algorithms import Random
+from sparkdl.tune.space import domains_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -343,6 +345,52 @@ def test_trainers_for_which_a_search_has_no_use(
     checkpoint = sparkdl.Checkpoint(tmp_path)
     with pytest.raises(sparkdl.ParameterError, match=r"has checkpoint, .* give parallel=1"):
         tune.search(replace(trainer, checkpoint=checkpoint), frames[0], SPACE)
+
+
+FEW = {"a": [1, True, "1"], "b": tune.integers(1, 3, log=True)}
+ENOUGH: list[tuple[dict[str, Any], int | None, int, str]] = [
+    ({"a": [1, 2], "b": [1, 2]}, None, 4, ""),
+    (FEW, 3, 3, ""),
+    (FEW, 9, 9, ""),
+    (FEW, 20, 9, "trials=20: the values of the space have only 9 combinations"),
+    ({**FEW, "c": tune.uniform(0, 1)}, None, 16, ""),
+    ({"c": tune.uniform(1.0, math.nextafter(1.0, 2.0))}, 20, 20, ""),
+]
+
+
+@pytest.mark.parametrize(("space", "trials", "count", "told"), ENOUGH, ids=str)
+def test_a_random_search_tries_nothing_twice(
+    space: dict[str, Any],
+    trials: int | None,
+    count: int,
+    told: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It ends when there is no other combination, and more trials begin with those of fewer."""
+    algorithm = Random(domains_of(space), trials, seed=1)
+    asked = [repr(algorithm.ask(number, None)) for number in range(algorithm.trials)]
+    assert algorithm.trials == count
+    assert len(set(asked)) == count or "c" in space
+    fewer = Random(domains_of(space), 2, seed=1)
+    assert [repr(fewer.ask(number, None)) for number in range(2)] == asked[:2]
+    assert told in caplog.text
+    assert bool(caplog.text) == bool(told)
+
+
+def test_a_grid_and_optuna_tell_that_trials_are_more_than_there_are_values(
+    frames: tuple[DataFrame, DataFrame],
+    trainer: sparkdl.Trainer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    space = {"model.hidden": [2, 4]}
+    for algorithm, count, told in (
+        ("grid", 2, "trials=3: the values of the space have only 2 combinations"),
+        ("optuna", 3, "Optuna makes 3 trials, and the values of the space have only 2"),
+    ):
+        caplog.clear()
+        result = tune.search(trainer, frames[0], space, algorithm=algorithm, trials=3)
+        assert len(result.trials) == count
+        assert told in caplog.text
 
 
 @pytest.mark.parametrize("bounds", [(1, 1), (2, 1), ("a", 1), (0, math.inf)])

@@ -8,6 +8,7 @@ import re
 import time
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from sparkdl.loop import progress
 from sparkdl.loop.advance import advance, describe, first_state, next_iteration
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.iteration_result import IterationResult
+from sparkdl.loop.live_curves import LiveCurves
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, Validated, next_counters
 from sparkdl.loop.validation import is_better
@@ -238,6 +240,51 @@ def test_a_message_begins_on_a_line_of_its_own(said: list[Any]) -> None:
     bar.close()
     logging.getLogger("sparkdl").warning("another")
     assert said == [(0, 20, "epoch 1"), "clear"]
+
+
+class Display:
+    """A display of IPython's that keeps what it shows."""
+
+    def __init__(self) -> None:
+        self.pictures: list[str] = []
+        self.handles = 0
+
+    def display(self, picture: Any, display_id: bool) -> Display:
+        self.handles += 1
+        self.update(picture)
+        return self
+
+    def update(self, picture: Any) -> None:
+        self.pictures.append(picture._repr_html_())
+
+
+def test_the_curves_grow_in_a_notebook(said: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A picture a second at most, and one at the end, in one place for all fits of a cell."""
+    shown, clock = Display(), [0.0]
+    display = pytest.importorskip("IPython.display")
+    shell = SimpleNamespace(execution_count=3)
+    monkeypatch.setattr(display, "display", shown.display)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
+    monkeypatch.setattr(LiveCurves, "_cell", None)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    for _ in range(2):
+        bar = progress.progress_of("auto", "", 0.0)
+        state = TrainState(iterations_per_epoch=5)
+        bar.on_fit_start(four_epochs(), state)
+        for _ in range(10):
+            clock[0] += 0.3
+            state = after(state, IterationResult(0.1, 1))
+            bar.on_iteration_end(four_epochs(), state)
+        found = Validated(iteration=10, epoch=2, metrics={"loss": 0.2, "accuracy": 0.75})
+        bar.on_fit_end(four_epochs(), replace(state, validations=(found,)))
+        bar.close()
+    assert shown.handles == 1
+    assert len(shown.pictures) == 2 * (2 + 1)
+    assert "accuracy" in shown.pictures[-1]
+    assert "accuracy" not in shown.pictures[-2]
+    assert "iteration 10<" in shown.pictures[-1]
+    assert not isinstance(progress.progress_of("auto", "", 0.0, True), progress.NotebookProgress)
 
 
 def run_for(seconds: int, log: progress.Progress, monkeypatch: pytest.MonkeyPatch) -> None:
