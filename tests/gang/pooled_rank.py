@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import pickle
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +19,7 @@ from sparkdl.slab.root import SlabConfig
 def live(pipe: Connection) -> None:
     """Serve gangs, as the tasks of a barrier stage do, until the pipe is closed."""
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported is not looked through at the end of each gang
     with contextlib.suppress(EOFError):
         while True:
             serve(*pickle.loads(pipe.recv_bytes()))
