@@ -149,13 +149,16 @@ def soak_but(quick: Sequence[Any], rows: Iterable[Any]) -> list[Any]:
     ]
 
 
-def in_turn(cases: Iterable[Any], others: Sequence[Any]) -> list[Any]:
-    """Return each case with each of ``others`` as parameters; all but one of these, in turn, soak."""
-    return [
-        pytest.param(case, other, marks=() if number % len(others) == n else pytest.mark.soak)
-        for number, case in enumerate(cases)
-        for n, other in enumerate(others)
-    ]
+def in_turn(cases: Iterable[Any], others: Sequence[Any], spared: Sequence[Any] = ()) -> list[Any]:
+    """Return each case with each of ``others`` as parameters; all but one of these, in turn, soak. The
+    cases in ``spared`` soak with all of them."""
+    found, number = [], 0
+    for case in cases:
+        quick = -1 if case in spared else number % len(others)
+        number += case not in spared
+        for n, other in enumerate(others):
+            found.append(pytest.param(case, other, marks=() if n == quick else pytest.mark.soak))
+    return found
 
 
 def _spark_home(folder: Path) -> Path:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from copies import paired
 from gang_training import CLASSES, WIDTH, trainer_of
 from pyspark import cloudpickle
+from strategy_models import paired
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 RANKS = 4

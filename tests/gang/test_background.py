@@ -21,7 +21,7 @@ from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.slice_io import WriteSlice
 from sparkdl.checkpoint.store import CheckpointStore
 
-pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]
+pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -60,11 +60,14 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_files_are_those_of_one_that_training_waited_for(frames, tmp_path, case):
-    df = frames(20, 12)
-    how = {**CASES[case], "validation": sparkdl.Validation(df, best="loss", every=sparkdl.every(2))}
-    one = trainer_of(tmp_path / "waited", asynchronous=False, **how).fit(df)
-    other = trainer_of(tmp_path / "not", **how).fit(df)
+def test_the_files_are_those_of_one_that_training_waited_for(parts, tmp_path, case):
+    rows = parts(20, 12)
+    how = {
+        **CASES[case],
+        "validation": sparkdl.Validation(rows, best="loss", every=sparkdl.every(2)),
+    }
+    one = trainer_of(tmp_path / "waited", asynchronous=False, **how).fit(rows)
+    other = trainer_of(tmp_path / "not", **how).fit(rows)
     same(one, other)
     waited, found = contents(tmp_path / "waited"), contents(tmp_path / "not")
     assert [entry["iteration"] for entry in found] == [6, 4, 2]
@@ -97,7 +100,9 @@ class Open(sparkdl.Callback):
 
     def on_iteration_end(self, trainer: Any, state: Any) -> None:
         if state.iteration >= self.at and not self.gate.exists():
-            self.gate.write_text(self.text)
+            draft = self.gate.with_name("draft")
+            draft.write_text(self.text)
+            draft.rename(self.gate)  # whoever sees it reads all of it
         if self.gate.exists():
             time.sleep(0.2)  # until it is written
 
@@ -118,12 +123,12 @@ def held(monkeypatch, tmp_path) -> Path:
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
 def test_training_goes_on_and_the_state_is_that_of_when_it_began(
-    frames, tmp_path, held, monkeypatch, strategy
+    parts, tmp_path, held, monkeypatch, strategy
 ):
-    df, stop = frames(20, 12), sparkdl.max_iteration(9)
+    rows, stop = parts(20, 12), sparkdl.max_iteration(9)
     opened = Open(held, at=5)
     run = trainer_of(tmp_path / "kept", every=3, strategy=strategy, stop=sparkdl.max_iteration(7))
-    replace(run, callbacks=[opened]).fit(df)
+    replace(run, callbacks=[opened]).fit(rows)
     (first, uri), (second, _), (last, end) = opened.complete
     assert first in (6, 7)  # begun after 3, complete when the next begins, if not before
     assert (second, last) == (7, 7)  # begun after 6; and the run's last
@@ -131,24 +136,24 @@ def test_training_goes_on_and_the_state_is_that_of_when_it_began(
     assert "iteration-0000000003-" in uri
     assert [entry["iteration"] for entry in contents(tmp_path / "kept")] == [7, 6, 3]
     monkeypatch.undo()
-    whole = any_trainer(strategy=strategy, stop=stop).fit(df)
-    same(whole, any_trainer(strategy=strategy, stop=stop).fit(df, resume=uri))
+    whole = any_trainer(strategy=strategy, stop=stop).fit(rows)
+    same(whole, any_trainer(strategy=strategy, stop=stop).fit(rows, resume=uri))
 
 
-def test_a_failure_is_told_with_the_iteration_it_began_after(frames, tmp_path, held):
+def test_a_failure_is_told_with_the_iteration_it_began_after(parts, tmp_path, held):
     opened = Open(held, at=4, text="full")
     run = trainer_of(tmp_path / "kept", every=2, callbacks=[opened])
     with pytest.raises(CheckpointError) as caught:
-        run.fit(frames(20, 12))
+        run.fit(parts(20, 12))
     message = "after iteration 2 no checkpoint could be written: the disk is full"
     assert str(caught.value).startswith(message)
     assert contents(tmp_path / "kept") == []
 
 
-def test_other_engines_do_not_write_in_the_background(frames, tmp_path):
+def test_other_engines_do_not_write_in_the_background(parts, tmp_path):
     for engine in ("shuffle", "local"):
         with pytest.raises(ParameterError) as caught:
-            trainer_of(tmp_path, engine=engine).fit(frames(12, 12))
+            trainer_of(tmp_path, engine=engine).fit(parts(12, 12))
         assert str(caught.value) == (
             f'Checkpoint(asynchronous=True) with engine="{engine}": only the ranks of a gang write '
             'checkpoints while they train. Use engine="gang", or leave asynchronous out.'

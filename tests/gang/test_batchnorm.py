@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gang_training import CLASSES, WIDTH, trainer_of
+from gang_training import CLASSES, WIDTH, as_one_process, trainer_of
 from mistakes import message_of
 from pyspark import cloudpickle
 from real_ranks import WORLD
@@ -98,24 +98,18 @@ def model() -> nn.Module:
     )
 
 
-@pytest.mark.spark
 @pytest.mark.parametrize(
     ("strategy", "sizes"), [("ddp", (14, 8)), ("zero1", (20, 2)), ("fsdp", (0, 22))]
 )
-def test_a_gang_trains_as_one_process_with_all_samples(frames, strategy, sizes, nothing_left):
+def test_a_gang_trains_as_one_process_with_all_samples(parts, strategy, sizes):
     """Batches are all there is, so that they do not depend on the number of replicas."""
-    df = frames(*sizes)
+    rows = parts(*sizes)
     run = trainer_of(model=model, strategy=strategy, batch_size=22, sync_batchnorm=True)
-    there = run.fit(df)
-    alone = replace(run, engine="local", replicas=1, slices=1, strategy="ddp", sync_batchnorm=False)
-    here = alone.fit(df)
-    assert there.history.losses == pytest.approx(here.history.losses, rel=1e-5, abs=1e-5)
-    left, right = here.module.state_dict(), there.module.state_dict()
+    alone = {"replicas": 1, "slices": 1, "strategy": "ddp", "sync_batchnorm": False}
+    there, here = as_one_process(run, rows, parts(22), **alone)
     assert type(there.module[1]) is nn.BatchNorm1d
-    for name, tensor in left.items():
-        torch.testing.assert_close(right[name], tensor, rtol=1e-4, atol=1e-5)
     if strategy == "ddp":
-        apart = replace(run, sync_batchnorm=False).fit(df)
+        apart = replace(run, sync_batchnorm=False).fit(rows)
         assert apart.history.losses != pytest.approx(here.history.losses, rel=1e-3)
 
 
@@ -145,23 +139,18 @@ def test_mistakes(changes, error, message):
     assert message_of(error, trainer_of, **changes) == message
 
 
-@pytest.mark.spark
-def test_a_sparse_table_does_not_go_with_it(frames):
+def test_a_sparse_table_does_not_go_with_it(parts):
     table = partial(nn.EmbeddingBag, 9, 3, sparse=True)
     with pytest.raises(ModelError, match="sync_batchnorm=True does not go with the embedding"):
-        trainer_of(model=lambda: nn.Sequential(table()), sync_batchnorm=True).fit(frames(4, 4))
+        trainer_of(model=lambda: nn.Sequential(table()), sync_batchnorm=True).fit(parts(4, 4))
 
 
-@pytest.mark.spark
-def test_single_rows_on_a_rank_are_enough(spark):
+def test_single_rows_on_a_rank_are_enough(parts):
     """What batch norm needs are two rows of all ranks together."""
-    rows = [([float(i), float(i % 3)], i % 2) for i in range(7)]
-    df = spark.createDataFrame(rows, "features array<double>, label long").coalesce(1)
-    layers = nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
-    made = trainer_of(model=nn.Sequential(*layers), sync_batchnorm=True, batch_size=2)
+    rows, made = parts(4, 3), trainer_of(model=model, sync_batchnorm=True, batch_size=2)
     with pytest.raises(ModelError, match="iteration 4 of each epoch the whole batch gets one"):
-        made.fit(df)
-    trained = replace(made, stop=sparkdl.max_iteration(3)).fit(df)
+        made.fit(rows)
+    trained = replace(made, stop=sparkdl.max_iteration(3)).fit(rows)
     assert all(torch.isfinite(tensor).all() for tensor in trained.module.state_dict().values())
     with pytest.raises(ModelError, match=r"iteration \d of each epoch a replica gets one"):
-        replace(made, sync_batchnorm=False).fit(df)
+        replace(made, sync_batchnorm=False).fit(rows)

@@ -45,28 +45,22 @@ def both(listener: Listener, hello: Any = "hello") -> tuple[Channel, Channel]:
     return arrived[0], found[0]
 
 
-def raw() -> tuple[Channel, socket.socket]:
-    """A driver's end whose other end is a bare socket."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    channel = Channel.__new__(Channel)
-    channel._connection, channel._key, channel._nonce = here, b"k" * 32, b"n" * NONCE_BYTES
-    channel._out, channel._in, channel._sent, channel._received = b"D", b"R", 0, 0
-    channel._lock = threading.Lock()
-    return channel, there
+def raw(driver: bool = True) -> tuple[Channel, socket.socket]:
+    """One end of a channel, the driver's or the rank's; the other is a bare socket."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        there = socket.create_connection(listening.getsockname())
+        here, _ = listening.accept()
+    return Channel(here, b"k" * 32, b"n" * NONCE_BYTES, driver=driver), there
 
 
-def frames_of_a_rank(*messages: Any, key: bytes = b"k" * 32) -> list[bytes]:
-    """What a rank with the channel of :func:`raw` would send."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-    channel = Channel.__new__(Channel)
-    channel._connection, channel._key, channel._nonce = here, key, b"n" * NONCE_BYTES
-    channel._out, channel._in, channel._sent, channel._received = b"R", b"D", 0, 0
-    channel._lock = threading.Lock()
+def frames_of_a_rank(*messages: Any) -> list[bytes]:
+    """What a rank with the key of :func:`raw` would send."""
+    channel, there = raw(driver=False)
     frames = []
     for message in messages:
         channel.send(message)
         frames.append(there.recv(1 << 16))
-    here.close()
+    channel.close()
     there.close()
     return frames
 
@@ -223,32 +217,36 @@ def test_a_team_bounds_its_sends(listener):
 
 def test_what_a_driver_said_on_another_connection_is_not_taken(listener):
     """By somebody who stands between a rank and its driver."""
-    driver, rank = both(listener)
-    said: list[bytes] = []
+    said, found = bytearray(), list[Channel]()
+    between = socket.create_server(("127.0.0.1", 0))
+    port, key = between.getsockname()[1], listener.key
 
-    class Noting:
-        def __init__(self, connection: socket.socket) -> None:
-            self._connection = connection
+    def come() -> None:
+        found.append(connect("127.0.0.1", port, key, "hello"))
 
-        def sendall(self, content: bytes) -> None:
-            said.append(bytes(content))
-            self._connection.sendall(content)
+    first, second = (threading.Thread(target=come) for _ in range(2))
+    first.start()
+    rank, driver = between.accept()[0], socket.create_connection(("127.0.0.1", listener.port))
 
-    nonce, driver._connection = driver._nonce[:NONCE_BYTES], Noting(driver._connection)  # type: ignore[assignment]
-    driver.send("delete everything")
-    assert rank.receive() == "delete everything"
-    here = socket.create_server(("127.0.0.1", 0))
-    port = here.getsockname()[1]
-    found: list[Channel] = []
-    key = listener.key
-    again = threading.Thread(target=lambda: found.append(connect("127.0.0.1", port, key, "hello")))
-    again.start()
-    connection, _ = here.accept()
-    connection.sendall(nonce)
-    for part in said:
-        connection.sendall(part)
-    again.join()
+    def carry(source: socket.socket, to: socket.socket, noted: bytearray) -> None:
+        with contextlib.suppress(OSError):
+            while content := source.recv(1 << 16):
+                noted.extend(content)
+                to.sendall(content)
+
+    carried = (driver, rank, said), (rank, driver, bytearray())
+    carrying = [threading.Thread(target=carry, args=args, daemon=True) for args in carried]
+    for thread in carrying:
+        thread.start()
+    channel, _ = listener.accept(10)
+    first.join()
+    channel.send("delete everything")
+    assert found[0].receive() == "delete everything"
+    second.start()
+    again, _ = between.accept()
+    again.sendall(said)
+    second.join()
     with pytest.raises(ChannelError, match="not by a member"):
-        found[0].receive()
-    here.close()
-    connection.close()
+        found[1].receive()
+    for end in (*found, channel, rank, driver, again, between):
+        end.close()

@@ -1,5 +1,4 @@
-"""Three and four ranks on two nodes, in one session: every engine and every way to cut a model is the
-training of one process.
+"""Three and four ranks on two nodes, in one session: every engine is the training of one process.
 
 Torch sums the gradients of several ranks in an order of its own, so here bits may differ; not where
 they travel compressed, and the ranks sum them.
@@ -10,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import contract
-import copies
 import on_nodes
 import pytest
 from launch import asked_for, launch_together, soak_but
@@ -31,13 +29,9 @@ def found(request, tmp_path_factory) -> dict:
     """What the modules have found, by name."""
     folder = tmp_path_factory.mktemp("nodes")
     (folder / "threads").mkdir()
-    copied: dict[str, list[str]] = {name: [] for name in asked_for(request, "beginning")}
-    for name, end in asked_for(request, "beginning", "end"):
-        copied[name].append(end)
     parts = {
         "on_nodes": {"runs": asked_for(request, "how", "way")},
         "profiles": {"notes": str(folder / "threads")},
-        "copies": {"runs": copied, "path": str(folder / "checkpoints")},
         "contract": {"runs": asked_for(request, "model", "engine")},
     }
     slabs = {"spark.sparkdl.slab.dir": "slabs"}
@@ -81,45 +75,6 @@ def test_each_rank_has_two_cores(found):
     assert told["asks"] == ASKS
     assert told["losses"] == pytest.approx(told["expected"], rel=1e-6)
     assert found["threads"].count(2) >= 2  # the ranks; the driver's own passes have one
-
-
-# Copies of a model that is cut
-
-
-ALWAYS = {"shards": ["local", "one copy"], "pipelines": ["one pipeline"], "layers": ["local"]}
-GOING_ON = [(name, end) for name, (_, _, ends) in copies.BEGINNINGS.items() for end in ends]
-
-
-@pytest.mark.parametrize("beginning", soak_but(ALWAYS, copies.BEGINNINGS))
-def test_copies_are_the_training_of_one_process(found, beginning):
-    """With a norm that is clipped, so that each copy's counts once."""
-    begun, whole = (found["copies"][beginning][name] for name in ("begun", "whole"))
-    assert len(begun["losses"]) == copies.BEGUN
-    assert begun["losses"] == pytest.approx(whole["losses"][: copies.BEGUN], rel=0, abs=1e-5)
-    assert len(begun["validated"]) == 2
-    for one, other in zip(begun["validated"], whole["validated"], strict=False):
-        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("beginning", "end"),
-    soak_but([(name, end) for name, ends in ALWAYS.items() for end in ends], GOING_ON),
-)
-def test_others_go_on_from_its_checkpoint(found, beginning, end):
-    ended, whole = (found["copies"][beginning][name] for name in (end, "whole"))
-    assert ended["losses"] == pytest.approx(whole["losses"], rel=0, abs=1e-5)
-    assert ended["weights"] == pytest.approx(whole["weights"], rel=1e-4, abs=1e-5)
-
-
-@pytest.mark.parametrize("beginning", soak_but(ALWAYS, copies.SHARED))
-def test_copies_that_share_the_update_do_half_of_it_each(found, beginning):
-    """What both ranks of a model-parallel group have, they both update."""
-    made, _, _ = copies.BEGINNINGS[beginning]
-    sizes = {name: p.numel() for name, p in made().named_parameters()}
-    of_all = sum(sizes.values())
-    if "layers" in beginning:
-        of_all += sum(n for name, n in sizes.items() if name == "2.bias" or name[0] > "2")
-    assert sum(found["copies"][beginning]["updated"]) == of_all
 
 
 # Every engine

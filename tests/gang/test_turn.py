@@ -19,7 +19,7 @@ from torch import nn
 import sparkdl
 from sparkdl.engines.gang.build_lock import BuildLock
 
-pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.usefixtures("nothing_left")]
+pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
@@ -35,11 +35,10 @@ def noted(folder: Path) -> nn.Module:
 @pytest.mark.parametrize(
     "strategy", ["tensor", sparkdl.Pipeline(micro_batches=1)], ids=lambda one: str(one)[:8]
 )
-def test_no_two_ranks_build_at_once(frames: Any, tmp_path: Path, strategy: Any) -> None:
+def test_no_two_ranks_build_at_once(parts: Any, tmp_path: Path, strategy: Any) -> None:
     make = partial(noted, tmp_path)
-    trained = trainer_of(model=make, strategy=strategy, stop=sparkdl.max_iteration(1)).fit(
-        frames(8, 8)
-    )
+    run = trainer_of(model=make, strategy=strategy, stop=sparkdl.max_iteration(1))
+    trained = run.fit(parts(8, 8))
     assert len(trained.history.losses) == 1
     notes = sorted(json.loads(note.read_text()) for note in tmp_path.iterdir())
     builds = [note for note in notes if note[2] != os.getpid()]
@@ -93,8 +92,8 @@ def _resident(process: str) -> int:
 
 
 @pytest.mark.linux
-def test_a_module_is_unpickled_in_turn_and_let_go_of(frames: Any, tmp_path: Path) -> None:
-    module, rows = Noting(tmp_path), frames(8, 8)
+def test_a_module_is_unpickled_in_turn_and_let_go_of(parts: Any, tmp_path: Path) -> None:
+    module, rows = Noting(tmp_path), parts(8, 8)
     stop = sparkdl.max_iteration(1)
     trained = trainer_of(model=module, strategy="fsdp", stop=stop).fit(rows)
     assert len(trained.history.losses) == 1

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from faults_of_gangs import OF_GANGS
+
 
 class Fault(NamedTuple):
     """``text`` occurs in ``module``, and ``tests`` fail with ``instead`` in its place."""
@@ -248,4 +250,5 @@ FAULTS = {
         "position = (self.step.index, 0) +",
         "parity/test_parity.py",
     ),
+    **{name: Fault(*row) for name, row in OF_GANGS.items()},
 }

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,24 +21,18 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from pyspark import SparkConf, cloudpickle
+import without_spark
+from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
 from sparkdl.data.epoch import EpochPlan, derive_seed, permutation
-from sparkdl.data.partition_reader import open_partition
-from sparkdl.data.preview import Preview
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import Source, _sample_set
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.model.layout import Layout, layout_of
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.mini_batch import to_tensors
-from sparkdl.train import fit as fit_module
-from sparkdl.train import place_samples as placing_module
-from sparkdl.train import prepare as prepare_module
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -79,14 +72,8 @@ class Centred(nn.Module):
         return x - self.mean
 
 
-@dataclass
-class Parts:
-    """Samples in partitions. ``rows``: by replica, its arrays in canonical order, once trained on."""
-
-    records: list[list[Any]]
-    rows: list[list[np.ndarray] | None] = field(default_factory=list)
-    num_features: int = 1
-    num_labels: int = 1
+class Parts(without_spark.Parts):
+    """Samples in partitions."""
 
     @staticmethod
     def of(
@@ -98,10 +85,6 @@ class Parts:
         generator = np.random.default_rng([seed, *sizes])
         make = make or classified
         return Parts([[make(generator) for _ in range(size)] for size in sizes])
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        return tuple(map(len, self.records))
 
 
 def classified(generator: np.random.Generator) -> sparkdl.Sample:
@@ -131,42 +114,6 @@ def trainer_of(sizes: Sequence[int], slices: int = 1, **changes: Any) -> sparkdl
     return sparkdl.Trainer(**{**values, **changes})
 
 
-class NoCluster:
-    """What a fit on the local engine asks of a SparkContext beside the data."""
-
-    _jsc = None
-    applicationId = "local-features"
-    defaultParallelism = 2
-    master = "local[2]"
-
-    def __init__(self) -> None:
-        self._conf = SparkConf(loadDefaults=False).set("spark.sparkdl.progress", "false")
-
-    def getLocalProperty(self, key: str) -> None:
-        return None
-
-    def setJobGroup(self, *args: Any) -> None:
-        pass
-
-
-def _handed_over(source: Source) -> SampleSet:
-    parts: Parts = source.data
-    assert source.replicas == len(parts.records)
-    task = source.records_task
-    handles = [pickle.loads(next(task(m, part))) for m, part in enumerate(parts.records)]
-    preview = Preview.of(handles)
-    first = [preview.read(m, handles[m]) for m in preview.rows]
-    samples = _sample_set(source, None, handles, preview.join(first))
-    parts.num_features, parts.num_labels = samples.num_features, samples.num_labels
-    parts.rows = [
-        [np.array(column) for column in open_partition(h).gather(np.arange(h.num_rows))]
-        if h.num_rows
-        else None
-        for h in handles
-    ]
-    return samples
-
-
 class Notes(sparkdl.Callback):
     """The state after every iteration."""
 
@@ -193,13 +140,7 @@ class Seen:
 
 def fit_here(trainer: sparkdl.Trainer, parts: Parts, **how: Any) -> Seen:
     """``trainer.fit(parts)`` on the local engine, watched."""
-    with (
-        mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
-        mock.patch.object(prepare_module, "_check_data"),
-        mock.patch.object(fit_module, "tell_what_costs_speed"),
-        mock.patch.object(fit_module, "warming_up"),
-        mock.patch.object(placing_module, "materialize_here", _handed_over),
-    ):
+    with without_spark.without_spark():
         return _watched(LocalEngine, trainer, parts, **how)
 
 

@@ -1,26 +1,28 @@
 """Four ranks, a model that is cut in several ways; then on with another strategy.
 
 Of three models: one whose rows meet in a batch norm, one for pipelines, whose rows do not, and one of
-layers that are cut.
+layers that are cut. Torch sums the gradients of several ranks in an order of its own: bits may differ.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pytest
 import torch
-from gang_training import CLASSES, WIDTH, trainer_of
+from gang_training import CLASSES, WIDTH, alike, trainer_of
+from launch import soak_but
 from pyspark import cloudpickle
+from strategy_models import paired
 from torch import nn
 
 import sparkdl
 
+pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 RANKS, BEGUN, STOP = 4, 6, sparkdl.max_iteration(9)
 ENDS: dict[str, dict] = {
@@ -39,13 +41,6 @@ PIPELINES: dict[str, dict] = {
 def model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(WIDTH, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES)
-    )
-
-
-def paired() -> nn.Module:
-    """Two layers that are cut, and others; an output of fewer rows than ranks."""
-    return nn.Sequential(
-        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 7), nn.LayerNorm(7), nn.Linear(7, CLASSES)
     )
 
 
@@ -150,65 +145,71 @@ class Noting(torch.optim.Adam):
         return super().step(closure)
 
 
-def updated(common: Any, how: dict, df: Any, folder: Path) -> list[int]:
-    """How many elements each rank updates."""
-    folder.mkdir(parents=True)
-    optimizer = partial(Noting, folder=str(folder), lr=1e-2)
-    common(**how, optimizer=optimizer, stop=sparkdl.max_iteration(1)).fit(df)
-    return [int((folder / str(rank)).read_text()) for rank in range(RANKS)]
+def common(made: Any, rows: Any, **how: Any) -> sparkdl.Trainer:
+    """A trainer that looks at an odd number of batches on the way, with a norm that is clipped, so that
+    each copy's counts once."""
+    every = sparkdl.every(3)
+    validation = sparkdl.Validation(rows, metrics=["accuracy"], every=every, batch_size=7)
+    seen = {"validation": validation, "histograms": sparkdl.every(1)}
+    values = {"model": made, "replicas": RANKS, "batch_size": 12, "clip_norm": 0.3, "ema": 0.8}
+    return trainer_of(**values, **seen, **how)
 
 
-def run(spark: Any, runs: dict[str, list[str]], path: str) -> dict[str, Any]:
-    """``runs``: by beginning, how it goes on. ``path``: of checkpoints and notes."""
-    generator = np.random.default_rng(1)
-    rows = [
-        (generator.normal(size=WIDTH).tolist(), int(generator.integers(CLASSES))) for _ in range(60)
-    ]
-    even, uneven = (
-        spark.createDataFrame(
-            spark.sparkContext.parallelize(
-                [rows[a:b] for a, b in itertools.pairwise(cuts)], RANKS
-            ).flatMap(list),
-            "features array<double>, label long",
-        ).cache()
-        for cuts in ((0, 15, 30, 45, 60), (0, 25, 28, 48, 60))
-    )
-    found = {}
-    for name, wanted in runs.items():
-        made, beginning, ends = BEGINNINGS[name]
-        kept = f"{path}/{name}"
-        df = even if made is model else uneven
-        common = partial(
-            trainer_of, model=made, replicas=RANKS, batch_size=12, clip_norm=0.3, ema=0.8
-        )
-        begun = common(
-            **beginning,
-            checkpoint=sparkdl.Checkpoint(kept, every=sparkdl.every(3)),
-            **seen(df),
-        )
-        whole = common(engine="local", stop=STOP, **seen(df))
-        some = {"whole": told(whole.fit(df)), "begun": told(begun.fit(df))}
-        for end in wanted:
-            some[end] = told(common(stop=STOP, **ends[end]).fit(df, resume=kept))
-        if name in SHARED:
-            notes = Path(path, "notes", name)
-            some["updated"] = updated(common, beginning, df, notes)
-        found[name] = some
-    return found
+def sizes_for(made: Any) -> tuple[int, ...]:
+    """Rows of the ranks: a batch norm needs some in each iteration."""
+    return (15,) * RANKS if made is model else (25, 3, 20, 12)
 
 
-def seen(df: Any) -> dict[str, Any]:
-    """What is looked at on the way, of an odd number of batches."""
-    validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(3), batch_size=7)
-    return {"validation": validation, "histograms": sparkdl.every(1)}
+def begun(name: str, parts: Any, path: Path) -> tuple[Any, sparkdl.TrainedModel]:
+    """The rows, and what comes of the beginning; its checkpoints are in ``path``."""
+    made, beginning, _ = BEGINNINGS[name]
+    rows = parts(*sizes_for(made))
+    kept = sparkdl.Checkpoint(path, every=sparkdl.every(3))
+    return rows, common(made, rows, checkpoint=kept, **beginning).fit(rows)
 
 
-def told(trained: sparkdl.TrainedModel) -> dict:
-    models = [trained.module, trained.ema.module if trained.ema else None]
-    weights = [torch.cat([p.detach().flatten() for p in m.parameters()]) for m in models if m]
-    validated = [list(one["metrics"].values()) for one in trained.history.validations]
-    return {
-        "losses": trained.history.losses,
-        "weights": torch.cat(weights).tolist(),
-        "validated": validated,
-    }
+def go_on(name: str, end: str, rows: Any, path: Path) -> None:
+    """Resume with another strategy: the training of one process all the same."""
+    made, _, ends = BEGINNINGS[name]
+    ended = common(made, rows, stop=STOP, **ends[end]).fit(rows, resume=str(path))
+    alike(ended, common(made, rows, engine="local", stop=STOP).fit(rows))
+
+
+ALWAYS = [
+    *("shards", "pipelines", "layers", "stages of a forward"),
+    "shards whose copies share the update",
+]
+
+
+@pytest.mark.parametrize("beginning", soak_but(ALWAYS, BEGINNINGS))
+def test_copies_are_the_training_of_one_process(parts, tmp_path, beginning):
+    """And the first of those that may goes on from its checkpoint."""
+    made, _, ends = BEGINNINGS[beginning]
+    rows, there = begun(beginning, parts, tmp_path)
+    assert len(there.history) == BEGUN
+    assert len(there.history.validations) == 2
+    alike(there, common(made, rows, engine="local").fit(rows))
+    go_on(beginning, next(iter(ends)), rows, tmp_path)
+
+
+OTHERS = [(name, end) for name, (_, _, ends) in BEGINNINGS.items() for end in [*ends][1:]]
+QUICK = [("pipelines", "two that share the update"), ("layers", "parts and shards")]
+
+
+@pytest.mark.parametrize(("beginning", "end"), soak_but(QUICK, OTHERS))
+def test_others_go_on_from_its_checkpoint(parts, tmp_path, beginning, end):
+    rows, _ = begun(beginning, parts, tmp_path)
+    go_on(beginning, end, rows, tmp_path)
+
+
+@pytest.mark.parametrize("beginning", soak_but(ALWAYS, SHARED))
+def test_copies_that_share_the_update_do_half_of_it_each(parts, tmp_path, beginning):
+    """What both ranks of a model-parallel group have, they both update."""
+    made, how, _ = BEGINNINGS[beginning]
+    rows, optimizer = parts(*sizes_for(made)), partial(Noting, folder=str(tmp_path), lr=1e-2)
+    common(made, rows, optimizer=optimizer, stop=sparkdl.max_iteration(1), **how).fit(rows)
+    sizes = {name: p.numel() for name, p in made().named_parameters()}
+    of_all = sum(sizes.values())
+    if "layers" in beginning:
+        of_all += sum(n for name, n in sizes.items() if name == "2.bias" or name[0] > "2")
+    assert sum(int((tmp_path / str(rank)).read_text()) for rank in range(RANKS)) == of_all

@@ -1,0 +1,114 @@
+"""``Trainer.fit`` without Spark, which would only bring the rows: they are handed over as lists, one a
+partition."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from pyspark import SparkConf
+
+from sparkdl.data.partition_reader import open_partition
+from sparkdl.data.preview import Preview
+from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import Source, _sample_set
+from sparkdl.slab.root import SlabConfig
+from sparkdl.train import fit as fit_module
+from sparkdl.train import place_samples as placing_module
+from sparkdl.train import prepare as prepare_module
+
+
+class NoCluster:
+    """What a fit asks of a SparkContext beside the data."""
+
+    _jsc = None
+    applicationId = f"no-cluster-{os.getpid()}"
+    defaultParallelism = 2
+    master = "local[2]"
+
+    def __init__(self) -> None:
+        self._conf = SparkConf(loadDefaults=False).set("spark.sparkdl.progress", "false")
+
+    def getLocalProperty(self, key: str) -> None:
+        return None
+
+    def setJobGroup(self, *args: Any) -> None:
+        pass
+
+    def statusTracker(self) -> Any:
+        """Nothing runs."""
+        return SimpleNamespace(getActiveJobsIds=list, getJobIdsForGroup=lambda group: [])
+
+
+@dataclass
+class Parts:
+    """Samples in partitions. ``rows``: by replica, its arrays in canonical order, once trained on."""
+
+    records: list[list[Any]]
+    rows: list[list[Rows] | None] = field(default_factory=list)
+    num_features: int = 1
+    num_labels: int = 1
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        return tuple(map(len, self.records))
+
+
+@dataclass(frozen=True)
+class Partitions:
+    """What stands for the RDD of the samples: the frames of each partition, and where they lie."""
+
+    frames: list[Any]
+    slab: SlabConfig
+
+    def getNumPartitions(self) -> int:
+        return len(self.frames)
+
+    def zipped(self, other: Partitions) -> Partitions:
+        """As :func:`sparkdl.spark.frames.zip_frames` does."""
+        return Partitions(list(zip(self.frames, other.frames, strict=True)), self.slab)
+
+
+@contextlib.contextmanager
+def without_spark() -> Iterator[None]:
+    """In the block ``Trainer.fit`` takes :class:`Parts`, on the local engine or that of a gang."""
+    with (
+        mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
+        mock.patch.object(prepare_module, "_check_data"),
+        mock.patch.object(fit_module, "tell_what_costs_speed"),
+        mock.patch.object(fit_module, "warming_up"),
+        mock.patch.object(placing_module, "materialize_here", _handed_over),
+        mock.patch.object(placing_module, "materialize", lambda source, _: _handed_over(source)),
+    ):
+        yield
+
+
+def _handed_over(source: Source) -> SampleSet:
+    parts: Any = source.data
+    assert source.replicas == len(parts.records)
+    task = source.records_task
+    frames = [next(task(m, part)) for m, part in enumerate(parts.records)]
+    handles = [pickle.loads(frame) for frame in frames]
+    preview = Preview.of(handles)
+    first = [preview.read(m, handles[m]) for m in preview.rows]
+    rdd: Any = Partitions(frames, source.slab)
+    samples = _sample_set(source, rdd, handles, preview.join(first))
+    parts.num_features, parts.num_labels = samples.num_features, samples.num_labels
+    parts.rows = [
+        [
+            column if isinstance(column, Ragged) else np.array(column)
+            for column in open_partition(h).gather(np.arange(h.num_rows))
+        ]
+        if h.num_rows
+        else None
+        for h in handles
+    ]
+    return samples
