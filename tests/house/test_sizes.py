@@ -11,11 +11,11 @@ from launch import ROOT
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 374,
-    "lines": 64_200,
+    "lines": 64_100,
     "modules of more than 300 lines": 2,
     "lines of the longest module": 445,
     "percent of lines in the largest room": 19,
-    "modules with a single importer": 71,
+    "modules with a single importer": 70,
     "docstrings that begin with Of, What, Whether or Where": 0,
 }
 
