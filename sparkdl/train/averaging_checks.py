@@ -23,7 +23,7 @@ from sparkdl.errors import ModelError
 from sparkdl.model.loss import Loss, call_loss, is_sum, masses_of
 from sparkdl.model.model_loss import ModelLoss, PerReplica, inner, is_own_loss
 from sparkdl.model.recipe import Recipe
-from sparkdl.model.signature import Signature
+from sparkdl.model.signature import Signature, with_tensors
 from sparkdl.model.step import is_step
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
@@ -111,7 +111,9 @@ def gives_sums(
     with torch.no_grad(), seeded(recipe.seed):
         module.train()
         call, part = recipe.signature.call_for_loss, recipe.signature.for_loss
-        output = part(loss, call(loss, module, inputs, targets))
+        with torch.enable_grad():  # a forward or a step may compute gradients
+            returned = call(loss, module, inputs, targets)
+        output = with_tensors(part(loss, returned), torch.Tensor.detach)
         sums = is_sum(call_loss(loss, output, targets))
         if not (averaged or sums) or len(known) < 2 or isinstance(loss, PerReplica):
             return sums

@@ -274,10 +274,17 @@ def _output_in_use(
     with evaluating(module):
         try:
             output = _part_of(signature.call(module, inputs), signature)
-        except Exception:
-            if not own_loss:
-                raise
-            return None
+        except ModelError:
+            raise
+        except Exception as error:
+            if own_loss:
+                return None
+            raise ModelError(
+                "the model works in training, and fails on the same rows in evaluation mode without "
+                f"gradients, as in validation and predictions: {type(error).__name__}: "
+                f"{text_of(error)}. If its forward computes gradients, as by torch.autograd.grad, do "
+                "that in a block of torch.enable_grad()."
+            ) from error
     if not isinstance(output, torch.Tensor) or output.is_complex():
         return None
     return Output.of(output) if output.ndim and len(output) == len(inputs[0]) else None

@@ -37,7 +37,7 @@ def tell_of_hidden_state(module: nn.Module, recipe: Recipe, batch: Batch) -> Non
     module.train()
     found = []
     for _ in range(2):
-        with buffers_kept(module), torch.no_grad(), seeded(recipe.seed):
+        with buffers_kept(module), seeded(recipe.seed):  # a forward may compute gradients
             output = recipe.signature.call_for_loss(recipe.loss, module, inputs, targets)
             found.append(comparable(output))
     if found[0] != found[1]:

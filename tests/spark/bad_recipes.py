@@ -104,6 +104,12 @@ class Normed(Embedded):
         self.table = nn.Embedding(3, 1, max_norm=1.5)
 
 
+class Force(ReturnsNothing):
+    def forward(self, x: torch.Tensor) -> Any:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(nn.Linear.forward(self, x).sum(), x, create_graph=True)[0][:, 0]
+
+
 class Growing(ReturnsNothing):
     def __init__(self) -> None:
         super().__init__()
@@ -414,6 +420,16 @@ MODELS = [
         lambda fit: fit(fit.good(), model=ReturnsNothing),
         ModelError,
         "the model returned None: its forward must return the output.",
+        jobs=3,
+    ),
+    Mistake(
+        "model that computes gradients where there are none",
+        lambda fit: fit(fit.good(), model=Force),
+        ModelError,
+        "the model works in training, and fails on the same rows in evaluation mode without "
+        "gradients, as in validation and predictions: RuntimeError: element 0 of tensors does not "
+        "require grad and does not have a grad_fn. If its forward computes gradients, as by "
+        "torch.autograd.grad, do that in a block of torch.enable_grad().",
         jobs=3,
     ),
     Mistake(

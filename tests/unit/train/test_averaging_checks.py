@@ -68,6 +68,18 @@ def check(
     return gives_sums(module, recipe, batch, [labels], averaged)
 
 
+class Force(nn.Module):
+    """The gradient of a part with respect to the inputs, as of an energy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)[0]
+
+
 class Narrow(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -177,6 +189,7 @@ FINE = {
     "a value a sample": (lambda o, t: (o - t).square().mean(1), VALUES, of_rows),
     "without a label": (lambda o, t: o.mean(), VALUES, of_rows),
     "that draws": (drawing, VALUES, of_rows),
+    "of gradients": (lambda o, t: o.square().mean(), VALUES, Force),
     "of a dict": (lambda o, t: F.cross_entropy(o["one"], t) + 0.1 * o["extra"], CLASS, Pair),
 }
 

@@ -52,6 +52,12 @@ class Drawn(nn.Linear):
         return super().forward(x) + self.draw()
 
 
+class Gradients(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
+
+
 def hooked() -> nn.Module:
     module, calls = nn.Linear(4, 2), [0]
 
@@ -74,6 +80,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
         lambda: Drawn(lambda: random.random() + np.random.rand() + torch.rand(1)),
         False,
     ),
+    "gradients of its inputs": (lambda: Gradients(4, 2), False),
     "layers of torch": (
         lambda: nn.Sequential(
             parametrizations.spectral_norm(nn.Linear(4, 8)),
