@@ -50,13 +50,17 @@ def changed_form(name: str, before: Form | None, after: Form | None) -> str:
 def _in_form(segment: TensorRange, owner: nn.Module, attribute: str) -> torch.Tensor | None:
     """Return the buffer of ``segment``, or None if it is a cache that forward has given another form.
 
-    A buffer that no state_dict holds is taken to be a cache of this process.
+    A buffer that no state_dict holds is taken to be a cache of this process. A buffer whose elements
+    share memory gets memory of its own.
 
     Raises:
         ModelError: The form of a buffer of the state_dict has changed.
     """
     buffer = owner._buffers.get(attribute)
     if buffer is not None and buffer.dtype == segment.dtype and buffer.shape == segment.shape:
+        if not one_place_each(buffer):  # it could not be written to
+            buffer = buffer.clone(memory_format=torch.contiguous_format)
+            owner._buffers[attribute] = buffer
         return buffer
     if attribute not in owner._non_persistent_buffers_set:
         built = segment.shape, segment.dtype
@@ -111,10 +115,6 @@ class FlatModule:
             else:
                 path, _, attribute = segment.name.rpartition(".")
                 owner = module.get_submodule(path)
-                buffer = owner._buffers[attribute]
-                assert buffer is not None
-                if not one_place_each(buffer):
-                    owner._buffers[attribute] = buffer.clone(memory_format=torch.contiguous_format)
                 self._buffers.append((segment, owner, attribute))
         self.save_buffers(self.flat)
 
