@@ -148,6 +148,8 @@ def test_a_trained_model_brings_its_columns(points: DataFrame) -> None:
     assert values(sparkdl.predict(points, trained)) == expected
     twice = sparkdl.predict(points, trained, outputs={"twice": lambda output: 2 * output})
     same(values(twice, "twice"), 2 * torch.tensor(expected))
+    several = sparkdl.predict(points, trained.with_module(lambda _: Several()))
+    assert several.columns == ["number", "x", "total", "doubled"]
 
 
 @pytest.mark.parametrize(
@@ -332,8 +334,31 @@ def test_a_failed_job_goes_on_where_it_was(spark: SparkSession, tmp_path: Path) 
     assert spark.read.parquet(str(tmp_path / "out")).schema == result.schema
     with pytest.raises(sparkdl.ParameterError, match=r"holds other predictions .* overwrite=True"):
         write(partitions=4)
+    other = {"data": data.where("number <> 7"), "model": model}
+    with pytest.raises(
+        sparkdl.ParameterError, match=r"predictions of other rows .* overwrite=True"
+    ):
+        sparkdl.predict(**other, **write.keywords, features="x")
+    assert values(write()) == values(result)
     assert write(partitions=4, overwrite=True).count() == 100
     assert len(list((tmp_path / "out").glob("*.parquet"))) == 4
+
+
+def test_rows_that_are_skipped_count_as_rows_of_a_file(
+    partly_bad: DataFrame, tmp_path: Path
+) -> None:
+    """So a second call knows the rows again, and notices other ones, where bad rows are left out."""
+    options = {"path": tmp_path, "partitions": 3, "handle_invalid": "skip"}
+    written = sparkdl.predict(partly_bad, NET, "x", **options)
+    lazy = sparkdl.predict(partly_bad, NET, "x", handle_invalid="skip")
+    assert written.schema == lazy.schema
+    assert values(written, "number") == values(lazy, "number")
+    same(values(written), torch.tensor(values(lazy)))
+    next(tmp_path.glob("part-00001*")).unlink()
+    assert sparkdl.predict(partly_bad, NET, "x", **options).count() == ROWS - len(BAD)
+    for changed in (partly_bad.where(f"number <> {min(BAD)}"), partly_bad.union(partly_bad)):
+        with pytest.raises(sparkdl.ParameterError, match="predictions of other rows"):
+            sparkdl.predict(changed, NET, "x", **options)
 
 
 def test_a_stream_is_scored(spark: SparkSession, points: DataFrame, tmp_path: Path) -> None:

@@ -120,7 +120,13 @@ class Inference:
         """Return the data with predictions: lazily, or as read from ``path`` once it is there."""
         if path is None:
             return self.applied(data)
-        return write_parts(data, self.applied, path, partitions, overwrite, self.identity())
+        scored, reason = self, None
+        if self.options.handle_invalid == "skip":  # the file leaves them out, but knows of them
+            reason = "sparkdl_reason"
+            options = replace(self.options, handle_invalid="keep", error_col=reason)
+            scored = replace(self, options=options, task=replace(self.task, error_col=reason))
+        identity = self.identity()
+        return write_parts(data, scored.applied, path, partitions, overwrite, identity, reason)
 
 
 def _spec(column: Column) -> str:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyspark import TaskContext
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, functions
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.data.arrow_tasks import content_hash, partition_of
@@ -23,7 +26,10 @@ from sparkdl.spark.failures import reading_explained
 
 _SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
 """The key under which Spark finds the schema that it wrote, with the types of users."""
-_PART = re.compile(r"part-(\d{5})-of-(\d{5})-([0-9a-f]{16})\.parquet")
+_PART = re.compile(r"part-(\d{5})-of-(\d{5})-([0-9a-f]{16})-([0-9a-f]{16})\.parquet")
+"""The name of a file: the partition, their number, the digest of the model, and that of the rows."""
+_HASH = "sparkdl_hash"
+"""The column with the hash of a row while it is written."""
 
 
 def write_parts(
@@ -33,11 +39,13 @@ def write_parts(
     partitions: int,
     overwrite: bool,
     identity: str,
+    reason: str | None,
 ) -> DataFrame:
     """Write the data with predictions into a folder, except for the partitions that are there.
 
     A row belongs to a partition by the hash of its content, whatever the cluster, so that the rows of
-    finished partitions are left out before anything is computed for them.
+    finished partitions are left out before anything is computed for them. The name of a file has a
+    digest of the rows that it was made from, so that other rows are noticed.
 
     Args:
         data: The rows.
@@ -46,6 +54,8 @@ def write_parts(
         partitions: The number of files.
         overwrite: Delete other predictions first.
         identity: A digest of what the predictions depend on besides the rows.
+        reason: A column that ``score`` adds; rows where it is not null are not written. None writes
+            all rows.
 
     Returns:
         The data with predictions, as read from there.
@@ -67,33 +77,40 @@ def write_parts(
             "writeStream and its checkpointLocation, which goes on after a failure, too."
         )
     folder = Folder.of(path)
-    scored = score(data.repartition(partitions, content_hash(data)))
+    hashed = content_hash(data)
+    scored = score(data.repartition(partitions, hashed))
     folder.make()
     finished = _finished(folder, partitions, identity, overwrite)
-    missing = sorted(set(range(partitions)) - finished)
+    if finished:
+        _check_rows(folder, data, partitions, finished)
+    missing = sorted(set(range(partitions)) - finished.keys())
     if finished and missing:
         rows = data.where(partition_of(data, partitions).isin(missing))
-        scored = score(rows.repartition(partitions, content_hash(rows)))
+        scored = score(rows.repartition(partitions, hashed))
+    schema = scored.drop(*filter(None, [reason])).schema
     if missing:
-        task = WritePart(folder, partitions, identity, scored.schema.json(), frozenset(finished))
+        task = WritePart(folder, partitions, identity, schema.json(), frozenset(finished), reason)
         with reading_explained("writing predictions"):
-            scored.mapInArrow(task, "rows bigint").collect()
-    return data.sparkSession.read.schema(scored.schema).parquet(folder.uri)
+            written = scored.withColumn(_HASH, hashed).mapInArrow(task, "name string").collect()
+        _delete_others(folder, {row.name for row in written}, missing)
+    return data.sparkSession.read.schema(schema).parquet(folder.uri)
 
 
-def _finished(folder: Folder, partitions: int, identity: str, overwrite: bool) -> set[int]:
-    """Return the partitions that are there, once those of other predictions are gone.
+def _finished(
+    folder: Folder, partitions: int, identity: str, overwrite: bool
+) -> dict[int, re.Match[str]]:
+    """Return the names of the partitions that are there, once those of other predictions are gone.
 
     Raises:
         ParameterError: There are other predictions, which may not be deleted.
     """
-    finished: set[int] = set()
+    finished: dict[int, re.Match[str]] = {}
     for name in folder.entries():
         found = _PART.fullmatch(name)
         if found is None:
             continue
         if (int(found[2]), found[3]) == (partitions, identity) and not overwrite:
-            finished.add(int(found[1]))
+            finished[int(found[1])] = found
         elif overwrite:
             folder.delete(name)
         else:
@@ -104,9 +121,53 @@ def _finished(folder: Folder, partitions: int, identity: str, overwrite: bool) -
     return finished
 
 
+def _check_rows(
+    folder: Folder, data: DataFrame, partitions: int, finished: Mapping[int, re.Match[str]]
+) -> None:
+    """Raise ParameterError if the rows of a finished partition have changed."""
+    part = partition_of(data, partitions)
+    hashes = data.where(part.isin(list(finished))).select(
+        part.alias("part"), content_hash(data).cast("decimal(20,0)").alias("hash")
+    )
+    totals = functions.count("hash").alias("rows"), functions.sum("hash").alias("total")
+    with reading_explained("reading the rows to predict"):
+        found = {
+            row.part: _digest(row.rows, int(row.total))
+            for row in hashes.groupBy("part").agg(*totals).collect()
+        }
+    changed = [
+        name[0] for part, name in finished.items() if name[4] != found.get(part, _digest(0, 0))
+    ]
+    if changed:
+        raise ParameterError(
+            f'"{folder}" holds predictions of other rows ({changed[0]}): the data has changed since, '
+            "or differs each time that it is read. Give another path, or overwrite=True."
+        )
+
+
+def _delete_others(folder: Folder, written: Collection[str], partitions: Collection[int]) -> None:
+    """Delete files of tasks that were made again, where the rows were others the second time."""
+    for name in folder.entries():
+        found = _PART.fullmatch(name)
+        if found and int(found[1]) in partitions and name not in written:
+            folder.delete(name)
+
+
+def _digest(rows: int, total: int) -> str:
+    """Return a digest of rows.
+
+    Args:
+        rows: The number of rows.
+        total: The sum of their hashes.
+    """
+    return hashlib.blake2b(f"{rows} {total}".encode(), digest_size=8).hexdigest()
+
+
 @dataclass(frozen=True)
 class WritePart:
     """A ``mapInArrow`` task that writes one partition, which appears once it is complete.
+
+    It yields the name of the file. The last column of a batch is the hash of the row.
 
     Attributes:
         folder: The folder.
@@ -114,6 +175,7 @@ class WritePart:
         identity: A digest of what the predictions depend on.
         schema: The schema in Spark's JSON.
         finished: The partitions that are there already.
+        reason: The column that is not null in rows that are not written, or None.
     """
 
     folder: Folder
@@ -121,33 +183,51 @@ class WritePart:
     identity: str
     schema: str
     finished: frozenset[int]
+    reason: str | None
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
         assert context is not None
         partition = context.partitionId()
         if partition not in self.finished:
-            name = f"part-{partition:05}-of-{self.partitions:05}-{self.identity}.parquet"
-            yield pa.RecordBatch.from_pydict({"rows": [self._write(batches, name)]})
+            yield pa.RecordBatch.from_pydict({"name": [self._write(batches, partition)]})
 
-    def _write(self, batches: Iterable[pa.RecordBatch], name: str) -> int:
-        """Write a file on this node, then to the folder; return the number of rows."""
-        rows, writer = 0, None
+    def _write(self, batches: Iterable[pa.RecordBatch], partition: int) -> str:
+        """Write a file on this node, then to the folder; return its name."""
+        rows, total, writer = 0, 0, None
         with tempfile.NamedTemporaryFile(prefix="sparkdl-", suffix=".parquet") as file:
             for batch in batches:
+                rows += batch.num_rows
+                total += _sum(batch.column(batch.num_columns - 1).to_numpy())
+                batch = self._to_write(batch)
                 if writer is None:
                     schema = batch.schema.with_metadata({_SCHEMA: self.schema})
                     writer = pq.ParquetWriter(file.name, schema, coerce_timestamps="us")
                 writer.write_batch(batch.replace_schema_metadata(writer.schema.metadata))
-                rows += batch.num_rows
             if writer is None:
                 # a partition without rows is complete, too
                 pq.write_table(pa.table({}), file.name)
             else:
                 writer.close()
+            place = f"part-{partition:05}-of-{self.partitions:05}"
+            name = f"{place}-{self.identity}-{_digest(rows, total)}.parquet"
             self.folder.make()
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as whole:
                 content: Any = memoryview(whole)
                 self.folder.write(name, content)
                 content.release()
-        return rows
+        return name
+
+    def _to_write(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        """Return the rows and columns of a batch that are written."""
+        batch = batch.drop_columns([_HASH])
+        if self.reason is None:
+            return batch
+        valid = pc.is_null(batch.column(self.reason))
+        return batch.filter(valid).drop_columns([self.reason])
+
+
+def _sum(hashes: np.ndarray) -> int:
+    """Return the exact sum of 64-bit hashes."""
+    high, low = hashes >> 32, hashes & 0xFFFFFFFF
+    return (int(high.sum()) << 32) + int(low.sum())

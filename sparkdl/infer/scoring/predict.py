@@ -70,7 +70,8 @@ def predict(
         example: A DataFrame with rows like those of ``data`` to try the model on; needed for most
             streams. None looks at the first rows of ``data``, if made-up ones do not do.
         path: A folder, or the URI of one, to write the result to as Parquet. It is computed at once.
-            After a failure, the same call goes on with the partitions that are missing.
+            After a failure, the same call goes on with the partitions that are missing. A folder with
+            predictions of another model or of other rows is an error.
         partitions: The number of files at ``path``.
         overwrite: Delete other predictions at ``path`` first.
 

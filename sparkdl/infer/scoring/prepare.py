@@ -92,7 +92,7 @@ def prepare(
     inputs, _ = columns_of(data.schema, names, (), float_dtype, specs, fields)
     check_unambiguous(data, names)
     parts = named_parts(outputs, prediction_col)
-    if parts is None and trained is not None:
+    if parts is None and trained is not None and trained.signature.part is not None:
         parts = {prediction_col: trained.signature.part}
     module = (quantized if options.quantize else for_convolutions)(module)
     forward = Forward(module, signature, options.precision)
