@@ -40,10 +40,13 @@ LOOKS = 10
 """How often in a run the loss is looked at."""
 Run = list[tuple[int, float]]
 """Batches, and the figure after them."""
+SHORT_RUNS = partial(torch.optim.SGD, lr=1.0, momentum=0.5, nesterov=True)
+"""An outer optimizer that forgets earlier rounds sooner than the default one."""
 SENDING: dict[str, tuple[Any, dict[str, Any]]] = {
     "Synchronous": (sparkdl.Synchronous(), {}),
     "Synchronous, bf16": (sparkdl.Synchronous(), HALF),
     "DiLoCo, H = 30": (sparkdl.DiLoCo(inner_steps=30), {}),
+    "DiLoCo, H = 30, outer momentum 0.5": (sparkdl.DiLoCo(30, outer_optimizer=SHORT_RUNS), {}),
     "DiLoCo, H = 30, bf16": (sparkdl.DiLoCo(inner_steps=30), HALF),
     "Gossip, ring": (sparkdl.Gossip(topology="ring"), {}),
     "Gossip, exponential": (sparkdl.Gossip(topology="exponential"), {}),
