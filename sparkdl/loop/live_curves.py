@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -42,10 +43,10 @@ class LiveCurves:
         self._losses.append(state.loss)
         self._validations = state.validations
         if state.epoch > self._epoch:
-            losses = self._losses[self._in_epochs :]
+            counted = [x for x in self._losses[self._in_epochs :] if math.isfinite(x)]
+            mean = sum(counted) / len(counted) if counted else math.nan
             begun = self._iterations[self._in_epochs]
-            mean = {"loss": sum(losses) / len(losses), "iterations": 1 + state.iteration - begun}
-            self._epochs.append(mean)
+            self._epochs.append({"loss": mean, "iterations": 1 + state.iteration - begun})
             self._epoch, self._in_epochs = state.epoch, len(self._losses)
         if time.monotonic() >= self._next:
             self.draw()

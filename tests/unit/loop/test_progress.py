@@ -21,6 +21,7 @@ from sparkdl.errors import TrainingError
 from sparkdl.loop import progress
 from sparkdl.loop.advance import advance, describe, first_state, next_iteration
 from sparkdl.loop.config import LoopConfig
+from sparkdl.loop.history import History
 from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.loop.live_curves import LiveCurves
 from sparkdl.loop.schedule import Schedule
@@ -258,15 +259,24 @@ class Display:
         self.pictures.append(picture._repr_html_())
 
 
-def test_the_curves_grow_in_a_notebook(said: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A picture a second at most, and one at the end, in one place for all fits of a cell."""
-    shown, clock = Display(), [0.0]
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Display:
+    """Return the pictures that a cell of a notebook shows."""
+    found = Display()
     display = pytest.importorskip("IPython.display")
     shell = SimpleNamespace(execution_count=3)
-    monkeypatch.setattr(display, "display", shown.display)
+    monkeypatch.setattr(display, "display", found.display)
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
-    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
     monkeypatch.setattr(LiveCurves, "_cell", None)
+    return found
+
+
+def test_the_curves_grow_in_a_notebook(
+    said: list[Any], shown: Display, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A picture a second at most, and one at the end, in one place for all fits of a cell."""
+    clock = [0.0]
+    monkeypatch.setattr(progress, "_in_notebook", lambda: True)
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     for _ in range(2):
         bar = progress.progress_of("auto", "", 0.0)
@@ -285,6 +295,20 @@ def test_the_curves_grow_in_a_notebook(said: list[Any], monkeypatch: pytest.Monk
     assert "accuracy" not in shown.pictures[-2]
     assert "iteration 10<" in shown.pictures[-1]
     assert not isinstance(progress.progress_of("auto", "", 0.0, True), progress.NotebookProgress)
+
+
+def test_a_skipped_iteration_is_not_part_of_the_mean_that_a_curve_shows(shown: Display) -> None:
+    """The curves after the run are the same."""
+    live, history, losses = LiveCurves(), History(), [math.nan, 0.5, 0.25, 0.75]
+    for iteration, loss in enumerate(losses, 1):
+        epoch, position = divmod(iteration, 2)
+        state = TrainState(
+            iteration=iteration, epoch=epoch, position=position, samples=8 * iteration, loss=loss
+        )
+        live.add(state)
+        history.append(state, 1 + (iteration - 1) // 2)
+    live.end(state)
+    assert shown.pictures[-1] in history._repr_html_()
 
 
 def run_for(seconds: int, log: progress.Progress, monkeypatch: pytest.MonkeyPatch) -> None:
