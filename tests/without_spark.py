@@ -27,7 +27,7 @@ from sparkdl.train import prepare as prepare_module
 
 
 class NoCluster:
-    """What a fit asks of a SparkContext beside the data."""
+    """A context that answers what a fit asks of a SparkContext besides the data."""
 
     _jsc = None
     applicationId = f"no-cluster-{os.getpid()}"
@@ -64,7 +64,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Partitions:
-    """What stands for the RDD of the samples: the frames of each partition, and where they lie."""
+    """A stand-in for the RDD of the samples: the frames of each partition, and where they lie."""
 
     frames: list[Any]
     slab: SlabConfig

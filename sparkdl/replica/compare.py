@@ -10,8 +10,8 @@ numbers that torch draws. That is harmless, because all executors start with the
 
 Numbers that only ``forward`` uses, such as a constant of a user's module, are not compared here;
 :mod:`sparkdl.usercode` compares the code of the module's functions, and finds constants that were
-changed in the driver's process. Comparing the output of ``forward`` for
-a fixed batch would reveal some such numbers, but would be wrong for some models:
+changed in the driver's process. Comparing the output of ``forward`` for a fixed batch would reveal
+some such numbers, but would be wrong for some models:
 
 * A setting that has an effect in training only, such as the rate of a dropout, is not visible in an
   evaluation, and in training it is visible only as other random numbers.

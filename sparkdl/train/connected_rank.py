@@ -30,7 +30,7 @@ from sparkdl.gang.led_task import RESULT, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.output import Output
-from sparkdl.loop.callbacks import Callback, tell_result
+from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
@@ -40,9 +40,8 @@ from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.artifacts import Artifact, received_bytes
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.connected_news import ReportedProgress
-from sparkdl.train.course import FinishedEngine, Start, run_course, with_state
+from sparkdl.train.course import FinishedEngine, Start, run_course, told_model
 from sparkdl.train.engine_inputs import engine_inputs
-from sparkdl.train.fit_result import trained_model
 from sparkdl.train.large_result import StoredRows, store_rows
 from sparkdl.train.place_samples import check_validation
 from sparkdl.train.prepare import PreparedModel, prepare
@@ -181,14 +180,10 @@ class LedFit:
         def take(done: FinishedEngine) -> tuple[FinishedEngine, dict[str, Any]]:
             weights = {kind: done.engine.weights(kind) for kind in done.kinds}
             if any(type(each).on_result is not Callback.on_result for each in done.callbacks):
-                trained = trained_model(
-                    done.make, payload, done.kinds, weights.__getitem__, done.history
-                )
-                tell_result(done.callbacks, trainer, with_state(trained, done.packed, model))
+                told_model(done, trainer, model, weights.__getitem__)
             return done, weights
 
-        payload, prepared = model.payload, [model]
-        model = replace(model, module=nn.Module())
+        prepared, model = [model], replace(model, module=nn.Module())
         finished = run_course(
             trainer,
             prepared,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
+import torch
 from torch import nn
 
 from sparkdl.checkpoint.identity import ModelIdentity
@@ -28,7 +29,7 @@ from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.output import Output
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.advance import catch_up
-from sparkdl.loop.callbacks import Callback, added_callbacks
+from sparkdl.loop.callbacks import Callback, added_callbacks, tell_result
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import BEST, Engine
 from sparkdl.loop.history import History
@@ -43,7 +44,7 @@ from sparkdl.model.recipe import weights_digest
 from sparkdl.slices.slice_file import PackSlice
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.engine_inputs import load_start, packed_state
-from sparkdl.train.fit_result import result_maker, wanted_weights
+from sparkdl.train.fit_result import result_maker, trained_model, wanted_weights
 from sparkdl.train.periodic_tasks import periodic_tasks, run_identity
 from sparkdl.train.place_samples import validation_set
 from sparkdl.train.preflight import preflight, with_dimensions
@@ -249,6 +250,25 @@ def run_course(
         packed_best = tuple(engine.map_slices(PackSlice(), BEST)) if best else None
         result = take(FinishedEngine(engine, kinds, make, output, history, packed, own))
     return FinishedCourse(result, state, schedule, packed_best)
+
+
+def told_model(
+    done: FinishedEngine,
+    trainer: Trainer,
+    model: PreparedModel,
+    weights: Callable[[str], torch.Tensor],
+) -> TrainedModel:
+    """Return the trained model with its optimizer state, once the callbacks have been told of it.
+
+    Args:
+        done: The engine when training has ended.
+        trainer: The user's trainer.
+        model: The prepared model.
+        weights: Returns the flat vector of a kind of weights.
+    """
+    trained = trained_model(done.make, model.payload, done.kinds, weights, done.history)
+    tell_result(done.callbacks, trainer, with_state(trained, done.packed, model))
+    return trained
 
 
 def with_state(

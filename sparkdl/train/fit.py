@@ -21,7 +21,6 @@ from sparkdl.errors import ParameterError
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.trained_model import TrainedModel
-from sparkdl.loop.callbacks import tell_result
 from sparkdl.loop.history import History
 from sparkdl.loop.progress import progress_of
 from sparkdl.session import context_of, is_connected, settings_of, tell_what_costs_speed
@@ -30,9 +29,8 @@ from sparkdl.spark.executors import waiting_for_locality
 from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.carried import CarriedRun, chosen_state, has_rows
 from sparkdl.train.connected import run_connected
-from sparkdl.train.course import FinishedEngine, Start, check_replay, run_course, with_state
+from sparkdl.train.course import FinishedEngine, Start, check_replay, run_course, told_model
 from sparkdl.train.engine_inputs import engine_inputs
-from sparkdl.train.fit_result import trained_model
 from sparkdl.train.placed_samples import PlacedSamples, data_of, replicas_of, session_of
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.shared_samples import SharedSamples
@@ -178,10 +176,7 @@ def run(
             )
 
         def take(done: FinishedEngine) -> TrainedModel:
-            weights, history = done.engine.weights, done.history
-            trained = trained_model(done.make, model.payload, done.kinds, weights, history)
-            tell_result(done.callbacks, trainer, with_state(trained, done.packed, model))
-            return trained
+            return told_model(done, trainer, model, done.engine.weights)
 
         finished = run_course(
             trainer,

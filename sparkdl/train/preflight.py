@@ -68,6 +68,7 @@ def preflight(
     how = replace(batch_spec(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         tried = batch = preview_batch(how, samples.preview, augment=True)
+    tell_of_own_draws(how, samples.preview, trainer.seed, batch)
     loss = copy.deepcopy(trainer.objective)  # it may count its calls
     recipe = replace(model.recipe, loss=loss)
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
@@ -81,7 +82,6 @@ def preflight(
         functools.partial(build_model, model.payload),
     )
     tell_of_hidden_state(model.module, recipe, batch)
-    tell_of_own_draws(how, samples.preview, trainer.seed)
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.options.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
     mesh = trainer.mesh if trainer.engine == "gang" else None

@@ -50,21 +50,20 @@ def tell_of_hidden_state(module: nn.Module, recipe: Recipe, batch: Batch) -> Non
         )
 
 
-def tell_of_own_draws(how: BatchSpec, preview: Sequence[Rows], seed: int) -> None:
+def tell_of_own_draws(how: BatchSpec, preview: Sequence[Rows], seed: int, batch: Batch) -> None:
     """Warn if ``augment`` makes something else of the same rows the second time.
 
     Args:
         how: Says how rows become the arrays of a mini-batch.
         preview: Some rows.
         seed: The seed of the run.
+        batch: What ``augment`` made of them with that seed the first time.
     """
     if how.augment is None:
         return
-    found = []
-    for _ in range(2):
-        with seeded(seed):
-            found.append(comparable(preview_batch(how, preview, augment=True).inputs))
-    if found[0] != found[1]:
+    with seeded(seed):
+        again = preview_batch(how, preview, augment=True)
+    if comparable(batch.inputs) != comparable(again.inputs):
         logger.warning(
             "augment returns something else for the same sample in the same epoch: it keeps something "
             "between calls, or draws from a generator of its own. Engines and runs will differ. Draw "

@@ -152,7 +152,7 @@ class Sharp(Own):
 
 
 class Decides(Own):
-    """What it does depends on values."""
+    """A model whose path depends on values."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(-x if x.sum() > 0 else x)
@@ -222,7 +222,7 @@ def words(x: torch.Tensor) -> torch.Tensor:
 
 
 class Odd(nn.Module):
-    """What ``what`` says is odd about it."""
+    """A model that is odd in the way that ``what`` says."""
 
     def __init__(self, what: str) -> None:
         super().__init__()

@@ -54,7 +54,7 @@ def raw(driver: bool = True) -> tuple[Channel, socket.socket]:
 
 
 def frames_of_a_rank(*messages: Any) -> list[bytes]:
-    """What a rank with the key of :func:`raw` would send."""
+    """Return a message as a rank with the key of :func:`raw` would send it."""
     channel, there = raw(driver=False)
     frames = []
     for message in messages:

@@ -204,7 +204,7 @@ def test_others_go_on_from_its_checkpoint(parts, tmp_path, beginning, end):
 
 @pytest.mark.parametrize("beginning", soak_but(ALWAYS, SHARED))
 def test_copies_that_share_the_update_do_half_of_it_each(parts, tmp_path, beginning):
-    """What both ranks of a model-parallel group have, they both update."""
+    """Both ranks of a model-parallel group update the parameters that both have."""
     made, how, _ = BEGINNINGS[beginning]
     rows, optimizer = parts(*sizes_for(made)), partial(Noting, folder=str(tmp_path), lr=1e-2)
     common(made, rows, optimizer=optimizer, stop=sparkdl.max_iteration(1), **how).fit(rows)

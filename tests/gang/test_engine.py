@@ -88,7 +88,7 @@ SAME: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {
     "fp16": ({"strategy": "zero1", "precision": "fp16"}, (20, 12), 2),
     "as zero1": ({"strategy": sparkdl.DDP(shard_optimizer=True)}, (20, 12), 2),
 }
-"""What is trained, the rows of the ranks, and the slices that one process has then."""
+"""The trainers, the rows of the ranks, and the slices that one process has then."""
 
 
 @pytest.mark.parametrize("case", SAME)

@@ -1,4 +1,4 @@
-"""What is a pipeline's own, or that of a model that is cut: trials that leave nothing, tensors between
+"""Tests of pipelines alone, and of models that are cut: trials that leave nothing, tensors between
 stages, what only some ranks know."""
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def test_trying_a_stage_leaves_nothing(parts):
 
 
 def test_dropout_draws_the_same_on_all_parts(parts):
-    """What no rank has a part of is the same on each; so are two runs."""
+    """Tensors that no rank has a part of are the same on each; so are two runs."""
     rows, layers = parts(20, 12), [*models.layers(), nn.Dropout(0.5)]
     run = trainer_of(model=partial(nn.Sequential, *layers), strategy="tensor")
     one, other = run.fit(rows), run.fit(rows)
@@ -139,7 +139,7 @@ class InThirdPass(nn.Module):
 
 
 def going_wrong(what: str, last: bool, rank: int | None = None) -> nn.Module:
-    """Where ``last``, it is the last stage."""
+    """It is the last stage if ``last``."""
     wrong = InThirdPass(what, rank)
     before = [nn.Linear(WIDTH, WIDTH), nn.Tanh()] if last else []
     return nn.Sequential(*before, wrong, nn.Linear(8, CLASSES))

@@ -203,7 +203,7 @@ UNEVEN: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, Any]]] = {
         {"replicas": 1},
     ),
 }
-"""What is trained, the rows of the ranks, and what one process does otherwise: there the rows of all
+"""The trainers, the rows of the ranks, and what one process does otherwise: there the rows of all
 ranks of a model that is cut are one mini-batch."""
 
 
@@ -267,7 +267,7 @@ def test_lower_precision(parts, case):
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline"])
 def test_it_goes_on_with_the_optimizer_state_it_kept(parts, strategy):
-    """Of a parameter of one row, which both ranks have, too."""
+    """This holds for a parameter of one row, which both ranks have, too."""
     optimizer = {"optimizer": ADAFACTOR} if strategy == "pipeline" else {}
     goes_on_with_kept_state(trainer_of(strategy=strategy, **optimizer), parts(16, 16))
 

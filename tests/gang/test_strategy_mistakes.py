@@ -1,4 +1,4 @@
-"""What a strategy cannot do is told before the data are read: a row each."""
+"""A strategy says before the data are read what it cannot do: a row each."""
 
 from __future__ import annotations
 

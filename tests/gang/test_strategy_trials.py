@@ -1,4 +1,4 @@
-"""What shows when a model is cut, and tried on a few rows, is told before training."""
+"""Mistakes that show when a model is cut and tried on a few rows are told before training."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def needs(part: str) -> Any:
 
 @pytest.fixture
 def done(found: Any, part: str) -> Any:
-    """What came of the part that a test needs."""
+    """Return the results of the part that a test needs."""
     return found[part]
 
 

@@ -428,4 +428,4 @@ PARTS: dict[str, Callable[[Any, Path, Any, dict[str, Any]], Any]] = {
     "pipeline": lambda spark, folder, data, given: pipeline(data),
     "gangs": lambda spark, folder, data, given: gangs(spark, data),
 }
-"""What a test may need, by its name."""
+"""The parts of the work that tests may need, by name."""

@@ -167,7 +167,7 @@ def _digest(rows: int, total: int) -> str:
 class WritePart:
     """A ``mapInArrow`` task that writes one partition, which appears once it is complete.
 
-    It yields the name of the file. The last column of a batch is the hash of the row.
+    It yields the name of the file. A column of the batches has the hash of each row.
 
     Attributes:
         folder: The folder.
@@ -198,7 +198,7 @@ class WritePart:
         with tempfile.NamedTemporaryFile(prefix="sparkdl-", suffix=".parquet") as file:
             for batch in batches:
                 rows += batch.num_rows
-                total += _sum(batch.column(batch.num_columns - 1).to_numpy())
+                total += _sum(batch.column(_HASH).to_numpy())
                 batch = self._to_write(batch)
                 if writer is None:
                     schema = batch.schema.with_metadata({_SCHEMA: self.schema})

@@ -1,4 +1,4 @@
-"""What the same rows give again and again is no matter; what they give anew is told."""
+"""The same rows must give the same results again; a difference is told."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from sparkdl.data.batches import Batch, BatchSpec
+from sparkdl.data.batches import Batch, BatchSpec, preview_batch
 from sparkdl.model.recipe import Recipe
+from sparkdl.process.determinism import seeded
 from sparkdl.train.repeats import tell_of_hidden_state, tell_of_own_draws
 
 ROWS = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
@@ -128,6 +129,9 @@ AUGMENTS: dict[str, tuple[Callable[..., Any], bool]] = {
 @pytest.mark.parametrize("name", AUGMENTS)
 def test_augmenting_otherwise_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
     augment, told = AUGMENTS[name]
-    tell_of_own_draws(BatchSpec(num_features=1, num_labels=0, augment=augment), [ROWS], 0)
+    how = BatchSpec(num_features=1, num_labels=0, augment=augment)
+    with seeded(0):
+        batch = preview_batch(how, [ROWS], augment=True)
+    tell_of_own_draws(how, [ROWS], 0, batch)
     assert len(caplog.messages) == told
     assert all("augment returns something else" in message for message in caplog.messages)
