@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pyspark import SparkConf
 
 from sparkdl.gang import slots
 
@@ -24,8 +23,7 @@ from sparkdl.gang import slots
 def test_as_many_as_tasks_run_at_once(
     settings: dict[str, str], replicas: int, told: list[str], monkeypatch: Any, caplog: Any
 ) -> None:
-    conf = SparkConf(loadDefaults=False, _jvm=None)
-    conf._conf = {f"spark.{key}": value for key, value in settings.items()}
+    conf = {f"spark.{key}": value for key, value in settings.items()}
     monkeypatch.setattr(slots, "task_slots", lambda context, seconds: 4)
     assert slots.default_replicas(SimpleNamespace(_conf=conf)) == replicas  # type: ignore[arg-type]
     assert len(caplog.messages) == len(told)
