@@ -65,6 +65,13 @@ def eventually(happens: Callable[[], Any], seconds: float = 20) -> bool:
     return True
 
 
+def wait_for_tasks(context: SparkContext) -> None:
+    """Wait until no task runs any more: Spark leaves those of a failed job to their ends."""
+    assert context._jsc is not None
+    store = context._jsc.sc().statusStore()
+    assert eventually(lambda: not store.executorList(True).apply(0).activeTasks())
+
+
 def _environment(context: SparkContext) -> Any:
     return context._jsc.sc().env()
 

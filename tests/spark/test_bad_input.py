@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import innards
 import numpy as np
 import pytest
 import torch
@@ -92,18 +92,10 @@ def test_a_query_that_fails_is_told_before_training(
     fit = Fit(spark, tmp_path)
     with expect(mistake.error, mistake.message, tmp_path) as caught:
         mistake.make(fit)
-    wait_for_tasks(spark)
+    innards.wait_for_tasks(spark.sparkContext)  # what they leave is not the next test's
     assert type(caught.value) is mistake.error
     assert not fit.started
     check_price(mistake, *spent())
-
-
-def wait_for_tasks(spark: Any) -> None:
-    """Until no task runs any more: what they leave is not the next test's."""
-    store = spark.sparkContext._jsc.sc().statusStore()
-    until = time.monotonic() + 20
-    while store.executorList(True).apply(0).activeTasks() and time.monotonic() < until:
-        time.sleep(0.05)
 
 
 def test_the_tables_are_large() -> None:

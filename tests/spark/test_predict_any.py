@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import innards
 import numpy as np
 import pytest
 import safetensors.torch
@@ -318,6 +319,7 @@ def test_a_failed_job_goes_on_where_it_was(spark: SparkSession, tmp_path: Path) 
     )
     with pytest.raises(sparkdl.SparkdlError, match="is no number"):
         write()
+    innards.wait_for_tasks(spark.sparkContext)  # they finish files
     finished = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").glob("*.parquet")}
     assert 0 < len(finished) < 8
     already = spark.read.parquet(*map(str, finished)).count()
