@@ -42,6 +42,7 @@ class Transfer:
     chunks: list[torch.Tensor]
     op: str
     priority: float
+    call: str
     check: int
     state: int = PENDING
     error: BaseException | None = None
@@ -73,7 +74,10 @@ class Transfers:
         """
         raise_all(ParameterError, problems(tensor, op, priority, chunk_bytes))
         chunk = max(1, chunk_bytes // tensor.element_size())
-        call = f"{tensor.dtype} {list(tensor.shape)} {op} {priority} {chunk}"
+        call = (
+            f"{arguments.name_of(tensor.dtype)} {list(tensor.shape)}, {op=}, "
+            f"priority={float(priority)} and chunk_bytes={chunk * tensor.element_size()}"
+        )
         with self._changed:
             number, self._asked = self._asked, self._asked + 1
             self._known[number] = Transfer(
@@ -82,6 +86,7 @@ class Transfers:
                 list(tensor.detach().view(-1).split(chunk)),
                 op,
                 priority,
+                call,
                 1 + zlib.crc32(call.encode()),
             )
             return self._known[number]
@@ -204,9 +209,7 @@ def problems(tensor: Any, op: str, priority: Any, chunk_bytes: Any) -> list[str]
 
 
 def _disagree(own: Transfer) -> str:
-    shape, dtype = list(own.tensor.shape), arguments.name_of(own.tensor.dtype)
     return (
-        f"all_reduce number {own.number} of this group is of {dtype} {shape}, op={own.op!r} and "
-        f"priority={own.priority:g} here, but not on every rank, or chunk_bytes differs. Ask for the "
-        "same sums in the same order on all ranks."
+        f"all_reduce number {own.number} of this group is of {own.call} here, but not on every rank. "
+        "Ask for the same sums in the same order on all ranks."
     )

@@ -151,10 +151,11 @@ def test_an_urgent_sum_overtakes_a_large_one(ranks):
 def misused(communicator: Communicator) -> Any:
     """Return what the futures of wrong or cancelled sums have; the group is still of use after them."""
     first, engine = communicator.rank == 0, Engine(threads=1)
-    tensors = [torch.ones(2) for _ in range(3)]
+    tensors = [torch.ones(2) for _ in range(4)]
     other_size = engine.all_reduce(communicator, torch.ones(2 if first else 3))
     other_shape = engine.all_reduce(communicator, torch.ones((2, 3) if first else (3, 2)))
     other_priority = engine.all_reduce(communicator, tensors[0], priority=float(first))
+    other_chunks = engine.all_reduce(communicator, tensors[3], chunk_bytes=4 if first else 8)
     blocked = engine.push(partial(time.sleep, 0.05), mutate=[tensors[1]])
     cancelled = engine.all_reduce(communicator, tensors[1])
     if first:
@@ -168,14 +169,16 @@ def misused(communicator: Communicator) -> Any:
             cancelled.result()
     else:
         assert isinstance(cancelled.exception(), TrainingError)
-    return [str(future.exception()) for future in (other_size, other_shape, other_priority)]
+    others = (other_size, other_shape, other_priority, other_chunks)
+    return [str(future.exception()) for future in others]
 
 
 def test_mistakes_are_told_on_all_ranks(ranks):
-    for rank, (size, shape, priority) in enumerate(ranks.run(2, misused)):
+    for rank, (size, shape, priority, chunks) in enumerate(ranks.run(2, misused)):
         assert f"all_reduce number 0 of this group is of float32 [{3 if rank else 2}]" in size
         assert f"number 1 of this group is of float32 [{'3, 2' if rank else '2, 3'}]" in shape
-        assert "Ask for the same sums in the same order" in priority
+        assert f"priority={float(not rank)} and chunk_bytes={4 << 20} here" in priority
+        assert f"priority=0.0 and chunk_bytes={8 if rank else 4} here, but not on every" in chunks
 
 
 def refused(communicator: Communicator) -> None:
