@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fork_server
 import hypothesis
 import pytest
 import secured
@@ -59,6 +60,7 @@ def spark(request: pytest.FixtureRequest) -> Iterator[SparkSession]:
     import sparkdl
     from sparkdl.spark import warm_up
 
+    os.environ["PYSPARK_PYTHON"] = fork_server.start()
     session = sparkdl.session(
         "local[2]",
         **{

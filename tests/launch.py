@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pyspark
 import pytest
 import torch
@@ -72,17 +73,18 @@ def launch(
     ``path``: the folder of modules that it imports; by default its own.
     """
     prefix, address = host
+    python = sys.executable if prefix else fork_server.start()
     folder.mkdir(parents=True, exist_ok=True)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*PATHS, str(path or script.parent)]),
-        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_PYTHON": python,
         "SPARK_LOCAL_IP": address,
         "SPARK_LOCAL_DIRS": str(folder / "local"),
         "SPARK_HOME": str(_spark_home(folder)),
     }
     process = subprocess.Popen(
-        [*prefix, sys.executable, str(script), json.dumps(spec)],
+        [*prefix, python, str(script), json.dumps(spec)],
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fork_server
+
 LISTENS, UNBOUND = "0A", "0000"
 
 
@@ -60,20 +62,17 @@ def _look(found: Found) -> None:
 
 def _roles() -> dict[int, str]:
     """Process -> role, of this process ("driver") and the Python processes below it."""
-    parents: dict[int, int] = {}
-    names: dict[int, str] = {}
-    for path in Path("/proc").glob("[0-9]*"):
+    parents, names = fork_server.parents(), {}
+    for pid in parents:
         with contextlib.suppress(OSError):
-            name, _, rest = (path / "stat").read_text().partition("(")[2].rpartition(")")
-            parents[int(path.name)] = int(rest.split()[1])
-            names[int(path.name)] = name
+            names[pid] = Path(f"/proc/{pid}/comm").read_text()
     roles = {os.getpid(): "driver"}
     for pid in parents:
         line, above = [pid], pid
         while above in parents and above != os.getpid():
             above = parents[above]
             line.append(above)
-        if above == os.getpid() and pid != above and names[pid].startswith("python"):
+        if above == os.getpid() and pid != above and names.get(pid, "").startswith("python"):
             roles[pid] = "worker" if names.get(line[1], "").startswith("python") else "daemon"
     return roles
 

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fork_server
 from gang_lost import DDP, FSDP, PIPELINE, TENSOR, ZERO1
 from harness import processes
 from harness.cluster import PATIENT
@@ -99,7 +100,7 @@ class Strikes(threading.Thread):
         return True
 
     def _worker(self) -> bool:
-        above, parents = set(processes.executors(self._driver)), processes.parents()
+        above, parents = set(processes.executors(self._driver)), fork_server.parents()
         daemons = {pid for pid, parent in parents.items() if parent in above}
         workers = [pid for pid, parent in parents.items() if parent in daemons]
         if workers:

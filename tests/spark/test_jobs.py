@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import fork_server
 import pyarrow as pa
 import pytest
 import secured
@@ -61,7 +62,8 @@ def job(
     ``submit`` for an empty configuration, with which a JVM starts faster. The job is interrupted at
     the line that begins with ``interrupt_at``.
     """
-    start = [sys.executable]
+    python = sys.executable if submit or interrupt_at else fork_server.start()
+    start = [python]
     if submit:
         start = [str(Path(sys.executable).with_name("spark-submit")), "--master", "local[1]"]
     environment = {
@@ -71,7 +73,8 @@ def job(
     }
     environment |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     environment |= {"SPARK_SUBMIT_OPTS": SHORT_LIVES}
-    environment |= {} if submit else {"SPARK_CONF_DIR": NO_CONFIGURATION}
+    if not submit:
+        environment |= {"SPARK_CONF_DIR": NO_CONFIGURATION, "PYSPARK_PYTHON": fork_server.start()}
     environment |= secured.environment()
     process = subprocess.Popen(
         [*start, str(ROOT / f"jobs/{name}.py"), *map(str, arguments)],

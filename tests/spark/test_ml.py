@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fork_server
 import numpy as np
 import pytest
 import torch
@@ -151,7 +151,7 @@ def test_a_pipeline_through_cross_validation_into_another_process(
     )
 
     done = subprocess.run(
-        [sys.executable, ROOT / "tests/spark/score_pipeline.py", tmp_path],
+        [fork_server.start(), ROOT / "tests/spark/score_pipeline.py", tmp_path],
         capture_output=True, text=True, timeout=200, cwd=tmp_path, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

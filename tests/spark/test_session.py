@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import fork_server
 import pytest
 import torch
 from pyspark import cloudpickle
@@ -83,7 +84,11 @@ def program(body: str, folder: Path) -> list[Any]:
 def run(body: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
     """Run a script of its own; the JSON lines it says, and its stderr."""
     result = subprocess.run(
-        program(body, folder), cwd=folder, capture_output=True, text=True, timeout=200
+        [fork_server.start(), *program(body, folder)[1:]],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return [json.loads(line) for line in result.stdout.splitlines()], result.stderr

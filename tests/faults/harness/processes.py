@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fork_server
+
 EXECUTOR = b"org.apache.spark.executor.CoarseGrainedExecutorBackend"
 
 
@@ -28,7 +30,7 @@ def alive(pid: int) -> bool:
 
 
 def parent(pid: int) -> int:
-    return int(fields(pid)[1])
+    return fork_server.parents()[pid]
 
 
 def command(pid: int) -> list[bytes]:
@@ -67,14 +69,9 @@ def executors(driver: bytes) -> list[int]:
     ]
 
 
-def parents() -> dict[int, int]:
-    """Of all that are there."""
-    return {pid: int(found[1]) for pid in all_pids() if (found := fields(pid))}
-
-
 def below(pid: int) -> list[int]:
     """All that it has started, and what these have."""
-    above, found = parents(), [pid]
+    above, found = fork_server.parents(), [pid]
     for one in found:  # grows meanwhile
         found += [each for each, its in above.items() if its == one]
     return found[1:]
