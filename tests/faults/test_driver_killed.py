@@ -12,7 +12,7 @@ from pathlib import Path
 
 import kill_the_driver
 import pytest
-from launch import digest, launch, soak_but
+from launch import digest, launch
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
@@ -98,7 +98,8 @@ def starts(folder: Path) -> list[int]:
     return [int(line.split()[1]) for line in lines if line.startswith("start")]
 
 
-@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
 def test_killed_at_some_moment_between_two_checkpoints(spark, undisturbed, tmp_path, engine):
     draw = random.Random()
     until, seconds = f"iteration {draw.randint(5, 12)}", draw.random() * 0.1

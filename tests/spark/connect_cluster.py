@@ -19,7 +19,8 @@ import sparkdl
 def main() -> None:
     given = spec()
     folder = Path(given["place"])
-    spark = connected("local-cluster[2,2,1024]")
+    patient = {"spark.connect.execute.manager.detachedTimeout": "300s"}
+    spark = connected("local-cluster[2,2,1024]", **patient)
     try:
         (folder / "slabs").mkdir()
         spark.conf.set("spark.sparkdl.slab.dir", str(folder / "slabs"))
@@ -31,6 +32,7 @@ def main() -> None:
                 for name in given["names"]
             },
             "interrupted": cases.interrupted(spark, folder, table),
+            "orphan": cases.orphan(spark, folder / "orphan", given["data"], "5"),
         }
         profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(2)).build
         threads = sparkdl.gang.run(torch.get_num_threads, spark=spark, resource_profile=profile)

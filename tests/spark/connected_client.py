@@ -12,8 +12,9 @@ import sparkdl
 
 
 def main() -> None:
-    url, data, folder = sys.argv[1:]
+    url, data, folder, seconds = sys.argv[1:]
     spark = SparkSession.builder.remote(url).getOrCreate()
+    spark.conf.set("spark.sparkdl.client.seconds", seconds)
     table = spark.read.parquet(data)
     trainer = replace(
         connected_fits.fits(table)["perceptron"],

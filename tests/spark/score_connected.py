@@ -18,8 +18,8 @@ FORGETFUL = {
 """Settings with which the query of a client that went away ends soon, and reports come soon."""
 
 
-def connected(master: str = "local[2]") -> Any:
-    """A server in a JVM of its own, and its client's session."""
+def connected(master: str = "local[2]", **settings: str) -> Any:
+    """Start a server in a JVM of its own, and return its client's session."""
     from launch import QUIET
     from pyspark.sql import SparkSession
 
@@ -27,7 +27,7 @@ def connected(master: str = "local[2]") -> Any:
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     builder = SparkSession.builder.remote(master)
     quick = {key: value for key, (value, _) in SPARK_SETTINGS.items()}
-    for key, value in {**quick, **QUIET, **FORGETFUL}.items():
+    for key, value in {**quick, **QUIET, **FORGETFUL, **settings}.items():
         builder = builder.config(key, value)
     return builder.getOrCreate()
 

@@ -22,7 +22,7 @@ from torch import nn
 
 import sparkdl
 
-pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.slow]
+pytestmark = [pytest.mark.spark, pytest.mark.gang, pytest.mark.soak]
 
 
 class Talks(nn.Linear):

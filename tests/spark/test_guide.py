@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
+from launch import soak_but
 from pyspark import cloudpickle
 
 if TYPE_CHECKING:
@@ -24,6 +25,16 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
 README = ROOT / "README.md"
 PAGES = sorted(page.name for page in GUIDE.glob("*.md"))
+LONG = [
+    "gang.md",
+    "inference.md",
+    "metrics.md",
+    "pipelines.md",
+    "summaries.md",
+    "transformers.md",
+    "tuning.md",
+]
+"""Pages that take 20 seconds and more."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -57,7 +68,7 @@ def run_page(page: Path, module: ModuleType) -> None:
             )
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", soak_but([page for page in PAGES if page not in LONG], PAGES))
 def test_page_runs(
     page: str, namespace: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

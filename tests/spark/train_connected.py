@@ -318,21 +318,29 @@ def readme(spark: Any) -> str:
     return printed.getvalue()
 
 
-def orphan(spark: Any, folder: Path, data: str) -> dict[str, Any]:
-    """Kill a client while it trains: Spark ends its run, and another client continues it."""
+def orphan(spark: Any, place: Path, data: str, seconds: str) -> dict[str, Any]:
+    """Kill a client while it trains, and continue its run when that has ended.
+
+    Args:
+        spark: The session.
+        place: The folder of the checkpoints.
+        data: The path of the data.
+        seconds: How long the run goes on without a sign of its client; "off": until Spark ends it.
+    """
     from pyspark.sql.connect.client import DefaultChannelBuilder
 
-    place = folder / "orphan"
     url = f"sc://localhost:{DefaultChannelBuilder.default_port()}"
     script = str(Path(__file__).with_name("connected_client.py"))
-    client = subprocess.Popen([sys.executable, script, url, data, str(place)])
+    client = subprocess.Popen([sys.executable, script, url, data, str(place), seconds])
     deadline = time.monotonic() + 120
     while not _newest(place) and time.monotonic() < deadline:
         assert client.poll() is None
         time.sleep(0.1)
     client.kill()
     client.wait()
-    ranks = len(sparkdl.gang.run(os.getpid, ranks=2, spark=spark))  # waits until Spark has ended it
+    alone = time.monotonic()
+    ranks = len(sparkdl.gang.run(os.getpid, ranks=2, spark=spark))  # waits until it has ended
+    alone = time.monotonic() - alone
     last = _newest(place)
     table = spark.read.parquet(data)
     trainer = replace(
@@ -341,7 +349,7 @@ def orphan(spark: Any, folder: Path, data: str) -> dict[str, Any]:
         checkpoint=sparkdl.Checkpoint(place),
     )
     trained = trainer.fit(table, resume="latest")
-    return {"ranks": ranks, "last": last, "iterations": len(trained.history)}
+    return {"ranks": ranks, "last": last, "iterations": len(trained.history), "alone": alone}
 
 
 def _newest(folder: Path) -> int:
@@ -423,7 +431,9 @@ PARTS: dict[str, Callable[[Any, Path, Any, dict[str, Any]], Any]] = {
     "search": lambda spark, folder, data, given: search(data),
     "texts": lambda spark, folder, data, given: texts(spark, given["texts"], given["bert"]),
     "readme": lambda spark, folder, data, given: readme(spark),
-    "orphan": lambda spark, folder, data, given: orphan(spark, folder, given["data"]),
+    "orphan": lambda spark, folder, data, given: orphan(
+        spark, folder / "orphan", given["data"], "off"
+    ),
     "guide": lambda spark, folder, data, given: guide(spark, folder),
     "pipeline": lambda spark, folder, data, given: pipeline(data),
     "gangs": lambda spark, folder, data, given: gangs(spark, data),

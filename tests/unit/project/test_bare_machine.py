@@ -32,7 +32,7 @@ sys.exit(status)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_tests_for_gpus_are_found_without_other_libraries():
     done = subprocess.run(
         [sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, check=False
