@@ -32,7 +32,7 @@ def main() -> None:
                 for name in given["names"]
             },
             "interrupted": cases.interrupted(spark, folder, table),
-            "orphan": cases.orphan(spark, folder / "orphan", given["data"], "5"),
+            "orphan": cases.orphan(spark, folder / "orphan", given["data"], "5", slots=4),
         }
         profile = ResourceProfileBuilder().require(TaskResourceRequests().cpus(2)).build
         threads = sparkdl.gang.run(torch.get_num_threads, spark=spark, resource_profile=profile)

@@ -318,7 +318,7 @@ def readme(spark: Any) -> str:
     return printed.getvalue()
 
 
-def orphan(spark: Any, place: Path, data: str, seconds: str) -> dict[str, Any]:
+def orphan(spark: Any, place: Path, data: str, seconds: str, slots: int) -> dict[str, Any]:
     """Kill a client while it trains, and continue its run when that has ended.
 
     Args:
@@ -326,6 +326,7 @@ def orphan(spark: Any, place: Path, data: str, seconds: str) -> dict[str, Any]:
         place: The folder of the checkpoints.
         data: The path of the data.
         seconds: How long the run goes on without a sign of its client; "off": until Spark ends it.
+        slots: The task slots of the session.
     """
     from pyspark.sql.connect.client import DefaultChannelBuilder
 
@@ -339,7 +340,7 @@ def orphan(spark: Any, place: Path, data: str, seconds: str) -> dict[str, Any]:
     client.kill()
     client.wait()
     alone = time.monotonic()
-    ranks = len(sparkdl.gang.run(os.getpid, ranks=2, spark=spark))  # waits until it has ended
+    ranks = len(sparkdl.gang.run(os.getpid, ranks=slots, spark=spark))  # waits until it has ended
     alone = time.monotonic() - alone
     last = _newest(place)
     table = spark.read.parquet(data)
@@ -432,7 +433,7 @@ PARTS: dict[str, Callable[[Any, Path, Any, dict[str, Any]], Any]] = {
     "texts": lambda spark, folder, data, given: texts(spark, given["texts"], given["bert"]),
     "readme": lambda spark, folder, data, given: readme(spark),
     "orphan": lambda spark, folder, data, given: orphan(
-        spark, folder / "orphan", given["data"], "off"
+        spark, folder / "orphan", given["data"], "off", slots=2
     ),
     "guide": lambda spark, folder, data, given: guide(spark, folder),
     "pipeline": lambda spark, folder, data, given: pipeline(data),
