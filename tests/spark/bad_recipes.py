@@ -84,6 +84,14 @@ class ReturnsTuple(ReturnsNothing):
         return nn.Linear.forward(self, x)[:, 0], x
 
 
+class Classifies(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": nn.functional.cross_entropy(nn.Linear.forward(self, x), labels)}
+
+
 class TakesLabels(ReturnsNothing):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
         return nn.Linear.forward(self, x), labels
@@ -102,6 +110,25 @@ class Normed(Embedded):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, 1, max_norm=1.5)
+
+
+class Clamped(ReturnsNothing):
+    def forward(self, x: torch.Tensor) -> Any:
+        self.weight.data.clamp_(-0.01, 0.01)
+        return nn.Linear.forward(self, x)[:, 0]
+
+
+class ScaledByFirstRows(ReturnsNothing):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))
+        self.register_buffer("begun", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if not self.begun:
+            self.scale.data.copy_(1 / (1 + x.std(0)))
+            self.begun.fill_(True)
+        return nn.Linear.forward(self, x * self.scale)[:, 0]
 
 
 class Force(ReturnsNothing):
@@ -302,6 +329,19 @@ MODELS = [
         "are treated as constants, and each worker would change its own copy. Make it a buffer "
         "(register_buffer): buffers are averaged over the replicas and saved with the model.",
         jobs=3,
+    ),
+    *(
+        Mistake(
+            f"a forward that writes to weights, {model.__name__}",
+            lambda fit, model=model: fit(fit.good(), model=model),
+            ModelError,
+            f'forward writes to "{name}", a parameter that is trained: each replica would change its '
+            "own copy, and the optimizer another one. Let forward compute what it needs from the "
+            "parameter (torch.nn.utils.parametrize), or let the step of an optimizer class of your "
+            "own do it.",
+            jobs=3,
+        )
+        for model, name in ((Clamped, "weight"), (ScaledByFirstRows, "scale"))
     ),
     Mistake(
         "a counter that is no buffer",
@@ -598,6 +638,15 @@ LOSSES = [
         "Sequential.forward() got an unexpected keyword argument 'labels'. With ModelLoss, the "
         "model is called with the label as labels=: name the parameter that takes it, "
         "ModelLoss(labels=name), or give labels=None to pass it after the inputs.",
+        jobs=3,
+    ),
+    Mistake(
+        "a class that a model with a loss of its own does not have",
+        lambda fit: fit(fit.labels("long", 5, 5, 5, 5), model=Classifies, loss=sparkdl.ModelLoss()),
+        ModelError,
+        'the model fails on the first rows ("features" [2, 2]; float32): IndexError: Target 5 is out '
+        'of bounds. "label" goes from 5 to 5: give the model an output for each class from 0 on, or '
+        "renumber the classes (pyspark.ml.feature.StringIndexer).",
         jobs=3,
     ),
     Mistake(
