@@ -81,7 +81,9 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
     ]
     if strict:
         problems += [
-            f'the model has no "{name}".{nearest(name, own)}' for name in weights if name not in own
+            f'the model has no "{name}".{nearest(name, own)}'.removesuffix(".")
+            for name in weights
+            if name not in own
         ]
         problems += [f'the weights have no "{name}"' for name in own if name not in weights]
     if not problems and not set(own) & set(weights):
