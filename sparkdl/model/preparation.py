@@ -81,9 +81,7 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
     ]
     if strict:
         problems += [
-            f'the model has no "{name}".{nearest(name, own)}'.removesuffix(".")
-            for name in weights
-            if name not in own
+            f'the model has no "{name}".{nearest(name, own)}' for name in weights if name not in own
         ]
         problems += [f'the weights have no "{name}"' for name in own if name not in weights]
     if not problems and not set(own) & set(weights):
@@ -91,7 +89,8 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         hint = "" if not strict else " To load what fits by name, pass strict_weights=False."
-        raise ModelError(f"weights do not fit the model: {'; '.join(problems[:5])}{more}.{hint}")
+        listed = "; ".join(problems[:5]).replace(".;", ";").rstrip(".")
+        raise ModelError(f"weights do not fit the model: {listed}{more}.{hint}")
     module.load_state_dict({k: v for k, v in weights.items() if k in own}, strict=False)
 
 

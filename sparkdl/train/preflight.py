@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import warnings
 import zlib
 from collections.abc import Sequence
@@ -74,7 +75,7 @@ def preflight(
     recipe = replace(model.recipe, loss=loss)
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
-    before = _sums(model.module)
+    before = parameter_sums(model.module)
     run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
     state = PlainState(model.module, recipe.loss)
     output = run()
@@ -101,7 +102,7 @@ def preflight(
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
         check_scorer(model.module, recipe.signature, validation)
-    _check_writes(model.module, recipe, tried, before)
+    check_writes(model.module, recipe, tried, before)
     model.module.zero_grad()  # gradients take as much memory as the model
     return output, sums
 
@@ -210,53 +211,52 @@ def _cut(rows: int, count: int) -> list[int]:
     return [rows * (i + 1) // count - rows * i // count for i in range(count)]
 
 
-def _check_writes(module: nn.Module, recipe: Recipe, batch: Batch, before: dict[str, int]) -> None:
-    """Raise an error if a pass writes to parameters; ``before`` are their sums before any pass."""
-    tables = nn.Embedding | nn.EmbeddingBag
+def check_writes(module: nn.Module, recipe: Recipe, batch: Batch, before: dict[str, int]) -> None:
+    """Tell of a pass that writes to parameters; ``before`` are their sums before any pass."""
     for name, table in module.named_modules():
-        if isinstance(table, tables) and table.max_norm is not None and table.weight.requires_grad:
+        norm = table.max_norm if isinstance(table, nn.Embedding | nn.EmbeddingBag) else None
+        if norm is not None and table.weight.requires_grad:
             raise ModelError(
-                f'"{name}" has max_norm={table.max_norm:g}: torch then changes the weights of the '
+                f'"{name}" has max_norm={norm:g}: torch then changes the weights of the '
                 "rows that are looked up, and each replica would change its own copy. Leave it "
                 "out, and scale the embeddings in forward."
             )
-    step = is_step(recipe.loss)
-    _compare(module, before, step)
+    written = _compare(module, before, is_step(recipe.loss))
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.add_(0.01)  # as an update does: else writing a copy of it goes unseen
-                if step:  # an optimizer inside of it meets gradients in training
-                    parameter.grad = torch.ones_like(parameter)
-    before = _sums(module)
-    module.train()
+                parameter.grad = torch.ones_like(parameter)  # for an optimizer inside of a step
+    before = parameter_sums(module)
     inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
     with seeded(0), contextlib.suppress(Exception):  # it need not work with all weights
-        recipe.signature.call_for_loss(recipe.loss, module, inputs, targets)
-    _compare(module, before, step)
+        recipe.signature.call_for_loss(recipe.loss, module.train(), inputs, targets)
+    for name in [*written, *_compare(module, before, is_step(recipe.loss))][:1]:
+        logging.getLogger("sparkdl").warning(
+            'forward writes to "%s", a trained parameter: each replica writes to a copy, and updates '
+            "are made to the weights as they were. Let forward compute what it needs from it "
+            "(torch.nn.utils.parametrize), or let the step of your own optimizer class write.",
+            name,
+        )
 
 
-def _sums(module: nn.Module) -> dict[str, int]:
+def parameter_sums(module: nn.Module) -> dict[str, int]:
     """Return a checksum of each parameter, by name."""
     return {name: zlib.adler32(bytes_of(p)) for name, p in module.named_parameters()}
 
 
-def _compare(module: nn.Module, before: dict[str, int], step: bool) -> None:
-    now = _sums(module)
-    for name in (name for name in now if now[name] != before.get(name, now[name])):
+def _compare(module: nn.Module, before: dict[str, int], step: bool) -> list[str]:
+    """Return the names of trained parameters with other sums. Raise ModelError for all others."""
+    now = parameter_sums(module)
+    changed = [name for name in now if now[name] != before.get(name, now[name])]
+    for name in changed:
         if step:
+            raise ModelError(f'step changes "{name}", and updates belong to the engine. {ALONE}')
+        if not module.get_parameter(name).requires_grad:
             raise ModelError(
-                f'step changes "{name}", a parameter, and updates belong to the engine. {ALONE}'
+                f'forward writes to "{name}", a parameter with requires_grad=False: such '
+                "parameters are treated as constants, and each worker would change its own copy. "
+                "Make it a buffer (register_buffer): buffers are averaged over the replicas and "
+                "saved with the model."
             )
-        raise ModelError(
-            f'forward writes to "{name}", a parameter '
-            + (
-                "that is trained: each replica would change its own copy, and the optimizer another "
-                "one. Let forward compute what it needs from the parameter (torch.nn.utils."
-                "parametrize), or let the step of an optimizer class of your own do it."
-                if module.get_parameter(name).requires_grad
-                else "with requires_grad=False: such parameters are treated as constants, and each "
-                "worker would change its own copy. Make it a buffer (register_buffer): buffers are "
-                "averaged over the replicas and saved with the model."
-            )
-        )
+    return changed

@@ -112,25 +112,6 @@ class Normed(Embedded):
         self.table = nn.Embedding(3, 1, max_norm=1.5)
 
 
-class Clamped(ReturnsNothing):
-    def forward(self, x: torch.Tensor) -> Any:
-        self.weight.data.clamp_(-0.01, 0.01)
-        return nn.Linear.forward(self, x)[:, 0]
-
-
-class ScaledByFirstRows(ReturnsNothing):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(2))
-        self.register_buffer("begun", torch.tensor(False))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        if not self.begun:
-            self.scale.data.copy_(1 / (1 + x.std(0)))
-            self.begun.fill_(True)
-        return nn.Linear.forward(self, x * self.scale)[:, 0]
-
-
 class Force(ReturnsNothing):
     def forward(self, x: torch.Tensor) -> Any:
         x = x.detach().requires_grad_()
@@ -329,19 +310,6 @@ MODELS = [
         "are treated as constants, and each worker would change its own copy. Make it a buffer "
         "(register_buffer): buffers are averaged over the replicas and saved with the model.",
         jobs=3,
-    ),
-    *(
-        Mistake(
-            f"a forward that writes to weights, {model.__name__}",
-            lambda fit, model=model: fit(fit.good(), model=model),
-            ModelError,
-            f'forward writes to "{name}", a parameter that is trained: each replica would change its '
-            "own copy, and the optimizer another one. Let forward compute what it needs from the "
-            "parameter (torch.nn.utils.parametrize), or let the step of an optimizer class of your "
-            "own do it.",
-            jobs=3,
-        )
-        for model, name in ((Clamped, "weight"), (ScaledByFirstRows, "scale"))
     ),
     Mistake(
         "a counter that is no buffer",

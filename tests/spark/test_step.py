@@ -213,7 +213,7 @@ def misnamed(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         (goes_back, "step runs backward, which belongs to the engine"),
         (
             updates,
-            'step changes "heads.weight", a parameter, and updates belong to the engine. A step',
+            'step changes "heads.weight", and updates belong to the engine. A step',
         ),
         (of_all_rows, "step=sparkdl.PerReplica(step)"),
         (misnamed, 'step fails on the first rows ("x" [2, 2]; float32): KeyError'),
