@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from sparkdl.consistency.asynchronous import Asynchronous
@@ -150,7 +149,7 @@ def _gang(inputs: EngineInputs) -> TrainingEngine:
     how = replace(run.batch_spec, augment=recipe.augment)
     with seeded(run.seed):
         spare = preview_batch(how, samples.preview, augment=True)
-    rows = to_tensors(spare.inputs, torch.device("cpu"))
+    rows = to_tensors(spare.inputs)
     parallel = parallel_of(inputs.strategies, inputs.mesh, run.replicas)
     parallel = parallel.planned(inputs.module, rows, recipe.options)
     gang, place_again = (inputs.gang, _stay) if inputs.gang else _gang_of_rdds(inputs)

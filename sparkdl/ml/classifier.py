@@ -102,7 +102,7 @@ class TorchClassifier(TorchEstimator, ClassParams):
         trainer: A trainer whose arguments are taken; those given here besides count more.
     """
 
-    _loss: ClassVar[Any] = nn.CrossEntropyLoss()
+    _loss = nn.CrossEntropyLoss
     _metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
     _labels: ClassVar[str | None] = CLASSES
     _model_class: ClassVar[type[TorchModel]] = TorchClassificationModel

@@ -46,7 +46,6 @@ class TorchEstimator(Estimator[Any], TrainingParams, MLReadable["TorchEstimator"
         trainer: A trainer whose arguments are taken; those given here besides count more.
     """
 
-    _loss: ClassVar[Any] = None
     _metrics: ClassVar[tuple[str, ...]] = ()
     _labels: ClassVar[str | None] = None
     _model_class: ClassVar[type[TorchModel]] = TorchModel
@@ -138,7 +137,7 @@ class TorchEstimator(Estimator[Any], TrainingParams, MLReadable["TorchEstimator"
 
     def _plan(self) -> FitPlan:
         """Return the plan of a fit. Raises :class:`sparkdl.ParameterError`."""
-        return FitPlan.of(self, self._loss, self._metrics, self._labels)
+        return FitPlan.of(self, self._metrics, self._labels)
 
     def _fitted(self, trained: TrainedModel, labels: Sequence[str]) -> TorchModel:
         """Return the model of a fit: the best weights, if they were kept, and the Params."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import (
     HasBatchSize,
@@ -178,6 +179,13 @@ class TrainingParams(FitParams):
         "Further arguments of sparkdl.Trainer, by name.",
         typeConverter=trainer_args,
     )
+    _loss: ClassVar[type | None] = None
+    """The class of the loss if none is set, or None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = {} if self._loss is None else {"loss": self._loss()}
+        self._setDefault(optimizer=torch.optim.Adam, **own)
 
     def setModel(self: Self, value: Any) -> Self:
         """Set ``model``, a function or class that builds the module, or a module."""

@@ -131,9 +131,10 @@ class EstimatorWriter(MLWriter):
             json.dumps(named)
         except WithoutName as error:
             named, why, pickled = None, str(error), pickled_objects(objects)
-        DefaultParamsWriter.saveMetadata(
-            instance, path, self.sparkSession, {"objects": named}, plain
-        )
+        told = instance.copy()
+        for name in OBJECTS:  # the class knows their defaults
+            told._defaultParamMap.pop(told.getParam(name), None)
+        DefaultParamsWriter.saveMetadata(told, path, self.sparkSession, {"objects": named}, plain)
         if why is None:
             return
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as sql
 from torch import nn
@@ -48,14 +47,11 @@ class FitPlan:
     labels: str | None
 
     @staticmethod
-    def of(
-        estimator: TrainingParams, loss: Any, metrics: tuple[str, ...], labels: str | None
-    ) -> FitPlan:
+    def of(estimator: TrainingParams, metrics: tuple[str, ...], labels: str | None) -> FitPlan:
         """Make the plan of an estimator.
 
         Args:
             estimator: The estimator.
-            loss: The loss if none is set, or None.
             metrics: The metrics to validate with if none are given.
             labels: The kind of its labels, or None.
 
@@ -65,17 +61,17 @@ class FitPlan:
         kind = type(estimator).__name__
         fields = estimator.getTrainerArgs()
         validation = fields.pop("validation", None)
+        if fields.get("step") is not None:
+            fields.setdefault("loss", None)  # in place of the default loss
         for param, name in FIELD_OF_PARAM.items():
             chosen = estimator.isSet(param) or name not in fields
             if chosen and estimator.isDefined(param):
                 fields[name] = estimator.getOrDefault(param)
         fields["weight"] = fields.get("weight") or None  # pyspark.ml says "" for none
-        if loss is not None:
-            fields.setdefault("loss", loss)
         for needed, example in (("model", "model=make_model"), ("loss", "loss=nn.L1Loss()")):
             if needed not in fields:
                 raise ParameterError(f"{kind} has no {needed}: give {kind}({example}, ...).")
-        fields["optimizer"] = _optimizer(estimator, fields.get("optimizer", torch.optim.Adam))
+        fields["optimizer"] = _optimizer(estimator, fields["optimizer"])
         if estimator.isSet("maxEpochs") or "stop" not in fields:
             limit = max_epoch(estimator.getMaxEpochs())
             fields["stop"] = limit | fields["stop"] if "stop" in fields else limit

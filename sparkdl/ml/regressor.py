@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from sparkdl.ml.estimator import TorchEstimator
 from sparkdl.ml.model import TorchModel
@@ -26,7 +26,7 @@ class TorchRegressor(TorchEstimator):
     those of :class:`TorchEstimator`.
     """
 
-    _loss: ClassVar[Any] = SquaredError()
+    _loss = SquaredError
     _metrics: ClassVar[tuple[str, ...]] = ("mae",)
     _labels: ClassVar[str | None] = NUMBERS
     _model_class: ClassVar[type[TorchModel]] = TorchRegressionModel

@@ -89,7 +89,8 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         hint = "" if not strict else " To load what fits by name, pass strict_weights=False."
-        raise ModelError(f"weights do not fit the model: {'; '.join(problems[:5])}{more}.{hint}")
+        listed = "; ".join(problems[:5]).replace(".;", ";").rstrip(".")
+        raise ModelError(f"weights do not fit the model: {listed}{more}.{hint}")
     module.load_state_dict({k: v for k, v in weights.items() if k in own}, strict=False)
 
 

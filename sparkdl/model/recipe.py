@@ -124,22 +124,18 @@ def weights_digest(module: nn.Module) -> str:
 
 def frozen_digest(module: nn.Module) -> str:
     """Return a digest of the frozen parameters, which are in no checkpoint; "" if there are none."""
-    frozen = _frozen(module)
+    frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
     return _digest(frozen) if frozen else ""
-
-
-def frozen_digests(module: nn.Module) -> dict[str, str]:
-    """Return the digest of each frozen parameter, by name."""
-    return {name: _digest([(name, parameter)]) for name, parameter in _frozen(module)}
-
-
-def _frozen(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(n, p) for n, p in module.named_parameters() if not p.requires_grad]
 
 
 def _digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in tensors:
         digest.update(name.encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(bytes_of(tensor))
     return digest.hexdigest()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a tensor's values, without a copy where that is possible."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -11,8 +11,10 @@ import torch
 
 from sparkdl.model.options import TrainingOptions
 
+CPU = torch.device("cpu")
 
-def to_tensors(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+
+def to_tensors(arrays: Sequence[np.ndarray], device: torch.device = CPU) -> list[torch.Tensor]:
     """Return the arrays of a batch as tensors on ``device``; signed integers of any width become
     int64.
 

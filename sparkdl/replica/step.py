@@ -122,7 +122,7 @@ def to_mini_batch(
     if training:
         weights = weigh(targets, weights, live.recipe.options)
     if training and masses:
-        here = targets if device.type == "cpu" else to_tensors(batch.targets, torch.device("cpu"))
+        here = targets if device.type == "cpu" else to_tensors(batch.targets)
         taken = masses_of(live.recipe.loss, here)
     return MiniBatch(to_tensors(batch.inputs, device), targets, weights, taken)
 

@@ -63,7 +63,7 @@ def log_model(
         ParameterError: The extra is not installed, or the example is no table of the features.
         UserError: The model cannot be saved.
     """
-    _mlflow("sparkdl.mlflow.log_model")
+    _mlflow("sparkdl.mlflow.log_model", trained)
     from mlflow.models import Model
 
     return Model.log(
@@ -105,7 +105,7 @@ def save_model(
         UserError: The example does not fit, or the model cannot be saved.
         FileExistsError: The folder is not empty.
     """
-    _mlflow("sparkdl.mlflow.save_model")
+    _mlflow("sparkdl.mlflow.save_model", trained)
     from mlflow import pyfunc
     from mlflow.models import Model, infer_signature
     from mlflow.models.utils import _save_example
@@ -171,12 +171,14 @@ def _load_pyfunc(path: str) -> PyFunc:
     return PyFunc(load(path, trust=True))
 
 
-def _mlflow(what: str) -> Any:
-    """Return the library. Raises ParameterError if it is not installed."""
+def _mlflow(what: str, trained: Any = None) -> Any:
+    """Return the library. Raises ParameterError if it is not installed, or the model is no model."""
     try:
         import mlflow
     except ImportError:
         raise extra_needed(what, "mlflow", "mlflow-skinny") from None
+    if not isinstance(trained, TrainedModel | None):
+        raise ParameterError(f"{what} takes what Trainer.fit returns, not {kind_of(trained)}.")
     return mlflow
 
 

@@ -104,7 +104,7 @@ def gives_sums(
         ModelError: The second number of the pair is not a count, or ``averaged`` is True and the
             loss of all rows does not follow from the losses of their parts.
     """
-    loss, inputs, targets = recipe.loss, _tensors(batch.inputs), _tensors(batch.targets)
+    loss, inputs, targets = recipe.loss, to_tensors(batch.inputs), to_tensors(batch.targets)
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
     weights = weigh(targets, own, recipe.options)
     known = MiniBatch(inputs, targets, weights, masses_of(loss, targets))
@@ -137,10 +137,6 @@ def gives_sums(
                 )
             raise ModelError(told)
     return sums
-
-
-def _tensors(arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-    return to_tensors(arrays, torch.device("cpu"))
 
 
 def _difference(take: Take, rows: int, rounding: float, sums: bool) -> Difference | None:

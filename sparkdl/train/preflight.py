@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import logging
 import warnings
+import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -20,8 +22,8 @@ from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.output import Output
 from sparkdl.model.loss import loss_of, masses_of
-from sparkdl.model.recipe import Recipe, frozen_digests
-from sparkdl.model.signature import Signature
+from sparkdl.model.recipe import Recipe, bytes_of
+from sparkdl.model.step import ALONE, is_step
 from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.mini_batch import to_tensors
@@ -73,6 +75,7 @@ def preflight(
     recipe = replace(model.recipe, loss=loss)
     labels = slice(samples.num_features, samples.num_features + samples.num_labels)
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
+    before = parameter_sums(model.module)
     run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
     state = PlainState(model.module, recipe.loss)
     output = run()
@@ -99,7 +102,7 @@ def preflight(
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
         check_scorer(model.module, recipe.signature, validation)
-    check_writes(model.module, recipe.signature, tried.inputs)
+    check_writes(model.module, recipe, tried, before)
     model.module.zero_grad()  # gradients take as much memory as the model
     return output, sums
 
@@ -116,7 +119,7 @@ def with_dimensions(
 def _first_row_only(recipe: Recipe, inputs: Sequence[np.ndarray], module: nn.Module) -> None:
     """Run forward on a batch of the same size in which every row is the first one."""
     rows = np.zeros(len(inputs[0]), np.int64)
-    tensors = to_tensors([array[rows] for array in inputs], torch.device("cpu"))
+    tensors = to_tensors([array[rows] for array in inputs])
     module.train()
     with torch.no_grad(), seeded(recipe.seed), contextlib.suppress(Exception):
         recipe.signature.bound(module)(*tensors)
@@ -182,10 +185,8 @@ def check_single_rows(
 
 def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str, Exception] | None:
     """Return what fails with one row ("model" or "loss"), why, and the error; None if neither fails."""
-    inputs, targets = (
-        to_tensors([array[:1] for array in arrays], torch.device("cpu"))
-        for arrays in (batch.inputs, batch.targets)
-    )
+    one = [[array[:1] for array in arrays] for arrays in (batch.inputs, batch.targets)]
+    inputs, targets = map(to_tensors, one)
     module.train()
     with seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those about shapes: the results are right
@@ -210,48 +211,52 @@ def _cut(rows: int, count: int) -> list[int]:
     return [rows * (i + 1) // count - rows * i // count for i in range(count)]
 
 
-def check_writes(module: nn.Module, signature: Signature, inputs: Sequence[np.ndarray]) -> None:
-    """Raise an error if a forward pass writes to parameters that should not change.
-
-    It must not write to frozen parameters, nor renormalize the rows of a trained table in place
-    (``max_norm``).
-
-    Args:
-        module: A private copy of the model, whose weights are changed.
-        signature: The way to call it.
-        inputs: The arrays to call it with.
-
-    Raises:
-        ModelError: The forward pass writes to such a parameter.
-    """
+def check_writes(module: nn.Module, recipe: Recipe, batch: Batch, before: dict[str, int]) -> None:
+    """Tell of a pass that writes to parameters; ``before`` are their sums before any pass."""
     for name, table in module.named_modules():
-        if not isinstance(table, nn.Embedding | nn.EmbeddingBag) or table.max_norm is None:
-            continue
-        if table.weight.requires_grad:
+        norm = table.max_norm if isinstance(table, nn.Embedding | nn.EmbeddingBag) else None
+        if norm is not None and table.weight.requires_grad:
             raise ModelError(
-                f'"{name}" has max_norm={table.max_norm:g}: torch then changes the weights of the '
+                f'"{name}" has max_norm={norm:g}: torch then changes the weights of the '
                 "rows that are looked up, and each replica would change its own copy. Leave it "
                 "out, and scale the embeddings in forward."
             )
-    if all(parameter.requires_grad for parameter in module.parameters()):
-        return
+    written = _compare(module, before, is_step(recipe.loss))
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.add_(0.01)  # as an update does: else writing a copy of it goes unseen
-    before = frozen_digests(module)
-    module.train()
-    try:
-        with seeded(0):
-            signature.call(module, to_tensors(inputs, torch.device("cpu")))
-    except Exception:  # the model is known to accept these rows, but not with all weights
-        return
-    after = frozen_digests(module)
-    for name, digest in before.items():
-        if after.get(name, digest) != digest:
+                parameter.grad = torch.ones_like(parameter)  # for an optimizer inside of a step
+    before = parameter_sums(module)
+    inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
+    with seeded(0), contextlib.suppress(Exception):  # it need not work with all weights
+        recipe.signature.call_for_loss(recipe.loss, module.train(), inputs, targets)
+    for name in [*written, *_compare(module, before, is_step(recipe.loss))][:1]:
+        logging.getLogger("sparkdl").warning(
+            'forward writes to "%s", a trained parameter: each replica writes to a copy, and updates '
+            "are made to the weights as they were. Let forward compute what it needs from it "
+            "(torch.nn.utils.parametrize), or let the step of your own optimizer class write.",
+            name,
+        )
+
+
+def parameter_sums(module: nn.Module) -> dict[str, int]:
+    """Return a checksum of each parameter, by name."""
+    return {name: zlib.adler32(bytes_of(p)) for name, p in module.named_parameters()}
+
+
+def _compare(module: nn.Module, before: dict[str, int], step: bool) -> list[str]:
+    """Return the names of trained parameters with other sums. Raise ModelError for all others."""
+    now = parameter_sums(module)
+    changed = [name for name in now if now[name] != before.get(name, now[name])]
+    for name in changed:
+        if step:
+            raise ModelError(f'step changes "{name}", and updates belong to the engine. {ALONE}')
+        if not module.get_parameter(name).requires_grad:
             raise ModelError(
                 f'forward writes to "{name}", a parameter with requires_grad=False: such '
                 "parameters are treated as constants, and each worker would change its own copy. "
                 "Make it a buffer (register_buffer): buffers are averaged over the replicas and "
                 "saved with the model."
             )
+    return changed

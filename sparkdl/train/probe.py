@@ -73,9 +73,7 @@ def try_model(
         ModelError: The model or the loss fails, or returns something that cannot be used.
     """
     loss, options = recipe.loss, recipe.options
-    inputs, targets = (
-        to_tensors(arrays, torch.device("cpu")) for arrays in (batch.inputs, batch.targets)
-    )
+    inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
     shown = ", ".join(
         f'"{field.name}" {list(t.shape)}' for field, t in zip(inputs_are, inputs, strict=True)
     )
@@ -87,8 +85,10 @@ def try_model(
         except ModelError:
             raise
         except Exception as error:
+            of_label = is_own_loss(loss) and "target" in str(error).lower()
             hint = (
-                step_hint(loss)
+                (label_hint(error, targets, labels_are) if of_label else "")
+                or step_hint(loss)
                 or keyword_hint(error, module, recipe.signature.inputs)
                 or own_loss_hint(error, loss)
                 or precision_hint(module, inputs)
@@ -236,7 +236,7 @@ def check_scorer(module: nn.Module, signature: Signature, validation: Validation
         ParameterError: A metric does not go with the output or the label.
     """
     batch = preview_batch(validation.batch_spec, validation.samples.preview)
-    targets = to_tensors(batch.targets, torch.device("cpu"))
+    targets = to_tensors(batch.targets)
     rows = len(batch.inputs[0])
     weights = None if batch.weights is None else torch.from_numpy(batch.weights)
     loss = replace(validation.scorer, metrics=())

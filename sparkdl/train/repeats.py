@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from sparkdl.data.batches import Batch, BatchSpec, preview_batch
@@ -31,9 +30,7 @@ def tell_of_hidden_state(module: nn.Module, recipe: Recipe, batch: Batch) -> Non
         recipe: The model, the loss and their options.
         batch: Some rows.
     """
-    inputs, targets = (
-        to_tensors(arrays, torch.device("cpu")) for arrays in (batch.inputs, batch.targets)
-    )
+    inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
     module.train()
     found = []
     for _ in range(2):

@@ -84,6 +84,14 @@ class ReturnsTuple(ReturnsNothing):
         return nn.Linear.forward(self, x)[:, 0], x
 
 
+class Classifies(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        return {"loss": nn.functional.cross_entropy(nn.Linear.forward(self, x), labels)}
+
+
 class TakesLabels(ReturnsNothing):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
         return nn.Linear.forward(self, x), labels
@@ -598,6 +606,15 @@ LOSSES = [
         "Sequential.forward() got an unexpected keyword argument 'labels'. With ModelLoss, the "
         "model is called with the label as labels=: name the parameter that takes it, "
         "ModelLoss(labels=name), or give labels=None to pass it after the inputs.",
+        jobs=3,
+    ),
+    Mistake(
+        "a class that a model with a loss of its own does not have",
+        lambda fit: fit(fit.labels("long", 5, 5, 5, 5), model=Classifies, loss=sparkdl.ModelLoss()),
+        ModelError,
+        'the model fails on the first rows ("features" [2, 2]; float32): IndexError: Target 5 is out '
+        'of bounds. "label" goes from 5 to 5: give the model an output for each class from 0 on, or '
+        "renumber the classes (pyspark.ml.feature.StringIndexer).",
         jobs=3,
     ),
     Mistake(

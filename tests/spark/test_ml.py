@@ -6,6 +6,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -302,6 +303,10 @@ def test_one_output_for_two_classes(table: DataFrame, probability: bool) -> None
     assert certain == [bool(number) for number in numbers(scored)]
 
 
+def size_of_the_code(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return module(batch["features"]).square().mean()
+
+
 def test_an_estimator_of_any_module(table: DataFrame) -> None:
     """An autoencoder: no label, and a vector comes out."""
     trainer = sparkdl.Trainer(
@@ -324,6 +329,8 @@ def test_an_estimator_of_any_module(table: DataFrame) -> None:
     assert weights(model) == {
         name: value.tolist() for name, value in trainer.fit(table).module.state_dict().items()
     }
+    stepped = replace(trainer, loss=None, step=size_of_the_code)
+    assert weights(TorchEstimator(trainer=stepped).fit(table)) == weights(model)
     scored = model.transform(table)
     assert dict(scored.dtypes)["code"] == "vector"
     assert len(numbers(scored, "code")[0]) == 4
@@ -552,6 +559,9 @@ def test_params_are_those_of_pyspark(table: DataFrame) -> None:
     other = estimator.copy({estimator.maxEpochs: 1})
     assert (other.getMaxEpochs(), estimator.getMaxEpochs(), other.uid) == (1, 3, estimator.uid)
     assert "maxEpochs: The most epochs" in estimator.explainParams()
+    assert isinstance(estimator.getLoss(), nn.CrossEntropyLoss)
+    assert TorchEstimator().getOptimizer() is torch.optim.Adam
+    assert "(default: CrossEntropyLoss()" in estimator.explainParam("loss")
     assert estimator.setParams(batchSize=8, labelCol="label").getBatchSize() == 8
     model = other.fit(table)
     assert model.uid == estimator.uid

@@ -396,6 +396,12 @@ def test_a_function_of_sql(
     assert values(found) == values(sparkdl.embed(texts, folder, pooling="cls"), "embedding")
 
 
+def bare_folder(path: Path) -> Path:
+    """The folder of a model alone, for which transformers makes a tokenizer that knows no word."""
+    small_text.classifier().save_pretrained(path / "bare")
+    return path / "bare"
+
+
 MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
     "no model": (
         lambda df, path: sparkdl.predict(df, 3, "x"),
@@ -412,6 +418,10 @@ MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
     "an empty folder": (
         lambda df, path: sparkdl.predict(df, path, "x"),
         "has no config.json: give one that save_pretrained wrote",
+    ),
+    "a folder without a tokenizer": (
+        lambda df, path: sparkdl.classify(df.selectExpr("'a' AS text"), bare_folder(path)),
+        "has no tokenizer that can be read (there is no",
     ),
     "weights of another model": (
         lambda df, path: sparkdl.predict(df, partial(nn.Linear, 3, 2), "x", weights=path / "n.pt"),

@@ -193,6 +193,11 @@ def goes_back(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
+def updates(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    torch.optim.SGD(module.heads.parameters(), lr=0.1).step()
+    return module(batch["x"])["amount"].mean()
+
+
 def of_all_rows(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return module(batch["x"])["amount"].std()
 
@@ -206,6 +211,10 @@ def misnamed(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     [
         (in_turns, "need a loop of their own in sparkdl.gang.run: see examples/two_optimizers.py"),
         (goes_back, "step runs backward, which belongs to the engine"),
+        (
+            updates,
+            'step changes "heads.weight", and updates belong to the engine. A step',
+        ),
         (of_all_rows, "step=sparkdl.PerReplica(step)"),
         (misnamed, 'step fails on the first rows ("x" [2, 2]; float32): KeyError'),
         (

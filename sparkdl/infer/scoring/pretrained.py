@@ -92,7 +92,11 @@ def tokenizer_of(given: Any, folder: Path | None, where: str) -> Any:
     if not place.is_dir():
         raise ParameterError(f'tokenizer: there is no folder "{place}" on the driver.')
     try:
-        return library().AutoTokenizer.from_pretrained(place, local_files_only=True)
+        found = library().AutoTokenizer.from_pretrained(place, local_files_only=True)
+        files = getattr(found, "vocab_files_names", {}).values()
+        if files and not any((place / name).exists() for name in files):  # it knows no word
+            raise FileNotFoundError(f"there is no {' or '.join(files)}")
+        return found
     except Exception as error:
         first = str(error).strip().partition("\n")[0]
         raise ParameterError(

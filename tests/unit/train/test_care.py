@@ -93,8 +93,9 @@ def test_a_pattern_without_a_match_names_what_there_is(option: str) -> None:
         (lambda s: s.update({"haed.bias": torch.ones(2)}), 'no "haed.bias". Did you mean "head.bias"?'),
         (lambda s: s.update({"head.bias": torch.ones(3)}), 'is [3] in the weights and [2] in the'),
         (lambda s: s.clear(), "and 6 more"),
+        (lambda s: s.update(x=s.pop("head.bias")), 'has no "x"; the weights have no "head.bias". To'),
     ],
-    ids=["missing", "unknown", "shape", "many"],
+    ids=["missing", "unknown", "shape", "many", "renamed"],
 )  # fmt: skip
 def test_strict_weights_must_fit(change, message) -> None:
     module, state = make(), make().state_dict()

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations
 from sparkdl.data.batches import Batch, BatchSpec, preview_batch
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import seeded
+from sparkdl.train.preflight import check_writes, parameter_sums
 from sparkdl.train.repeats import tell_of_hidden_state, tell_of_own_draws
 
 ROWS = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
@@ -135,3 +136,32 @@ def test_augmenting_otherwise_is_told(name: str, caplog: pytest.LogCaptureFixtur
     tell_of_own_draws(how, [ROWS], 0, batch)
     assert len(caplog.messages) == told
     assert all("augment returns something else" in message for message in caplog.messages)
+
+
+class Clamped(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+class ScaledByFirstRows(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("begun", torch.tensor(False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.begun:
+            self.weight.data.div_(x.std(0))
+            self.begun.fill_(True)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Clamped, ScaledByFirstRows])
+def test_writing_to_weights_is_told(kind: type, caplog: pytest.LogCaptureFixture) -> None:
+    module, recipe = kind(4, 2), Recipe(kind, torch.sum, torch.optim.SGD, 0)
+    before = parameter_sums(module)
+    module(torch.from_numpy(ROWS))
+    check_writes(module, recipe, Batch([ROWS], []), before)
+    assert ['writes to "weight", a trained' in m for m in caplog.messages] == [True] * (
+        kind is not nn.Linear
+    )

@@ -28,7 +28,7 @@ class PipelineRank(RankStrategy[Pipeline]):
 
     def __init__(self, strategy: Pipeline, build: Build) -> None:
         super().__init__(strategy, build)
-        rows = to_tensors(build.spare.inputs, torch.device("cpu"))
+        rows = to_tensors(build.spare.inputs)
         self._items = chain_of(build.module, strategy.split, rows)
 
     def split(self, build: Build) -> None:
