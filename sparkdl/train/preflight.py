@@ -221,17 +221,19 @@ def check_writes(module: nn.Module, recipe: Recipe, batch: Batch, before: dict[s
                 "rows that are looked up, and each replica would change its own copy. Leave it "
                 "out, and scale the embeddings in forward."
             )
-    written = _compare(module, before, is_step(recipe.loss))
+    step = is_step(recipe.loss)
+    written = _compare(module, before, step)
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.requires_grad and parameter.is_floating_point():
                 parameter.add_(0.01)  # as an update does: else writing a copy of it goes unseen
-                parameter.grad = torch.ones_like(parameter)  # for an optimizer inside of a step
+                if step:  # an optimizer inside of it meets gradients in training
+                    parameter.grad = torch.ones_like(parameter)
     before = parameter_sums(module)
     inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
     with seeded(0), contextlib.suppress(Exception):  # it need not work with all weights
         recipe.signature.call_for_loss(recipe.loss, module.train(), inputs, targets)
-    for name in [*written, *_compare(module, before, is_step(recipe.loss))][:1]:
+    for name in [*written, *_compare(module, before, step)][:1]:
         logging.getLogger("sparkdl").warning(
             'forward writes to "%s", a trained parameter: each replica writes to a copy, and updates '
             "are made to the weights as they were. Let forward compute what it needs from it "
