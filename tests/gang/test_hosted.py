@@ -18,7 +18,6 @@ import pytest
 import torch
 from gang_training import CLASSES, WIDTH, same, trainer_of
 from hosted import hosted_ranks
-from launch import soak_but
 from mistakes import message_of
 from pyspark import cloudpickle
 from torch import nn
@@ -97,7 +96,8 @@ def test_the_bits_are_those_of_as_many_ranks(frames, strategy, caplog):
     assert [r.getMessage() for r in caplog.records] == ["2 task slots now do the work of 4 ranks."]
 
 
-@pytest.mark.parametrize("how", soak_but(["kill"], ["kill", "kill the task", "delete the slabs"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("how", ["kill", "kill the task", "delete the slabs"])
 def test_a_lost_rank_costs_a_new_beginning(spark, frames, tmp_path, caplog, how):
     df, task, counts = frames(9, 12, 0, 11), how == "kill the task", Counts()
     if how == "delete the slabs":

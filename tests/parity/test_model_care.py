@@ -103,7 +103,7 @@ def test_unfreeze_reaches_what_the_model_itself_froze():
         ({"activation_checkpointing": ["head.weight"]}, "no submodule matches"),
         ({"l1": {"bias": 0.1}}, 'l1: no trainable parameter matches "bias".'),
         ({"l2": {"encoder": 0.1}}, 'l2: no trainable parameter matches "encoder".'),
-        ({"weights": {"x": torch.ones(2)}}, 'the model has no "x".'),
+        ({"weights": {"x": torch.ones(2)}}, 'the model has no "x"; the weights'),
         ({"weights": {"head.bias": torch.ones(2)}}, '"head.bias" is [2] in the weights and [3] in'),
         ({"weights": {"x": torch.ones(2)}, "strict_weights": False}, "no name of the weights (x)"),
         ({"weights": {"head.bias": torch.ones(2)}, "strict_weights": False}, '"head.bias" is [2] in'),

@@ -47,10 +47,10 @@ LEARNED = {
 }
 ROWS = [(name, *learned) for name, learned in LEARNED.items()]
 IN_THE_GUIDE = (
-    *("engines", "fine_tune_text", "fully_sharded", "ml_pipeline", "pipeline", "tensor_parallel"),
-    "tune_digits",
+    *("digits", "early_stopping", "engines", "fine_tune_text", "fine_tuning", "fully_sharded"),
+    *("images", "ml_pipeline", "pipeline", "tensor_parallel", "tune_digits"),
 )
-"""Examples of what a page of the guide trains as well: these soak."""
+"""Examples of what a page of the guide, or a job of the tests, trains as well: these soak."""
 FOUR_SLOTS = {"hybrid": ("accuracy", 0.94)}
 """These need more than the session of the tests has, and run as scripts."""
 

@@ -26,15 +26,19 @@ GUIDE = ROOT / "docs" / "guide"
 README = ROOT / "README.md"
 PAGES = sorted(page.name for page in GUIDE.glob("*.md"))
 LONG = [
+    "consistency.md",
     "gang.md",
+    "gradients.md",
+    "groups.md",
     "inference.md",
     "metrics.md",
     "pipelines.md",
     "summaries.md",
+    "time_series.md",
     "transformers.md",
     "tuning.md",
 ]
-"""Pages that take 20 seconds and more."""
+"""Pages that take ten seconds and more soak."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
