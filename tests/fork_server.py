@@ -31,7 +31,7 @@ ADDRESS = "SPARKDL_TESTS_FORK_SERVER"
 """The variable with the path of the server's socket."""
 READ_AT_START = ("OMP_NUM_THREADS", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONWARNINGS")
 NAME = "python:"
-"""What the name of a program that asked begins with; the number of its fork follows."""
+"""The beginning of the name of a program that asked; the number of its fork follows."""
 DAEMON = ["-m", "sparkdl.daemon"]
 
 
@@ -116,23 +116,24 @@ class Server:
         self, connection: socket.socket, selector: selectors.BaseSelector
     ) -> dict[str, Any] | None:
         asked, streams = receive(connection)
-        environment = asked["environment"]
-        if any(environment.get(name) != os.environ.get(name) for name in READ_AT_START):
+        environment = asked.get("environment", {})
+        if not asked or any(environment.get(n) != os.environ.get(n) for n in READ_AT_START):
             selector.unregister(connection)
             connection.close()
             for stream in streams:
                 os.close(stream)
             return None
+        script = asked["arguments"][:2] != DAEMON
         pid = os.fork()
         if pid:
-            script = asked["arguments"][:2] != DAEMON
             self._asked[pid] = connection, script
             selector.modify(connection, selectors.EVENT_READ, pid)
-            connection.sendall(f"{pid}\n".encode())
+            with contextlib.suppress(OSError):  # killed meanwhile
+                connection.sendall(f"{pid}\n".encode())
             for stream in streams:
                 os.close(stream)
             return None
-        if asked["arguments"][:2] != DAEMON:
+        if script:
             os.setsid()  # a daemon makes a group of its own
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -174,12 +175,13 @@ class Server:
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return what is asked, and the standard streams that came with it."""
+    """Return what is asked, and the standard streams that came with it; nothing of a program that was
+    killed while it asked."""
     begin, streams, _, _ = socket.recv_fds(connection, 8, 3)
     length, found = int.from_bytes(begin, "big"), b""
-    while len(found) < length:
-        found += connection.recv(length - len(found))
-    return json.loads(found), list(streams)
+    while len(found) < length and (more := connection.recv(length - len(found))):
+        found += more
+    return json.loads(found) if found and len(found) == length else {}, list(streams)
 
 
 def become(arguments: list[str], environment: dict[str, str], cwd: str, path: list[str]) -> None:

@@ -43,7 +43,6 @@ class Transfer:
     op: str
     priority: float
     call: str
-    check: int
     state: int = PENDING
     error: BaseException | None = None
     end: End | None = field(default=None, compare=False)
@@ -87,7 +86,6 @@ class Transfers:
                 op,
                 priority,
                 call,
-                1 + zlib.crc32(call.encode()),
             )
             return self._known[number]
 
@@ -96,7 +94,7 @@ class Transfers:
         with self._changed:
             transfer.end = end
             error = self._broken or transfer.error
-            self._say(transfer, transfer.check)
+            self._say(transfer, 1 + zlib.crc32(transfer.call.encode()))
         if error is not None:
             end(None, error)
 

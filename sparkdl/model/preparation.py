@@ -80,17 +80,15 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
         if name in own and value.shape != own[name].shape
     ]
     if strict:
-        problems += [
-            f'the model has no "{name}".{nearest(name, own)}' for name in weights if name not in own
-        ]
+        unknown = [(name, nearest(name, own)) for name in weights if name not in own]
+        problems += [f'the model has no "{name}"{hint and f".{hint}"}' for name, hint in unknown]
         problems += [f'the weights have no "{name}"' for name in own if name not in weights]
     if not problems and not set(own) & set(weights):
         problems = [f"no name of the weights ({_some(weights)}) is one of the model ({_some(own)})"]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         hint = "" if not strict else " To load what fits by name, pass strict_weights=False."
-        listed = "; ".join(problems[:5]).replace(".;", ";").rstrip(".")
-        raise ModelError(f"weights do not fit the model: {listed}{more}.{hint}")
+        raise ModelError(f"weights do not fit the model: {'; '.join(problems[:5])}{more}.{hint}")
     module.load_state_dict({k: v for k, v in weights.items() if k in own}, strict=False)
 
 
