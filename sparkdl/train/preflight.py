@@ -212,7 +212,18 @@ def _cut(rows: int, count: int) -> list[int]:
 
 
 def check_writes(module: nn.Module, recipe: Recipe, batch: Batch, before: dict[str, int]) -> None:
-    """Tell of a pass that writes to parameters; ``before`` are their sums before any pass."""
+    """Warn of a forward pass that writes to trained parameters.
+
+    Args:
+        module: A private copy of the model, whose weights are changed.
+        recipe: The model, the loss and their options.
+        batch: Some rows.
+        before: The checksums of the parameters before any pass.
+
+    Raises:
+        ModelError: A step writes to parameters, a forward pass to frozen ones, or a lookup to the
+            rows of a trained table (``max_norm``).
+    """
     for name, table in module.named_modules():
         norm = table.max_norm if isinstance(table, nn.Embedding | nn.EmbeddingBag) else None
         if norm is not None and table.weight.requires_grad:
