@@ -20,6 +20,7 @@ from sparkdl.data.partition_files import MappedColumn, map_file, segment_files
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_order import row_contents
 from sparkdl.errors import StaleReferenceError
+from sparkdl.slab.release import released
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ def open_partition(handle: SampleHandle) -> MappedPartition:
         if key in _opened:
             _opened.move_to_end(key)
             return _opened[key]
-        for gone in [k for k in _opened if k[2] and not os.path.exists(k[2])]:
-            del _opened[gone]
+    close_deleted()
     found = MappedPartition.map(*key[1:])
     with _lock:
         _opened[key] = found
@@ -119,6 +119,14 @@ def lies_here(handle: SampleHandle, node_id: str) -> bool:
     names = [n for part in handle.segments for n in segment_files(part, handle.fields)]
     files = [path for path in (*names, handle.order_path) if path]
     return not handle.num_rows or (handle.node_id == node_id and all(map(os.path.exists, files)))
+
+
+@released
+def close_deleted(_run: str = "") -> None:
+    """Drop the mappings of this process whose files were deleted."""
+    with _lock:
+        for gone in [key for key in _opened if key[2] and not os.path.exists(key[2])]:
+            del _opened[gone]
 
 
 def close_partitions() -> None:

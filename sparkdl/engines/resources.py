@@ -12,12 +12,9 @@ from pyspark import SparkContext, StorageLevel
 from pyspark.core.rdd import RDD
 from pyspark.errors import PySparkException
 
-from sparkdl.data.partition_writer import close_partitions
 from sparkdl.errors import TrainingError
 from sparkdl.loop.interrupt import interrupts_held
-from sparkdl.replica.run import forget
-from sparkdl.slab.gpu_memory import holders_awaited
-from sparkdl.slab.pool import close_pool
+from sparkdl.slab.release import release, watchers_awaited
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.executors import Executor, executor_awaited, executors, task_per_executor
@@ -218,14 +215,12 @@ class CleanNode:
 
 def clean_here(slab: SlabConfig) -> None:
     """Remove a run's slabs from this node, and release them in this process."""
-    forget(slab.name)
-    close_partitions()
-    close_pool(slab)
     root = None
     with contextlib.suppress(OSError):  # the slab root belongs to someone else
         root = open_root(slab)
-    with holders_awaited([] if root is None else list(root.directories)):
+    with watchers_awaited([] if root is None else list(root.directories)):
         remove_root(slab)
+        release(slab.name)
 
 
 MAX_SUBMISSIONS = 16

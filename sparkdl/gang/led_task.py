@@ -25,7 +25,7 @@ from sparkdl.errors import SlabFullError, SparkdlError, StateLostError, Training
 from sparkdl.gang.channel import Listener, connect
 from sparkdl.gang.led import JOB, REACH_SECONDS, LedGang
 from sparkdl.gang.rank_task import Introduction, Rendezvous
-from sparkdl.slab.gpu_memory import give_back
+from sparkdl.slab.release import give_back
 from sparkdl.spark.worker import finish_task
 
 SCHEMA = "rank int, kind string, part int, data binary"

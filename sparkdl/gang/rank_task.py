@@ -18,7 +18,7 @@ from sparkdl.errors import SessionError
 from sparkdl.gang.channel import Channel, ChannelError, connect
 from sparkdl.gang.command_queue import CommandReceiver, ResultSender
 from sparkdl.gang.rank_output import output_sent
-from sparkdl.slab.gpu_memory import give_back, make_room
+from sparkdl.slab.release import give_back, make_room
 from sparkdl.spark.device import Gpu, Sight, gpus_of, use_gpu
 from sparkdl.spark.worker import finish_task
 

@@ -25,7 +25,7 @@ from sparkdl.model.signature import BY_POSITION, Signature, with_tensors
 from sparkdl.process.numerics import Numerics
 from sparkdl.replica.compute import evaluating
 from sparkdl.replica.mini_batch import to_tensors
-from sparkdl.slab.gpu_memory import kept_while_used
+from sparkdl.slab.release import kept_while_used
 from sparkdl.spark.artifacts import INLINE_BYTES, Artifact
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.device import task_device

@@ -64,6 +64,13 @@ def memory_given_back() -> Iterator[None]:
         _set(KEPT)
 
 
+def give_heap_back() -> None:
+    """Give the freed memory that this process's heap keeps back to the system, if glibc is there."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def forget_values(tensor: torch.Tensor) -> None:
     """Give back the memory of a contiguous CPU tensor whose values are no longer needed.
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import os
 import pickle
 import secrets
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.memory import keep_heap
 from sparkdl.process.numerics import Numerics
-from sparkdl.slab.gpu_memory import hold, make_room
+from sparkdl.slab.release import make_room, released, watch
 from sparkdl.slab.root import SlabConfig, open_private, open_root, write_private
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.spec import SliceSpec, slice_specs
@@ -122,21 +120,7 @@ def open_replica(run: RunSpec) -> LiveReplica:
     run.numerics.use()
     if torch.get_num_threads() != run.threads:
         torch.set_num_threads(run.threads)
-    return live_replica(run.key, lambda: _load_recipe(run), lambda: _hold(run))
-
-
-_holding: dict[str, threading.Thread] = {}
-"""The threads that release a run's replica on a GPU, by run."""
-
-
-def _hold(run: RunSpec) -> None:
-    """Start a thread, once for each run, that releases this process's replica when the run ends on
-    this node."""
-    root = open_root(run.slab)
-    for key in [key for key, thread in _holding.items() if not thread.is_alive()]:
-        del _holding[key]
-    if root is not None and run.key not in _holding:
-        _holding[run.key] = hold(root.directories[-1], functools.partial(forget, run.key))
+    return live_replica(run.slab, lambda: _load_recipe(run))
 
 
 def build_replica(run: RunSpec) -> LiveReplica:
@@ -217,35 +201,41 @@ def plans_of(run: RunSpec) -> OpenRun:
     return plans
 
 
+@released
+def _forget_plans(run: str) -> None:
+    _plans.pop(run, None)
+
+
 MAX_LIVE_REPLICAS = 2
 
 
 _live: OrderedDict[tuple[str, torch.device], LiveReplica] = OrderedDict()
 
 
-def live_replica(
-    run: str, load: Callable[[], Recipe], on_gpu: Callable[[], None] = lambda: None
-) -> LiveReplica:
-    """Return the replica of ``run`` on this task's device.
+def live_replica(slab: SlabConfig, load: Callable[[], Recipe]) -> LiveReplica:
+    """Return the replica of a run on this task's device. It is released when the run ends on this node.
 
     Args:
-        run: The key of the run.
+        slab: The slabs of the run.
         load: Returns the recipe; called if the replica is not cached.
-        on_gpu: Called before a replica is built on a GPU.
     """
     device = task_device()
-    replica = _live.get((run, device))
+    key = slab.name, device
+    replica = _live.get(key)
     if replica is None:
-        if device.type == "cuda":
+        on_gpu = device.type == "cuda"
+        if on_gpu:
             make_room()
-            on_gpu()
-        replica = _live[run, device] = LiveReplica.of(load(), device)
-        while len(_live) > MAX_LIVE_REPLICAS:
-            _live.popitem(last=False)
-    _live.move_to_end((run, device))
+        watch(slab, awaited=on_gpu)
+        replica = LiveReplica.of(load(), device)
+    _live[key] = replica  # again, in case it was released meanwhile
+    _live.move_to_end(key)
+    while len(_live) > MAX_LIVE_REPLICAS:
+        _live.popitem(last=False)
     return replica
 
 
+@released
 def forget(run: str) -> None:
     """Remove the replica of ``run`` from this process."""
     for key in [key for key in list(_live) if key[0] == run]:

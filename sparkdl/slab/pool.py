@@ -26,6 +26,7 @@ import mmap
 import os
 import secrets
 import struct
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ import numpy as np
 
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.process.system import allocate, map_privately
+from sparkdl.slab.release import released, watch
 from sparkdl.slab.root import Root, SlabConfig, open_private, open_root
 
 HEADER_BYTES = 4096
@@ -76,9 +78,11 @@ class _Mapped:
 
     def __init__(self, path: str) -> None:
         self.fd = open_private(path, os.O_RDWR)
+        weakref.finalize(
+            self, os.close, self.fd
+        )  # the map is closed with the last array that views it
         self.map = mmap.mmap(self.fd, 0)
         self.bytes = np.frombuffer(self.map, dtype=np.uint8)
-        self.claimed = False  # if so, its lock is held through fd, which must stay open
         self._private: mmap.mmap | None = None
 
     def stamp(self) -> tuple[int, bytes]:
@@ -89,9 +93,6 @@ class _Mapped:
         """Return the file's present content; writes to it stay in this process, until the next call."""
         self._private = map_privately(self.fd, self._private)
         return np.frombuffer(self._private, dtype=np.uint8)
-
-    def close(self) -> None:
-        os.close(self.fd)  # the map is closed with the last array that views it
 
 
 class Claim:
@@ -136,12 +137,10 @@ class Pool:
         prefix = f"{role}-{nbytes}-"
         path, mapped = self._free(root, prefix, oldest_needed) or self._create(root, prefix, nbytes)
         nonce = secrets.token_bytes(16)
-        mapped.claimed = True
         try:
             _STAMP.pack_into(mapped.map, 0, _MAGIC, submission, nonce)
             yield Claim(path, mapped, nonce, root.node_id, nbytes)
         finally:
-            mapped.claimed = False
             fcntl.flock(mapped.fd, fcntl.LOCK_UN)
 
     def read(self, reference: Reference) -> np.ndarray:
@@ -228,35 +227,30 @@ class Pool:
         return mapped
 
     def _keep(self, path: str, mapped: _Mapped) -> None:
+        watch(self.config)
         self._mapped[path] = mapped
-        excess = len(self._mapped) - MAX_OPEN_BUFFERS
-        if excess > 0:
-            idle = [p for p, m in self._mapped.items() if not (m.claimed or m is mapped)]
-            for oldest in idle[:excess]:
-                self._mapped.pop(oldest).close()
+        while len(self._mapped) > MAX_OPEN_BUFFERS:
+            self._mapped.popitem(last=False)
 
     def close(self) -> None:
-        """Drop every mapping."""
-        while self._mapped:
-            self._mapped.popitem()[1].close()
+        """Drop every mapping. A claimed buffer stays open, and locked, until its claim ends."""
+        self._mapped = OrderedDict()
 
 
 _pools: dict[str, Pool] = {}
 
 
 def open_pool(config: SlabConfig) -> Pool:
-    """Return this process's pool of ``config``; also close pools of runs that have ended here."""
+    """Return this process's pool of ``config``. It is closed when the run ends on this node."""
     pool = _pools.get(config.name)
     if pool is None:
-        for name in [n for n, p in _pools.items() if open_root(p.config) is None]:
-            _pools.pop(name).close()
         pool = _pools[config.name] = Pool(config)
     return pool
 
 
-def close_pool(config: SlabConfig) -> None:
-    """Close this process's pool of ``config``, if it has one."""
-    pool = _pools.pop(config.name, None)
+@released
+def _close_pool(run: str) -> None:
+    pool = _pools.pop(run, None)
     if pool is not None:
         pool.close()
 

@@ -33,7 +33,8 @@ from sparkdl.errors import StaleReferenceError
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport
 from sparkdl.replica.run import ReplicaHandle, RunSpec
-from sparkdl.slab.pool import Pool, close_pool, open_pool
+from sparkdl.slab.pool import Pool, open_pool
+from sparkdl.slab.release import release
 from sparkdl.slab.root import SlabConfig, remove_root
 
 pytestmark = pytest.mark.faults
@@ -233,7 +234,7 @@ class Bench:
 def bench(tmp_path):
     made = Bench(tmp_path)
     yield made
-    close_pool(made.run.slab)
+    release(made.run.slab.name)
     remove_root(made.run.slab)
 
 
@@ -317,7 +318,7 @@ def test_twins_do_not_make_the_pool_grow(bench):
 def compressing(tmp_path):
     made = Bench(tmp_path, sparkdl.PowerSGD(2))
     yield made
-    close_pool(made.run.slab)
+    release(made.run.slab.name)
     remove_root(made.run.slab)
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
-from sparkdl.replica.run import forget
-from sparkdl.slab.pool import close_pool
+from sparkdl.slab.release import release
 from sparkdl.slab.root import SlabConfig
 
 
@@ -34,5 +33,4 @@ def serve(meeting: Rendezvous, hello: Introduction, record: Any, slab: SlabConfi
         return RankContext(hello.rank, hello.ranks, "127.0.0.1", cpu, [record], at_end)
 
     meeting.serve(hello, context)
-    forget(slab.name)
-    close_pool(slab)
+    release(slab.name)

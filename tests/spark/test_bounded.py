@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import pathlib
 import sys
@@ -15,6 +16,7 @@ import innards
 import numpy as np
 import pytest
 import torch
+from innards import eventually
 from launch import soak_but
 from pyspark import SparkContext, cloudpickle
 from torch import nn
@@ -99,6 +101,40 @@ class Census(sparkdl.Callback):
 
     def on_fit_end(self, trainer, state) -> None:
         tracemalloc.stop()
+
+
+def worker_memory() -> dict[int, float]:
+    """Return the MB of its own that each of Spark's Python workers of this machine has."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, StopIteration):
+            if "sparkdl.daemon" in (process / "cmdline").read_text():
+                lines = (process / "status").read_text().splitlines()
+                line = next(line for line in lines if line.startswith("RssAnon"))
+                found[int(process.name)] = int(line.split()[1]) / 1e3
+    return found
+
+
+def mapped(application: str) -> list[str]:
+    """Return the processes that still map slabs of the application's fits."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"/sparkdl-{application}-" in (process / "maps").read_text():
+                found.append(process.name)
+    return found
+
+
+def test_workers_keep_nothing_of_a_fit_that_has_ended(spark, df):
+    """Neither its slabs nor its replica, also where the next task is one that predicts."""
+    application, one = spark.sparkContext.applicationId, trainer(2, 8)
+    with sparkdl.PlacedSamples.of(one, df) as placed:
+        one.fit(placed)
+    usual = max(worker_memory().values())
+    large = trainer(2, 1_000_000)  # 44 MB
+    large.fit(df)
+    assert eventually(lambda: not mapped(application))
+    assert eventually(lambda: max(worker_memory().values()) < usual + 22), worker_memory()
 
 
 @pytest.mark.slow

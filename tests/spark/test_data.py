@@ -26,7 +26,7 @@ from sparkdl.data import samples as module
 from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.data.samples import Sample, Source, check_handles, materialize, materialize_here
-from sparkdl.slab.pool import close_pool
+from sparkdl.slab.release import release
 from sparkdl.slab.root import SlabConfig, remove_root
 from sparkdl.spark.frames import map_frames
 from sparkdl.spark.properties import own_properties
@@ -70,7 +70,7 @@ class Reader:
 
     def close(self) -> None:
         close_partitions()
-        close_pool(self.slab)
+        release(self.slab.name)
         remove_root(self.slab)
         for rdd in self.rdds:
             rdd.unpersist()

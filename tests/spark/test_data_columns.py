@@ -29,7 +29,7 @@ from sparkdl.infer.predict import PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
-from sparkdl.slab.pool import close_pool
+from sparkdl.slab.release import release
 from sparkdl.slab.root import SlabConfig, remove_root
 
 pytestmark = pytest.mark.spark
@@ -69,7 +69,7 @@ def reader(spark: Any) -> Iterator[Reader]:
     reader = Reader(spark)
     yield reader
     close_partitions()
-    close_pool(reader.slab)
+    release(reader.slab.name)
     remove_root(reader.slab)
     for rdd in reader.rdds:
         rdd.unpersist()

@@ -47,6 +47,7 @@ from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import SliceHandle, SliceReport
 from sparkdl.replica.run import ReplicaHandle, RunSpec
 from sparkdl.slab import pool, root
+from sparkdl.slab.release import release
 from sparkdl.slab.root import SlabConfig
 
 WIDTH, CLASSES, NAMES = 6, 3, 40
@@ -259,7 +260,7 @@ class Machine:
     def close(self) -> None:
         for node in self._memories:
             with self.on(node):
-                pool.close_pool(self.run.slab)
+                release(self.run.slab.name)
                 root.remove_root(self.run.slab)
 
 

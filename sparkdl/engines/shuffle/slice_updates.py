@@ -18,6 +18,7 @@ from sparkdl.engines.shuffle.store import next_version
 from sparkdl.replica.iteration import Clock, Fault, SliceHandle, SliceReport
 from sparkdl.replica.run import RunSpec, plans_of
 from sparkdl.slab.pool import Pool, Reference, open_pool
+from sparkdl.slab.release import released
 from sparkdl.slices.section import Section, SectionLayout, open_section
 from sparkdl.slices.update import SliceUpdater
 
@@ -25,6 +26,12 @@ Frame = tuple[Any, memoryview]
 """The header of a frame and its payload."""
 _scratch: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
 _KEEP = 2
+
+
+@released
+def _forget_scratch(run: str) -> None:
+    for key in [key for key in list(_scratch) if key[0] == run]:
+        _scratch.pop(key, None)
 
 
 @dataclass(frozen=True)

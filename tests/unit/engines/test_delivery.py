@@ -19,7 +19,8 @@ from sparkdl.engines.shuffle.state_tasks import MapSlice, ReadParts, Recount, Sa
 from sparkdl.errors import StaleReferenceError
 from sparkdl.slab import parts
 from sparkdl.slab.parts import LARGE_BYTES, Left, left_where_large, read_part
-from sparkdl.slab.pool import Reference, close_pool, open_pool
+from sparkdl.slab.pool import Reference, open_pool
+from sparkdl.slab.release import release
 from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.slices.slice_file import PackSlice, unpack
 
@@ -94,7 +95,7 @@ def test_who_has_lost_it_says_so(slab: SlabConfig) -> None:
     """The driver looks for it on its own node first, and finds nothing there."""
     reference = left_where_large(open_pool(slab), CONTENT, 1).reference
     Path(reference.path).unlink()
-    close_pool(slab)
+    release(slab.name)
     far = not_here(slab, [(0, reference, np.zeros_like(CONTENT))])
     with pytest.raises(StaleReferenceError):
         bring(far, Owners(slab), 50_000)

@@ -26,7 +26,8 @@ from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import Iteration, SliceHandle, SliceReport
 from sparkdl.replica.run import ReplicaHandle, RunSpec, open_replica, plans_of
-from sparkdl.slab.pool import close_pool, open_pool
+from sparkdl.slab.pool import open_pool
+from sparkdl.slab.release import release
 from sparkdl.slab.root import SlabConfig, remove_root
 
 SLICES = 2
@@ -77,7 +78,7 @@ def process(tmp_path) -> Iterator[Callable[[object], Process]]:
 
     yield start
     for one in made:
-        close_pool(one.run.slab)
+        release(one.run.slab.name)
         remove_root(one.run.slab)
 
 
@@ -102,7 +103,7 @@ def load_half(process: Process, live: LiveReplica) -> None:
     live = open_replica(process.run)
     pool.read(states[0].weights)[:] = 1  # type: ignore[union-attr]
     Path(states[1].weights.path).unlink()  # type: ignore[union-attr]
-    close_pool(process.run.slab)
+    pool.close()
     plans = plans_of(process.run).slices
     with pytest.raises(StaleReferenceError):
         load_weights(live, plans, states, {}, open_pool(process.run.slab))  # type: ignore[arg-type]

@@ -16,7 +16,8 @@ from sparkdl.data.partition_writer import PartitionWriter, close_partitions, ope
 from sparkdl.process import memory
 from sparkdl.process.memory import is_scarce, left_for_files, left_to_machine, left_to_process
 from sparkdl.slab import pool, root
-from sparkdl.slab.pool import close_pool, open_pool
+from sparkdl.slab.pool import open_pool
+from sparkdl.slab.release import release
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 
 GIB = 1 << 30
@@ -137,7 +138,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     config = SlabConfig.new("auto", "app-memory")
     yield config, answers, shared / config.name, disk / config.name
     close_partitions()
-    close_pool(config)
+    release(config.name)
     remove_root(config)
 
 

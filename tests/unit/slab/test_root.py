@@ -234,7 +234,7 @@ def test_all_files_are_for_this_user_alone(slab: SlabConfig) -> None:
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in root_in(slab).iterdir()}
-    assert len(modes) == 6
+    assert len(modes) == 7
     assert set(modes.values()) == {0o600}
 
 
