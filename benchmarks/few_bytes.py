@@ -46,7 +46,10 @@ SENDING: dict[str, tuple[Any, dict[str, Any]]] = {
     "Synchronous": (sparkdl.Synchronous(), {}),
     "Synchronous, bf16": (sparkdl.Synchronous(), HALF),
     "DiLoCo, H = 30": (sparkdl.DiLoCo(inner_steps=30), {}),
-    "DiLoCo, H = 30, outer momentum 0.5": (sparkdl.DiLoCo(30, outer_optimizer=SHORT_RUNS), {}),
+    "DiLoCo, H = 30, outer momentum 0.5": (
+        sparkdl.DiLoCo(inner_steps=30, outer_optimizer=SHORT_RUNS),
+        {},
+    ),
     "DiLoCo, H = 30, bf16": (sparkdl.DiLoCo(inner_steps=30), HALF),
     "Gossip, ring": (sparkdl.Gossip(topology="ring"), {}),
     "Gossip, exponential": (sparkdl.Gossip(topology="exponential"), {}),
