@@ -126,6 +126,7 @@ def give_workers_sessions() -> None:
 if __name__ == "__main__":
     from pyspark.daemon import manager
 
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # each worker would draw its own
     preload()
     quiet_hang_ups()
     give_workers_sessions()

@@ -14,8 +14,8 @@ from pyspark.errors import PySparkException
 
 from sparkdl.errors import TrainingError
 from sparkdl.loop.interrupt import interrupts_held
-from sparkdl.slab.release import release, watchers_awaited
-from sparkdl.slab.root import SlabConfig, open_root, remove_root
+from sparkdl.slab.release import clean_here
+from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.executors import Executor, executor_awaited, executors, task_per_executor
 from sparkdl.spark.frames import forget_shuffles, is_local, stage_name
@@ -211,16 +211,6 @@ class CleanNode:
         clean_here(self.slab)
         finish_task()
         return iter(())
-
-
-def clean_here(slab: SlabConfig) -> None:
-    """Remove a run's slabs from this node, and release them in this process."""
-    root = None
-    with contextlib.suppress(OSError):  # the slab root belongs to someone else
-        root = open_root(slab)
-    with watchers_awaited([] if root is None else list(root.directories)):
-        remove_root(slab)
-        release(slab.name)
 
 
 MAX_SUBMISSIONS = 16

@@ -14,6 +14,7 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.model.preparation import plain
 from sparkdl.model.signature import Signature, problems_of_part
 from sparkdl.process.determinism import seeded
+from sparkdl.process.output import reports_silenced
 
 
 def content_of(trained: TrainedModel, recipe: dict[str, Any]) -> dict[str, Any]:
@@ -90,7 +91,7 @@ def built(build: Any, saved: Saved) -> nn.Module:
         return plain(build)
     folder = saved.folder
     try:
-        with seeded(saved.manifest.seed):
+        with seeded(saved.manifest.seed), reports_silenced():  # weights are replaced afterwards
             module = build()
     except Exception as error:
         raise ModelError(

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from sparkdl.model.preparation import plain
 from sparkdl.process.determinism import seeded
+from sparkdl.process.output import reports_silenced
 
 _CONNECT = "pyspark.sql.connect"
 
@@ -92,7 +93,7 @@ class Rebuilt:
 def _rebuild(
     make: Callable[[], nn.Module], seed: int, tensors: Mapping[str, torch.Tensor]
 ) -> nn.Module:
-    with seeded(seed):
+    with seeded(seed), reports_silenced():
         module = plain(make())
     for name, tensor in _tensors(module):
         if name in tensors:

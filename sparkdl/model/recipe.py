@@ -6,6 +6,7 @@ long as the job. It is never a format on disk.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,7 @@ from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import freeze, plain, start_from, take_buffers
 from sparkdl.model.signature import BY_POSITION, Signature
 from sparkdl.process.determinism import seeded
+from sparkdl.process.output import reports_silenced
 
 
 @dataclass(frozen=True)
@@ -57,16 +59,19 @@ class Recipe:
     signature: Signature = BY_POSITION
     outer_optimizer: Callable[..., Any] | None = None
 
-    def build(self) -> nn.Module:
+    def build(self, reported: bool = False) -> nn.Module:
         """Build the module with its initial weights, the same in every process.
 
         A callable runs with ``torch``, ``numpy`` and ``random`` seeded; this process's own random
         states are restored afterwards.
 
+        Args:
+            reported: Libraries may report what they load. True for the first of many builds.
+
         Raises:
             ModelError: The model cannot be built, or the options do not fit it.
         """
-        module = self._made()
+        module = self._made(reported)
         if self.weights is not None:
             start_from(module, self.weights, self.strict_weights)
             take_buffers(module, self.buffers)
@@ -83,10 +88,10 @@ class Recipe:
         """Return the recipe of a module that is already built, and so has the weights."""
         return replace(self, weights=None, buffers={})
 
-    def _made(self) -> nn.Module:
+    def _made(self, reported: bool) -> nn.Module:
         if isinstance(self.model, nn.Module):
             return plain(self.model)
-        with seeded(self.seed):
+        with seeded(self.seed), contextlib.nullcontext() if reported else reports_silenced():
             module = self.model()
         if not isinstance(module, nn.Module):
             raise ModelError(

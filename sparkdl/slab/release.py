@@ -23,14 +23,13 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
 
 from sparkdl.process.memory import give_heap_back
-from sparkdl.slab.root import SlabConfig, open_private, open_root
+from sparkdl.slab.root import SlabConfig, open_private, open_root, remove_root
 
 WATCHED = "watched"
 LOOK_SECONDS = 0.1
@@ -78,10 +77,7 @@ def watch(config: SlabConfig, awaited: bool = False) -> None:
         except OSError:  # the disk is full, or the root was just removed
             return
         _watched[config.name] = held
-        watching = threading.Thread(
-            target=_watch, args=(config.name, held), name="sparkdl-release", daemon=True
-        )
-        watching.start()
+        threading.Thread(target=_watch, args=(config.name, held), daemon=True).start()
     if awaited:
         fcntl.flock(held, fcntl.LOCK_SH)
 
@@ -96,22 +92,22 @@ def _watch(run: str, held: int) -> None:
         os.close(held)
 
 
-@contextlib.contextmanager
-def watchers_awaited(roots: list[Path]) -> Iterator[None]:
-    """Remove the roots inside the block.
+def clean_here(config: SlabConfig) -> None:
+    """Remove a run's slabs from this node, and release what this process keeps of the run.
 
-    At its end, wait for those that watch them and keep something on a GPU.
+    Wait for the processes that watch the root and keep something on a GPU.
     """
-    with contextlib.ExitStack() as opened:
-        files = []
-        for root in roots:
-            with contextlib.suppress(OSError):  # nobody watches it
-                files.append(opened.enter_context(open(root / WATCHED, "rb", opener=open_private)))
-        yield
+    held = -1
+    with contextlib.suppress(OSError):  # nobody watches it, or it belongs to someone else
+        if root := open_root(config):
+            held = open_private(root.directories[-1] / WATCHED, os.O_RDONLY)
+    remove_root(config)
+    release(config.name)
+    if held >= 0:
         until = time.monotonic() + AWAITED_SECONDS
-        for file in files:
-            while not _free(file.fileno()) and time.monotonic() < until:
-                time.sleep(LOOK_SECONDS / 4)
+        while not _free(held) and time.monotonic() < until:
+            time.sleep(LOOK_SECONDS / 4)
+        os.close(held)
 
 
 def _free(held: int) -> bool:

@@ -37,8 +37,8 @@ from typing import Any
 from pyspark import TaskContext
 
 from sparkdl.errors import UserError, frames_of_user
-from sparkdl.process.labelled_output import label_output
 from sparkdl.process.numerics import put_back
+from sparkdl.process.output import label_output
 from sparkdl.process.system import has_hung_up
 
 _tasks = 0

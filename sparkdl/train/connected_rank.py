@@ -21,7 +21,6 @@ from sparkdl.data.sample_set import SampleSet, sample_set
 from sparkdl.data.table_parts import WriteBoth
 from sparkdl.engines.gang.rank import frames_of
 from sparkdl.engines.registry import EngineInputs
-from sparkdl.engines.resources import clean_here
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError
 from sparkdl.gang.control import ControlAddress, ControlServer
@@ -36,6 +35,7 @@ from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.process.numerics import Numerics
 from sparkdl.settings import Settings
+from sparkdl.slab.release import clean_here
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.artifacts import Artifact, received_bytes
 from sparkdl.train.carried import CarriedRun

@@ -28,8 +28,8 @@ from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.model.flat import filled
 from sparkdl.model.signature import Signature
-from sparkdl.process.labelled_output import label_output
 from sparkdl.process.numerics import Numerics
+from sparkdl.process.output import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.engine_inputs import run_spec
 from sparkdl.train.local_fit import local_engine, train_here

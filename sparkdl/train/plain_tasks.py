@@ -14,11 +14,12 @@ from pyspark import SparkContext
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
-from sparkdl.engines.resources import FitResources, clean_here
+from sparkdl.engines.resources import FitResources
 from sparkdl.gang.connect import slots_of
 from sparkdl.gang.slots import cpus_of
 from sparkdl.session import connected_session_of, context_of, is_connected, settings_of
 from sparkdl.settings import Settings
+from sparkdl.slab.release import clean_here
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.worker import finish_task
 

@@ -132,7 +132,7 @@ def prepare(
     if trainer.engine != "local":
         tell_of_changed_constants(recipe, trainer.columns)
     check_columns(trainer.columns)
-    module = build_model(payload)
+    module = build_model(payload, reported=True)
     layout = layout_of(module)
     built = {} if trainer.engine == "local" else describe(module)
     check_options(options, module, layout)

@@ -73,15 +73,18 @@ def check_columns(specs: Specs) -> None:
             raise ModelError(cannot_travel(what, error, remedy)) from None
 
 
-def build_model(payload: bytes) -> nn.Module:
-    """Return the module of a pickled recipe. Raises :class:`ModelError` if its function fails."""
+def build_model(payload: bytes, reported: bool = False) -> nn.Module:
+    """Return the module of a pickled recipe. Raises :class:`ModelError` if its function fails.
+
+    With ``reported``, libraries may report what they load.
+    """
     try:
-        return pickle.loads(payload).build()
+        return pickle.loads(payload).build(reported)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(
-            f"model() raised {type(error).__name__}: {error}. It is called without arguments."
+            f"model(), which is called without arguments, raised {type(error).__name__}: {error}"
         ) from error
 
 

@@ -218,14 +218,14 @@ MODELS = [
         "model that raises",
         lambda fit: fit(fit.good(), model=raising),
         ModelError,
-        "model() raised KeyError: 'no such layer'. It is called without arguments.",
+        "model(), which is called without arguments, raised KeyError: 'no such layer'",
     ),
     Mistake(
         "model that wants arguments",
         lambda fit: fit(fit.good(), model=nn.Linear),
         ModelError,
-        "model() raised TypeError: Linear.__init__() missing 2 required positional arguments: "
-        "'in_features' and 'out_features'. It is called without arguments.",
+        "model(), which is called without arguments, raised TypeError: Linear.__init__() missing 2 "
+        "required positional arguments: 'in_features' and 'out_features'",
     ),
     Mistake(
         "no module",

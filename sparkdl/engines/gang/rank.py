@@ -51,9 +51,9 @@ from sparkdl.gang.rank_task import RankContext
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import generators_lent
-from sparkdl.process.labelled_output import label_output
 from sparkdl.process.memory import memory_given_back
 from sparkdl.process.numerics import put_back
+from sparkdl.process.output import label_output
 from sparkdl.replica.compare import Compared, compared
 from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.mini_batch import MiniBatch

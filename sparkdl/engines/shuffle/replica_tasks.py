@@ -32,7 +32,7 @@ from sparkdl.engines.shuffle.update_tasks import apply_pending
 from sparkdl.engines.shuffle.weights import joined_state
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
-from sparkdl.process.labelled_output import label_output
+from sparkdl.process.output import label_output
 from sparkdl.replica.gradient_writer import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Fault, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps

@@ -15,10 +15,10 @@ import pytest
 import torch
 from innards import eventually
 
-from sparkdl.engines.resources import clean_here
 from sparkdl.replica import run
 from sparkdl.slab import release
 from sparkdl.slab.pool import open_pool
+from sparkdl.slab.release import clean_here
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 
 pytestmark = pytest.mark.linux

@@ -1,12 +1,20 @@
-"""Labels before the lines that the user's code prints in a worker, which tell whose lines they are."""
+"""Lines that the user's code and its libraries print: labelled in a worker, and reported once.
+
+A label before each line tells which task of which iteration printed it. Libraries that report what they
+load do so at each load, in each process that builds the model; :func:`reports_silenced` silences all
+reports but the first.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 _label = ""
+_VERBOSITY = "TRANSFORMERS_VERBOSITY"
 
 
 class _Labelled:
@@ -60,3 +68,39 @@ def label_output(label: str) -> None:
             elif stream is not None and label:
                 setattr(sys, name, _Labelled(stream))
     _label = f"[{label}] " if label else ""
+
+
+@contextlib.contextmanager
+def reports_silenced() -> Iterator[None]:
+    """Silence what transformers prints inside the block: warnings, load reports and progress bars.
+
+    Afterwards its settings are what they were. If it is imported only inside the block, its progress
+    bars are drawn, except in workers, see :mod:`sparkdl.daemon`.
+    """
+    library = _logging_of_transformers()
+    if library is not None:
+        level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+        library.set_verbosity_error()
+        library.disable_progress_bar()
+        try:
+            yield
+        finally:
+            library.set_verbosity(level)
+            if bars:
+                library.enable_progress_bar()
+        return
+    if _VERBOSITY in os.environ:
+        yield
+        return
+    os.environ[_VERBOSITY] = "error"  # which the import reads
+    try:
+        yield
+    finally:
+        del os.environ[_VERBOSITY]
+        library = _logging_of_transformers()
+        if library is not None:
+            library.set_verbosity_warning()
+
+
+def _logging_of_transformers() -> Any:
+    return sys.modules.get("transformers.utils.logging")
