@@ -54,14 +54,18 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     from pyspark.sql import SparkSession
     from pyspark.sql.utils import is_remote
 
-    if is_remote():
+    if is_remote() or os.environ.get("SPARK_REMOTE"):
         raise SessionError(
             "this process uses Spark Connect, and sparkdl.session makes classic sessions; Spark has "
             "one kind in a process. Use the session that is there "
             "(SparkSession.builder.getOrCreate()), or start another process without SPARK_REMOTE and "
             "builder.remote."
         )
-
+    if str(master).startswith("sc://"):
+        raise SessionError(
+            f"master={shown(master)} is the address of a Spark Connect server, and sparkdl.session "
+            f'makes classic sessions: use SparkSession.builder.remote("{master}").getOrCreate().'
+        )
     if master is not None and not _MASTER.fullmatch(str(master)):
         raise SessionError(
             f"master={shown(master)} is not a Spark master. Give local, local[2] or local[*], yarn, or "

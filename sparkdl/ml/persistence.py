@@ -22,11 +22,12 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, 
 from pyspark.sql import SparkSession
 from torch import nn
 
-from sparkdl.errors import ModelError, ParameterError, TrustError, UserError
+from sparkdl.errors import ModelError, ParameterError, SessionError, TrustError, UserError
 from sparkdl.infer.hadoop_folder import HadoopFolder
 from sparkdl.infer.persistence import load, save
 from sparkdl.infer.saved_recipe import WithoutName
 from sparkdl.ml.objects import OBJECTS, objects_by_name, objects_of, pickled_objects
+from sparkdl.session import is_connected
 
 logger = logging.getLogger("sparkdl")
 FOLDER = "model"
@@ -68,22 +69,30 @@ def loading(
         _permission.reset(token)
 
 
-class ModelWriter(MLWriter):
-    """Writes a :class:`sparkdl.ml.TorchModel`."""
+class _Writer(MLWriter):
+    """A writer of ``instance``."""
 
     def __init__(self, instance: Any) -> None:
         super().__init__()
         self.instance = instance
 
+    def _handleOverwrite(self, path: str) -> None:
+        _check_classic(self.sparkSession)
+        super()._handleOverwrite(path)
+
+
+class ModelWriter(_Writer):
+    """Writes a :class:`sparkdl.ml.TorchModel`."""
+
     def saveImpl(self, path: str) -> None:
         """Write metadata, weights and recipe."""
-        instance = self.instance
+        instance, target = self.instance, _folder(self.sparkSession, path)
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
             folder = Path(scratch) / FOLDER
             save(instance.trained, folder, shown=f"{path}/{FOLDER}")
             told = {"labels": list(instance._labels)}
             DefaultParamsWriter.saveMetadata(instance, path, self.sparkSession, told)
-            _folder(self.sparkSession, path).upload(folder, FOLDER)
+            target.upload(folder, FOLDER)
 
 
 class ModelReader(MLReader[Any]):
@@ -113,12 +122,8 @@ class ModelReader(MLReader[Any]):
         return model
 
 
-class EstimatorWriter(MLWriter):
+class EstimatorWriter(_Writer):
     """Writes a :class:`sparkdl.ml.TorchEstimator`."""
-
-    def __init__(self, instance: Any) -> None:
-        super().__init__()
-        self.instance = instance
 
     def saveImpl(self, path: str) -> None:
         """Write the Params: JSON and names, and a pickle of whatever has neither form."""
@@ -131,6 +136,7 @@ class EstimatorWriter(MLWriter):
             json.dumps(named)
         except WithoutName as error:
             named, why, pickled = None, str(error), pickled_objects(objects)
+            _check_classic(self.sparkSession)
         told = instance.copy()
         for name in OBJECTS:  # the class knows their defaults
             told._defaultParamMap.pop(told.getParam(name), None)
@@ -213,8 +219,22 @@ def _told_of(folder: str, path: str) -> Iterator[None]:
         raise kind(text + hint) from None
 
 
+def _check_classic(session: SparkSession) -> None:
+    if is_connected(session):
+        raise SessionError(
+            "stages of sparkdl.ml are saved and loaded by Hadoop's file systems in the JVM, which a "
+            "Spark Connect session does not have: save model.trained instead (TrainedModel.save, and "
+            "sparkdl.load), or save the stage in a classic session."
+        )
+
+
 def _folder(session: SparkSession, path: str) -> HadoopFolder:
-    """Return the folder of an estimator or a model, in a file system that Hadoop knows."""
+    """Return the folder of an estimator or a model, in a file system that Hadoop knows.
+
+    Raises:
+        SessionError: The session is one of Spark Connect.
+    """
+    _check_classic(session)
     configuration = session._jsparkSession.sessionState().newHadoopConf()
     return HadoopFolder.at(path, session._jvm, configuration)
 

@@ -33,6 +33,8 @@ _TASK = re.compile(
     r"failure: Lost task \S+ in stage \S+ \(TID \d+\) \((?P<node>[^)]*)\)"
 )
 _TRACE = re.compile(r"Traceback \(most recent call last\):\n.*?(?=\n\s*at |\n ?SQLSTATE|\Z)", re.S)
+_WORKER = re.compile(r'^  File "[^"\n]*/pyspark\.zip/pyspark/.*\n(?:    .*\n)*', re.M)
+"""A frame of PySpark's worker in a traceback."""
 _NOT_STARTED = re.compile(r"Error from python worker:\n(?P<said>.*?)\n *PYTHONPATH was:", re.S)
 _VERSIONS = re.compile(
     r"Python in worker has different version: (?P<executors>[\d.]+\d) than that in driver: "
@@ -40,6 +42,12 @@ _VERSIONS = re.compile(
 )
 _WAITED = re.compile(rf"{WAITED} .*?timeout\.seconds\.", re.S)
 _JAVA_CLASS = re.compile(r"^(:? ?(Caused by: )?(java|org)\.[\w.]+: )+")
+_ENDED = re.compile(
+    r'_(?:MultiThreadedRendezvous|InactiveRpcError) of RPC.*?\sdetails = "(?P<said>[^"\n]*)'
+    r"|\[(?:NO_ACTIVE_SESSION|RETRIES_EXCEEDED)\] (?P<told>[^\n]*)",
+    re.S,
+)
+"""A call to a Spark Connect server that failed as such, not the query in it."""
 _FUTURE = re.compile(r"^:? ?java\.util\.concurrent\.ExecutionException: ")
 """The wrapper that Java puts around the error of a job in the background."""
 
@@ -78,7 +86,7 @@ def explain(text: str) -> str:
         return f"{where}{_did_not_start(said)}"
     trace = _TRACE.search(text)
     if trace:
-        lines = PLACE.sub("", trace[0]).strip().splitlines()
+        lines = PLACE.sub("", _WORKER.sub("", trace[0])).strip().splitlines()
         heads = [i for i, line in enumerate(lines) if line.startswith("Traceback")]
         after = [line for line in lines[heads[-1] + 1 :] if line and not line.startswith(" ")]
         first = after[0] if after else lines[-1]
@@ -113,6 +121,19 @@ def _interpreters(text: str) -> str:
     )
 
 
+def _check_server(text: str) -> None:
+    """Raise SessionError if the text is of a call to a Spark Connect server that failed as such."""
+    ended = _ENDED.search(text)
+    if ended is not None:
+        said = ended["said"] or ended["told"] or "it said nothing"
+        raise SessionError(
+            "the Spark Connect session ended: it was stopped, or its server went away "
+            f"({said.rstrip('.')}). Make a new one with "
+            "SparkSession.builder.remote(address).getOrCreate(), and load the data again with it. "
+            'resume="latest" continues a fit that wrote checkpoints.'
+        ) from None
+
+
 def _did_not_start(said: str) -> str:
     """Explain why an executor's Python ended before it took tasks; ``said`` is its output."""
     *before, last = said.splitlines() or ["it said nothing"]
@@ -135,7 +156,7 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
             row cannot be read.
         ModelError: The executors lack a module of the user, or have another version of it, or the
             model fails on rows.
-        SessionError: The executors run another version of Python.
+        SessionError: The executors run another version of Python, or a Spark Connect session ended.
         StalledError: Nothing happened in the job.
         TrainingError: The job failed for another reason.
     """
@@ -143,6 +164,7 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
         yield
     except (Py4JError, PySparkException) as error:
         text = str(error)
+        _check_server(text)
         if differ := _interpreters(text):
             raise SessionError(differ) from None
         if mistake := _OF_MODULES.search(text):
@@ -194,7 +216,7 @@ def faults_explained(doing: str) -> Iterator[None]:
         doing: What the job does, for the message.
 
     Raises:
-        SessionError: The executors run another version of Python.
+        SessionError: The executors run another version of Python, or a Spark Connect session ended.
         StateLostError: The tasks found slabs deleted.
         StalledError: Nothing happened in the job.
         TrainingError: The job failed for another reason.
@@ -202,6 +224,7 @@ def faults_explained(doing: str) -> Iterator[None]:
     try:
         yield
     except (Py4JError, PySparkException) as error:
+        _check_server(str(error))
         if differ := _interpreters(str(error)):
             raise SessionError(differ) from None
         reason = explain(str(error))

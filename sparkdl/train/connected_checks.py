@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 logger = logging.getLogger("sparkdl")
+_told_engines: set[str] = set()
+"""The engines of which this process was told that the gang takes their place."""
 
 
 def for_gang(trainer: Trainer) -> Trainer:
@@ -37,11 +39,13 @@ def for_gang(trainer: Trainer) -> Trainer:
             f'a Spark Connect session trains with engine="gang" only, and this trainer cannot: {error} '
             f'For engine="{trainer.engine}", start a classic session.'
         ) from None
-    logger.warning(
-        'training with engine="gang": the engine "%s" needs RDDs, which a Spark Connect session does '
-        'not have. Say engine="gang" to leave this line out.',
-        trainer.engine,
-    )
+    if trainer.engine not in _told_engines:
+        _told_engines.add(trainer.engine)
+        logger.warning(
+            'training with engine="gang": the engine "%s" needs RDDs, which a Spark Connect session '
+            'does not have. Say engine="gang" to leave this line out.',
+            trainer.engine,
+        )
     return own
 
 

@@ -194,7 +194,9 @@ def test_its_checkpoint_continues_in_a_classic_session(found: Any, data: DataFra
 def test_the_default_engine_is_taken_as_the_gang(found: Any) -> None:
     training = found["training"]
     assert training["default engine"] == training["digests"]["perceptron"]
-    assert training["log"][0].startswith('training with engine="gang": the engine "shuffle" needs')
+    told = 'training with engine="gang": the engine "shuffle" needs'
+    assert training["log"][0].startswith(told)
+    assert sum(line.startswith(told) for line in training["log"]) == 1
 
 
 def test_a_history_is_repeated_if_a_gang_can(found: Any) -> None:
@@ -354,7 +356,11 @@ def test_the_page_of_the_guide_runs_there(done: Any) -> None:
 @needs("pipeline")
 @pytest.mark.soak
 def test_an_estimator_of_pyspark_ml_trains(done: Any) -> None:
-    assert "probability" in done
+    assert "probability" in done["columns"]
+    for text in done["refused"]:
+        assert text.startswith(
+            "SessionError: stages of sparkdl.ml are saved and loaded by Hadoop's"
+        )
 
 
 @needs("gangs")

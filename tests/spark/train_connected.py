@@ -143,7 +143,7 @@ def guide(spark: Any, folder: Path) -> list[str]:
     return sorted(namespace["scores"])
 
 
-def pipeline(data: Any) -> list[str]:
+def pipeline(data: Any) -> dict[str, Any]:
     import sparkdl.ml
 
     stage = sparkdl.ml.TorchClassifier(
@@ -154,7 +154,15 @@ def pipeline(data: Any) -> list[str]:
         maxEpochs=1,
         replicas=2,
     )
-    return stage.fit(data).transform(data).columns
+    model = stage.fit(data)
+    return {
+        "columns": model.transform(data).columns,
+        "refused": [
+            told(lambda: model.save("saved")),
+            told(lambda: model.write().overwrite().save("saved")),
+            told(lambda: stage.save("saved")),
+        ],
+    }
 
 
 def _interrupt(at: list[float], times: int, record: logging.LogRecord) -> None:

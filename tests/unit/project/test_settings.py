@@ -132,6 +132,15 @@ def test_masters_that_spark_knows_are_left_to_it(master: str) -> None:
     assert _MASTER.fullmatch(master)
 
 
+def test_a_server_of_spark_connect_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PySpark takes SPARK_REMOTE for every builder without saying so."""
+    told = message_of(SessionError, sparkdl.session, "sc://host:15002")
+    assert 'use SparkSession.builder.remote("sc://host:15002").getOrCreate()' in told
+    monkeypatch.setenv("SPARK_REMOTE", "sc://host:15002")
+    told = message_of(SessionError, sparkdl.session, "local[2]")
+    assert told.startswith("this process uses Spark Connect, and sparkdl.session makes classic")
+
+
 @pytest.mark.parametrize(
     "master",
     ["", "locl[2]", "local[]", "local[0]", "local[-1]", "local[two]", "local(2)", "local[2",

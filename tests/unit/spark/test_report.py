@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
+from functools import partial
+from typing import Any
 
 import pytest
-from pyspark.errors import PySparkRuntimeError
+from pyspark.errors import PySparkException, PySparkRuntimeError
 from pyspark.worker_util import check_python_version
 
 import sparkdl
+from sparkdl.errors import SessionError
 from sparkdl.spark.failures import explain, faults_explained, reading_explained
 
 FAILED = (
@@ -118,3 +122,38 @@ def test_interpreters_of_two_versions_are_named() -> None:
         assert str(caught.value).startswith(f"the executors run Python {here} ")
         assert f'the driver Python 2.7 ("{sys.executable}")' in str(caught.value)
         assert "spark.pyspark.python" in str(caught.value)
+
+
+def test_frames_of_pysparks_worker_are_left_out() -> None:
+    """A Spark Connect session reports them whatever its settings are."""
+    place = "/env/pyspark/python/lib/pyspark.zip/pyspark/worker.py"
+    worker = f'  File "{place}", line 1, in f\n    f()\n    ^^^\n'
+    own = '  File "/home/me/program.py", line 2, in label\n    raise KeyError("no")\n'
+    head, end = "Traceback (most recent call last):\n", "KeyError: 'no'"
+    assert explain(head + worker * 2 + own + end) == f"{end}\n{head}{own}{end}"
+
+
+CALL = (
+    '<_{} of RPC that terminated with:\n\tstatus = StatusCode.UNAVAILABLE\n\tdetails = "gone."\n>'
+)
+
+
+@pytest.mark.parametrize("explained", [reading_explained, partial(faults_explained, "training")])
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (CALL.format("MultiThreadedRendezvous"), "(gone)"),
+        (CALL.format("InactiveRpcError"), "(gone)"),
+        ("[NO_ACTIVE_SESSION] No session found. Make one.", "(No session found. Make one)"),
+        (
+            "[RETRIES_EXCEEDED] The maximum number was exceeded.",
+            "(The maximum number was exceeded)",
+        ),
+    ],
+)
+def test_a_server_that_went_away_is_no_fault_of_the_data(
+    explained: Any, said: str, told: str
+) -> None:
+    message = re.escape(f"its server went away {told}. Make a new one")
+    with pytest.raises(SessionError, match=message), explained():
+        raise PySparkException(said)
