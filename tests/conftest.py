@@ -11,12 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import fork_server
-import hypothesis
 import pytest
-import secured
-import torch
-from hosted import RUN
-from launch import NO_CONFIGURATION, SHORT_LIVES
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,9 +26,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ[RUN] = str(os.getpid())
     # All at once want two cores: two threads that share a few numbers would wait for each other.
     os.environ["OMP_NUM_THREADS"] = "1"
+    if not hasattr(config, "workerinput"):
+        fork_server.begin()  # one for all processes of this run
+    if config.getoption("dist", "no") == "no":  # else others run the tests
+        _set_up(config)
+
+
+def _set_up(config: pytest.Config) -> None:
+    import hypothesis
+    import secured
+    import torch
+    from hosted import RUN
+    from launch import NO_CONFIGURATION, SHORT_LIVES
+
+    os.environ[RUN] = str(os.getpid())
     torch.set_num_threads(1)
     os.environ["SPARK_SUBMIT_OPTS"] = SHORT_LIVES  # of every session's JVM, whoever starts it
     hypothesis.settings.register_profile("suite", deadline=None)  # no test is timed
@@ -57,6 +65,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="session")
 def spark(request: pytest.FixtureRequest) -> Iterator[SparkSession]:
     """One quiet local[2] session for the whole run."""
+    import secured
+
     import sparkdl
     from sparkdl.spark import warm_up
 

@@ -20,8 +20,7 @@ import fork_server
 import pyspark
 import pytest
 import torch
-
-import sparkdl
+from fork_server import PATHS
 
 RESULT = "RESULT "
 EXECUTOR_SECONDS = 120.0
@@ -43,8 +42,6 @@ SHORT_LIVES = shlex.join(
     ]
 )
 """For JVMs of tests: a session that plans one query takes a third of the processor time."""
-PATHS = [str(Path(__file__).parent), str(Path(sparkdl.__file__).parents[1])]
-"""Of the tests' helpers, and of the very package that the tests import."""
 QUIET = {
     "spark.ui.enabled": "false",
     "spark.driver.bindAddress": "127.0.0.1",

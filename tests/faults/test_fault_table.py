@@ -2,28 +2,32 @@
 
 Faults strike on a standalone cluster whose master, workers and executors are real processes: two
 replicas on two executors and six on three, whose slab roots are one (references travel) or apart
-(bytes do), always with speculation on; and in local mode, the rows that can.
+(bytes do), always with speculation on; and in local mode, the rows that can. On the first cluster state
+is lost, too, with an executor or with a rank of a gang: the run goes on from what is kept.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fault_table
+import gang_lost
+import lose_executors
 import pytest
 from harness import processes
 from harness.cluster import PATIENT, Standalone
 from harness.faulty import frame, outcome, trainer
-from launch import asked_for, launch_together
+from launch import asked_for, launch_together, soak_but
 
 import sparkdl
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(1800)]
 SPECULATION = {
     "spark.speculation": "true",
     "spark.speculation.interval": "50ms",
@@ -55,17 +59,12 @@ class Shape:
     def rows(self) -> dict[str, fault_table.Row]:
         return ROWS if self.executors else LOCAL_ROWS
 
-    def group(self, row: str) -> list[str]:
-        """Rows that may be tried in one session with ``row``."""
-        return [other for other in self.rows if (other in self.quick) == (row in self.quick)]
 
-
-QUICK = ("straggler", "slabs deleted", "begun again, weights borrowed")
-"""Others are tried always too, elsewhere: killed workers by ``test_retry.py``, a killed executor by
-``test_state_lost.py``."""
+TWO = Shape(2, 2, 1, "references", ("straggler", "slabs deleted", "begun again, weights borrowed"))
+"""Others are tried always too: killed workers by ``test_retry.py``, a killed executor below."""
 SHAPES = [
     Shape(2, 0, 2, "references"),
-    Shape(2, 2, 1, "references", QUICK),
+    TWO,
     Shape(2, 2, 1, "bytes"),
     Shape(6, 3, 2, "references"),
     Shape(6, 3, 2, "bytes"),
@@ -79,17 +78,8 @@ CASES = [
 ]
 
 
-def train(shape: Shape, folder: Path, rows: list[str]) -> dict:
-    """What comes of the rows in one session."""
-    local = str(folder / "cluster") if shape.executors else ""
-    table = {
-        "replicas": shape.replicas,
-        "local": local,
-        "slabs": "slabs" if shape.way == "bytes" else str(folder / "slabs"),
-        "notes": str(folder / "notes"),
-        "often": "0" if shape.way == "bytes" else "30",
-        "rows": rows,
-    }
+def train(shape: Shape, folder: Path, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What comes of some modules in one session."""
     with contextlib.ExitStack() as stack:
         master = f"local[{shape.cores},8]"
         if shape.executors:
@@ -101,29 +91,52 @@ def train(shape: Shape, folder: Path, rows: list[str]) -> dict:
             "spark.cores.max": str(max(1, shape.executors) * shape.cores),
             "spark.executor.cores": str(shape.cores),
         }
-        parts = {"fault_table": table}
-        found = launch_together(
-            Path(__file__).parent, folder, master, parts, seconds=850, settings=settings
-        )
-        return found["fault_table"]
+        path = Path(__file__).parent
+        return launch_together(path, folder, master, parts, seconds=1700, settings=settings)
+
+
+def table(shape: Shape, folder: Path, rows: list[str]) -> dict[str, Any]:
+    """The arguments of ``fault_table``."""
+    return {
+        "replicas": shape.replicas,
+        "local": str(folder / "cluster") if shape.executors else "",
+        "slabs": "slabs" if shape.way == "bytes" else str(folder / "slabs"),
+        "notes": str(folder / "notes"),
+        "often": "0" if shape.way == "bytes" else "30",
+        "rows": rows,
+    }
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory) -> Callable[[Shape, str], dict]:
-    """What came of the session in which a row was tried."""
-    asked = asked_for(request, "shape", "row")
+def found(request, tmp_path_factory) -> Callable[[Shape], dict[str, Any]]:
+    """What came of the session of a shape, by module."""
+    asked, lost = asked_for(request, "shape", "row"), asked_for(request, "gang")
 
     @functools.cache
-    def tried(shape: Shape, rows: tuple[str, ...]) -> dict:
-        wanted = [row for row in rows if (shape, row) in asked]
-        return train(shape, tmp_path_factory.mktemp("table"), wanted)
+    def tried(shape: Shape) -> dict[str, Any]:
+        folder = tmp_path_factory.mktemp("table")
+        rows = [row for row in shape.rows if (shape, row) in asked]
+        parts: dict[str, dict[str, Any]] = {}
+        if shape == TWO:  # first: a row of the table loses a host
+            notes, local = folder / "lost", str(folder / "cluster")
+            parts["lose_executors"] = {
+                "notes": str(notes / "executors"),
+                "names": asked_for(request, "name"),
+            }
+            parts["gang_lost"] = {
+                "local": local,
+                "notes": str(notes / "gang"),
+                "rows": [row for row in GANGS if row in lost or row in map(unharmed, lost)],
+            }
+        parts["fault_table"] = table(shape, folder, rows)
+        return train(shape, folder, parts)
 
-    return lambda shape, row: tried(shape, tuple(shape.group(row)))
+    return tried
 
 
 @pytest.fixture(scope="module")
-def undisturbed(spark) -> Callable[[int, str], dict]:
-    """What comes of one process, which knows no faults."""
+def undisturbed(spark) -> Callable[..., dict]:
+    """What comes of one process, which knows no faults; of rows that differ in these, once."""
 
     @functools.cache
     def trained(replicas: int, changes: tuple[tuple[str, Any], ...]) -> dict:
@@ -132,12 +145,12 @@ def undisturbed(spark) -> Callable[[int, str], dict]:
         given = {"engine": "local", "validation": validation, **dict(changes)}
         return outcome(trainer(replicas, **given).fit(df))
 
-    return lambda replicas, row: trained(replicas, tuple(ROWS[row].changes.items()))
+    return lambda replicas, **changes: trained(replicas, tuple(changes.items()))
 
 
 @pytest.mark.parametrize(("shape", "row"), CASES)
-def test_the_fault_happened_and_the_bits_are_the_same(results, undisturbed, shape, row):
-    tried, expected = results(shape, row), undisturbed(shape.replicas, row)
+def test_the_fault_happened_and_the_bits_are_the_same(found, undisturbed, shape, row):
+    tried, expected = found(shape)["fault_table"], undisturbed(shape.replicas, **ROWS[row].changes)
     result = tried[row]
     assert "error" not in result, result["error"]
     assert {name: result[name] for name in expected} == expected
@@ -151,3 +164,52 @@ def test_the_fault_happened_and_the_bits_are_the_same(results, undisturbed, shap
         assert result["seconds"] < fault_table.STRAGGLER_SECONDS
     if row == "host lost":
         assert tried["executors left"] == shape.executors - 1
+
+
+# State that is lost, on two executors with slab roots of their own
+
+
+RESUMED = r".+\. Continued from {} and repeated \d+ iterations?: \d+\.\d s\."
+
+
+@pytest.mark.parametrize(
+    "name",
+    soak_but(["slabs and an executor, with all that a state can hold"], lose_executors.CASES),
+)
+def test_the_run_goes_on_with_the_same_bits_and_says_from_where(found, spark, name):
+    case, result = lose_executors.CASES[name], found(TWO)["lose_executors"][name]
+    assert result["struck"] == [fault.times for fault in case.faults]
+    assert result["outcome"] == lose_executors.fit(spark, case, engine="local")
+    told = [line for line in result["log"] if "cannot be read" not in line]
+    points = [re.compile(RESUMED.format(point)) for point in case.points]
+    assert all(any(point.fullmatch(line) for line in told) for point in points), result["log"]
+    assert all(any(point.fullmatch(line) for point in points) for line in told), result["log"]
+    assert len(result["recoveries"]) == len(told)
+    assert all(0 < done < lose_executors.ITERATIONS for done in result["recoveries"])
+    assert result["persisted"] == 0
+
+
+GANGS = gang_lost.all_rows()
+
+
+def unharmed(row: str) -> str:
+    """The row of the same strategy without a fault, where it is not that of one process."""
+    return f"none, {GANGS[row][0]['strategy']}"
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize("gang", soak_but(["rank killed in its update", gang_lost.WRITES], GANGS))
+def test_a_gang_ends_with_the_same_bits(found, undisturbed, gang):
+    results, (how, faults) = found(TWO)["gang_lost"], GANGS[gang]
+    same = {name: how[name] for name in ("compression", "consistency") if name in how}
+    slices = 2 if how["strategy"] == "zero1" else 1
+    expected = undisturbed(gang_lost.REPLICAS, slices=slices, **same)
+    alone, result = results.get(unharmed(gang), expected), results[gang]
+    assert "error" not in result, result
+    assert result["struck"] == result["expected"] == [fault.times for fault in faults]
+    assert {name: result[name] for name in expected} == {name: alone[name] for name in expected}
+    if gang == gang_lost.WRITES:
+        # A checkpoint that was lost with its rank is written again, of the state then
+        assert result["checkpoints"][0] == 10
+        assert {2, 4} <= set(result["checkpoints"])
+        assert len(result["checkpoints"]) >= 4

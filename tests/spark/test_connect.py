@@ -329,6 +329,7 @@ def test_texts_are_classified_and_embedded(done: Any) -> None:
 
 
 @needs("readme")
+@pytest.mark.soak
 def test_the_program_of_the_readme_runs_there(done: Any) -> None:
     assert re.match(r"\{'loss': 0\.\d+, 'accuracy': 0\.\d+\}\n", done)
     assert "prediction" in done

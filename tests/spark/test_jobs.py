@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import fork_server
 import pyarrow as pa
+import pyspark
 import pytest
 import secured
 import torch
@@ -58,14 +59,16 @@ def job(
 ) -> Done:
     """Run ``jobs/<name>.py`` in ``cwd``, with nothing of ours in the environment.
 
-    But for the place of this checkout: its workers import it, whichever one is installed; and without
-    ``submit`` for an empty configuration, with which a JVM starts faster. The job is interrupted at
-    the line that begins with ``interrupt_at``.
+    But for the place of this checkout: its workers import it, whichever one is installed; for the
+    program that is Python; and without ``submit`` for an empty configuration, with which a JVM starts
+    faster. The job is interrupted at the line that begins with ``interrupt_at``.
     """
-    python = sys.executable if submit or interrupt_at else fork_server.start()
+    python = fork_server.start()
     start = [python]
     if submit:
         start = [str(Path(sys.executable).with_name("spark-submit")), "--master", "local[1]"]
+        for which in ("python", "driver.python"):
+            start += ["--conf", f"spark.pyspark.{which}={python}"]
     environment = {
         k: v
         for k, v in os.environ.items()
@@ -74,7 +77,7 @@ def job(
     environment |= {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT)}
     environment |= {"SPARK_SUBMIT_OPTS": SHORT_LIVES}
     if not submit:
-        environment |= {"SPARK_CONF_DIR": NO_CONFIGURATION, "PYSPARK_PYTHON": fork_server.start()}
+        environment |= {"SPARK_CONF_DIR": NO_CONFIGURATION, "PYSPARK_PYTHON": python}
     environment |= secured.environment()
     process = subprocess.Popen(
         [*start, str(ROOT / f"jobs/{name}.py"), *map(str, arguments)],
@@ -282,6 +285,12 @@ def test_an_epochs_line_tells_its_mean_loss(
     assert len(whole) == 3
     [first] = [path for path in tmp_path.iterdir() if path.name.startswith("iteration-0000000005")]
     assert lines(first) == whole[1:]
+
+
+def test_spark_submit_takes_the_python_of_the_environment() -> None:
+    lines = (Path(pyspark.__file__).parent / "conf/spark-defaults.conf").read_text().splitlines()
+    (found,) = [line.split()[1] for line in lines if line.startswith("spark.pyspark.python ")]
+    assert Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
 
 
 def test_the_resolved_configuration(trained: Path) -> None:

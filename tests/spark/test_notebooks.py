@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 nbclient = pytest.importorskip("nbclient")
@@ -25,6 +26,7 @@ NOTEBOOKS = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
 @pytest.fixture
 def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A kernel of this interpreter, in a folder of its own."""
+    monkeypatch.setenv("PYSPARK_PYTHON", fork_server.start())
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     started = manager.KernelManager(kernel_name="python3")

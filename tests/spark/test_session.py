@@ -78,17 +78,13 @@ def say(**values):
 def program(body: str, folder: Path) -> list[Any]:
     path = folder / "program.py"
     path.write_text(PROGRAM + body)
-    return [sys.executable, str(path)]
+    return [fork_server.start(), str(path)]
 
 
 def run(body: str, folder: Path) -> tuple[list[dict[str, Any]], str]:
     """Run a script of its own; the JSON lines it says, and its stderr."""
     result = subprocess.run(
-        [fork_server.start(), *program(body, folder)[1:]],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=200,
+        program(body, folder), cwd=folder, capture_output=True, text=True, timeout=200
     )
     assert result.returncode == 0, result.stderr[-2000:]
     return [json.loads(line) for line in result.stdout.splitlines()], result.stderr

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fresh import run_fresh
+from fork_server import run_fresh
 from permissions import unprivileged
 from pyarrow import fs
 

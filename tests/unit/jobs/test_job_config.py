@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from fork_server import run_fresh
 from mistakes import message_of
 
 from jobs.components import Component, find
@@ -221,9 +221,7 @@ def test_a_job_model_travels_without_its_module(tmp_path: Path) -> None:
         "import pickle, sys; sys.modules['jobs'] = None; "  # import jobs fails
         "print(sum(p.numel() for p in pickle.load(open('model.pkl', 'rb'))().parameters()))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = run_fresh(code, cwd=tmp_path)
     assert done.stdout == "814\n", done.stderr
 
 

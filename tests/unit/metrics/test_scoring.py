@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torchmetrics as tm
-from fresh import run_fresh
+from fork_server import run_fresh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mistakes import message_of

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
-from fresh import run_fresh
+from fork_server import run_fresh
 
 SCRIPT = """
 import ctypes
@@ -47,14 +43,8 @@ print(kept(33 << 20))
     ids=["by itself", "as the user says"],
 )
 def test_what_is_let_go_of_is_kept_afterwards_but_for_what_is_large(environment, found):
-    run = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        check=True,
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-    )
-    assert run.stdout.split() == found
+    run = run_fresh(SCRIPT, **environment)
+    assert run.stdout.split() == found, run.stderr
 
 
 FORGET = """

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fresh import run_fresh
+from fork_server import run_fresh
 
 from sparkdl.data.partition_writer import PartitionWriter, close_partitions, open_partition
 from sparkdl.process import memory

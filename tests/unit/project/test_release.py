@@ -13,7 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from fresh import run_fresh
+from fork_server import run_fresh
 from launch import ROOT
 
 from sparkdl import __main__ as report_module

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 
 from sparkdl import daemon
@@ -134,7 +135,7 @@ sys.stdin.read()
 def test_a_worker_is_a_session_and_ends_with_its_daemon(end: Any) -> None:
     """What a worker forks, such as processes that load data, belongs to its session."""
     parent = subprocess.Popen(
-        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [fork_server.fresh(), "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with parent:
         assert parent.stdout is not None

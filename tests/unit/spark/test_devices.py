@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fresh import run_fresh
+from fork_server import run_fresh
 from pyspark import TaskContext
 
 from sparkdl.errors import SessionError

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import summary_runs as runs
 import torch
-from fresh import run_fresh
+from fork_server import run_fresh
 from mistakes import message_of
 from torch import nn
 from trained import trained_model

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import summary_runs as runs
 import torch
-from fresh import run_fresh
+from fork_server import run_fresh
 from permissions import open_to_all, unprivileged
 
 import sparkdl

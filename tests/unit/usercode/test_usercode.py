@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fork_server
 import pytest
 from pyspark import cloudpickle
 
@@ -36,7 +37,7 @@ class Worker:
     def __init__(self, folder: Path) -> None:
         own = str(Path(__file__).resolve().parents[3])
         self._process = subprocess.Popen(
-            [sys.executable, "-c", WORKER],
+            [fork_server.fresh(), "-c", WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

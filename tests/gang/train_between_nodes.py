@@ -1,17 +1,18 @@
-"""Script: train on executors whose slab roots are apart, under Spark's security settings.
-
-``rows``: each is a case, and whether the nodes sum ("summed") or do not ("plain"), whatever the size of
-the model. One more run does everything that a run can, while somebody looks at what listens.
-"""
+"""Train on executors whose slab roots are apart, under Spark's security settings. One more run does
+everything that a run can, while somebody looks at what listens."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
@@ -19,6 +20,7 @@ from sparkdl.engines.shuffle import shuffled
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.spark import broadcasts
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 WIDTH, CLASSES, NAMES = 16, 4, 40
 
 
@@ -98,18 +100,19 @@ def brought(spark, df) -> dict[str, list[str]]:
     driver cannot see and jobs whose results may take 1 MB; of one process, too."""
     from launch import digest
 
-    spark.sparkContext._jsc.sc().conf().set("spark.driver.maxResultSize", "1m")
-    broadcasts.PIECE_BYTES = 500_000
-    found = {}
-    for engine in ("local", "shuffle", "gang"):
-        changes = {"model": wide, "engine": engine, "replicas": 2}
-        if engine == "gang":
-            changes["strategy"] = "zero1"
-        first = trainer("even", **changes, ema=0.9, keep_optimizer_state=True).fit(df)
-        second = trainer("even", **changes).fit(df, start=first)
-        kept = first.optimizer_state is not None
-        digests = [digest(each.module) for each in (first, first.ema, second) if each]
-        found[engine] = [*digests, f"kept: {kept}"]
+    conf, found = spark.sparkContext._jsc.sc().conf(), {}
+    conf.set("spark.driver.maxResultSize", "1m")
+    with mock.patch.object(broadcasts, "PIECE_BYTES", 500_000):
+        for engine in ("local", "shuffle", "gang"):
+            changes = {"model": wide, "engine": engine, "replicas": 2}
+            if engine == "gang":
+                changes["strategy"] = "zero1"
+            first = trainer("even", **changes, ema=0.9, keep_optimizer_state=True).fit(df)
+            second = trainer("even", **changes).fit(df, start=first)
+            kept = first.optimizer_state is not None
+            digests = [digest(each.module) for each in (first, first.ema, second) if each]
+            found[engine] = [*digests, f"kept: {kept}"]
+    conf.remove("spark.driver.maxResultSize")
     return found
 
 
@@ -159,11 +162,18 @@ def stages_of_last_job(context) -> int:
     return spark.statusStore().jobsList(None).apply(0).numCompletedStages()
 
 
-def main() -> None:
-    import innards
-    from launch import answer, digest, session, spec
+def run(spark: Any, rows: Sequence[tuple[str, str]], checkpoints: str) -> dict[str, Any]:
+    """Train.
 
-    given = spec()
+    Args:
+        spark: The session.
+        rows: A case each, and whether the nodes sum ("summed") or do not ("plain"), whatever the size
+            of the model.
+        checkpoints: The folder of those of the run that is watched.
+    """
+    import innards
+    from launch import digest
+
     notes: list[list[tuple[int, ...]]] = []
     stages: list[int] = []
     submissions: list[int] = []
@@ -186,34 +196,28 @@ def main() -> None:
         )
         return result
 
-    ShuffleEngine.run = noted
     results = {}
-    settings = {"spark.sparkdl.slab.dir": "slabs", **given["settings"]}
-    with session(given["master"], **settings) as spark:
-        spark.sparkContext.parallelize(range(8), 8).count()  # until all executors are known
-        df = frame(spark)
-        for case, way in given["rows"]:
-            shuffled.BYTES_PER_SECOND = 1e-9 if way == "summed" else 1e99
-            for noted_so_far in (notes, stages, submissions, persisted):
-                noted_so_far.clear()
-            validation = sparkdl.Validation(df, every=sparkdl.every(3))
+    df = frame(spark)
+    for case, way in rows:
+        for noted_so_far in (notes, stages, submissions, persisted):
+            noted_so_far.clear()
+        validation = sparkdl.Validation(df, every=sparkdl.every(3))
+        with (
+            mock.patch.object(ShuffleEngine, "run", noted),
+            mock.patch.object(shuffled, "BYTES_PER_SECOND", 1e-9 if way == "summed" else 1e99),
+        ):
             trained = trainer(case, validation=validation).fit(df)
-            results[f"{case}, {way}"] = {
-                "digest": digest(trained.module),
-                "losses": trained.history.losses,
-                "validations": trained.history.validations,
-                "bytes_sent": [record["bytes_sent"] for record in trained.history],
-                "nodes": list(hand_on),
-                "traffic": [list(note) for note in notes],
-                "stages": list(stages),
-                "submissions": list(submissions),
-                "persisted": list(persisted),
-            }
-        ShuffleEngine.run = step
-        results["watched"] = watched(spark, df, given["checkpoints"])
-        results["brought"] = brought(spark, df)
-    answer(results)
-
-
-if __name__ == "__main__":
-    main()
+        results[f"{case}, {way}"] = {
+            "digest": digest(trained.module),
+            "losses": trained.history.losses,
+            "validations": trained.history.validations,
+            "bytes_sent": [record["bytes_sent"] for record in trained.history],
+            "nodes": list(hand_on),
+            "traffic": [list(note) for note in notes],
+            "stages": list(stages),
+            "submissions": list(submissions),
+            "persisted": list(persisted),
+        }
+    results["watched"] = watched(spark, df, checkpoints)
+    results["brought"] = brought(spark, df)
+    return results

@@ -1,28 +1,30 @@
-"""Executors whose slab roots are apart, under Spark's authentication and encryption.
+"""Two executors with slab roots apart, under Spark's authentication and encryption, in one session.
 
-Bytes are as theory says, the bits are those of one process, and nothing of Python's listens.
+Without a gang bytes are as theory says, the bits are those of one process, and nothing of Python's
+listens. With three and four ranks every engine is the training of one process. Torch sums the gradients
+of several ranks in an order of its own, so there bits may differ; not where they travel compressed, and
+the ranks sum them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
-import sys
 import time
 from pathlib import Path
 
+import contract
 import listening
+import on_nodes
 import pytest
 import secured
 import train_between_nodes as script
-from launch import asked_for, digest, launch, soak_but
-from pyspark import cloudpickle
+from launch import asked_for, digest, launch_together, soak_but
 
 import sparkdl
 from sparkdl.engines.shuffle.traffic import least_bytes
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(900)]
-cloudpickle.register_pickle_by_value(sys.modules["train_between_nodes"])
+pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(1800)]
 CASES = ["even", "buffers", "clip_norm", "three replicas", "table"]
 PLAIN = ["local steps", "few rows", "clip_norm, one slice", "stale", "asynchronous", "DiLoCo"]
 """Tried only where no nodes sum."""
@@ -38,18 +40,30 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(request, folder) -> dict:
-    """Two nodes with two task slots each; nodes sum, and they do not."""
+def found(request, folder) -> dict:
+    """What the modules have found, by name: two nodes with two task slots each."""
     asked = asked_for(request, "case", "way")
-    return launch(
-        Path(script.__file__),
-        folder,
-        seconds=850,
-        master="local-cluster[2,2,1024]",
-        settings=secured.SETTINGS,
-        rows=[row for row in ROWS if row in ALWAYS or row in asked],
-        checkpoints=str(folder / "checkpoints"),
-    )
+    (folder / "threads").mkdir()
+    parts = {
+        "train_between_nodes": {
+            "rows": [row for row in ROWS if row in ALWAYS or row in asked],
+            "checkpoints": str(folder / "checkpoints"),
+        },
+        "on_nodes": {"runs": asked_for(request, "how", "way")},
+        "profiles": {"notes": str(folder / "threads")},
+        "contract": {"runs": asked_for(request, "model", "engine")},
+    }
+    settings = {"spark.sparkdl.slab.dir": "slabs", **secured.SETTINGS}
+    master, path = "local-cluster[2,2,1024]", Path(__file__).parent
+    result = launch_together(path, folder, master, parts, seconds=1700, settings=settings)
+    result["threads"] = [int(note.read_text()) for note in (folder / "threads").iterdir()]
+    return result
+
+
+@pytest.fixture(scope="module")
+def results(found) -> dict:
+    """Nodes sum, and they do not."""
+    return found["train_between_nodes"]
 
 
 @pytest.mark.parametrize(("case", "way"), soak_but(ALWAYS, ROWS))
@@ -173,3 +187,77 @@ def test_what_listens_would_be_seen(kind):
         with listening.watching(0.01) as found:
             time.sleep(0.3)
     assert any(port.startswith(f"driver {kind} ") for port in found.ports)
+
+
+# Ranks on two nodes
+
+
+def test_there_are_two_nodes(found):
+    assert found["on_nodes"]["nodes"] == 2
+
+
+# Rows of others
+
+
+SENT = [("read or sent", "layers"), ("read or sent", "stages of layers"), ("augmented", "stages")]
+"""What is always tried; the others soak."""
+
+
+@pytest.mark.parametrize(
+    ("how", "way"), soak_but(SENT, [(how, way) for how in on_nodes.HOW for way in on_nodes.WAYS])
+)
+def test_rows_come_together(found, how, way):
+    whole = found["on_nodes"][f"{how}, local"]
+    assert found["on_nodes"][f"{how}, {way}"] == pytest.approx(whole, rel=1e-4, abs=1e-5)
+
+
+def test_augmenting_matters(found):
+    assert found["on_nodes"]["augmented, local"] != found["on_nodes"]["read or sent, local"]
+
+
+# Cores of a resource profile
+
+
+TOO_MANY = (
+    "ParameterError: a gang of 3 ranks needs 3 task slots at once, and this session has 2: ask for at "
+    "most 2 ranks, or for more executors or cores."
+)
+ASKS = (
+    "ParameterError: resource_profile asks for executors (cores), which Spark starts with dynamic "
+    "allocation only, and a gang does not go with that: leave cores out."
+)
+
+
+def test_each_rank_has_two_cores(found):
+    """So that two of them cannot be on one executor of two."""
+    told = found["profiles"]
+    assert told["executors"] == 2
+    assert told["too many"] == TOO_MANY
+    assert told["asks"] == ASKS
+    assert told["losses"] == pytest.approx(told["expected"], rel=1e-6)
+    assert found["threads"].count(2) >= 2  # the ranks; the driver's own passes have one
+
+
+# Every engine
+
+
+RUNS = [run for run in contract.all_runs() if run[1] != "local"]
+QUICK = [
+    ("conv", "shuffle"),
+    ("conv", "gang, ddp in buckets"),
+    ("conv", "gang, zero1"),
+    ("chain", "gang, fsdp"),
+    ("chain", "gang, pipeline"),
+    ("chain", "gang, tensor"),
+    ("compressed", "gang, zero1"),
+]
+
+
+@pytest.mark.parametrize(("model", "engine"), soak_but(QUICK, RUNS))
+def test_the_loss_curve_is_that_of_one_process(found, model, engine):
+    """Within 1e-5, with three replicas."""
+    losses, expected = (found["contract"][f"{model}: {name}"] for name in (engine, "local"))
+    assert len(expected) == 2 * contract.ROWS / 18
+    assert losses == pytest.approx(expected, rel=0, abs=1e-5)
+    assert model != "compressed" or losses == expected
+    assert len(set(expected)) == len(expected)
