@@ -205,8 +205,8 @@ def draw(runs: Mapping[str, list[Run]], replicas: int, path: Path) -> None:
         sent = [point[0][0] * models_sent(name, replicas) * megabytes for point in points]
         losses = [statistics.median(loss for _, loss in point) for point in points]
         axes.plot(sent, losses, marker=".", label=name)
-        last, place = f"{losses[-1]:.3f}", {"textcoords": "offset points", "ha": "right"}
-        axes.annotate(last, (sent[-1], losses[-1]), (0, -14), **place)
+        last, place = f"{losses[-1]:.3f}", {"textcoords": "offset points", "va": "center"}
+        axes.annotate(last, (sent[-1], losses[-1]), (6, 0), **place)
     axes.set(
         xscale="log",
         xlabel="megabytes that a rank has sent",
@@ -214,7 +214,7 @@ def draw(runs: Mapping[str, list[Run]], replicas: int, path: Path) -> None:
         title=f"{replicas} replicas, a model of {1000 * megabytes:.0f} kB, as many batches for each",
     )
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.margins(y=0.1)
+    axes.margins(x=0.1, y=0.1)
     axes.grid(alpha=0.3)
     axes.legend()
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +229,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument(
-        "--models", default="Synchronous; DiLoCo, H = 30", help="for text; ; between"
+        "--models",
+        default="Synchronous; DiLoCo, H = 30; DiLoCo, H = 30, outer momentum 0.5",
+        help="for text; ; between",
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="where to draw loss against bytes, for text")
