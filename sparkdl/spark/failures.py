@@ -43,11 +43,12 @@ _VERSIONS = re.compile(
 _WAITED = re.compile(rf"{WAITED} .*?timeout\.seconds\.", re.S)
 _JAVA_CLASS = re.compile(r"^(:? ?(Caused by: )?(java|org)\.[\w.]+: )+")
 _ENDED = re.compile(
-    r'_(?:MultiThreadedRendezvous|InactiveRpcError) of RPC.*?\sdetails = "(?P<said>[^"\n]*)'
+    r'<_(?:MultiThreadedRendezvous|InactiveRpcError) of RPC.*?\sdetails = "(?P<said>[^"\n]*)'
     r"|\[(?:NO_ACTIVE_SESSION|RETRIES_EXCEEDED)\] (?P<told>[^\n]*)",
     re.S,
 )
-"""A call to a Spark Connect server that failed as such, not the query in it."""
+"""The beginning of the error of a failed call to a Spark Connect server. The error of a query may
+contain the same text, if the user's own code calls another server."""
 _FUTURE = re.compile(r"^:? ?java\.util\.concurrent\.ExecutionException: ")
 """The wrapper that Java puts around the error of a job in the background."""
 
@@ -123,7 +124,7 @@ def _interpreters(text: str) -> str:
 
 def _check_server(text: str) -> None:
     """Raise SessionError if the text is of a call to a Spark Connect server that failed as such."""
-    ended = _ENDED.search(text)
+    ended = _ENDED.match(text)
     if ended is not None:
         said = ended["said"] or ended["told"] or "it said nothing"
         raise SessionError(

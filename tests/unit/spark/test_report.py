@@ -13,7 +13,7 @@ from pyspark.errors import PySparkException, PySparkRuntimeError
 from pyspark.worker_util import check_python_version
 
 import sparkdl
-from sparkdl.errors import SessionError
+from sparkdl.errors import DataError, SessionError
 from sparkdl.spark.failures import explain, faults_explained, reading_explained
 
 FAILED = (
@@ -157,3 +157,9 @@ def test_a_server_that_went_away_is_no_fault_of_the_data(
     message = re.escape(f"its server went away {told}. Make a new one")
     with pytest.raises(SessionError, match=message), explained():
         raise PySparkException(said)
+
+
+def test_another_server_that_the_users_code_calls_is_not_sparks() -> None:
+    said = 'PythonException: Traceback (most recent call last):\n  File "f.py", line 1, in f\ngrpc.'
+    with pytest.raises(DataError, match="InactiveRpcError"), reading_explained():
+        raise PySparkException(said + CALL.format("InactiveRpcError"))
