@@ -27,7 +27,7 @@ _SPARKDL = importlib.util.find_spec("sparkdl")
 assert _SPARKDL is not None
 assert _SPARKDL.origin is not None
 PATHS = [str(Path(__file__).parent), str(Path(_SPARKDL.origin).parents[1])]
-"""Of the tests' helpers, and of the very package that the tests import."""
+"""The paths of the tests' helpers and of the very package that the tests import."""
 FOLDER = "SPARKDL_TESTS_FORKS"
 """The variable with the path of the server's folder."""
 NAME = "python:"

@@ -78,9 +78,8 @@ class _Mapped:
 
     def __init__(self, path: str) -> None:
         self.fd = open_private(path, os.O_RDWR)
-        weakref.finalize(
-            self, os.close, self.fd
-        )  # the map is closed with the last array that views it
+        # The map is closed with the last array that views it.
+        weakref.finalize(self, os.close, self.fd)
         self.map = mmap.mmap(self.fd, 0)
         self.bytes = np.frombuffer(self.map, dtype=np.uint8)
         self._private: mmap.mmap | None = None

@@ -79,7 +79,7 @@ CASES = [
 
 
 def train(shape: Shape, folder: Path, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What comes of some modules in one session."""
+    """Return the results of some modules in one session."""
     with contextlib.ExitStack() as stack:
         master = f"local[{shape.cores},8]"
         if shape.executors:
@@ -109,7 +109,7 @@ def table(shape: Shape, folder: Path, rows: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory) -> Callable[[Shape], dict[str, Any]]:
-    """What came of the session of a shape, by module."""
+    """Return a function of a shape that gives the results of its session, by module."""
     asked, lost = asked_for(request, "shape", "row"), asked_for(request, "gang")
 
     @functools.cache
@@ -136,7 +136,7 @@ def found(request, tmp_path_factory) -> Callable[[Shape], dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(spark) -> Callable[..., dict]:
-    """What comes of one process, which knows no faults; of rows that differ in these, once."""
+    """Return the results of one process without faults; rows that differ only in faults share one."""
 
     @functools.cache
     def trained(replicas: int, changes: tuple[tuple[str, Any], ...]) -> dict:

@@ -41,7 +41,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(request, folder) -> dict:
-    """What the modules have found, by name: two nodes with two task slots each."""
+    """Return the results of the modules, by name, on two nodes with two task slots each."""
     asked = asked_for(request, "case", "way")
     (folder / "threads").mkdir()
     parts = {
@@ -200,7 +200,7 @@ def test_there_are_two_nodes(found):
 
 
 SENT = [("read or sent", "layers"), ("read or sent", "stages of layers"), ("augmented", "stages")]
-"""What is always tried; the others soak."""
+"""The rows that are always tried; the others soak."""
 
 
 @pytest.mark.parametrize(
