@@ -19,6 +19,8 @@ import types
 from pathlib import Path
 from typing import Any
 
+from fork_server import PATHS
+
 READ_AT_START = (
     *("OMP_NUM_THREADS", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONWARNINGS"),
     "MALLOC_TRIM_THRESHOLD_",
@@ -36,8 +38,8 @@ class Server:
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
-        paths = os.environ["PYTHONPATH"].split(os.pathsep)
-        self._path = [path for path in sys.path[1:] if path not in paths]
+        _, root, *paths = os.environ["PYTHONPATH"].split(os.pathsep)
+        self._path = [root, *(path for path in sys.path[1:] if path not in (*PATHS, *paths))]
         self._asked: dict[int, tuple[socket.socket, bool]] = {}
 
     def serve(self) -> dict[str, Any] | None:
