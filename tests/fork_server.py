@@ -109,3 +109,11 @@ def parents() -> dict[int, int]:
             if name.startswith(NAME):
                 asked[int(name.removeprefix(NAME))] = int(entry.name)
     return found | {fork: found[program] for fork, program in asked.items()}
+
+
+def below(pid: int) -> list[int]:
+    """Return all processes that a process has started, and what these have."""
+    above, found = parents(), [pid]
+    for one in found:  # grows meanwhile
+        found += [each for each, its in above.items() if its == one]
+    return found[1:]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import fork_server
 from pyspark import SparkContext
 
 
@@ -53,6 +54,11 @@ def drain_py4j(context: SparkContext) -> None:
     """Wait until the JVM was told of every object that Python let go of: Py4J does it once a second."""
     waiting = context._gateway._gateway_client.finalizer_deque
     assert eventually(lambda: not waiting)
+
+
+def workers(context: SparkContext) -> list[int]:
+    """Return the Python processes that the session's JVM has started, directly or not."""
+    return fork_server.below(context._gateway.proc.pid)
 
 
 def eventually(happens: Callable[[], Any], seconds: float = 20) -> bool:

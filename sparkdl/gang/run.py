@@ -36,7 +36,7 @@ from sparkdl.gang.slots import task_slots
 from sparkdl.plain import plain
 from sparkdl.session import check_running, is_connected
 from sparkdl.spark.artifacts import Artifact, received_bytes, sent_bytes
-from sparkdl.spark.failures import faults_explained
+from sparkdl.spark.failures import end_of_session_explained, faults_explained
 from sparkdl.spark.frames import is_local
 from sparkdl.usercode import accompanied
 
@@ -191,10 +191,10 @@ def _run_led(
     profile: ResourceProfile | None,
 ) -> list[Any]:
     """Run ``work`` in a session of Spark Connect; see :func:`run`."""
-    count = ranks or slots_of(session, profile)
-    check_slots_of(session, count, profile)
-    task = LedTask(work, device, timeout, output)
-    with faults_explained(work.name):
+    with end_of_session_explained(session), faults_explained(work.name):
+        count = ranks or slots_of(session, profile)
+        check_slots_of(session, count, profile)
+        task = LedTask(work, device, timeout, output)
         found = run_led(session.range(0, count, 1, count), task, count, profile)
     results: list[Any] = cloudpickle.loads(found[RESULT])
     return results

@@ -7,6 +7,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Iterator
+from typing import Any
 
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
@@ -127,12 +128,34 @@ def _check_server(text: str) -> None:
     ended = _ENDED.match(text)
     if ended is not None:
         said = ended["said"] or ended["told"] or "it said nothing"
-        raise SessionError(
-            "the Spark Connect session ended: it was stopped, or its server went away "
-            f"({said.rstrip('.')}). Make a new one with "
-            "SparkSession.builder.remote(address).getOrCreate(), and load the data again with it. "
-            'resume="latest" continues a fit that wrote checkpoints.'
+        raise _session_ended(
+            f"it was stopped, or its server went away ({said.rstrip('.')})"
         ) from None
+
+
+def _session_ended(how: str) -> SessionError:
+    return SessionError(
+        f"the Spark Connect session ended: {how}. Make a new one with "
+        "SparkSession.builder.remote(address).getOrCreate(), and load the data again with it. "
+        'resume="latest" continues a fit that wrote checkpoints.'
+    )
+
+
+@contextlib.contextmanager
+def end_of_session_explained(session: Any) -> Iterator[None]:
+    """Translate what the calls of a client raise once a Spark Connect session has ended.
+
+    Raises:
+        SessionError: The session was stopped meanwhile, or its server went away.
+    """
+    try:
+        yield
+    except Exception as error:
+        if session.is_stopped:  # each part of PySpark and gRPC then has an error of its own
+            raise _session_ended("it was stopped while it was in use") from None
+        if isinstance(error, PySparkException):
+            _check_server(str(error))
+        raise
 
 
 def _did_not_start(said: str) -> str:

@@ -30,6 +30,7 @@ from sparkdl.session import connected_session_of, settings_of
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.artifacts import sent_bytes
+from sparkdl.spark.failures import end_of_session_explained
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.connected_checks import check_connected, check_result, for_gang
 from sparkdl.train.connected_news import HIDDEN
@@ -78,43 +79,48 @@ def run_connected(
     """
     placed = data if isinstance(data, PersistedSamples) else None
     session = connected_session_of(data if placed is None else placed.data, "fit")
-    settings = settings_of(None, session)
-    if quiet:
-        settings = replace(settings, progress=HIDDEN)
-    trainer = for_gang(trainer)
-    check_replay(trainer, replay)
-    model = prepare(trainer, start, check_connected)
-    if kept is not None:
-        kept.check(ModelIdentity.of(model.layout), model.optimizers)
-    resume = None if resume is None else _absolute(resume)
-    found = NewestCheckpoint("", 0, None)
-    if trainer.checkpoint is not None:
-        path = _absolute(trainer.checkpoint.path)
-        trainer = replace(trainer, checkpoint=replace(trainer.checkpoint, path=path))
-    if trainer.checkpoint is not None or resume is not None:
-        found = look(session, trainer, resume, one_pass or any_data)
-    if placed is not None:
-        placed.check(trainer, model.float_dtype)
-        ranks = placed.replicas
-    else:
-        ranks = trainer.replicas or found.replicas or slots_of(session, trainer.resource_profile)
-    check_sizes(trainer, model.layout, ranks, None, settings.slab_dir)
-    check_mesh(trainer, model, ranks)
-    check_result(trainer, model, MAX_ROWS_BYTES)
-    check_slots_of(session, ranks, trainer.resource_profile)
-    slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
-    if placed is not None:
-        rows = placed.rows.into(slab)
-    else:
-        rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
-    callbacks = tuple(trainer.callbacks)
-    if added:
-        callbacks += tuple(added_callbacks(callbacks))
-    order = _order(trainer, callbacks, model, start, kept, carried, one_pass, any_data, settings)
-    features, weighted = len(trainer.feature_columns), trainer.weight is not None
-    sent = sent_bytes(order, "fit", session)
-    fit = LedFit(slab, rows.write, features, weighted, sent, resume, MAX_ROWS_BYTES)
-    end = Submissions(session, trainer, settings, rows.frame, ranks, fit, found, one_pass).end()
+    with end_of_session_explained(session):
+        settings = settings_of(None, session)
+        if quiet:
+            settings = replace(settings, progress=HIDDEN)
+        trainer = for_gang(trainer)
+        check_replay(trainer, replay)
+        model = prepare(trainer, start, check_connected)
+        if kept is not None:
+            kept.check(ModelIdentity.of(model.layout), model.optimizers)
+        resume = None if resume is None else _absolute(resume)
+        found = NewestCheckpoint("", 0, None)
+        if trainer.checkpoint is not None:
+            path = _absolute(trainer.checkpoint.path)
+            trainer = replace(trainer, checkpoint=replace(trainer.checkpoint, path=path))
+        if trainer.checkpoint is not None or resume is not None:
+            found = look(session, trainer, resume, one_pass or any_data)
+        if placed is not None:
+            placed.check(trainer, model.float_dtype)
+            ranks = placed.replicas
+        else:
+            ranks = (
+                trainer.replicas or found.replicas or slots_of(session, trainer.resource_profile)
+            )
+        check_sizes(trainer, model.layout, ranks, None, settings.slab_dir)
+        check_mesh(trainer, model, ranks)
+        check_result(trainer, model, MAX_ROWS_BYTES)
+        check_slots_of(session, ranks, trainer.resource_profile)
+        slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
+        if placed is not None:
+            rows = placed.rows.into(slab)
+        else:
+            rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
+        callbacks = tuple(trainer.callbacks)
+        if added:
+            callbacks += tuple(added_callbacks(callbacks))
+        order = _order(
+            trainer, callbacks, model, start, kept, carried, one_pass, any_data, settings
+        )
+        features, weighted = len(trainer.feature_columns), trainer.weight is not None
+        sent = sent_bytes(order, "fit", session)
+        fit = LedFit(slab, rows.write, features, weighted, sent, resume, MAX_ROWS_BYTES)
+        end = Submissions(session, trainer, settings, rows.frame, ranks, fit, found, one_pass).end()
     if end is None:
         raise DataError(NO_ROWS)
     make = result_maker(trainer, model, end.samples, end.output)

@@ -17,7 +17,7 @@ from sparkdl.errors import DataError
 from sparkdl.gang.connect import check_slots_of, slots_of
 from sparkdl.session import connected_session_of, settings_of
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.failures import reading_explained
+from sparkdl.spark.failures import end_of_session_explained, reading_explained
 from sparkdl.train.connected_checks import check_connected, for_gang
 from sparkdl.train.place_samples import source
 from sparkdl.train.prepare import prepare
@@ -100,20 +100,21 @@ class PersistedSamples(SharedSamples):
     def of(trainer: Trainer, data: DataFrame) -> PersistedSamples:
         """Persist the rows of ``data``, and those of the validation of ``trainer``."""
         session = connected_session_of(data, "PlacedSamples.of")
-        settings = settings_of(None, session)
-        trainer = for_gang(trainer)
-        model = prepare(trainer, None, check_connected)
-        ranks = trainer.replicas or slots_of(session, trainer.resource_profile)
-        check_slots_of(session, ranks, trainer.resource_profile)
-        slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
-        rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
-        with reading_explained():
-            rows.frame.persist()
-            try:
-                rows.frame.count()
-            except BaseException:
-                rows.frame.unpersist()
-                raise
+        with end_of_session_explained(session):
+            settings = settings_of(None, session)
+            trainer = for_gang(trainer)
+            model = prepare(trainer, None, check_connected)
+            ranks = trainer.replicas or slots_of(session, trainer.resource_profile)
+            check_slots_of(session, ranks, trainer.resource_profile)
+            slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
+            rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
+            with reading_explained():
+                rows.frame.persist()
+                try:
+                    rows.frame.count()
+                except BaseException:
+                    rows.frame.unpersist()
+                    raise
         return PersistedSamples(
             data=data, rows=rows, _trainer=trainer, _float_dtype=model.float_dtype
         )

@@ -108,6 +108,8 @@ def clean_nodes(session: Any, slab: SlabConfig, tasks: int) -> None:
         slab: The slabs.
         tasks: The number of tasks.
     """
+    if session.is_stopped:
+        return
     tag = f"sparkdl-{secrets.token_hex(8)}"
     timer = threading.Timer(CLEAN_SECONDS, session.interruptTag, (tag,))
     session.addTag(tag)

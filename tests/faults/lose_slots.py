@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import fork_server
 from harness import processes
 from harness.faulty import frame, outcome, trainer
 from harness.slabs import slabs_apart
@@ -44,7 +45,7 @@ class Strike(sparkdl.Callback):
         if state.iteration != AFTER:
             return
         driver = processes.driver(self.context)
-        there = {pid: processes.below(pid) for pid in processes.executors(driver)}
+        there = {pid: fork_server.below(pid) for pid in processes.executors(driver)}
         self.happens(self.context)
         processes.wait_until(
             lambda: any(

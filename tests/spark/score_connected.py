@@ -70,9 +70,9 @@ def main() -> None:
         )
         for part in given["parts"]:
             result[part] = cases.PARTS[part](spark, folder, table, given)
+        result["stopped"] = cases.stopped(spark, table)
     finally:
         spark.stop()
-    result["stopped"] = cases.stopped(spark, table)
     answer(result)
 
 

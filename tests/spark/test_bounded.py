@@ -103,38 +103,48 @@ class Census(sparkdl.Callback):
         tracemalloc.stop()
 
 
-def worker_memory() -> dict[int, float]:
-    """Return the MB of its own that each of Spark's Python workers of this machine has."""
+def worker_memory(context: SparkContext) -> dict[int, float]:
+    """Return the MB of its own that each Python worker of the session has."""
     found = {}
-    for process in Path("/proc").glob("[0-9]*"):
+    for worker in innards.workers(context):
         with contextlib.suppress(OSError, StopIteration):
-            if "sparkdl.daemon" in (process / "cmdline").read_text():
-                lines = (process / "status").read_text().splitlines()
-                line = next(line for line in lines if line.startswith("RssAnon"))
-                found[int(process.name)] = int(line.split()[1]) / 1e3
+            lines = Path(f"/proc/{worker}/status").read_text().splitlines()
+            line = next(line for line in lines if line.startswith("RssAnon"))
+            found[worker] = int(line.split()[1]) / 1e3
     return found
 
 
-def mapped(application: str) -> list[str]:
-    """Return the processes that still map slabs of the application's fits."""
+def mapped(context: SparkContext) -> list[int]:
+    """Return the Python workers of the session that still map slabs of a fit."""
     found = []
-    for process in Path("/proc").glob("[0-9]*"):
+    for worker in innards.workers(context):
         with contextlib.suppress(OSError):
-            if f"/sparkdl-{application}-" in (process / "maps").read_text():
-                found.append(process.name)
+            if "/sparkdl-" in Path(f"/proc/{worker}/maps").read_text():
+                found.append(worker)
     return found
+
+
+class Mapped(sparkdl.Callback):
+    """Notes the workers that map slabs while a fit runs."""
+
+    def __init__(self, context: SparkContext) -> None:
+        self.context, self.workers = context, set[int]()
+
+    def on_iteration_end(self, trainer, state) -> None:
+        self.workers.update(mapped(self.context))
 
 
 def test_workers_keep_nothing_of_a_fit_that_has_ended(spark, df):
     """Neither its slabs nor its replica, also where the next task is one that predicts."""
-    application, one = spark.sparkContext.applicationId, trainer(2, 8)
+    context, one = spark.sparkContext, trainer(2, 8)
     with sparkdl.PlacedSamples.of(one, df) as placed:
         one.fit(placed)
-    usual = max(worker_memory().values())
-    large = trainer(2, 1_000_000)  # 44 MB
+    usual = max(worker_memory(context).values())
+    large = trainer(2, 1_000_000, Mapped(context))  # 44 MB
     large.fit(df)
-    assert eventually(lambda: not mapped(application))
-    assert eventually(lambda: max(worker_memory().values()) < usual + 22), worker_memory()
+    assert len(large.callbacks[0].workers) >= 2
+    assert eventually(lambda: not mapped(context))
+    assert eventually(lambda: max(worker_memory(context).values()) < usual + 22)
 
 
 @pytest.mark.slow

@@ -282,7 +282,9 @@ def test_what_cannot_be_had_is_told_before_the_training(done: Any, what: str) ->
 
 
 def test_a_session_that_was_stopped_is_told(found: Any) -> None:
-    for text in found["stopped"]:
+    meanwhile, *afterwards = found["stopped"]
+    assert meanwhile.startswith("SessionError: the Spark Connect session ended: it was stopped")
+    for text in afterwards:
         assert text.startswith("SessionError: the Spark Connect session was stopped")
 
 

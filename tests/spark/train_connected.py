@@ -424,8 +424,21 @@ def gangs(spark: Any, data: Any) -> dict[str, Any]:
 
 
 def stopped(spark: Any, data: Any) -> list[str]:
-    """What a session says that was stopped."""
+    """What a session says that is stopped in the middle of a fit, and afterwards."""
+    endless = replace(
+        connected_fits.fits(data)["perceptron"],
+        stop=sparkdl.max_epoch(100_000),
+        callbacks=[connected_fits.LogBegin()],
+    )
+    handler = logging.Handler()
+    handler.emit = lambda record: (  # type: ignore[method-assign]
+        threading.Thread(target=spark.stop).start()
+        if record.getMessage() == connected_fits.BEGUN
+        else None
+    )
+    logging.getLogger("sparkdl").addHandler(handler)
     return [
+        told(lambda: endless.fit(data)),
         told(lambda: connected_fits.fits(data)["weighted"].fit(data)),
         told(lambda: sparkdl.gang.run(os.getpid, ranks=2, spark=spark)),
     ]

@@ -69,14 +69,6 @@ def executors(driver: bytes) -> list[int]:
     ]
 
 
-def below(pid: int) -> list[int]:
-    """All that it has started, and what these have."""
-    above, found = fork_server.parents(), [pid]
-    for one in found:  # grows meanwhile
-        found += [each for each, its in above.items() if its == one]
-    return found[1:]
-
-
 def kill(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)

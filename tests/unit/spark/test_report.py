@@ -6,6 +6,7 @@ import re
 import sys
 import textwrap
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,12 @@ from pyspark.worker_util import check_python_version
 
 import sparkdl
 from sparkdl.errors import DataError, SessionError
-from sparkdl.spark.failures import explain, faults_explained, reading_explained
+from sparkdl.spark.failures import (
+    end_of_session_explained,
+    explain,
+    faults_explained,
+    reading_explained,
+)
 
 FAILED = (
     "An error occurred while calling o93.collectToPython.\n: org.apache.spark.SparkException: Job "
@@ -157,6 +163,34 @@ def test_a_server_that_went_away_is_no_fault_of_the_data(
     message = re.escape(f"its server went away {told}. Make a new one")
     with pytest.raises(SessionError, match=message), explained():
         raise PySparkException(said)
+
+
+@pytest.mark.parametrize(
+    ("stopped", "raised", "told"),
+    [
+        (
+            True,
+            ValueError("Cannot invoke RPC: Channel closed!"),
+            "it was stopped while it was in use",
+        ),
+        (True, DataError("the data cannot be read"), "it was stopped while it was in use"),
+        (False, PySparkException(CALL.format("InactiveRpcError")), "its server went away (gone)"),
+    ],
+)
+def test_a_session_that_ends_in_use_is_told(stopped: bool, raised: Exception, told: str) -> None:
+    session = SimpleNamespace(is_stopped=stopped)
+    with pytest.raises(SessionError, match=re.escape(told)), end_of_session_explained(session):
+        raise raised
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("no"), DataError("no"), PySparkException("no"), KeyboardInterrupt("no")]
+)
+def test_other_errors_of_a_session_in_use_stay(error: BaseException) -> None:
+    running = SimpleNamespace(is_stopped=False)
+    with pytest.raises(type(error)) as caught, end_of_session_explained(running):
+        raise error
+    assert caught.value is error
 
 
 def test_another_server_that_the_users_code_calls_is_not_sparks() -> None:
