@@ -29,7 +29,10 @@ MOST_FILES = 100
 """The most that a program has open."""
 LIBRARIES = ("torch", "numpy", "pandas", "pyarrow", "pyspark")
 """What a fresh program need not import."""
-MODELS_AND_METRICS = ("torchmetrics", "peft", "transformers.models.bert.modeling_bert")
+MODELS_AND_METRICS = (
+    *("torchmetrics", "peft", "transformers.models.bert.modeling_bert"),
+    "torch._dynamo",  # compiles
+)
 """What workers import for those of some tests, where it is installed."""
 
 

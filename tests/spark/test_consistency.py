@@ -118,7 +118,7 @@ def fit(data: Any) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("name", soak_but(["synchronous", "2"], MODELS))
+@pytest.mark.parametrize("name", soak_but(["2"], MODELS))
 def test_gradients_are_those_of_an_older_version(
     fit: Any, set_stages: Any, slabs: Any, name: str
 ) -> None:

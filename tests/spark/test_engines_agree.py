@@ -282,6 +282,7 @@ SPARED = [
     *("written to", "clip_norm, N != M", "clip_norm, N == 1", "accumulate", "wire bf16"),
     *("compression PowerSGD", "skip, clip_norm", "precision bf16", "augment", "sequences"),
     *("a sum and its count, clip_norm", "a sum and its count, local_steps", "draws, local_steps"),
+    *("regularisers", "weights", "wire fp16", "compression, tables", "ema, local_steps"),
 ]
 """Tried in another test, or part of another case: they soak here."""
 SPARED_IN_A_GANG = [

@@ -78,7 +78,7 @@ def test_a_hang_up_is_seen() -> None:
         assert system.has_hung_up(one)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_fast_tests_pass_without_what_only_linux_has() -> None:
     run = subprocess.run(
         [
