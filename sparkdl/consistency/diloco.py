@@ -48,7 +48,7 @@ class DiLoCo(Consistency):
     drop_stragglers: float | None = None
 
     def __post_init__(self) -> None:
-        make_plain(self, "inner_steps")
+        make_plain(self, "inner_steps", "drop_stragglers")
 
     @property
     def may_drop(self) -> float:  # type: ignore[override]

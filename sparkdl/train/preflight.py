@@ -166,11 +166,9 @@ def check_single_rows(
         steps = (part for rows in counts for part in _cut(rows, options.local_steps))
         single = any(1 in parallel.pass_sizes(part, options.accumulate) for part in steps)
         if single and (iterations is None or number < iterations):
-            cut = "".join(
-                f", {name}={getattr(options, name)}"
-                for name in ("local_steps", "accumulate")
-                if getattr(options, name) > 1
-            )
+            steps_name = "inner_steps" if options.outer else "local_steps"
+            cuts = {steps_name: options.local_steps, "accumulate": options.accumulate}
+            cut = "".join(f", {name}={parts}" for name, parts in cuts.items() if parts > 1)
             if parallel.micro_batches > 1:
                 cut += f", micro_batches={parallel.micro_batches}"
             who = "the whole batch" if of_all else "a replica"

@@ -107,8 +107,10 @@ def plan_optimizer(
     parameters = [named[s.name] for s in layout.segments if s.kind == "parameter"]
     try:
         plan = probe_cut_rule(OptimizerSpec.of(recipe, parameters, module), parameters, module)
-    except ModelError:
-        raise
+    except ModelError as error:
+        if word == "optimizer":
+            raise
+        raise ModelError(f"{word}: {error}") from error
     except Exception as error:
         if problem := wrong_argument(error):
             raise ModelError(f"the {word} cannot be built: {problem}") from error

@@ -370,8 +370,9 @@ class Trainer:
                 of replicas; its state continues with the present ones. If the rows are divided into
                 batches differently, the epoch that was under way begins anew.
             replay: The history of an earlier run, ``trained.history``, whose consistency model's
-                decisions are repeated. With the same trainer and data the bits are those of that
-                run, on any cluster. Iterations that it does not have are decided anew.
+                decisions are repeated. With the same trainer and data, and ``replicas`` given, the
+                bits are those of that run, on any cluster. Iterations that it does not have are
+                decided anew.
 
         Returns:
             The trained model, with the history of the run.

@@ -421,6 +421,10 @@ def test_rows_that_no_sample_has_keep_their_bits():
         ({"accumulate": 3}, "batch_size=8, replicas=2, accumulate=3. Choose"),
         ({"local_steps": 4, "batch_size": 2}, "batch_size=2, replicas=2, local_steps=4. Choose"),
         ({"local_steps": 2, "accumulate": 3}, "local_steps=2, accumulate=3. Choose"),
+        (
+            {"consistency": sparkdl.DiLoCo(inner_steps=4), "batch_size": 2},
+            "batch_size=2, replicas=2, inner_steps=4. Choose",
+        ),
         ({"accumulate": 2}, None),
         ({"local_steps": 2, "batch_size": 8}, None),
     ],

@@ -181,7 +181,14 @@ def test_what_does_not_go_with_it(case: str) -> None:
         trainer(**changes)
 
 
-def test_an_outer_optimizer_that_cannot_be_built(data: Any) -> None:
-    model = sparkdl.DiLoCo(outer_optimizer=partial(torch.optim.SGD, lr=-1.0))
-    with pytest.raises(sparkdl.ModelError, match=r"the outer_optimizer cannot be built .*rate: -1"):
-        trainer(consistency=model).fit(data)
+@pytest.mark.parametrize(
+    ("optimizer", "said"),
+    [
+        (partial(torch.optim.SGD, lr=-1.0), r"^the outer_optimizer cannot be built .*rate: -1"),
+        (torch.optim.SparseAdam, "^outer_optimizer: optimizer SparseAdam fails on a parameter"),
+    ],
+    ids=["rate", "dense"],
+)
+def test_an_outer_optimizer_that_does_not_fit(data: Any, optimizer: Any, said: str) -> None:
+    with pytest.raises(sparkdl.ModelError, match=said):
+        trainer(consistency=sparkdl.DiLoCo(outer_optimizer=optimizer)).fit(data)

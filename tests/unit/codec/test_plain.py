@@ -102,6 +102,11 @@ def test_numbers_of_everything_else(convert: Callable[[Any], Any], tmp_path: Any
         (lambda n: sparkdl.DDP(bucket_cap_mb=n), 2.5),
         (lambda n: sparkdl.FSDP(cpu_offload=n), True),
         (lambda n: sparkdl.Pipeline(micro_batches=n), 2),
+        (lambda n: sparkdl.Synchronous(drop_stragglers=n), 0.25),
+        (lambda n: sparkdl.StaleSynchronous(staleness=n), 2),
+        (lambda n: sparkdl.Asynchronous(quorum=n), 2),
+        (lambda n: sparkdl.DiLoCo(inner_steps=n), 4),
+        (lambda n: sparkdl.DiLoCo(drop_stragglers=n), 0.25),
     )
     for number, (make, value) in enumerate(calls):
         found, expected = make(convert(value)), make(value)
