@@ -79,7 +79,8 @@ class History(Rows):
     def named_losses(self) -> dict[str, list[float]]:
         """Return the named losses of each iteration, by name, if ``Trainer(step=)`` returned such.
 
-        A loss that an iteration did not have is NaN.
+        A loss that an iteration did not have is NaN. :class:`sparkdl.Gossip` adds
+        "replica_distance".
         """
         return {name: list(column[: self._length]) for name, column in self._losses.items()}
 
@@ -163,9 +164,11 @@ class History(Rows):
         ``.csv``.
 
         JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start",
-        "stopped" and, if there are any, "losses". The columns of CSV are the keys of a record,
-        ``timings/NAME``, ``losses/NAME``, and ``validation/NAME``, which is filled at the iterations
-        that were validated.
+        "stopped" and, if there are any, "losses" and "decisions". The columns of CSV are the keys of
+        a record, ``timings/NAME``, ``losses/NAME``, the decisions of a consistency model, and
+        ``validation/NAME``, which is filled at the iterations that were validated. Decisions are
+        ``staleness``, ``micro_batches/REPLICA`` and ``inner_steps/REPLICA`` (0 if the replica left
+        nothing out), and ``commits/N``, an encoded number that :attr:`commits` decodes.
 
         Raises:
             ParameterError: The file has another suffix.

@@ -80,6 +80,8 @@ def to_pandas(content: Mapping[str, Any]) -> pandas.DataFrame:
     for kind in ("timings", "losses"):
         for name, values in content.get(kind, {}).items():
             found[f"{kind}/{name}"] = pandas.Series(values, found.index, "float64")
+    for name, numbers in content.get("decisions", {}).items():
+        found[name] = pandas.Series(numbers, found.index, "int64")
     validated: dict[str, dict[int, float]] = {}
     for record in content["validations"]:
         for name, value in record["metrics"].items():

@@ -326,13 +326,22 @@ def test_a_table_of_pandas_has_the_columns_of_the_csv(tmp_path: Path) -> None:
     history = full_history()
     for i in (6, 7):
         named = {"kind": 0.5 + i}
-        state = TrainState(iteration=i, loss=1.0, learning_rates=(0.1,), seconds=i, losses=named)
+        state = TrainState(
+            iteration=i,
+            loss=1.0,
+            learning_rates=(0.1,),
+            seconds=i,
+            losses=named,
+            decisions={"staleness": i},
+        )
         history.append(state, 3)
     history.save(tmp_path / "history.csv")
     table, frame = history.to_pandas(), pandas.read_csv(tmp_path / "history.csv")
     assert set(table.columns) == set(frame.columns)
     assert table["losses/kind"].tolist()[-2:] == [6.5, 7.5]
     assert table["losses/kind"].count() == 2
+    assert table["staleness"].tolist() == frame["staleness"].tolist()
+    assert table["staleness"].tolist()[-2:] == [6, 7]
 
 
 @pytest.mark.parametrize(
