@@ -114,12 +114,14 @@ def problems_of(trainer: Any) -> Iterator[str]:
             )
     parallel = list(problems_of_parallel(trainer.strategy, trainer.mesh))
     yield from parallel
-    if isinstance(trainer.loss, type):
-        name = trainer.loss.__name__
-        yield f"loss is the class {name}: give an instance, {name}()."
-    if isinstance(trainer.compression, type):
-        name = trainer.compression.__name__
-        yield f"compression is the class {name}: give an instance, {name}()."
+    classes = [
+        name
+        for name in ("loss", "compression", "consistency")
+        if isinstance(getattr(trainer, name), type)
+    ]
+    for name in classes:
+        of = getattr(trainer, name).__name__
+        yield f"{name} is the class {of}: give an instance, {of}()."
     if isinstance(trainer.optimizer, torch.optim.Optimizer):
         name = type(trainer.optimizer).__name__
         yield (
@@ -132,7 +134,7 @@ def problems_of(trainer: Any) -> Iterator[str]:
         yield no_trigger("histograms={}", trainer.histograms, "sparkdl.every(100)")
     for name, kind, remedy in _KINDS:
         value = getattr(trainer, name)
-        if not isinstance(value, kind):
+        if name not in classes and not isinstance(value, kind):
             yield f"{name} is {kind_of(value)}: {remedy}."
     yield from problems_of_part(trainer.output)
     yield from _names(trainer)

@@ -321,6 +321,11 @@ def test_what_is_no_consistency_model() -> None:
             trainer(consistency=sparkdl.StaleSynchronous(staleness=wrong))
     with pytest.raises(sparkdl.ParameterError, match=r"give sparkdl\.Synchronous\(\)"):
         trainer(consistency="synchronous")
+    with pytest.raises(
+        sparkdl.ParameterError,
+        match=r"consistency is the class Gossip: give an instance, Gossip\(\)\.$",
+    ):
+        trainer(consistency=sparkdl.Gossip)
 
 
 def test_how_a_trainer_shows_it() -> None:
