@@ -45,7 +45,8 @@ _WAITED = re.compile(rf"{WAITED} .*?timeout\.seconds\.", re.S)
 _JAVA_CLASS = re.compile(r"^(:? ?(Caused by: )?(java|org)\.[\w.]+: )+")
 _ENDED = re.compile(
     r'<_(?:MultiThreadedRendezvous|InactiveRpcError) of RPC.*?\sdetails = "(?P<said>[^"\n]*)'
-    r"|\[(?:NO_ACTIVE_SESSION|RETRIES_EXCEEDED)\] (?P<told>[^\n]*)",
+    r"|(?:\([\w.]+\) )?\[(?:NO_ACTIVE_SESSION|RETRIES_EXCEEDED|INVALID_HANDLE\.SESSION_\w+)\] "
+    r"(?P<told>[^\n]*)",
     re.S,
 )
 """The beginning of the error of a failed call to a Spark Connect server. The error of a query may

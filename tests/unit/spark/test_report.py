@@ -152,6 +152,10 @@ CALL = (
         (CALL.format("InactiveRpcError"), "(gone)"),
         ("[NO_ACTIVE_SESSION] No session found. Make one.", "(No session found. Make one)"),
         (
+            "(org.apache.spark.SparkSQLException) [INVALID_HANDLE.SESSION_CLOSED] It was closed.",
+            "(It was closed)",
+        ),
+        (
             "[RETRIES_EXCEEDED] The maximum number was exceeded.",
             "(The maximum number was exceeded)",
         ),
