@@ -12,6 +12,8 @@ export SPARK_LOCAL_IP
 # Everything runs in .venv, whatever Spark or Python the calling shell prefers.
 export PYSPARK_PYTHON := $(CURDIR)/$(BIN)/python
 unexport SPARK_HOME SPARK_CONF_DIR PYSPARK_DRIVER_PYTHON PYTHONPATH VIRTUAL_ENV
+# Each of the many processes would compile all of its libraries again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train test test-all lint check bench format clean

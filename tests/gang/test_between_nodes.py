@@ -200,7 +200,7 @@ def test_there_are_two_nodes(found):
 # Rows of others
 
 
-SENT = [("read or sent", "layers"), ("augmented", "stages")]
+SENT = [("read or sent", "layers")]
 """The rows that are always tried; the others soak."""
 
 
@@ -245,9 +245,7 @@ def test_each_rank_has_two_cores(found):
 RUNS = [run for run in contract.all_runs() if run[1] != "local"]
 QUICK = [
     ("conv", "shuffle"),
-    ("conv", "gang, zero1"),
     ("chain", "gang, fsdp"),
-    ("chain", "gang, pipeline"),
     ("chain", "gang, tensor"),
     ("compressed", "gang, zero1"),
 ]

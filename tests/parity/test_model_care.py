@@ -262,7 +262,7 @@ def test_a_compiled_model_trains_alike(options):
     assert list(seen.trained.module.state_dict()) == list(mlp().state_dict())
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_compiled_by_inductor():
     parts = Parts.of((43,))

@@ -22,7 +22,6 @@ from feature_runs import (
     snapshot,
     trainer_of,
 )
-from launch import soak_but
 from torch import nn
 
 import sparkdl
@@ -127,9 +126,10 @@ def in_fp32(digits) -> float:
     return digits()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "changes",
-    soak_but([{"wire": "bf16"}], [{"wire": "bf16"}, {"precision": "bf16"}, {"precision": "fp16"}]),
+    [{"wire": "bf16"}, {"precision": "bf16"}, {"precision": "fp16"}],
     ids=lambda c: "-".join(*c.items()),
 )
 def test_digits_lose_no_accuracy(digits, in_fp32, changes, record_property):

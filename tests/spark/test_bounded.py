@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 from innards import eventually
-from launch import soak_but
 from pyspark import SparkContext, cloudpickle
 from torch import nn
 
@@ -147,8 +146,8 @@ def test_workers_keep_nothing_of_a_fit_that_has_ended(spark, df):
     assert eventually(lambda: max(worker_memory(context).values()) < usual + 22)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stages", soak_but(["one"], ["shuffle", "two", "one"]))
+@pytest.mark.soak
+@pytest.mark.parametrize("stages", ["shuffle", "two", "one"])
 def test_iterations_leave_everything_flat(spark, df, set_stages, stages):
     set_stages(stages)
     context = spark.sparkContext

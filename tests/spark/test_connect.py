@@ -133,7 +133,7 @@ def test_a_large_model_is_sent_once(found: Any) -> None:
 @pytest.mark.parametrize(
     "name",
     soak_but(
-        ["perceptron", "mixed", "mixed, fsdp"],
+        ["perceptron", "mixed"],
         [
             *"perceptron mixed weighted sequence clipped".split(),
             *("perceptron, fsdp", "mixed, fsdp", "mixed, gossip"),

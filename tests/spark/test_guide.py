@@ -26,13 +26,17 @@ GUIDE = ROOT / "docs" / "guide"
 README = ROOT / "README.md"
 PAGES = sorted(page.name for page in GUIDE.glob("*.md"))
 LONG = [
+    "checkpoints.md",
     "consistency.md",
     "gang.md",
     "gradients.md",
     "groups.md",
     "inference.md",
     "metrics.md",
+    "models.md",
+    "parameter_server.md",
     "pipelines.md",
+    "recommenders.md",
     "summaries.md",
     "time_series.md",
     "transformers.md",

@@ -124,7 +124,7 @@ def kept(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("hook", "engine"),
     soak_but(
-        [("on_fit_end", "shuffle"), ("on_iteration_end", "gang"), ("on_result", "shuffle")],
+        [("on_iteration_end", "gang"), ("on_result", "shuffle")],
         [(hook, engine) for hook in LAST_HOOKS for engine in ("local", "shuffle", "gang")],
     ),
 )

@@ -190,6 +190,7 @@ def test_a_grid_places_the_samples_of_each_fold_once(
     assert len(set(validated.avgMetrics)) == len(validated.avgMetrics) == 2
 
 
+@pytest.mark.soak
 def test_points_that_read_otherwise_have_samples_of_their_own(
     table: DataFrame, nothing_left: Callable[[], None]
 ) -> None:

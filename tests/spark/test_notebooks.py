@@ -75,6 +75,7 @@ trainer = sparkdl.Trainer(
 """
 
 
+@pytest.mark.soak
 def test_what_a_notebook_shows(kernel: Any, tmp_path: Path) -> None:
     """The stop button ends the fit and keeps the model; errors have the user's frames alone."""
 

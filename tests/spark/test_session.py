@@ -126,7 +126,7 @@ def test_an_executor_has_one_daemon(spark: Any) -> None:
     assert rdd.map(parent).collect() == [row.id for row in tables.collect()]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_plain_session_trains_and_the_users_settings_win(table: Any, tmp_path: Path) -> None:
     """A plain session is told what costs speed."""
     said, stderr = run(

@@ -41,6 +41,7 @@ WHOLE: dict[str, dict[str, Any]] = {
 }
 """The same without a limit."""
 kinds = pytest.mark.parametrize("kind", KINDS)
+quick_kinds = pytest.mark.parametrize("kind", soak_but(["inner_steps"], KINDS))
 
 
 class Slow(nn.Module):
@@ -187,7 +188,7 @@ def test_an_update_that_falls_short_does_not_count(
 
 
 @pytest.mark.parametrize("stages", soak_but(["one"], ["shuffle", "two", "one"]))
-@kinds
+@quick_kinds
 def test_what_was_done_counts_and_is_repeated(
     data: Any, set_stages: Any, slabs: Any, tmp_path: Path, stages: str, kind: str
 ) -> None:
@@ -246,7 +247,7 @@ def test_attempts_that_differ_are_not_mixed() -> None:
     assert not IterationReports.of([reports[0], reports[0]]).faults
 
 
-@kinds
+@quick_kinds
 def test_going_on_from_a_checkpoint(data: Any, tmp_path: Path, kind: str) -> None:
     """The record of the first part is in the checkpoint."""
     checkpoint, changes = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(5)), KINDS[kind]

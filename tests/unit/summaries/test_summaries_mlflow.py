@@ -95,6 +95,7 @@ print(callback.run_id)
 """
 
 
+@pytest.mark.soak
 def test_a_program_that_ends_early_leaves_a_failed_run() -> None:
     done = run_fresh(PROGRAM, cwd=Path(__file__).parents[1])
     assert done.returncode == 0, done.stderr
