@@ -93,7 +93,7 @@ def weights(model: TorchModel) -> dict[str, list[Any]]:
 # Whole jobs
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_pipeline_through_cross_validation_into_another_process(
     flowers: DataFrame, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
