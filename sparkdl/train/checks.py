@@ -120,8 +120,8 @@ def problems_of(trainer: Any) -> Iterator[str]:
         if isinstance(getattr(trainer, name), type)
     ]
     for name in classes:
-        of = getattr(trainer, name).__name__
-        yield f"{name} is the class {of}: give an instance, {of}()."
+        class_name = getattr(trainer, name).__name__
+        yield f"{name} is the class {class_name}: give an instance, {class_name}()."
     if isinstance(trainer.optimizer, torch.optim.Optimizer):
         name = type(trainer.optimizer).__name__
         yield (

@@ -278,7 +278,8 @@ CASES = {
 
 
 SPARED = [
-    *("plain", "skip", "local_steps", "tables", "ema", "care", "draws"),  # by number of stages
+    *("plain", "skip", "tables", "ema"),  # by number of stages
+    *("local_steps", "care", "draws"),  # in a gang, or with another feature
     *("written to", "clip_norm, N != M", "clip_norm, N == 1", "accumulate", "wire bf16"),
     *("compression PowerSGD", "skip, clip_norm", "precision bf16", "augment", "sequences"),
     *("a sum and its count, clip_norm", "a sum and its count, local_steps"),

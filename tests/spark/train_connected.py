@@ -424,7 +424,7 @@ def gangs(spark: Any, data: Any) -> dict[str, Any]:
 
 
 def stopped(spark: Any, data: Any) -> list[str]:
-    """What a session says that is stopped in the middle of a fit, and afterwards."""
+    """Return the errors of a fit whose session is stopped meanwhile, and of calls afterwards."""
     endless = replace(
         connected_fits.fits(data)["perceptron"],
         stop=sparkdl.max_epoch(100_000),
