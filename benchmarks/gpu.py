@@ -92,6 +92,8 @@ def main() -> None:
                 found[engine] = parts["whole"]
                 found[f"speed {engine}"] = found["plain"] / parts["whole"]
                 found[f"{engine}, schedule"] = parts["schedule"]
+                told = ", ".join(f"{part} {ms:.3g}" for part, ms in parts.items())
+                print(f"{item}, {engine}: {told}", flush=True)
             some.append(found)
         middle = {key: statistics.median(one[key] for one in some) for key in some[0]}
         rows.append({"work": WORKS[name].name, "batch": batch, **middle})

@@ -103,17 +103,23 @@ class Announce:
     told: Sequence[Mapping[str, str]]
 
     def __call__(self, member: RankContext) -> None:
-        gpu, own = member.device.index, self.told[member.rank]
-        if gpu is not None and str(gpu) != own["LOCAL_RANK"]:
-            logger.warning(
-                "rank %s computes on GPU %s of its node, and a library that looks at LOCAL_RANK takes "
-                "%s: let CUDA_VISIBLE_DEVICES of the executors name the GPUs of this session alone.",
-                member.rank,
-                gpu,
-                own["LOCAL_RANK"],
-            )
+        own = self.told[member.rank]
         said = {**LEFT_AS_THEY_ARE, **os.environ}
         say(member.at_end, {**{key: said[key] for key in LEFT_AS_THEY_ARE}, **own})
+
+
+def tell_of_other_gpu(member: RankContext) -> None:
+    """Warn if a library that takes the GPU number ``LOCAL_RANK`` would not take this rank's GPU."""
+    gpu, told = member.device.index, os.environ.get("LOCAL_RANK")
+    if gpu is not None and str(gpu) != told:
+        logger.warning(
+            "rank %s computes on GPU %s of its node, and a library that looks at LOCAL_RANK takes %s: "
+            "let CUDA_VISIBLE_DEVICES of the executors name the GPUs of this session alone, and use "
+            "no more ranks than GPUs.",
+            member.rank,
+            gpu,
+            told,
+        )
 
 
 def say(at_end: contextlib.ExitStack, said: Mapping[str, str]) -> None:

@@ -28,7 +28,7 @@ from sparkdl.errors import (
 )
 from sparkdl.gang.connect import check_slots_of, run_led, slots_of
 from sparkdl.gang.driver import Gang
-from sparkdl.gang.environment import check_unshared
+from sparkdl.gang.environment import check_unshared, tell_of_other_gpu
 from sparkdl.gang.led import LedGang
 from sparkdl.gang.led_task import RESULT, LedTask
 from sparkdl.gang.rank_task import RankContext, packed_result
@@ -211,6 +211,7 @@ def _pickled_call(name: str, fn: Any, args: Any, kwargs: Any) -> bytes:
 
 
 def _call(call: bytes, member: RankContext) -> Any:
+    tell_of_other_gpu(member)
     fn, args, kwargs = cloudpickle.loads(call)
     result = fn(*args, **kwargs)
     return mapped(result, torch.Tensor, torch.Tensor.cpu)  # the driver may have no GPU

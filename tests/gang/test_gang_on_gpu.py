@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,7 @@ def test_tensors_on_the_gpu_are_summed(spark: Any, ranks: int) -> None:
         ("zero1", 1),
         ("zero1", 2),
         ("fsdp", 1),
+        ("fsdp", 2),
         (sparkdl.FSDP(cpu_offload=True), 1),
         ("tensor", 1),
         (sparkdl.Pipeline(micro_batches=1), 1),  # which batch norm would see
@@ -79,6 +81,29 @@ def test_training_is_that_of_the_cpu(spark: Any, strategy: Any, replicas: int) -
     assert there.history.losses == pytest.approx(here.history.losses, rel=1e-4)
     for one, other in zip(here.module.parameters(), there.module.parameters(), strict=True):
         assert other.device.type == "cpu"
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "consistency", [sparkdl.Gossip(), sparkdl.DiLoCo(inner_steps=2)], ids=["gossip", "diloco"]
+)
+def test_replicas_of_their_own_are_those_of_the_cpu(spark: Any, consistency: Any) -> None:
+    df = spark.range(48).selectExpr(
+        "transform(sequence(0, 5), k -> sin(id * k)) AS features", "id % 3 AS label"
+    )
+    run = sparkdl.Trainer(
+        model=model,
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.05),
+        batch_size=12,
+        replicas=2,
+        consistency=consistency,
+        engine="gang",
+        stop=sparkdl.max_epoch(2),
+    )
+    there, here = run.fit(df), replace(run, engine="local").fit(df)
+    assert there.history.losses == pytest.approx(here.history.losses, rel=1e-4)
+    for one, other in zip(here.module.parameters(), there.module.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 

@@ -212,6 +212,33 @@ def test_shapes_are_told_before_what_else_is_wrong_with_the_loss(spark: Any, los
         fit(fit.good(), model=lambda: nn.Linear(2, 1), loss=loss)
 
 
+class Full(nn.Linear):
+    """Fails on mini-batches, not on the two rows of a trial, as torch does where a GPU is full."""
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if self.training and len(features) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. ")
+        return super().forward(features)
+
+
+@pytest.mark.parametrize("engine", ["shuffle", "gang"])
+def test_a_full_gpu_is_told_with_what_to_change(spark: Any, engine: str) -> None:
+    df = spark.range(16).selectExpr("array(float(id)) AS features", "array(float(id)) AS label")
+    run = sparkdl.Trainer(
+        model=lambda: Full(1, 1),
+        loss=nn.MSELoss(),
+        optimizer=torch.optim.SGD,
+        batch_size=8,
+        replicas=2,
+        engine=engine,
+    )
+    told = (
+        r"OutOfMemoryError: CUDA out of memory\. Tried to allocate 20\.00 GiB\. Give the GPU less"
+    )
+    with pytest.raises(sparkdl.TrainingError, match=told):
+        run.fit(df)
+
+
 class Counting(nn.MSELoss):
     calls = 0
 

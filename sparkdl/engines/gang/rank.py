@@ -55,6 +55,7 @@ from sparkdl.process.memory import memory_given_back
 from sparkdl.process.numerics import put_back
 from sparkdl.process.output import label_output
 from sparkdl.replica.compare import Compared, compared
+from sparkdl.replica.compute import full_gpu_explained
 from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.score import score_partition
@@ -71,7 +72,8 @@ class CallMethod:
     arguments: tuple[Any, ...] = ()
 
     def __call__(self, member: RankContext) -> Any:
-        return operator.attrgetter(self.method)(member.kept["rank"])(*self.arguments)
+        with full_gpu_explained():
+            return operator.attrgetter(self.method)(member.kept["rank"])(*self.arguments)
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,8 @@ class Rank:
         The next report includes the time that it takes.
         """
         clock = Clock()
-        finish(clock)
+        with full_gpu_explained():
+            finish(clock)
         self._before = clock.seconds
 
     def _finish(

@@ -33,6 +33,7 @@ from sparkdl.engines.shuffle.weights import joined_state
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.process.output import label_output
+from sparkdl.replica.compute import full_gpu_explained
 from sparkdl.replica.gradient_writer import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Fault, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
@@ -130,7 +131,8 @@ def compute_sections(
     work = ReplicaIteration(step, context.index, run.batch_spec, run.shares[context.index])
     start, stop = work.rows
     if stop > start:
-        return _compute_sections(context, step, work, everything_here=nodes is not None)
+        with full_gpu_explained():
+            return _compute_sections(context, step, work, everything_here=nodes is not None)
     report = ReplicaReport(
         context.index, 0, 0.0, 0.0, context.pool.node_id, received=context.received
     )

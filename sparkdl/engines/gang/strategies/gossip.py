@@ -112,7 +112,7 @@ class GossipSync(GradientSync):
         """Average the flat vector with those of the neighbours, and return the distance to them."""
         live, flat, rank = self._live, self._live.flat.flat, self._rank
         weights = TOPOLOGIES[str(live.recipe.options.topology)](size, iteration)
-        sent = flat.to(live.recipe.options.wire_dtype or flat.dtype)
+        sent = flat.to(_sending_device(flat), live.recipe.options.wire_dtype or flat.dtype)
         arriving = {
             (rank - places) % size: (weight, torch.empty_like(sent))
             for places, weight in weights.items()
@@ -124,8 +124,10 @@ class GossipSync(GradientSync):
         ]
         for work in dist.batch_isend_irecv(moves) if moves else ():
             work.wait()
-        heard = [arriving[source] for source in sorted(arriving)]
-        return mix(flat, sent.to(flat.dtype), heard, live.flat.layout)
+        heard = [
+            (weight, memory.to(flat.device)) for _, (weight, memory) in sorted(arriving.items())
+        ]
+        return mix(flat, sent.to(flat), heard, live.flat.layout)
 
     def settle(self) -> None:
         """Put the mean of all ranks into the flat vectors."""
@@ -136,9 +138,10 @@ class GossipSync(GradientSync):
         size = dist.get_world_size()
         for part in averaged_parts(layout):
             for piece in flat[part].split(PIECE):
-                found = [torch.empty_like(piece) for _ in range(size)]
-                dist.all_gather(found, piece.clone())
-                add_up(piece, found)
+                sent = piece.to(_sending_device(piece), copy=True)
+                found = [torch.empty_like(sent) for _ in range(size)]
+                dist.all_gather(found, sent)
+                add_up(piece, [each.to(piece.device) for each in found])
         for segment in layout.segments:
             if segment.kind not in ("parameter", "average"):
                 dist.broadcast(flat[segment.start : segment.stop], 0)
@@ -156,3 +159,10 @@ class GossipSync(GradientSync):
             return
         self._own = None
         self._live.flat.refresh()
+
+
+def _sending_device(tensor: torch.Tensor) -> torch.device:
+    """Return the device from which a tensor can be sent: ranks that share a GPU are joined by Gloo,
+    which sends from the CPU only."""
+    carried = "cuda:nccl" in dist.get_backend_config()
+    return tensor.device if carried else torch.device("cpu")

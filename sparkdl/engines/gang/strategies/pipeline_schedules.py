@@ -118,7 +118,8 @@ class Schedules:
         leaves no traces.
         """
         found = []
-        value: Any = tuple(t[:1].expand(rows, *t.shape[1:]) for t in self._like)
+        # contiguous, as mini-batches are: some versions of torch compare the strides
+        value: Any = tuple(t[:1].expand(rows, *t.shape[1:]).contiguous() for t in self._like)
         with buffers_kept(self._live.flat.module), seeded(0), torch.enable_grad():
             for number in range(self._placement.count):
                 here = self._members[number % len(self._members)]
