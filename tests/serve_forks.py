@@ -212,9 +212,9 @@ def _is_asked(*listeners: socket.socket) -> bool:
 def _import_everything() -> None:
     from sparkdl.daemon import MODULES, preload
 
-    for module in ("launch", "pyspark.sql.connect.session", *MODULES):
+    for module in ("launch", *MODULES):
         importlib.import_module(module)
-    for module in MODELS_AND_METRICS:
+    for module in ("pyspark.sql.connect.session", *MODELS_AND_METRICS):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)
     preload()

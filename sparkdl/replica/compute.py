@@ -31,22 +31,6 @@ class Spare(MiniBatch):
         yield self
 
 
-FOR_A_FULL_GPU = (
-    "Give the GPU less to hold: a smaller batch_size, mini-batches in parts (accumulate=2), "
-    'precision="bf16", activation_checkpointing=, or strategy="fsdp" on a gang of several GPUs.'
-)
-
-
-@contextlib.contextmanager
-def full_gpu_explained() -> Iterator[None]:
-    """Add to the error of a GPU whose memory is full what to change in the training."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        error.args = (f"{str(error).rstrip('. ')}. {FOR_A_FULL_GPU}",)
-        raise
-
-
 Losses = Mapping[str, tuple[float, float]]
 """The type of the named losses of a step: sum and count by name."""
 

@@ -13,7 +13,7 @@ import os
 import pickle
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -240,3 +240,19 @@ def forget(run: str) -> None:
     """Remove the replica of ``run`` from this process."""
     for key in [key for key in list(_live) if key[0] == run]:
         _live.pop(key, None)  # a thread may have removed it
+
+
+FOR_A_FULL_GPU = (
+    "Give the GPU less to hold: a smaller batch_size, mini-batches in parts (accumulate=2), "
+    'precision="bf16", activation_checkpointing=, or strategy="fsdp" on a gang of several GPUs.'
+)
+
+
+@contextlib.contextmanager
+def full_gpu_explained() -> Iterator[None]:
+    """Add to the error of a GPU whose memory is full what to change in the training."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        told = torch.OutOfMemoryError(f"{str(error).rstrip('. ')}. {FOR_A_FULL_GPU}")
+        raise told.with_traceback(error.__traceback__) from None

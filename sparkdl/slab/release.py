@@ -132,6 +132,18 @@ def give_back() -> None:
     give_heap_back()
 
 
+def leave_room(device: torch.device) -> None:
+    """Give a GPU's cached memory back if another process could not reserve as much as this one.
+
+    Spark's idle workers take turns. Each computes an iteration of the shuffle engine once in a while,
+    and needs then what this one has needed now.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if free < torch.cuda.memory_reserved(device):
+            torch.cuda.empty_cache()
+
+
 class Idle:
     """A cached object that is released, by calling ``drop``, once it has been idle for some time."""
 

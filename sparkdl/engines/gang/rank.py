@@ -55,9 +55,9 @@ from sparkdl.process.memory import memory_given_back
 from sparkdl.process.numerics import put_back
 from sparkdl.process.output import label_output
 from sparkdl.replica.compare import Compared, compared
-from sparkdl.replica.compute import full_gpu_explained
 from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.replica.run import full_gpu_explained
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slab.root import open_root

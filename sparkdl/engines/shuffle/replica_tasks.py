@@ -33,15 +33,15 @@ from sparkdl.engines.shuffle.weights import joined_state
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.process.output import label_output
-from sparkdl.replica.compute import full_gpu_explained
 from sparkdl.replica.gradient_writer import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Fault, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import several_steps
-from sparkdl.replica.run import open_replica, plans_of
+from sparkdl.replica.run import full_gpu_explained, open_replica, plans_of
 from sparkdl.replica.score import score_partition
 from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections
 from sparkdl.replica.step import ReplicaIteration, ReplicaResult, one_gradient, to_mini_batch
 from sparkdl.slab.pool import Claim
+from sparkdl.slab.release import leave_room
 from sparkdl.slices.section import SectionLayout
 from sparkdl.spark.frames import send
 from sparkdl.spark.message import posted
@@ -132,7 +132,9 @@ def compute_sections(
     start, stop = work.rows
     if stop > start:
         with full_gpu_explained():
-            return _compute_sections(context, step, work, everything_here=nodes is not None)
+            sent = _compute_sections(context, step, work, everything_here=nodes is not None)
+        leave_room(open_replica(run).device)
+        return sent
     report = ReplicaReport(
         context.index, 0, 0.0, 0.0, context.pool.node_id, received=context.received
     )

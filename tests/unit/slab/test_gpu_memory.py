@@ -6,6 +6,7 @@ import gc
 import time
 import weakref
 
+import pytest
 import torch
 
 from sparkdl.replica import run
@@ -41,6 +42,17 @@ def test_a_replica_on_a_gpu_finds_room_and_is_awaited(monkeypatch, tmp_path):
     monkeypatch.setattr(run.LiveReplica, "of", lambda recipe, device: done.append("built"))
     live_replica(slab, lambda: done.append("read"))
     assert done == ["room", ("watched", True), "read", "built"]
+
+
+@pytest.mark.parametrize(("free", "emptied"), [(7, 0), (5, 1)])
+def test_a_worker_leaves_the_next_as_much_as_it_has_taken(monkeypatch, free, emptied):
+    calls: list[None] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 16))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
+    release.leave_room(torch.device("cpu"))
+    release.leave_room(torch.device("cuda", 0))
+    assert len(calls) == emptied
 
 
 def test_what_is_given_back_is_looked_for_where_it_is_frozen(monkeypatch):
