@@ -12,6 +12,7 @@ import pytest
 import safetensors.torch
 from gang_training import same
 from gang_training import trainer_of as any_trainer
+from launch import soak_but
 from pyspark import cloudpickle
 
 import sparkdl
@@ -59,7 +60,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", soak_but(["pipeline", "compressed"], CASES))
 def test_the_files_are_those_of_one_that_training_waited_for(parts, tmp_path, case):
     rows = parts(20, 12)
     how = {

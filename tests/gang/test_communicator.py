@@ -113,7 +113,7 @@ def assert_same(found: torch.Tensor | None, expected: torch.Tensor | None, what:
         assert torch.equal(found, expected), what
 
 
-@pytest.mark.parametrize("size", soak_but([3, 8], SIZES))
+@pytest.mark.parametrize("size", soak_but([3], SIZES))
 def test_every_algorithm_gives_what_the_library_gives(ranks, size):
     cases = all_cases(size)
     found = ranks.run(size, run_all, cases)

@@ -48,6 +48,7 @@ def elsewhere() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+@pytest.mark.soak
 def test_what_is_asked_of_the_system_is_answered_without_proc() -> None:
     run = subprocess.run(
         [sys.executable, "-c", ASK], env=elsewhere(), capture_output=True, text=True, timeout=120
