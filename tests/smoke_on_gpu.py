@@ -76,7 +76,7 @@ def steps(spark: Any) -> dict[str, Any]:
 
 def rounds(spark: Any) -> bool:
     """Run every step in rounds until one leaves no more memory in use than before; whether one did."""
-    most, calls = 0, steps(spark)
+    before, calls = 0, steps(spark)
     for _ in range(MOST_ROUNDS):
         after = 0
         for name, call in calls.items():
@@ -85,9 +85,9 @@ def rounds(spark: Any) -> bool:
             here, seconds = used(), time.monotonic() - began
             after = max(after, here)
             print(f"{name}: {result}, {seconds:.1f} s, {here >> 20} MiB", flush=True)
-        if most and after <= most + SAME_BYTES:
+        if before and after <= before + SAME_BYTES:
             return True
-        most = after
+        before = after
     return False
 
 

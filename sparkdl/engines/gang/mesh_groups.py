@@ -22,11 +22,20 @@ def check_carried(parallel: ParallelPlan, device: torch.device) -> None:
             tensors.
     """
     cut = [part.word for part in parallel.parts.values() if part.shares_samples]
-    if cut and device.type == "cuda" and "cuda:nccl" not in dist.get_backend_config():
+    if cut and sending_device(device) != device:
         raise SessionError(
             f'strategy="{cut[0]}" needs a GPU for each rank, and here ranks share one: use as many '
             'replicas as there are GPUs, or strategy="ddp".'
         )
+
+
+def sending_device(device: torch.device) -> torch.device:
+    """Return the device from which ranks that compute on ``device`` can send tensors to one another.
+
+    NCCL sends from GPUs. If ranks share a GPU, Gloo connects them, which sends from the CPU only.
+    """
+    carried = device.type == "cpu" or "cuda:nccl" in dist.get_backend_config()
+    return device if carried else torch.device("cpu")
 
 
 class MeshGroups:

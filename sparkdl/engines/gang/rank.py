@@ -71,9 +71,9 @@ class CallMethod:
     method: str
     arguments: tuple[Any, ...] = ()
 
+    @full_gpu_explained()
     def __call__(self, member: RankContext) -> Any:
-        with full_gpu_explained():
-            return operator.attrgetter(self.method)(member.kept["rank"])(*self.arguments)
+        return operator.attrgetter(self.method)(member.kept["rank"])(*self.arguments)
 
 
 @dataclass(frozen=True)
@@ -196,14 +196,14 @@ class Rank:
         )
         return RankReport(report, slices, self.state.writing, self._sync.loss_rank)
 
+    @full_gpu_explained()
     def _finish_later(self, finish: Callable[[Clock], Any]) -> None:
         """Finish an iteration after its report was sent.
 
         The next report includes the time that it takes.
         """
         clock = Clock()
-        with full_gpu_explained():
-            finish(clock)
+        finish(clock)
         self._before = clock.seconds
 
     def _finish(

@@ -131,16 +131,14 @@ def compute_sections(
     work = ReplicaIteration(step, context.index, run.batch_spec, run.shares[context.index])
     start, stop = work.rows
     if stop > start:
-        with full_gpu_explained():
-            sent = _compute_sections(context, step, work, everything_here=nodes is not None)
-        leave_room(open_replica(run).device)
-        return sent
+        return _compute_sections(context, step, work, everything_here=nodes is not None)
     report = ReplicaReport(
         context.index, 0, 0.0, 0.0, context.pool.node_id, received=context.received
     )
     return [(header, None) for header in _headers(context, ReplicaResult(), report)]
 
 
+@full_gpu_explained()
 def _compute_sections(
     context: ReplicaContext, step: IterationMessage, work: ReplicaIteration, everything_here: bool
 ) -> list[Sent]:
@@ -193,6 +191,7 @@ def _compute_sections(
         payload = None if here else torch.from_numpy(claim.bytes[place : place + sizes[n]])
         sent.append((replace(header, section=maps[n], reference=reference), payload))
         place += sizes[n]
+    leave_room(live.device)
     return sent
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.consistency.gossip import DISTANCE, TOPOLOGIES, add_up, averaged_parts, mix
+from sparkdl.engines.gang.mesh_groups import sending_device
 from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.compute import forward_backward
@@ -112,7 +113,7 @@ class GossipSync(GradientSync):
         """Average the flat vector with those of the neighbours, and return the distance to them."""
         live, flat, rank = self._live, self._live.flat.flat, self._rank
         weights = TOPOLOGIES[str(live.recipe.options.topology)](size, iteration)
-        sent = flat.to(_sending_device(flat), live.recipe.options.wire_dtype or flat.dtype)
+        sent = flat.to(sending_device(flat.device), live.recipe.options.wire_dtype or flat.dtype)
         arriving = {
             (rank - places) % size: (weight, torch.empty_like(sent))
             for places, weight in weights.items()
@@ -138,7 +139,7 @@ class GossipSync(GradientSync):
         size = dist.get_world_size()
         for part in averaged_parts(layout):
             for piece in flat[part].split(PIECE):
-                sent = piece.to(_sending_device(piece), copy=True)
+                sent = piece.to(sending_device(piece.device), copy=True)
                 found = [torch.empty_like(sent) for _ in range(size)]
                 dist.all_gather(found, sent)
                 add_up(piece, [each.to(piece.device) for each in found])
@@ -159,10 +160,3 @@ class GossipSync(GradientSync):
             return
         self._own = None
         self._live.flat.refresh()
-
-
-def _sending_device(tensor: torch.Tensor) -> torch.device:
-    """Return the device from which a tensor can be sent: ranks that share a GPU are joined by Gloo,
-    which sends from the CPU only."""
-    carried = "cuda:nccl" in dist.get_backend_config()
-    return tensor.device if carried else torch.device("cpu")
