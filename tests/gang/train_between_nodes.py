@@ -162,7 +162,9 @@ def stages_of_last_job(context) -> int:
     return spark.statusStore().jobsList(None).apply(0).numCompletedStages()
 
 
-def run(spark: Any, rows: Sequence[tuple[str, str]], checkpoints: str) -> dict[str, Any]:
+def run(
+    spark: Any, rows: Sequence[tuple[str, str]], checkpoints: str, more: Sequence[str]
+) -> dict[str, Any]:
     """Train.
 
     Args:
@@ -170,6 +172,7 @@ def run(spark: Any, rows: Sequence[tuple[str, str]], checkpoints: str) -> dict[s
         rows: A case each, and whether the nodes sum ("summed") or do not ("plain"), whatever the size
             of the model.
         checkpoints: The folder of those of the run that is watched.
+        more: "brought", or nothing.
     """
     import innards
     from launch import digest
@@ -219,5 +222,6 @@ def run(spark: Any, rows: Sequence[tuple[str, str]], checkpoints: str) -> dict[s
             "persisted": list(persisted),
         }
     results["watched"] = watched(spark, df, checkpoints)
-    results["brought"] = brought(spark, df)
+    if "brought" in more:
+        results["brought"] = brought(spark, df)
     return results
