@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import soak_but
 from pyspark import cloudpickle
 from small_networks import SAMPLES, LosesSlabs, close, network, same
 from torch import nn
@@ -141,7 +142,11 @@ def test_a_bound_on_the_lead(data: Any, delays: Any) -> None:
     close(trained.module.net, plain(trained.history, ADAM, math.sqrt(0.5)))
 
 
-@pytest.mark.parametrize("model", [{"quorum": 2, "staleness": 0}, {"groups": 1}], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    soak_but([{"quorum": 2, "staleness": 0}], [{"quorum": 2, "staleness": 0}, {"groups": 1}]),
+    ids=str,
+)
 def test_a_quorum_of_all_has_the_bits_of_synchronous(data: Any, model: dict[str, int]) -> None:
     model = sparkdl.Asynchronous(**model)
     wanted = at_once(engine="local", consistency=None).fit(data)

@@ -17,6 +17,7 @@ import made_by_name
 import numpy as np
 import pytest
 import torch
+from launch import soak_but
 from made_by_name import Waves
 from pyspark import TaskContext, cloudpickle
 from torch import nn
@@ -255,7 +256,7 @@ class Away(sparkdl.Callback):
             self.path.touch()
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle", "gang"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle", "gang"], ["local", "shuffle", "gang"]))
 def test_a_checkpoint_that_fails_ends_the_run(df, tmp_path, nothing_left, engine):
     """Its folder is gone in iteration 3: the checkpoint after iteration 4 is one clear error."""
     path = tmp_path / "run"

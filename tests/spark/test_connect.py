@@ -154,7 +154,7 @@ def test_passes_over_parts_of_the_data_have_the_bits_too(found: Any, data: DataF
 @pytest.mark.parametrize(
     "mistake",
     soak_but(
-        ["a row", "a stream", "no rows", "a callback"],
+        ["a row", "a callback"],
         [
             *("a row", "a stream", "a column", "no rows", "the model", "the validation"),
             *("a callback", "the mesh"),
@@ -383,21 +383,26 @@ def test_functions_run_on_ranks(done: Any) -> None:
     assert re.match(
         r"TrainingError: fails: rank 1 on \S+ failed. ValueError: no luck\n", gangs["fails"]
     )
-    assert gangs["dies"].startswith("StateLostError: a rank of the gang went away: ")
-    assert gangs["late"].startswith("StalledError: sleep: waited 1.5 s for rank 0")
 
 
-@needs("gangs")
-def test_too_few_slots_are_an_error_at_once_or_soon(found: Any, done: Any) -> None:
+def test_too_few_slots_are_an_error_at_once(found: Any) -> None:
     assert found["training"]["slots"] == (
         "ParameterError: a gang of 9 ranks needs 9 task slots at once, and this session has 2: ask "
         "for at most 2 ranks, or for more executors or cores."
     )
+
+
+@pytest.mark.soak
+@needs("waits")
+def test_what_a_gang_waits_for_in_vain_is_an_error_soon(done: Any) -> None:
+    assert done["dies"].startswith("StateLostError: a rank of the gang went away: ")
+    assert done["late"].startswith("StalledError: sleep: waited 1.5 s for rank 0")
     for text in done["silent"]:
         assert text.startswith("SessionError: Spark did not begin with the gang's 9 tasks")
 
 
-@needs("gangs")
+@pytest.mark.soak
+@needs("waits")
 def test_a_gang_waits_for_another_one_of_the_client(done: Any) -> None:
     assert done["in turn"] == [[None, None], [None, None]]
 

@@ -234,7 +234,7 @@ def test_versions_have_the_same_numbers_on_both_engines(fit: Any) -> None:
     assert same(here.module, there.module)
 
 
-@pytest.mark.parametrize("engine", ["shuffle", "local"])
+@pytest.mark.parametrize("engine", soak_but(["local"], ["shuffle", "local"]))
 def test_a_replay_has_the_bits_of_the_run(
     fit: Any, set_stages: Any, slabs: Any, tmp_path: Path, engine: str
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from launch import soak_but
 from pyspark import cloudpickle
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
@@ -83,7 +84,7 @@ def bits(trained: sparkdl.TrainedModel) -> dict[str, bytes]:
 # start=
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
 def test_with_the_optimizers_state_two_fits_are_one(frame, engine):
     """A row a replica, so that an epoch is one iteration and has one order."""
     df = frame(4, partitions=4)
@@ -241,7 +242,7 @@ def online(**changes) -> sparkdl.Trainer:
     return trainer(**{**values, **changes})
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
 def test_three_batches_are_three_steps_of_plain_torch(frame, nothing_left, engine):
     """Each batch is one global batch: Adam's moments and the learning rate go on."""
     batches = [rows(count, seed) for seed, count in enumerate((12, 7, 9))]
@@ -432,7 +433,8 @@ class Known(sparkdl.Callback):
         self.counts.append(len(state.validations))
 
 
-@pytest.mark.parametrize("follows", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("follows", [False, True])
 def test_validations_of_a_stream_do_not_grow_for_ever(frame, tmp_path, monkeypatch, follows):
     """Except where the place of a schedule follows from all of them."""
     monkeypatch.setattr(loop_state, "MOST_VALIDATIONS", 1)

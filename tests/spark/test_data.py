@@ -14,6 +14,7 @@ import innards
 import numpy as np
 import pytest
 import torch
+from launch import soak_but
 from pyspark import StorageLevel, cloudpickle
 from pyspark.core.rdd import RDD
 from pyspark.ml.linalg import Matrices, Vectors
@@ -401,7 +402,7 @@ def test_the_local_engine_has_few_files_of_many_partitions(reader: Reader) -> No
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize("replicas", [3, 7])
+@pytest.mark.parametrize("replicas", soak_but([3], [3, 7]))
 def test_rows_that_stay_and_rows_that_move_make_the_same_partitions(
     reader: Reader, replicas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,7 +467,13 @@ def test_a_lost_partition_is_computed_again(reader: Reader, kind: str) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.parametrize("kind", ["kept", "redistributed", "a table of them", "in a cluster"])
+@pytest.mark.parametrize(
+    "kind",
+    soak_but(
+        ["redistributed", "a table of them"],
+        ["kept", "redistributed", "a table of them", "in a cluster"],
+    ),
+)
 def test_a_shuffle_of_the_user_stays(
     reader: Reader, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -283,12 +283,13 @@ SPARED = [
     *("written to", "clip_norm, N != M", "clip_norm, N == 1", "accumulate", "wire bf16"),
     *("compression PowerSGD", "skip, clip_norm", "precision bf16", "augment", "sequences"),
     *("a sum and its count, clip_norm", "a sum and its count, local_steps"),
-    *("regularisers", "weights", "wire fp16", "compression, tables"),
+    *("regularisers", "weights", "wire fp16", "compression, tables", "clip_norm, N == M"),
+    *("skip, compression", "a sum and its count, accumulate"),
 ]
 """Tried in another test, or part of another case: they soak here."""
 SPARED_IN_A_GANG = [
     *("plain", "tables", "tables, clip_norm", "compression PowerSGD", "skip", "skip, clip_norm"),
-    *("augment", "clip_value", "accumulate", "weights", "regularisers", "draws"),
+    *("augment", "clip_value", "accumulate", "weights", "regularisers", "draws", "care"),
 ]
 
 

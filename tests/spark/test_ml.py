@@ -17,7 +17,7 @@ import fork_server
 import numpy as np
 import pytest
 import torch
-from launch import ROOT
+from launch import ROOT, soak_but
 from made_by_name import perceptron
 from pyspark.ml import Pipeline
 from pyspark.ml.evaluation import (
@@ -232,6 +232,7 @@ def test_fits_of_a_grid_in_threads_and_one_that_is_given_up(
             thread.join()
 
 
+@pytest.mark.soak
 def test_a_regressor_through_a_train_validation_split(table: DataFrame) -> None:
     estimator = TorchRegressor(
         model=partial(perceptron, 4, 8, 1), labelCol="d", maxEpochs=3, **HERE
@@ -289,7 +290,7 @@ def test_a_classifiers_columns(table: DataFrame) -> None:
     assert set(numbers(wanted.transform(table))) == {0.0}
 
 
-@pytest.mark.parametrize("probability", [False, True])
+@pytest.mark.parametrize("probability", soak_but([True], [False, True]))
 def test_one_output_for_two_classes(table: DataFrame, probability: bool) -> None:
     two = table.where("label < 2")
     head: list[nn.Module] = [nn.Linear(4, 1), nn.Flatten(0)]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from launch import in_turn
+from launch import in_turn, soak_but
 from pyspark import cloudpickle
 from pyspark.ml.linalg import Vectors
 from pyspark.sql import Row, functions
@@ -735,7 +735,7 @@ def test_predict_a_row_alone_that_is_squeezed(binary: Any) -> None:
         close(found, expected)
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
 def test_validate_on_a_row_alone_that_is_squeezed(binary: Any, engine: str) -> None:
     held = binary.where("i < 13")
     model = trainer(
@@ -749,7 +749,7 @@ def test_validate_on_a_row_alone_that_is_squeezed(binary: Any, engine: str) -> N
     assert validated["metrics"] == pytest.approx(model.evaluate(held, METRICS))
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
 def test_validate_classes_of_a_row_alone(table: Any, engine: str) -> None:
     held, metrics = table.where("i < 13"), ["accuracy", "top@2"]
     model = trainer(
@@ -818,7 +818,8 @@ def compiled() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "given"), in_turn([parametrized, compiled, Locked], ["a function", "a module"])
+    ("make", "given"),
+    in_turn([parametrized, compiled, Locked], ["a function", "a module"], spared=[parametrized]),
 )
 def test_any_module_that_trains_is_used_and_saved(
     table: Any, tmp_path: Path, make: Any, given: str
@@ -886,7 +887,7 @@ def test_the_users_module_is_left_alone(table: Any, engine: str, nothing_left: A
     assert not shared
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
 def test_the_users_random_states_are_left_alone(table: Any, engine: str) -> None:
     def states() -> list[Any]:
         return [

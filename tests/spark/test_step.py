@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from launch import soak_but
 from pyspark import cloudpickle
 from torch import nn
 
@@ -131,7 +132,7 @@ def test_named_losses_on_every_engine(orders: DataFrame, engine: dict[str, Any])
     )
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
 def test_a_sum_and_its_count(orders: DataFrame, engine: str) -> None:
     trained = replace(TRAINER, step=where_returned, engine=engine).fit(orders)
     losses = [told["loss"] for told in plain_loop(orders, where_returned)]

@@ -240,7 +240,7 @@ EVERY = {4: [8, 4], 3: [8, 6, 3], 1000: [8]}
 @pytest.mark.parametrize(
     ("every", "asynchronous"),
     soak_but(
-        [(4, False), (3, True), (1000, False)],
+        [(3, True), (1000, False)],
         [(every, asynchronous) for every in EVERY for asynchronous in (False, True)],
     ),
 )

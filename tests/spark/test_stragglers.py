@@ -224,7 +224,7 @@ VARIED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", VARIED)
+@pytest.mark.parametrize("case", soak_but(["compression", "inner steps"], VARIED))
 def test_what_goes_with_it(data: Any, monkeypatch: Any, case: str) -> None:
     """Limits that end at once: every replica does one part."""
     limit, changes = Limit(seconds=0.0), VARIED[case]

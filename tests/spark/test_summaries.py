@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import soak_but
 from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
@@ -50,7 +51,7 @@ def scalars(folder: Path, name: str) -> dict[int, float]:
     return {event.step: event.value for event in found.Scalars(name)}
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
 def test_tensorboard(table: DataFrame, tmp_path: Path, engine: str) -> None:
     trained = fit(table, TensorBoard(tmp_path), engine=engine)
     assert len(trained.history) == 12
@@ -93,7 +94,7 @@ def test_curves(table: DataFrame, tmp_path: Path) -> None:
     assert pixels.std() > 0.01
 
 
-@pytest.mark.parametrize("last", [8, 11])
+@pytest.mark.parametrize("last", soak_but([11], [8, 11]))
 def test_a_resumed_fit_records_the_whole_run(table: DataFrame, tmp_path: Path, last: int) -> None:
     saved = sparkdl.Checkpoint(tmp_path / "checkpoints", every=sparkdl.every(8))
     fit(table, sparkdl.Callback(), checkpoint=saved, stop=sparkdl.max_iteration(8))

@@ -250,6 +250,7 @@ def test_distributed_trials_share_the_samples(
     nothing_left()
 
 
+@pytest.mark.soak
 def test_optuna_prunes_and_keeps_its_storage(
     trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], tmp_path: Path
 ) -> None:
@@ -445,7 +446,7 @@ class Raises(sparkdl.Callback):
             raise LookupError("no such run")
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize("parallel", soak_but([2], [1, 2]))
 def test_an_exception_of_a_callback_ends_its_trial_only(
     trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], parallel: int
 ) -> None:
@@ -473,7 +474,7 @@ def test_a_task_that_dies_is_a_failed_trial(
     assert "The Python worker died" in result.trials[1].reason
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize("parallel", soak_but([2], [1, 2]))
 def test_a_search_is_a_run_of_mlflow_with_nested_runs(
     trainer: sparkdl.Trainer,
     frames: tuple[DataFrame, DataFrame],

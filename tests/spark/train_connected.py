@@ -388,12 +388,12 @@ def dies() -> None:
     dist.barrier()
 
 
-def gangs(spark: Any, data: Any) -> dict[str, Any]:
+def gangs(spark: Any) -> dict[str, Any]:
     """Functions on ranks."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         found = sparkdl.gang.run(summed, 1.0, ranks=2, spark=spark, output=True)
-    result: dict[str, Any] = {
+    return {
         "results": [[each["sum"].item(), each["rank"]] for each in found],
         "printed": sorted(printed.getvalue().splitlines()),
         "slots": len(sparkdl.gang.run(os.getpid)),
@@ -401,6 +401,12 @@ def gangs(spark: Any, data: Any) -> dict[str, Any]:
         "too large": told(lambda: sparkdl.gang.run(bytes, 70_000_000, ranks=2, spark=spark)),
         "exits": told(lambda: sparkdl.gang.run(sys.exit, 3, ranks=2, spark=spark)),
         "fails": told(lambda: sparkdl.gang.run(fails, ranks=2, spark=spark)),
+    }
+
+
+def waits(spark: Any, data: Any) -> dict[str, Any]:
+    """Ranks that never answer, gangs that wait for another one, and a session without slots."""
+    result: dict[str, Any] = {
         "dies": told(lambda: sparkdl.gang.run(dies, ranks=2, spark=spark)),
         "late": told(lambda: sparkdl.gang.run(time.sleep, 30, ranks=2, spark=spark, timeout=1.5)),
     }
@@ -458,6 +464,7 @@ PARTS: dict[str, Callable[[Any, Path, Any, dict[str, Any]], Any]] = {
     ),
     "guide": lambda spark, folder, data, given: guide(spark, folder),
     "pipeline": lambda spark, folder, data, given: pipeline(data),
-    "gangs": lambda spark, folder, data, given: gangs(spark, data),
+    "gangs": lambda spark, folder, data, given: gangs(spark),
+    "waits": lambda spark, folder, data, given: waits(spark, data),
 }
 """The parts of the work that tests may need, by name."""
