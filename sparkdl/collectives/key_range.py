@@ -174,7 +174,8 @@ class KeyRange:
 
     def _update(self, optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> None:
         self.values.grad = gradient
-        optimizer.step()
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            optimizer.step()
         self.values.grad = None
 
 

@@ -111,10 +111,10 @@ def visit_order(
     return remembered((seed, epoch, replica, count, window, share, partition.name), draw)
 
 
-def training_batch(
+def training_rows(
     batch_spec: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
-) -> Batch:
-    """Return the mini-batch of some rows, augmented.
+) -> list[Rows]:
+    """Return the fields of some rows, augmented, before padding.
 
     The random numbers of a row depend only on (seed, epoch, replica, row), including those that
     ``augment`` draws from global generators, so they are the same in any mini-batch.
@@ -129,13 +129,6 @@ def training_batch(
     Raises:
         ParameterError: ``augment`` fails.
     """
-    return fields_to_batch(batch_spec, training_rows(batch_spec, partition, rows, epoch, replica))
-
-
-def training_rows(
-    batch_spec: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
-) -> list[Rows]:
-    """Return the fields of :func:`training_batch`, which takes the same arguments, before padding."""
     return _at_place(batch_spec, lambda: partition.gather(rows), (rows, epoch, replica))
 
 

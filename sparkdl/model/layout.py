@@ -48,11 +48,6 @@ class Layout:
     size: int
 
     @property
-    def num_parameters(self) -> int:
-        """Return the number of trainable parameters, without the padding between them."""
-        return sum(s.length for s in self.segments if s.kind == "parameter")
-
-    @property
     def parameters_stop(self) -> int:
         """Return the element after the last trainable parameter."""
         return max((s.stop for s in self.segments if s.kind == "parameter"), default=0)

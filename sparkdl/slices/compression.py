@@ -255,8 +255,3 @@ def decompress(
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def hook_name(hook: object) -> str:
-    """Return the name of a hook for messages."""
-    return getattr(hook, "__qualname__", type(hook).__qualname__)

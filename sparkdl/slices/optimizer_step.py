@@ -70,10 +70,11 @@ def step_slice(
                 others = _where_stepped(group, tensor, state.others[number])
                 optimizer.state[tensor] = {**own, **others}
                 held[number] = own
-        if wants_loss(type(optimizer)):  # type: ignore[arg-type]
-            optimizer.step(evaluate_once(loss, type(optimizer).__name__))
-        else:
-            optimizer.step()
+        with torch.sparse.check_sparse_tensor_invariants(False):  # else torch warns of Adagrad's
+            if wants_loss(type(optimizer)):  # type: ignore[arg-type]
+                optimizer.step(evaluate_once(loss, type(optimizer).__name__))
+            else:
+                optimizer.step()
         for tensor, number, _ in ours:
             if made := optimizer.state.get(tensor):
                 _keep(state, plan, fragments[number], made, held.get(number, {}))

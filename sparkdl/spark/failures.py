@@ -124,14 +124,24 @@ def _interpreters(text: str) -> str:
     )
 
 
+def _check_session(text: str) -> None:
+    """Raise SessionError or TrainingError if the text is neither of the data nor of a task."""
+    _check_server(text)
+    if "[OPERATION_CANCELED]" in text:
+        raise TrainingError(
+            "the query was cancelled, by spark.interruptAll() or the like, or at the server. "
+            'resume="latest" continues a fit that wrote checkpoints.'
+        ) from None
+    if differ := _interpreters(text):
+        raise SessionError(differ) from None
+
+
 def _check_server(text: str) -> None:
     """Raise SessionError if the text is of a call to a Spark Connect server that failed as such."""
     ended = _ENDED.match(text)
     if ended is not None:
-        said = ended["said"] or ended["told"] or "it said nothing"
-        raise _session_ended(
-            f"it was stopped, or its server went away ({said.rstrip('.')})"
-        ) from None
+        said = (ended["said"] or ended["told"] or "it said nothing").rstrip(".")
+        raise _session_ended(f"it was stopped, or its server went away ({said})") from None
 
 
 def _session_ended(how: str) -> SessionError:
@@ -189,9 +199,7 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
         yield
     except (Py4JError, PySparkException) as error:
         text = str(error)
-        _check_server(text)
-        if differ := _interpreters(text):
-            raise SessionError(differ) from None
+        _check_session(text)
         if mistake := _OF_MODULES.search(text):
             raise ModelError(f"{doing}: {mistake[1]}") from None
         if told := _IN_ROWS.search(text):
@@ -249,9 +257,7 @@ def faults_explained(doing: str) -> Iterator[None]:
     try:
         yield
     except (Py4JError, PySparkException) as error:
-        _check_server(str(error))
-        if differ := _interpreters(str(error)):
-            raise SessionError(differ) from None
+        _check_session(str(error))
         reason = explain(str(error))
         raise _kind(reason)(f"{doing}: {reason}") from None
 

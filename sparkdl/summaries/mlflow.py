@@ -12,7 +12,7 @@ from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import Every, Trigger
 from sparkdl.summaries.base import Recorder, Summaries
 from sparkdl.summaries.files import plot_history
-from sparkdl.summaries.mlflow_model import log_model
+from sparkdl.summaries.mlflow_model import check_model, log_model
 from sparkdl.summaries.mlflow_run import TrackedRun
 from sparkdl.summaries.mlflow_search import SearchRuns
 
@@ -84,8 +84,9 @@ class MLflow(Summaries, Recorder):
         :func:`sparkdl.load` reads the folder that ``mlflow.artifacts.download_artifacts`` downloads.
 
         Raises:
-            ParameterError: There is no run yet.
+            ParameterError: There is no run yet, or it is not the model of a fit.
         """
+        check_model("MLflow.log_model", trained)
         if not self.run_id:
             raise ParameterError("MLflow.log_model: there is no run yet; call it after fit.")
         with tempfile.TemporaryDirectory() as folder:

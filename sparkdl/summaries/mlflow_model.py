@@ -63,7 +63,8 @@ def log_model(
         ParameterError: The extra is not installed, or the example is no table of the features.
         UserError: The model cannot be saved.
     """
-    _mlflow("sparkdl.mlflow.log_model", trained)
+    _mlflow("sparkdl.mlflow.log_model")
+    check_model("sparkdl.mlflow.log_model", trained)
     from mlflow.models import Model
 
     return Model.log(
@@ -105,7 +106,8 @@ def save_model(
         UserError: The example does not fit, or the model cannot be saved.
         FileExistsError: The folder is not empty.
     """
-    _mlflow("sparkdl.mlflow.save_model", trained)
+    _mlflow("sparkdl.mlflow.save_model")
+    check_model("sparkdl.mlflow.save_model", trained)
     from mlflow import pyfunc
     from mlflow.models import Model, infer_signature
     from mlflow.models.utils import _save_example
@@ -171,15 +173,19 @@ def _load_pyfunc(path: str) -> PyFunc:
     return PyFunc(load(path, trust=True))
 
 
-def _mlflow(what: str, trained: Any = None) -> Any:
-    """Return the library. Raises ParameterError if it is not installed, or the model is no model."""
+def _mlflow(what: str) -> Any:
+    """Return the library. Raises ParameterError if it is not installed."""
     try:
         import mlflow
     except ImportError:
         raise extra_needed(what, "mlflow", "mlflow-skinny") from None
-    if not isinstance(trained, TrainedModel | None):
-        raise ParameterError(f"{what} takes what Trainer.fit returns, not {kind_of(trained)}.")
     return mlflow
+
+
+def check_model(what: str, trained: Any) -> None:
+    """Raise :class:`sparkdl.ParameterError` if what a function was given is not the model of a fit."""
+    if not isinstance(trained, TrainedModel):
+        raise ParameterError(f"{what} takes what Trainer.fit returns, not {kind_of(trained)}.")
 
 
 def _example(trained: TrainedModel, rows: DataFrame | pd.DataFrame) -> pd.DataFrame:

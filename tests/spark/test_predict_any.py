@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import small_text
 import torch
+import transformers
 from launch import soak_but
 from scored_models import Elements, Ends, Fails, Several
 from torch import nn
@@ -402,6 +403,12 @@ def bare_folder(path: Path) -> Path:
     return path / "bare"
 
 
+def pipeline() -> Any:
+    return transformers.pipeline(
+        "text-classification", model=small_text.classifier(), tokenizer=small_text.tokenizer()
+    )
+
+
 MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
     "no model": (
         lambda df, path: sparkdl.predict(df, 3, "x"),
@@ -478,6 +485,10 @@ MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
     "text of numbers": (
         lambda df, path: sparkdl.embed(df, small_text.classifier().bert, "x"),
         'column "x" is of type array<float>, not text: for numbers use sparkdl.predict.',
+    ),
+    "a pipeline": (
+        lambda df, path: sparkdl.classify(df, pipeline()),
+        "a pipeline of transformers: give its .model, and tokenizer= its .tokenizer.",
     ),
     "a head": (
         lambda df, path: sparkdl.embed(

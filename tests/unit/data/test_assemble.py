@@ -19,11 +19,13 @@ from hypothesis import strategies as st
 
 from sparkdl.data import epoch as batches
 from sparkdl.data.batches import (
+    Batch,
     BatchSpec,
+    fields_to_batch,
     input_fields,
     plain_batch,
     preview_batch,
-    training_batch,
+    training_rows,
     visit_order,
 )
 from sparkdl.data.epoch import permutation
@@ -36,6 +38,10 @@ from sparkdl.slab.root import SlabConfig, remove_root
 
 Make = Callable[[list[Rows]], MappedPartition]
 NAMES = ["words", "photo", "label", "weight"]
+
+
+def training_batch(batch_spec: BatchSpec, *place: Any) -> Batch:
+    return fields_to_batch(batch_spec, training_rows(batch_spec, *place))
 
 
 @pytest.fixture

@@ -158,8 +158,12 @@ def test_mistakes_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
         sparkdl.mlflow.save_model(trained, "unused", input_example=ROWS[["m"]])
     with pytest.raises(sparkdl.DataError, match="the table has no column w, x"):
         sparkdl.mlflow.PyFunc(trained).predict(ROWS[["m"]])
-    with pytest.raises(sparkdl.ParameterError, match=r"takes what Trainer\.fit returns, not a"):
-        sparkdl.mlflow.log_model(trained.module)
+    for log in (sparkdl.mlflow.log_model, sparkdl.summaries.MLflow().log_model):
+        for other in (trained.module, None):
+            with pytest.raises(
+                sparkdl.ParameterError, match=r"takes what Trainer\.fit returns, not"
+            ):
+                log(other)
     assert mlflow.active_run() is None
     monkeypatch.setitem(sys.modules, "mlflow", None)
     for use in (partial(sparkdl.mlflow.log_model, trained), sparkdl.mlflow.autolog):

@@ -14,7 +14,7 @@ from pyspark.errors import PySparkException, PySparkRuntimeError
 from pyspark.worker_util import check_python_version
 
 import sparkdl
-from sparkdl.errors import DataError, SessionError
+from sparkdl.errors import DataError, SessionError, TrainingError
 from sparkdl.spark.failures import (
     end_of_session_explained,
     explain,
@@ -166,6 +166,13 @@ def test_a_server_that_went_away_is_no_fault_of_the_data(
 ) -> None:
     message = re.escape(f"its server went away {told}. Make a new one")
     with pytest.raises(SessionError, match=message), explained():
+        raise PySparkException(said)
+
+
+@pytest.mark.parametrize("explained", [reading_explained, partial(faults_explained, "training")])
+def test_a_query_that_was_cancelled_is_no_fault_of_the_data(explained: Any) -> None:
+    said = "(org.apache.spark.SparkSQLException) [OPERATION_CANCELED] Operation has been canceled."
+    with pytest.raises(TrainingError, match="the query was cancelled, by"), explained():
         raise PySparkException(said)
 
 
