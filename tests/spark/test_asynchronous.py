@@ -229,6 +229,7 @@ def test_groups_without_rows(data: Any, engine: str) -> None:
     assert not same(trained.module.net, network())
 
 
+@pytest.mark.soak
 def test_buffers_do_not_pile_up(data: Any, slabs: Any) -> None:
     class Buffers(sparkdl.Callback):
         def __init__(self) -> None:

@@ -220,6 +220,7 @@ def _status(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.soak
 def test_driver_memory_does_not_grow_with_the_model(df):
     small, large = Memory(), Memory()
     trainer(10, 2_400, small).fit(df)  # 0.1 MB of parameters

@@ -111,6 +111,7 @@ class Narrow(sparkdl.Callback):
         self.conf.set("spark.driver.maxResultSize", "100k")
 
 
+@pytest.mark.soak
 def test_state_that_cannot_be_brought_to_the_driver_does_not_cost_the_model(
     spark, frame, caplog, nothing_left
 ):

@@ -476,6 +476,7 @@ def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
     assert "on from iteration " in done.out
 
 
+@pytest.mark.soak
 def test_a_session_that_cannot_start_is_a_mistake(tmp_path: Path) -> None:
     done = job("train", "--config", CONFIG, "--set", "spark.master=nowhere://a", cwd=tmp_path)
     assert (done.status, done.out) == (2, "")
