@@ -85,7 +85,7 @@ OF_GANGS = {
         "engines/recovery.py",
         "for asked in self._log.since(done):",
         "for asked in self._log.since(done + 1):",
-        "faults/test_fault_table.py",
+        "unit/engines/test_recovery.py",
     ),
 }
 """Module, text, what is put in its place, and tests, by name."""
