@@ -32,7 +32,6 @@ from sparkdl.metrics.named import Judging, resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.signature import Signature
 from sparkdl.process.determinism import seeded
-from sparkdl.summaries import Curves, HistoryFile
 
 # Recipes. This file is a module that can be imported, so these have a name.
 
@@ -641,22 +640,6 @@ def test_a_module_that_fails_when_it_is_imported(
     tamper(folder, name="broken_module_of_the_tests:Net")
     with pytest.raises(ModelError, match=r"which cannot be imported \(broken\)"):
         load(folder)
-
-
-# Where
-
-
-@pytest.mark.parametrize("path", ["s3://bucket/model", "hdfs:///models/m", "dbfs:/m"])
-def test_a_uri_is_no_folder_here(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for use, name in ((HistoryFile, "/h.csv"), (Curves, "/c.png")):
-        assert message_of(ParameterError, use, f"{path}{name}") == (
-            f'"{path}{name}" is a URI, which only checkpoints and models support: give a path on the '
-            "driver's file system, and copy the files there yourself."
-        )
-    assert not list(tmp_path.iterdir())
 
 
 # Overwriting

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import pickle
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
@@ -14,11 +15,14 @@ from typing import Any
 import pytest
 import summary_runs as runs
 import torch
+from trained import trained_model
 
 import sparkdl
+from sparkdl import mlflow
+from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
 from sparkdl.slices.histogram import Histogram
-from sparkdl.summaries import MLflow, Summaries, TensorBoard
+from sparkdl.summaries import Curves, MLflow, Summaries, TensorBoard, plot_history
 
 Shown = dict[str, dict[int, float]]
 """Values by name and iteration."""
@@ -108,21 +112,12 @@ class TensorBoardRow(Row):
     def callback(self, every: sparkdl.Trigger) -> Summaries:
         return TensorBoard(self.folder, every)
 
-    def events(self) -> Any:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        sizes = {"histograms": 0, "scalars": 0}
-        return EventAccumulator(str(self.folder), size_guidance=sizes).Reload()
-
     def scalars(self) -> Shown:
-        found = self.events()
-        return {
-            name: {event.step: event.value for event in found.Scalars(name)}
-            for name in found.Tags()["scalars"]
-        }
+        return runs.tensorboard_scalars(self.folder)
 
     def histogram_iterations(self) -> list[int]:
-        return [event.step for event in self.events().Histograms("weights/weight")]
+        events = runs.tensorboard_events(self.folder)
+        return [event.step for event in events.Histograms("weights/weight")]
 
 
 class MLflowRow(Row):
@@ -162,12 +157,10 @@ MODULES = {"tensorboard": "tensorboard", "mlflow": "mlflow"}
 
 
 @pytest.fixture(params=WRITERS)
-def row(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Row:
+def row(request: pytest.FixtureRequest, mlflow_store: Path) -> Row:
     if request.param in MODULES:
         pytest.importorskip(MODULES[request.param])
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    return WRITERS[request.param](tmp_path)
+    return WRITERS[request.param](mlflow_store)
 
 
 def same(found: Shown, expected: Shown) -> None:
@@ -238,3 +231,29 @@ def test_it_can_be_pickled_before_a_fit(row: Row) -> None:
 def test_what_is_no_trigger(row: Row) -> None:
     with pytest.raises(sparkdl.ParameterError, match=r"\(every=10\): give a trigger, such as"):
         row.callback(10)  # type: ignore[arg-type]
+
+
+LIBRARIES = {
+    "matplotlib.figure": (
+        "matplotlib",
+        "plots",
+        [partial(Curves, "a.png"), partial(plot_history, History(), "a.png")],
+    ),
+    "torch.utils.tensorboard": ("tensorboard", "tensorboard", [partial(TensorBoard, "logs")]),
+    "mlflow": (
+        "mlflow-skinny",
+        "mlflow",
+        [MLflow, partial(mlflow.log_model, trained_model(torch.nn.Linear(1, 1))), mlflow.autolog],
+    ),
+}
+
+
+@pytest.mark.parametrize("module", LIBRARIES)
+def test_a_library_that_is_missing_is_told(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, extra, uses = LIBRARIES[module]
+    monkeypatch.setitem(sys.modules, module, None)
+    for use in uses:
+        with pytest.raises(
+            sparkdl.ParameterError, match=f'pip install {name} .the extra "{extra}"'
+        ):
+            use()
