@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
@@ -21,22 +23,29 @@ def draw() -> tuple[float, float, float]:
     return float(torch.rand(())), float(np.random.rand()), random.random()
 
 
-def test_the_same_seed_draws_the_same() -> None:
-    drawn = []
-    for _ in range(2):
-        with seeded(5):
-            drawn.append(draw())
-    with seeded(6):
-        drawn.append(draw())
-    assert drawn[0] == drawn[1]
-    assert all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
+LENT = pytest.mark.parametrize("lent", [nullcontext, generators_lent], ids=["kept", "lent"])
 
 
+@LENT
+def test_the_same_seed_draws_the_same(lent: Callable[[], AbstractContextManager[None]]) -> None:
+    with seeded(5):
+        first = draw()
+    with lent():
+        for _ in range(2):
+            with seeded(5):
+                assert draw() == first
+        with seeded(6):
+            assert all(one != other for one, other in zip(first, draw(), strict=True))
+
+
+@LENT
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_callers_random_states_are_restored(fails: bool) -> None:
+def test_the_callers_random_states_are_restored(
+    fails: bool, lent: Callable[[], AbstractContextManager[None]]
+) -> None:
     with seeded(1):
         expected = [draw(), draw()]
-    with seeded(1):
+    with lent(), seeded(1):
         found = [draw()]
         try:
             with seeded(2):
@@ -55,29 +64,6 @@ def test_any_seed_of_64_bits_will_do(seed: int) -> None:
         first = draw()
     with seeded(seed):
         assert draw() == first
-
-
-# Lent generators
-
-
-def test_what_is_drawn_in_a_block_is_the_same_where_the_generators_are_lent() -> None:
-    with seeded(1):
-        expected = draw()
-    with generators_lent():
-        for _ in range(2):
-            with seeded(1):
-                assert draw() == expected
-
-
-def test_a_block_within_another_leaves_the_outer_one_as_it_was_though_they_are_lent() -> None:
-    with seeded(1):
-        expected = [draw(), draw()]
-    with generators_lent(), seeded(1):
-        found = [draw()]
-        with seeded(2):
-            draw()
-        found.append(draw())
-    assert found == expected
 
 
 @pytest.mark.parametrize("fails", [False, True])
