@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import secrets
 import stat
@@ -267,22 +266,6 @@ def test_processes_of_a_node_read_the_same_token(slab: SlabConfig) -> None:
     assert len(root.node_id) == 32
     kinds = sorted(path.name.split(".")[0] for path in root_in(slab).iterdir())
     assert kinds == ["alive"] * 4 + ["token"]
-
-
-def test_a_forked_process_reads_the_same_token(slab: SlabConfig) -> None:
-    """Spark's Python workers are forked from a daemon."""
-    root = open_root(slab, create=True)
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=_send_token, args=(slab, sender))
-    child.start()
-    assert receiver.recv() == root.node_id
-    child.join()
-
-
-def _send_token(slab: SlabConfig, sender: multiprocessing.connection.Connection) -> None:
-    root = open_root(slab)
-    sender.send(root.node_id if root else None)
 
 
 def test_a_root_made_again_has_another_token(slab: SlabConfig) -> None:

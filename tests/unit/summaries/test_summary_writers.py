@@ -6,7 +6,6 @@ import gc
 import json
 import pickle
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -54,7 +53,7 @@ class Lines:
             print(json.dumps(line), file=file)
 
 
-class Row(ABC):
+class Row:
     """A writer, and how to read what it wrote."""
 
     histograms = True
@@ -62,25 +61,23 @@ class Row(ABC):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @abstractmethod
     def callback(self, every: sparkdl.Trigger) -> Summaries:
         """A callback that shows a run with it."""
+        raise NotImplementedError
 
-    @abstractmethod
     def scalars(self) -> Shown:
         """The scalars that are on disk."""
+        raise NotImplementedError
 
-    @abstractmethod
     def histogram_iterations(self) -> list[int]:
         """The iterations whose weights are shown as histograms."""
+        return []
 
     def params(self) -> dict[str, str] | None:
         """The parameters of the run; None if it shows none."""
-        return None
 
     def status(self) -> str | None:
         """The end of the run; None if it shows none."""
-        return None
 
 
 class LinesRow(Row):
@@ -141,9 +138,6 @@ class MLflowRow(Row):
             name: {metric.step: metric.value for metric in history(self.run_id(), name)}
             for name in self.run().data.metrics
         }
-
-    def histogram_iterations(self) -> list[int]:
-        return []
 
     def params(self) -> dict[str, str]:
         return self.run().data.params
