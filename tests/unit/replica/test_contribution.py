@@ -21,9 +21,7 @@ from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.sections import section_maps, sections_nbytes, write_sections
 from sparkdl.replica.step import ReplicaResult
-from sparkdl.slices.reduce import (
-    penalties,
-)
+from sparkdl.slices.reduce import penalties
 from sparkdl.slices.section import (
     Section,
     SectionLayout,
