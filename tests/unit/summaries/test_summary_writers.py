@@ -6,6 +6,7 @@ import gc
 import json
 import pickle
 import sys
+import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -198,6 +199,7 @@ def test_an_epoch_is_on_disk_when_it_ends_and_a_failed_fit_is_ended(row: Row) ->
     runs.play([callback], runs.states(last=4), finish=False)
     assert list(row.scalars()["loss"]) == [1, 2, 3, 4]
     assert list(row.scalars()["validation/loss"]) == [4]
+    time.sleep(1.1)  # TensorBoard takes the files in the order of their seconds
     runs.play([callback], runs.states(first=5, last=6), finish=False)  # opened again
     del callback
     gc.collect()
