@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,3 +25,14 @@ def slab(tmp_path: Path) -> Iterator[SlabConfig]:
     close_partitions()
     release(config.name)
     remove_root(config)
+
+
+@pytest.fixture
+def mlflow_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a store of files, which mlflow-skinny reaches without a database."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
+    yield tmp_path
+    mlflow = sys.modules.get("mlflow")
+    while mlflow and mlflow.active_run():
+        mlflow.end_run()

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -95,3 +96,17 @@ def validated(state: TrainState) -> TrainState:
     i = state.iteration
     last = Validated(iteration=i, epoch=state.epoch, metrics=_metrics(i))
     return dataclasses.replace(state, validations=(*state.validations, last))
+
+
+def tensorboard_events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder), size_guidance={"histograms": 0, "scalars": 0}).Reload()
+
+
+def tensorboard_scalars(folder: Path) -> dict[str, dict[int, float]]:
+    found = tensorboard_events(folder)
+    return {
+        name: {event.step: event.value for event in found.Scalars(name)}
+        for name in found.Tags()["scalars"]
+    }

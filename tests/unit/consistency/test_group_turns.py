@@ -23,7 +23,10 @@ from sparkdl.consistency.turns import (
     repeated_commits,
 )
 from sparkdl.errors import ParameterError
+from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import Iteration
+from sparkdl.slices.optimizer import OptimizerSpec
+from sparkdl.slices.rates import scaled_rates
 
 
 class Cluster:
@@ -183,10 +186,6 @@ def test_groups_that_cannot_be(changes: dict[str, int], replicas: int, said: str
     ],
 )
 def test_the_rate_of_a_share(optimizer: partial[torch.optim.Optimizer], factor: float) -> None:
-    from sparkdl.model.recipe import Recipe
-    from sparkdl.slices.optimizer import OptimizerSpec
-    from sparkdl.slices.rates import scaled_rates
-
     module = torch.nn.Linear(2, 1)
     recipe = Recipe(model=lambda: module, loss=torch.nn.MSELoss(), optimizer=optimizer, seed=0)
     spec = OptimizerSpec.of(recipe, list(module.parameters()), module)

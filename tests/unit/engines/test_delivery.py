@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import resource
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +15,7 @@ from nodes_here import Machine
 
 from sparkdl.engines import delivery
 from sparkdl.engines.delivery import bring, not_here
+from sparkdl.engines.gang.snapshots import SnapshotFiles
 from sparkdl.engines.shuffle.snapshot_tasks import RestoreSlice, TakeSnapshot
 from sparkdl.engines.shuffle.state_tasks import MapSlice, ReadParts, Recount, SaveBestWeights
 from sparkdl.errors import StaleReferenceError
@@ -155,3 +157,19 @@ def test_a_packed_slice_is_left_on_its_node(machine, monkeypatch) -> None:
     (found,), none = machine.stage(asked, machine.owners, "ab")
     assert unpack(found).state.weights.numpy().tobytes() == machine.content()[0]
     assert none == []
+
+
+def test_of_a_file_of_a_snapshot_that_cannot_be_written_nothing_is_left(tmp_path: Path) -> None:
+    files, failed = SnapshotFiles(tmp_path), ""
+    files.write("snapshot", 0, b"small")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # of any file, pytest's own too
+    try:
+        files.write("snapshot", 1, bytes(5000))
+    except OSError as error:
+        failed = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "too large" in failed
+    assert files.there("snapshot", 2) == [True, False]
+    assert [path.name for path in tmp_path.iterdir()] == ["snapshot-0"]

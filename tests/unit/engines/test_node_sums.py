@@ -70,12 +70,8 @@ def test_the_bits_are_the_same_wherever_the_sums_are_made(machine, case):
         assert gradient_bytes(here) == 0
         assert gradient_bytes(ours) <= gradient_bytes(theirs), iteration
     if all(rows):
-        plans = slice_specs(layout_of(ours_model(changes)), len(slices))
+        plans = slice_specs(layout_of(Tagged(changes.get("tagged", False))), len(slices))
         assert gradient_bytes(theirs) - gradient_bytes(ours) == saving(summed, plans, changes)
-
-
-def ours_model(changes) -> torch.nn.Module:
-    return Tagged(changes.get("tagged", False))
 
 
 def saving(machine: Machine, plans, changes) -> int:
@@ -129,20 +125,11 @@ def layout(megabytes: int) -> Layout:
 
 
 def chosen(megabytes: int, replicas: str, slices: str, **options):
-
-    run = RunSpec(
-        SlabConfig("", ""),
-        0,
-        len(replicas),
-        len(slices),
-        BatchSpec(num_features=1, num_labels=1),
-        (1,) * len(replicas),
-        1,
-    )
+    rows, spec = (1,) * len(replicas), BatchSpec(num_features=1, num_labels=1)
+    run = RunSpec(SlabConfig("", ""), 0, len(replicas), len(slices), spec, rows, 1)
     states = [SliceHandle(Reference("", "", node_id, 0, 0)) for node_id in slices]
-    return NodeReducePlan(layout(megabytes), run, TrainingOptions(**options)).chosen(
-        tuple(replicas), states
-    )
+    plan = NodeReducePlan(layout(megabytes), run, TrainingOptions(**options))
+    return plan.chosen(tuple(replicas), states)
 
 
 def test_nodes_sum_where_it_saves_more_than_a_stage_costs():

@@ -1,12 +1,16 @@
-"""Which task hosts which ranks, and on which GPUs."""
+"""How many replicas there are where nobody says it, which task hosts which ranks, and on which GPUs."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.errors import SessionError
+from sparkdl.gang import slots
 from sparkdl.gang.oversubscribe import TaskLocation, assign_ranks, gpus_shared_out
 
 NODES = st.text("abc", max_size=12).map(list)
@@ -76,3 +80,23 @@ def test_gpus_that_nobody_assigned_are_shared_out_by_node():
 def test_two_ranks_on_one_gpu_are_an_error(places):
     with pytest.raises(SessionError, match="2 task slots are too few for 3 ranks on GPUs: on h "):
         gpus_shared_out(places, [[0, 1], [2]])
+
+
+@pytest.mark.parametrize(
+    ("settings", "replicas", "told"),
+    [
+        ({}, 4, []),
+        ({"default.parallelism": "2"}, 2, []),
+        ({"default.parallelism": "2000"}, 4, ["parallelism=2000 is for queries"]),
+        ({"dynamicAllocation.enabled": "true"}, 4, ["with 4 replicas, as many as tasks run at"]),
+        ({"dynamicAllocation.enabled": "true", "default.parallelism": "2"}, 2, ["with 2 replicas"]),
+    ],
+)
+def test_as_many_as_tasks_run_at_once(
+    settings: dict[str, str], replicas: int, told: list[str], monkeypatch: Any, caplog: Any
+) -> None:
+    conf = {f"spark.{key}": value for key, value in settings.items()}
+    monkeypatch.setattr(slots, "task_slots", lambda context, seconds: 4)
+    assert slots.default_replicas(SimpleNamespace(_conf=conf)) == replicas  # type: ignore[arg-type]
+    assert len(caplog.messages) == len(told)
+    assert all(text in message for text, message in zip(told, caplog.messages, strict=True))

@@ -10,25 +10,15 @@ from typing import Any
 import pytest
 import summary_runs as runs
 import yaml
+from job_files import SMALLEST
 
 import sparkdl
 from jobs import console, evaluate, predict, train
 from jobs.run_folder import RunFolder
 
-GOOD: dict[str, Any] = {
-    "data": {"train": "a.parquet"},
-    "model": {"use": "torch.nn:Linear", "in_features": 2, "out_features": 2},
-    "loss": "torch.nn:CrossEntropyLoss",
-    "optimizer": {"use": "torch.optim:SGD", "lr": 0.1},
-}
 DATA = (
     "train, test, format, options, prepare, features, label, weight, class_weights, columns, "
     "augment, bucketing"
-)
-WHOLE = "give a whole number of at least 1."
-METRICS = (
-    "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio, hit_ratio@k, ndcg, ndcg@k, "
-    "or a sparkdl.Metric or torchmetrics.Metric."
 )
 
 
@@ -40,15 +30,43 @@ class Mistake:
     name: str
     arguments: list[str]
     message: str
-    text: str = yaml.safe_dump(GOOD)
+    text: str = yaml.safe_dump(SMALLEST)
     job: Any = train
     files: dict[str, str] = field(default_factory=dict)
 
 
-def changed(name: str, change: str, message: str) -> Mistake:
-    return Mistake(name, ["--config", "a.yaml", "--set", change], message)
-
-
+CHANGES = {
+    "training.epochs": '--set "training.epochs": give NAME=VALUE, such as training.epochs=5.',
+    "training.epochs=2.5": "a.yaml: training.epochs: give a whole number, not a number.",
+    "data=[a]": f"a.yaml: data: give a mapping with {DATA}.",
+    "data.train.x=1": '--set "data.train.x": data.train has no keys below it.',
+    "training.epochs=0": "training.epochs=0: give a whole number of at least 1.",
+    "training.engine=shufle": 'engine="shufle": use one of local, shuffle, gang. Did you mean '
+    '"shuffle"?',
+    "loss=torch.nn:MSELos": 'loss: "torch.nn" has no "MSELos". Did you mean "MSELoss"?',
+    "loss=torch.nn.MSELoss": 'loss: "torch.nn.MSELoss" is not of the form module:name or file.py:name. '
+    'Did you mean "torch.nn:MSELoss"?',
+    "loss=math:pi": 'loss: "math:pi" is a float, which cannot be called.',
+    "optimizer.learning_rate=1": 'optimizer: "torch.optim:SGD" takes no argument "learning_rate". It '
+    "takes: params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, "
+    "differentiable, fused.",
+    "model=nets:small": 'model: module "nets" cannot be imported (ModuleNotFoundError: No module named '
+    "'nets').",
+    "model=nets.py:small": "model: there is no file {tmp}/nets.py.",
+    "metrics=[acuracy]": 'metrics: unknown metric "acuracy". Did you mean "accuracy"? Known: loss, '
+    "accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio, hit_ratio@k, ndcg, ndcg@k, or a "
+    "sparkdl.Metric or torchmetrics.Metric.",
+    "validation.share=1.0": "validation: share=1.0: give a number between 0 and 1, such as 0.1.",
+    "early_stopping.patience=2": "early_stopping needs a validation: set validation.share or .data.",
+    "care.weights=.": "care.weights: . is neither a run folder nor a model (no model.json in it).",
+    "data.columns={features: {use: 'sparkdl:Convert', function: {use: 'math:pow', x: 2}}}":
+    'data.columns: the function partial of column "features" cannot be saved by name: define it at the '
+    "top level of a module that can be imported.",
+    "data.prepare=digts": 'data.prepare: "digts" is not a known data set. Did you mean "digits"? '
+    "Known: digits.",
+    "data={prepare: digits, train: 's3://b/a', test: b}": "data.prepare writes to local paths, not to "
+    "a URI such as s3://b/a: copy the files there, and set data.prepare=null.",
+}  # fmt: skip
 MISTAKES = [
     Mistake("no file", [], "give --config FILE; only --resume with a run folder goes without."),
     Mistake("missing file", ["--config", "b.yaml"], "there is no configuration file b.yaml."),
@@ -66,78 +84,18 @@ MISTAKES = [
         "nothing in it", ["--config", "a.yaml"], "a.yaml: give a mapping of keys to values.", ""
     ),
     Mistake(
-        "a key twice",
-        ["--config", "a.yaml"],
-        'a.yaml, line 2: the key "name" is given twice.',
-        "name: a\nname: b\n",
-    ),
-    Mistake(
         "missing keys",
         ["--config", "a.yaml"],
         "a.yaml: 3 problems:\n  - data is missing.\n  - model is missing.\n"
         "  - optimizer is missing.",
         "name: a\n",
     ),
-    changed("no change", "training.epochs", '--set "training.epochs": give NAME=VALUE, such as '
-            "training.epochs=5."),
-    changed("no number", "training.epochs=ten",
-            "a.yaml: training.epochs: give a whole number, not text."),
-    changed("half an epoch", "training.epochs=2.5",
-            "a.yaml: training.epochs: give a whole number, not a number."),
-    changed("no text", "name=5",
-            "a.yaml: name: give text, not a whole number (quote it: '5')."),
-    changed("a list for a section", "data=[a]", f"a.yaml: data: give a mapping with {DATA}."),
-    changed("unknown key", "data.trian=a",
-            f'a.yaml: unknown key "data.trian". Did you mean "data.train"? Known here: {DATA}.'),
-    changed("no epochs", "training.epochs=0", f"training.epochs=0: {WHOLE}"),
-    changed("no batch", "training.batch_size=0", f"batch_size=0: {WHOLE}"),
-    changed("unknown engine", "training.engine=shufle",
-            'engine="shufle": use one of local, shuffle, gang. Did you mean "shuffle"?'),
-    changed("unknown precision", "training.precision=fp23",
-            'precision="fp23": use one of fp32, bf16, fp16. Did you mean "fp32"?'),
-    changed("unknown loss", "loss=torch.nn:MSELos",
-            'loss: "torch.nn" has no "MSELos". Did you mean "MSELoss"?'),
-    changed("loss with a dot", "loss=torch.nn.MSELoss",
-            'loss: "torch.nn.MSELoss" is not of the form module:name or file.py:name. Did you mean '
-            '"torch.nn:MSELoss"?'),
-    changed("nothing to call", "loss=math:pi",
-            'loss: "math:pi" is a float, which cannot be called.'),
-    changed("unknown argument", "optimizer.learning_rate=1",
-            'optimizer: "torch.optim:SGD" takes no argument "learning_rate". It takes: params, lr, '
-            "momentum, dampening, weight_decay, nesterov, maximize, foreach, differentiable, fused."),
-    changed("unknown module", "model=nets:small",
-            'model: module "nets" cannot be imported (ModuleNotFoundError: No module named '
-            "'nets')."),
     Mistake(
         "a module that fails",
         ["--config", "a.yaml", "--set", "model=failing_net.py:small"],
         'model: module "failing_net" cannot be imported (KeyError: 1).\n'
         "  raised in {tmp}/failing_net.py, line 3, in sizes: return {}[1]",
         files={"failing_net.py": "import torch\ndef sizes():\n    return {}[1]\nsizes()\n"},
-    ),
-    changed("unknown file", "model=nets.py:small", "model: there is no file {tmp}/nets.py."),
-    changed("unknown metric", "metrics=[acuracy]",
-            f'metrics: unknown metric "acuracy". Did you mean "accuracy"? {METRICS}'),
-    changed("half a validation", "validation={}",
-            "validation: give either data, a path, or share, a part of the training data."),
-    changed("all of it to validate on", "validation.share=1.0",
-            "validation: share=1.0: give a number between 0 and 1, such as 0.1."),
-    changed("stopping on nothing", "early_stopping.patience=2",
-            "early_stopping needs a validation: set validation.share or .data."),
-    changed("weights of nobody", "care.weights=.",
-            "care.weights: . is neither a run folder nor a model (no model.json in it)."),
-    changed("no clipping", "gradients.clip_norm=0", "clip_norm=0.0: give a number above 0, or None."),
-    changed("a function without a name",
-            "data.columns={features: {use: 'sparkdl:Convert', function: {use: 'math:pow', x: 2}}}",
-            'data.columns: the function partial of column "features" cannot be saved by name: '
-            "define it at the top level of a module that can be imported."),
-    changed("unknown data set", "data.prepare=digts",
-            'data.prepare: "digts" is not a known data set. Did you mean "digits"? Known: digits.'),
-    Mistake(
-        "a data set to a URI",
-        ["--config", "a.yaml", "--set", "data={prepare: digits, train: 's3://b/a', test: b}"],
-        "data.prepare writes to local paths, not to a URI such as s3://b/a: copy the files there, "
-        "and set data.prepare=null.",
     ),
     Mistake(
         "resume from nowhere",
@@ -150,7 +108,7 @@ MISTAKES = [
         ["--resume", "run"],
         "--resume: run has no checkpoint: it ended before the first one, or has no checkpoint section. "
         "Train anew, for instance with --set checkpoint.every_epochs=1.",
-        files={"run/config.yaml": yaml.safe_dump(GOOD)},
+        files={"run/config.yaml": yaml.safe_dump(SMALLEST)},
     ),
     Mistake(
         "no model",
@@ -178,7 +136,11 @@ MISTAKES = [
         job=evaluate,
         files={"run/model.json": "{"},
     ),
-]  # fmt: skip
+    *(
+        Mistake(change, ["--config", "a.yaml", "--set", change], told)
+        for change, told in CHANGES.items()
+    ),
+]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)

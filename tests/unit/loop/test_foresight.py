@@ -134,12 +134,8 @@ def test_nothing_is_foreseen_for_who_begins_nothing_ahead_nor_after_the_cut() ->
     """What was foreseen before is still planned: the ranks have begun it."""
     own = trainer(stop=sparkdl.max_epoch(9))
     state = TrainState(iterations_per_epoch=100, loss=1.0, timings={"iteration": SECONDS / 3})
-    assert (
-        Lookahead(LoopConfig.of(own), [], schedule_of(None), state, ahead=False).plan(state, state)[
-            1
-        ]
-        == ()
-    )
+    none = Lookahead(LoopConfig.of(own), [], schedule_of(None), state, ahead=False)
+    assert none.plan(state, state)[1] == ()
     foresight = Lookahead(LoopConfig.of(own), [], schedule_of(None), state)
     begun = list(foresight.plan(state, state)[1])
     assert len(begun) == 3

@@ -13,19 +13,29 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from mistakes import message_of
 from torch import nn
 
 import sparkdl
 from sparkdl.errors import TrainingError
 from sparkdl.loop import progress
-from sparkdl.loop.advance import advance, describe, first_state, next_iteration
+from sparkdl.loop.advance import (
+    FIRST_SCALE,
+    GROWTH_ITERATIONS,
+    advance,
+    describe,
+    first_state,
+    next_iteration,
+    next_scale,
+)
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.history import History
 from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.loop.live_curves import LiveCurves
 from sparkdl.loop.schedule import Schedule
-from sparkdl.loop.state import TrainState, Validated, next_counters
+from sparkdl.loop.state import TrainState, Validated
 from sparkdl.loop.validation import is_better
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
@@ -52,14 +62,6 @@ def test_counters() -> None:
     assert (found.skipped, found.loss_scale, found.loss_scale_age) == (1, 1.0, 0)
 
 
-@pytest.mark.parametrize("position", range(4))
-def test_expected_counts_as_the_loop_does(position: int) -> None:
-    state = replace(STATE, position=position)
-    found = after(state, IterationResult(0.25, 8))
-    coming = next_counters(state)
-    assert (coming.iteration, coming.epoch) == (found.iteration, found.epoch)
-
-
 BAD = IterationResult(math.nan, 8, not_finite={1: "the loss (nan)", 3: 'the gradient of "a.b"'})
 
 
@@ -72,15 +74,16 @@ def test_raise_says_where_and_what_to_do() -> None:
 
 
 def test_raise_knows_that_fp16_ends_early() -> None:
-    with pytest.raises(
-        TrainingError, match=r"fp16 overflows above 65,504: use wire=\"bf16\". Otherwise: lower"
-    ):
-        after(STATE, BAD, TrainingOptions(wire="fp16"))
+    told = message_of(TrainingError, after, STATE, BAD, TrainingOptions(wire="fp16"))
+    assert 'fp16 overflows above 65,504: use wire="bf16". Otherwise: lower' in told
 
 
-def test_skip_counts() -> None:
-    found = after(STATE, BAD, TrainingOptions(on_nan="skip"))
-    assert (found.iteration, found.skipped, found.epoch) == (12, 2, 3)
+@pytest.mark.parametrize("options", [FP32, FP16], ids=["no scale", "the scale is 1"])
+def test_what_no_loss_scale_can_mend_is_an_error_or_skipped(options: TrainingOptions) -> None:
+    with pytest.raises(TrainingError):
+        after(STATE, BAD, options)
+    found = after(STATE, BAD, replace(options, on_nan="skip"))
+    assert (found.iteration, found.skipped, found.epoch, found.loss_scale) == (12, 2, 3, 1.0)
 
 
 @pytest.mark.parametrize("on_nan", ["raise", "skip"])
@@ -92,17 +95,33 @@ def test_an_overflow_is_the_loss_scales_to_mend(on_nan: str) -> None:
     assert (fine.loss_scale, fine.loss_scale_age, fine.skipped) == (1024.0, 6, 1)
 
 
-def test_with_the_scale_at_one_it_is_an_error() -> None:
-    with pytest.raises(TrainingError):
-        after(STATE, BAD, FP16)
-    found = after(STATE, BAD, replace(FP16, on_nan="skip"))
-    assert (found.loss_scale, found.skipped) == (1.0, 2)
-
-
 def test_first_state() -> None:
-    assert first_state(TrainingOptions()) == TrainState()
+    assert first_state(FP32) == TrainState()
     assert first_state(FP16).loss_scale == torch.amp.GradScaler("cpu").get_scale()
     assert first_state(TrainingOptions(precision="bf16")).loss_scale == 1.0
+
+
+@given(st.lists(st.booleans(), max_size=60), st.integers(0, GROWTH_ITERATIONS - 1))
+def test_the_loss_scale_moves_as_torchs(overflows: list[bool], age: int) -> None:
+    """torch's update, with its default growth; below 1 ours does not fall."""
+    scale, torchs, tracker = FIRST_SCALE, torch.tensor(FIRST_SCALE), torch.tensor(age).int()
+    for overflow in overflows:
+        scale, age = next_scale(scale, age, overflow)
+        found = torch.tensor(float(overflow))
+        torch._amp_update_scale_(torchs, tracker, found, 2.0, 0.5, GROWTH_ITERATIONS)
+        if float(torchs) < 1.0:
+            assert scale == 1.0
+            return
+        assert (scale, age) == (float(torchs), int(tracker))
+
+
+def test_the_loss_scale_at_its_edges() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    assert scaler.get_growth_interval() == GROWTH_ITERATIONS
+    assert (scaler.get_growth_factor(), scaler.get_backoff_factor()) == (2.0, 0.5)
+    assert next_scale(1.5, 0, True) == next_scale(1.0, 0, True) == (1.0, 0)
+    assert next_scale(8.0, GROWTH_ITERATIONS - 2, False) == (8.0, GROWTH_ITERATIONS - 1)
+    assert next_scale(8.0, GROWTH_ITERATIONS - 1, False) == (16.0, 0)
 
 
 def test_next_iteration() -> None:
@@ -117,10 +136,7 @@ def test_next_iteration() -> None:
     assert (found.loss_scale, found.histograms) == (8.0, True)
     assert found.hyperparameters[0]["lr"] == 0.125
     assert found.description == "sparkdl: epoch 3 · iteration 12 · loss 0.5"
-
-
-def test_describe_has_no_loss_before_the_first() -> None:
-    assert describe(TrainState()) == "sparkdl: epoch 1 · iteration 1"
+    assert describe(TrainState()) == "sparkdl: epoch 1 · iteration 1"  # there is no loss yet
 
 
 @pytest.mark.parametrize("trigger", [sparkdl.every(3), sparkdl.every_epoch()], ids=str)
@@ -145,10 +161,8 @@ def test_histograms_by_time_are_asked_for_the_iteration_after() -> None:
     asked = []
     for _ in range(9):
         asked.append(config.wants_histograms(before, state))
-        before, state = (
-            state,
-            replace(after(state, IterationResult(0.1, 1)), seconds=state.seconds + 4),
-        )
+        then = replace(after(state, IterationResult(0.1, 1)), seconds=state.seconds + 4)
+        before, state = state, then
     assert asked == [False, False, False, True, False, True, False, False, True]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -131,14 +130,6 @@ def test_a_schedule_leaves_the_recipe_alone() -> None:
     assert plan.groups[0]["lr"] == 0.5
 
 
-def test_stepping_warns_of_nothing() -> None:
-    schedule = Schedule(plan_of(), ROWS["StepLR"])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        advance(schedule)
-        advance(schedule)
-
-
 def test_an_optimizer_without_a_learning_rate() -> None:
     class Fixed(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
@@ -150,34 +141,26 @@ def test_an_optimizer_without_a_learning_rate() -> None:
     assert Schedule(plan_of(Fixed), None).learning_rates == ()
 
 
-def mistake(schedule: Any) -> str:
-    with pytest.raises(ModelError) as caught:
-        Schedule(plan_of(), schedule)
-    return str(caught.value)
-
-
-def test_a_schedule_that_cannot_be_built() -> None:
-    assert mistake(partial(lr_scheduler.StepLR, gama=0.5)) == (
+MISTAKES = {
+    partial(lr_scheduler.StepLR, gama=0.5): (
         "schedule cannot be built on the optimizer (TypeError: StepLR.__init__() got an unexpected "
         "keyword argument 'gama'). Give a partial of a torch.optim.lr_scheduler class, such as "
         "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
-    )
-
-
-def test_a_number_that_is_text() -> None:
-    """Some schedulers would find out in the first step, and some never."""
-    assert mistake(partial(lr_scheduler.StepLR, step_size="3")) == (
+    ),
+    # Some schedulers would find out about text in the first step, and some never.
+    partial(lr_scheduler.StepLR, step_size="3"): (
         'the schedule cannot be built: step_size is the text "3": give a number, step_size=3.'
-    )
-    assert mistake(partial(lr_scheduler.MultiStepLR, milestones=[1], gamma="0.1")) == (
+    ),
+    partial(lr_scheduler.MultiStepLR, milestones=[1], gamma="0.1"): (
         'the schedule cannot be built: gamma is the text "0.1": give a number, gamma=0.1.'
-    )
+    ),
+    lambda optimizer: 0.5: "schedule gave a float, not a torch.optim.lr_scheduler.LRScheduler.",
+}
 
 
-def test_what_is_no_schedule() -> None:
-    assert mistake(lambda optimizer: 0.5) == (
-        "schedule gave a float, not a torch.optim.lr_scheduler.LRScheduler."
-    )
+@pytest.mark.parametrize(("make", "message"), MISTAKES.items(), ids=range(len(MISTAKES)))
+def test_what_is_no_schedule(make: Any, message: str) -> None:
+    assert message_of(ModelError, Schedule, plan_of(), make) == message
 
 
 # When it steps
@@ -208,6 +191,7 @@ HALVE = partial(lr_scheduler.StepLR, step_size=1, gamma=0.5)
 PLATEAU = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)
 
 
+@pytest.mark.filterwarnings("error")
 def test_per_epoch_it_steps_between_two_epochs() -> None:
     *rates, _ = live(Schedule(plan_of(), HALVE, "epoch"), 9)
     assert rates == [(0.5,)] * 4 + [(0.25,)] * 4 + [(0.125,)]
@@ -242,13 +226,12 @@ def test_a_validation_is_seen_once() -> None:
     """The loop may say what happened before the validation and after it."""
     schedule = Schedule(plan_of(), PLATEAU)
     metrics = ({"loss": 1.0}, {"loss": 2.0})
-    before, bare, validated = state(7, metrics=metrics), state(8), state(8, metrics=metrics)
+    before, validated = state(7, metrics=metrics), state(8, metrics=metrics)
     schedule.catch_up(before)
     schedule.after(before, state(8, metrics=metrics[:1]))
     schedule.after(state(8, metrics=metrics[:1]), validated)
     schedule.after(validated, validated)
     assert schedule.learning_rates == (0.25,)
-    assert bare.iteration == validated.iteration
 
 
 METRICS = tuple({"loss": value} for value in (1.0, 1.5, 0.7, 0.8, 0.9))
@@ -352,48 +335,48 @@ def test_a_schedule_shorter_than_the_run_is_refused(
     )
 
 
-def test_a_schedule_as_long_as_the_run_does_not_run_out(caplog: Any) -> None:
-    schedule = Schedule(plan_of(), one_cycle)
-    schedule.check(10)
-    live(schedule, 10)
-    assert not caplog.records
-
-
 # Metrics
 
 
-def test_a_plateau_wants_a_validation() -> None:
-    assert message_of(ModelError, Schedule(plan_of(), PLATEAU).check, 10) == (
-        "schedule ReduceLROnPlateau follows a metric of the validation, but there is no "
-        "validation: pass validation=..., or use a schedule that follows the iterations."
-    )
+BOTH = ["loss", "accuracy"]
+ONE_METRIC = (
+    "schedule ReduceLROnPlateau follows one metric of the validation, which gives loss, accuracy: "
+    "name one of them with schedule_metric"
+)
 
 
 @pytest.mark.parametrize(
-    ("metric", "end"),
-    [(None, "."), ("acuracy", '. "acuracy" is not one of them. Did you mean "accuracy"?')],
+    ("make", "options", "metrics", "message"),
+    [
+        (
+            *(PLATEAU, {}, []),
+            "schedule ReduceLROnPlateau follows a metric of the validation, but there is no "
+            "validation: pass validation=..., or use a schedule that follows the iterations.",
+        ),
+        (PLATEAU, {}, BOTH, f"{ONE_METRIC}."),
+        (
+            *(PLATEAU, {"metric": "acuracy"}, BOTH),
+            f'{ONE_METRIC}. "acuracy" is not one of them. Did you mean "accuracy"?',
+        ),
+        (
+            *(PLATEAU, {"per": "epoch"}, ["loss"]),
+            'schedule_per="epoch" has no effect on ReduceLROnPlateau, which is stepped at each '
+            "validation: leave it out, and set the frequency with Validation(every=...).",
+        ),
+        (
+            *(HALVE, {"metric": "loss"}, BOTH),
+            'schedule_metric="loss" is for ReduceLROnPlateau only, and the schedule is another one: '
+            "leave it out.",
+        ),
+    ],
+    ids=["no validation", "which", "misspelt", "per epoch", "none of a plateau"],
 )
-def test_a_plateau_wants_to_know_its_metric(metric: str | None, end: str) -> None:
-    assert message_of(
-        ModelError,
-        Schedule(plan_of(), PLATEAU, metric=metric).check,
-        10,
-        metrics=["loss", "accuracy"],
-    ) == (
-        "schedule ReduceLROnPlateau follows one metric of the validation, which gives loss, "
-        f"accuracy: name one of them with schedule_metric{end}"
-    )
+def test_a_plateau_has_one_metric_and_others_have_none(
+    make: Any, options: dict[str, str], metrics: list[str], message: str
+) -> None:
+    def check() -> None:
+        Schedule(plan_of(), make, **options).check(10, metrics=metrics)
+
+    assert message_of(ModelError, check) == message
     Schedule(plan_of(), PLATEAU).check(10, metrics=["loss"])
-    Schedule(plan_of(), PLATEAU, metric="accuracy").check(10, metrics=["loss", "accuracy"])
-
-
-def test_epochs_are_nothing_to_a_plateau() -> None:
-    with pytest.raises(
-        ModelError, match=r'^schedule_per="epoch" has no effect on ReduceLROnPlateau'
-    ):
-        Schedule(plan_of(), PLATEAU, "epoch").check(10, metrics=["loss"])
-
-
-def test_a_metric_is_for_a_plateau_only() -> None:
-    with pytest.raises(ModelError, match=r'^schedule_metric="loss" is for ReduceLROnPlateau'):
-        Schedule(plan_of(), HALVE, metric="loss")
+    Schedule(plan_of(), PLATEAU, metric="accuracy").check(10, metrics=BOTH)

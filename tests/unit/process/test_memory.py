@@ -1,5 +1,4 @@
-"""Memory that is left: the machine, control groups and a process's own limits have a say, also in
-where files go."""
+"""Memory that is left, where files go, and what a process keeps or gives back."""
 
 from __future__ import annotations
 
@@ -104,24 +103,21 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from sparkdl.process import memory
-memory.PROC = Path(sys.argv[3])
-resource.setrlimit(getattr(resource, sys.argv[1]), (int(sys.argv[2]), -1))
-print(int(memory.left_to_process()))
+for memory.PROC in map(Path, sys.argv[2:]):
+    for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        resource.setrlimit(kind, (int(sys.argv[1]), -1))
+        print(int(memory.left_to_process()))
+        resource.setrlimit(kind, (-1, -1))
 """
 
 
-@pytest.mark.parametrize("pages", [0, 1 << 20])
-@pytest.mark.parametrize("kind", ["RLIMIT_AS", "RLIMIT_DATA"])
-def test_a_limit_of_the_process_counts(tmp_path: Path, kind: str, pages: int) -> None:
+def test_a_limit_of_the_process_counts(tmp_path: Path) -> None:
     """Less what it has already, where the system says how much that is."""
-    if pages:
-        (tmp_path / "self").mkdir()
-        (tmp_path / "self/statm").write_text(f"{pages} 7 7 7 0 7 0\n")
-    run = run_fresh(LIMITED, kind, str(3 << 40), str(tmp_path))
-    assert int(run.stdout) == (3 << 40) - pages * os.sysconf("SC_PAGE_SIZE")
-
-
-# Where files go
+    (tmp_path / "self").mkdir()
+    (tmp_path / "self/statm").write_text(f"{1 << 20} 7 7 7 0 7 0\n")
+    limit, used = 3 << 40, (1 << 20) * os.sysconf("SC_PAGE_SIZE")
+    run = run_fresh(LIMITED, str(limit), str(tmp_path / "none"), str(tmp_path))
+    assert list(map(int, run.stdout.split())) == [limit] * 2 + [limit - used] * 2, run.stderr
 
 
 @pytest.fixture
@@ -178,3 +174,75 @@ def test_a_directory_that_was_asked_for_is_taken(tmp_path: Path, monkeypatch) ->
     with pool.Pool(config).claim("state", 200_000, 1, 1) as claim:
         assert Path(claim.reference.path).is_relative_to(tmp_path / "slabs")
     remove_root(config)
+
+
+RESIDENT = """
+from pathlib import Path
+
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+"""
+SCRIPT = (
+    RESIDENT
+    + """
+import ctypes
+from sparkdl.process.memory import keep_heap, memory_given_back
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+
+def kept(nbytes):
+    # Whether most of it stays when all of 64 such pieces are let go of.
+    pieces = [libc.malloc(nbytes) for _ in range(64)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, nbytes)
+    before = resident()
+    for piece in pieces:
+        libc.free(piece)
+    return before - resident() < 32 * nbytes
+
+print(kept(2 << 20))
+with memory_given_back():
+    print(kept(2 << 20))
+print(kept(2 << 20))
+print(kept(33 << 20))
+"""
+)
+
+
+@pytest.mark.linux
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, ["False", "False", "True", "False"]),
+        pytest.param({"MALLOC_TRIM_THRESHOLD_": "131072"}, ["False"] * 4, marks=pytest.mark.soak),
+    ],
+    ids=["by itself", "as the user says"],
+)
+def test_what_is_let_go_of_is_kept_afterwards_but_for_what_is_large(environment, found):
+    run = run_fresh(SCRIPT, **environment)
+    assert run.stdout.split() == found, run.stderr
+
+
+FORGET = (
+    RESIDENT
+    + """
+import torch
+from sparkdl.process.memory import forget_values
+
+whole = torch.ones(16 << 20)
+middle = whole[1000:-1000]
+before = resident()
+forget_values(middle)
+print(before - resident() > 0.9 * middle.nbytes)
+forget_values(whole[:5])  # less than a page
+print(bool(whole[:1000].eq(1).all() and whole[-1000:].eq(1).all()))
+middle.fill_(2.0)
+print(bool(middle.eq(2).all()), int(whole[999]), int(whole[-1000]))
+"""
+)
+
+
+@pytest.mark.linux
+def test_the_memory_of_values_that_are_forgotten_is_given_back_and_of_no_others():
+    run = run_fresh(FORGET)
+    assert run.stdout.split() == ["True", "True", "True", "1", "1"]

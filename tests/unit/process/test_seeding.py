@@ -1,14 +1,17 @@
-"""Random draws: the same for a seed, and what others draw is left as it was."""
+"""What a process draws, and the threads of torch: afterwards all is as it was before."""
 
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
 import torch
 
-from sparkdl.process.determinism import generators_lent, seeded
+from sparkdl.process.determinism import generators_lent, seeded, torch_threads
 
 
 def begin(seed: int) -> None:
@@ -21,22 +24,29 @@ def draw() -> tuple[float, float, float]:
     return float(torch.rand(())), float(np.random.rand()), random.random()
 
 
-def test_the_same_seed_draws_the_same() -> None:
-    drawn = []
-    for _ in range(2):
-        with seeded(5):
-            drawn.append(draw())
-    with seeded(6):
-        drawn.append(draw())
-    assert drawn[0] == drawn[1]
-    assert all(one != other for one, other in zip(drawn[0], drawn[2], strict=True))
+LENT = pytest.mark.parametrize("lent", [nullcontext, generators_lent], ids=["kept", "lent"])
 
 
+@LENT
+def test_the_same_seed_draws_the_same(lent: Callable[[], AbstractContextManager[None]]) -> None:
+    with seeded(5):
+        first = draw()
+    with lent():
+        for _ in range(2):
+            with seeded(5):
+                assert draw() == first
+        with seeded(6):
+            assert all(one != other for one, other in zip(first, draw(), strict=True))
+
+
+@LENT
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_callers_random_states_are_restored(fails: bool) -> None:
+def test_the_callers_random_states_are_restored(
+    fails: bool, lent: Callable[[], AbstractContextManager[None]]
+) -> None:
     with seeded(1):
         expected = [draw(), draw()]
-    with seeded(1):
+    with lent(), seeded(1):
         found = [draw()]
         try:
             with seeded(2):
@@ -55,29 +65,6 @@ def test_any_seed_of_64_bits_will_do(seed: int) -> None:
         first = draw()
     with seeded(seed):
         assert draw() == first
-
-
-# Lent generators
-
-
-def test_what_is_drawn_in_a_block_is_the_same_where_the_generators_are_lent() -> None:
-    with seeded(1):
-        expected = draw()
-    with generators_lent():
-        for _ in range(2):
-            with seeded(1):
-                assert draw() == expected
-
-
-def test_a_block_within_another_leaves_the_outer_one_as_it_was_though_they_are_lent() -> None:
-    with seeded(1):
-        expected = [draw(), draw()]
-    with generators_lent(), seeded(1):
-        found = [draw()]
-        with seeded(2):
-            draw()
-        found.append(draw())
-    assert found == expected
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -99,3 +86,56 @@ def test_lent_generators_are_given_back(fails: bool) -> None:
         draw()
     found.append(draw())
     assert found == expected
+
+
+@pytest.fixture(autouse=True)
+def three():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_as_many_as_before_also_after_an_error() -> None:
+    @torch_threads(2)
+    def fails() -> None:
+        inside.append(torch.get_num_threads())
+        raise ZeroDivisionError
+
+    inside: list[int] = []
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert inside == [2]
+    assert torch.get_num_threads() == 3
+
+
+def in_thread(body) -> threading.Thread:
+    thread = threading.Thread(target=body)
+    thread.start()
+    return thread
+
+
+def test_a_block_that_begins_in_another_thread_leaves_what_there_was() -> None:
+    """It ends last, and began while torch told it what the first block had set."""
+    began, first_ended = threading.Event(), threading.Event()
+    found = {}
+
+    def second() -> None:
+        with torch_threads(2):
+            found["inside"] = torch.get_num_threads()
+            began.set()
+            assert first_ended.wait(30)
+            found["still"] = torch.get_num_threads()
+        found["after"] = torch.get_num_threads()
+
+    with torch_threads(1):
+        other = in_thread(second)
+        assert began.wait(30)
+        assert torch.get_num_threads() == 1
+    first_ended.set()
+    other.join()
+    assert found == {"inside": 2, "still": 2, "after": 3}
+    assert torch.get_num_threads() == 3
+    new = []
+    in_thread(lambda: new.append(torch.get_num_threads())).join()
+    assert new == [3]

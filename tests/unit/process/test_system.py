@@ -81,18 +81,9 @@ def test_a_hang_up_is_seen() -> None:
 
 @pytest.mark.soak
 def test_fast_tests_pass_without_what_only_linux_has() -> None:
+    options = ["-q", "-p", "no:cacheprovider", "-m", "not spark and not linux"]
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-m",
-            "not spark and not linux",
-        ]
-        + [f"tests/{name}" for name in FAST],
+        [sys.executable, "-m", "pytest", *options, *(f"tests/{name}" for name in FAST)],
         cwd=ROOT,
         env=elsewhere(),
         capture_output=True,

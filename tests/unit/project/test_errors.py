@@ -21,55 +21,33 @@ from sparkdl.errors import (
     wrong_argument,
 )
 
-USER_ERRORS = ["ParameterError", "DataError", "ModelError", "SessionError", "TrustError"]
-FAULTS = [
-    "TrainingError",
-    "StalledError",
-    "StateLostError",
-    "CheckpointError",
-    "DamagedCheckpoint",
-    "StaleReferenceError",
-    "SlabFullError",
-]
+FAULT = (errors.SparkdlError, RuntimeError)
+KINDS = {
+    "SparkdlError": (Exception,),
+    "UserError": (errors.SparkdlError, ValueError),
+    **dict.fromkeys(("ParameterError", "DataError", "ModelError"), (UserError,)),
+    **dict.fromkeys(("SessionError", "TrustError"), (UserError,)),
+    **dict.fromkeys(("TrainingError", "CheckpointError", "StaleReferenceError"), FAULT),
+    **dict.fromkeys(("StalledError", "StateLostError"), (errors.TrainingError,)),
+    "DamagedCheckpoint": (errors.CheckpointError,),
+    "SlabFullError": (errors.TrainingError, OSError),
+}
 
 
-@pytest.mark.parametrize("name", ["UserError", *USER_ERRORS])
-def test_a_mistake_of_the_user_is_a_value_error(name: str) -> None:
-    kind = getattr(errors, name)
-    assert issubclass(kind, UserError)
-    assert issubclass(kind, ValueError)
-    assert issubclass(kind, errors.SparkdlError)
-    assert not issubclass(kind, RuntimeError)
+INSIDE = {"DamagedCheckpoint", "StaleReferenceError", "SlabFullError"}
+"""Errors that no user has to name."""
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_no_user_error(name: str) -> None:
-    kind = getattr(errors, name)
-    assert issubclass(kind, errors.SparkdlError)
-    assert not issubclass(kind, UserError)
-
-
-def test_the_kinds_of_faults() -> None:
-    assert issubclass(errors.StateLostError, errors.TrainingError)
-    assert issubclass(errors.StalledError, errors.TrainingError)
-    assert issubclass(errors.TrainingError, RuntimeError)
-    assert issubclass(errors.SlabFullError, errors.TrainingError)
-    assert issubclass(errors.SlabFullError, OSError)
-
-
-def test_every_error_is_listed_here() -> None:
+def test_the_tree_of_errors() -> None:
+    """A mistake of the user is a ValueError, and no fault of a run is one."""
     defined = {
-        name
-        for name, value in vars(errors).items()
-        if isinstance(value, type) and issubclass(value, Exception)
+        name: kind
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, Exception)
     }
-    assert defined == {"SparkdlError", "UserError", *USER_ERRORS, *FAULTS}
-
-
-def test_errors_for_users_are_at_the_top() -> None:
-    faults = ("TrainingError", "StalledError", "StateLostError")
-    for name in ("SparkdlError", "UserError", *faults, *USER_ERRORS):
-        assert getattr(sparkdl, name) is getattr(errors, name)
+    assert {name: kind.__bases__ for name, kind in defined.items()} == KINDS
+    for name in KINDS.keys() - INSIDE:
+        assert getattr(sparkdl, name) is defined[name]
 
 
 @pytest.mark.parametrize(

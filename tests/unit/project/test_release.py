@@ -1,4 +1,4 @@
-"""The distribution: its name, its contents in an empty environment, and the report of what is there."""
+"""The distribution: its name, its contents in an empty environment, and what runs with little else."""
 
 from __future__ import annotations
 
@@ -135,3 +135,37 @@ assert tune.search and predict and fit_groups and not hasattr(sparkdl, "nothing"
 """
     done = run_fresh(text, cwd=ROOT)
     assert done.returncode == 0, done.stderr
+
+
+LACKS = (
+    "yaml",
+    "sklearn",
+    "torchmetrics",
+    "PIL",
+    "matplotlib",
+    "tensorboard",
+    "mlflow",
+    "torchvision",
+)
+COLLECT = f"""
+import sys
+for name in {LACKS}:
+    sys.modules[name] = None
+import pytest
+status = pytest.main(["-q", "-m", "gpu", "--collect-only", "-p", "no:cacheprovider", "tests"])
+sys.path.insert(0, "benchmarks")
+import smoke_on_gpu, gpu
+sys.exit(status)
+"""
+
+
+@pytest.mark.soak
+def test_tests_for_gpus_are_found_without_other_libraries():
+    """A machine with a GPU may have only Python, torch, numpy, pandas, pytest, hypothesis, safetensors,
+    and what Spark needs."""
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+    found = {line.partition(":")[0] for line in done.stdout.splitlines()}
+    assert found >= {"tests/spark/test_on_gpu.py", "tests/gang/test_gang_on_gpu.py"}

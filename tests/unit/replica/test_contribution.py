@@ -21,9 +21,7 @@ from sparkdl.replica.iteration import Clock
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.sections import section_maps, sections_nbytes, write_sections
 from sparkdl.replica.step import ReplicaResult
-from sparkdl.slices.reduce import (
-    penalties,
-)
+from sparkdl.slices.reduce import penalties
 from sparkdl.slices.section import (
     Section,
     SectionLayout,
@@ -51,14 +49,10 @@ class Net(nn.Module):
 
 
 def live_of(**options: object) -> LiveReplica:
-    recipe = Recipe(
-        Net,
-        lambda output: (output**2).mean() + output.sum(),
-        torch.optim.SGD,
-        1,
-        TrainingOptions(**options),
-    )
-    return LiveReplica.of(recipe)
+    def loss(output: torch.Tensor) -> torch.Tensor:
+        return (output**2).mean() + output.sum()
+
+    return LiveReplica.of(Recipe(Net, loss, torch.optim.SGD, 1, TrainingOptions(**options)))
 
 
 def outcome_of(live: LiveReplica, rows: list[list[int]]) -> ReplicaResult:
@@ -234,10 +228,8 @@ def test_large_finite_gradients_are_finite() -> None:
     [
         (0.0, {}),
         (0.5, {"first.weight": 0.5, "first.bias": 0.5, "norm.weight": 0.5, "norm.bias": 0.5}),
-        (
-            {"*.weight": 0.1, "first.*": 0.25},
-            {"first.weight": 0.35, "first.bias": 0.25, "norm.weight": 0.1},
-        ),
+        ({"*.weight": 0.1, "first.*": 0.25},
+         {"first.weight": 0.35, "first.bias": 0.25, "norm.weight": 0.1}),
         ({"first.bias": 0.0}, {}),
     ],
     ids=str,

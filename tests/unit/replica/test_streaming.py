@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -156,8 +158,6 @@ def test_what_has_no_known_size_does_not_stream() -> None:
 
 
 def test_a_dropped_replica_is_freed_at_once() -> None:
-    import gc
-    import weakref
 
     gc.disable()
     try:

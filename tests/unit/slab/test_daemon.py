@@ -42,12 +42,11 @@ print(json.dumps({
 """
 
 
-def test_the_socket_is_in_a_private_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own have long names
-        _check_private_directory(Path(folder), monkeypatch)
-
-
-def _check_private_directory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_socket_is_in_a_private_directory(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own have long names
+    request.addfinalizer(lambda: shutil.rmtree(folder))
     registered = []
     monkeypatch.setattr(atexit, "register", lambda *call, **options: registered.append(call))
     monkeypatch.setenv(daemon.SOCKETS, str(folder))

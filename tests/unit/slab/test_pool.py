@@ -55,26 +55,23 @@ def buffers(slab: SlabConfig) -> list[Path]:
 # Reading and writing
 
 
-def test_what_is_claimed_and_written_is_read(pool: Pool) -> None:
+def test_what_is_claimed_and_written_is_read_whole_and_in_parts(pool: Pool) -> None:
     data = bytes(range(256)) * 40
     reference = write(pool, submission=1, oldest_needed=1, data=data)
-    assert (reference.offset, reference.nbytes) == (0, len(data))
-    assert reference.node_id == pool.node_id
+    assert (reference.offset, reference.nbytes, reference.node_id) == (0, len(data), pool.node_id)
     assert bytes(pool.read(reference)) == data
+    part = reference.part(2, 6)
+    assert bytes(pool.read(part)) == data[2:8]
+    assert bytes(pool.read(part.part(1, 3))) == data[3:6]
+    assert bytes(pool.read(reference.part(10, 0))) == b""
 
 
 def test_processes_of_a_node_read_what_each_other_wrote(pool: Pool, slab: SlabConfig) -> None:
+    """Also those that are forked, as Spark's Python workers are, have the node's one id."""
     assert in_child(_read_in_child, slab, write(pool, 1, 1, b"from here")) == b"from here"
     reference = in_child(_write_in_child, slab, b"from there")
+    assert reference.node_id == pool.node_id
     assert bytes(pool.read(reference)) == b"from there"
-
-
-def test_part_of_a_reference(pool: Pool) -> None:
-    reference = write(pool, 1, 1, b"abcdefghij")
-    part = reference.part(2, 6)
-    assert bytes(pool.read(part)) == b"cdefgh"
-    assert bytes(pool.read(part.part(1, 3))) == b"def"
-    assert bytes(pool.read(reference.part(10, 0))) == b""
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 100_000])
@@ -141,6 +138,18 @@ def test_no_claim_where_the_root_is_gone(slab: SlabConfig) -> None:
     assert message_of(StaleReferenceError, pool.claim("state", 8, 1, 1).__enter__) == (
         f"the slab root {slab.name} was deleted"
     )
+
+
+def test_a_deleted_buffer_is_stale_and_not_written_again(pool: Pool, slab: SlabConfig) -> None:
+    """This process still has it mapped, but nobody else could find it."""
+    first = write(pool, 1, 1)
+    Path(first.path).unlink()
+    assert message_of(StaleReferenceError, Pool(slab).read, first) == (
+        f"slab {first.path} was deleted"
+    )
+    second = write(pool, 2, 2)
+    assert second.path != first.path
+    assert in_child(_read_in_child, slab, second) == b"12345678"
 
 
 # Who may write
@@ -286,16 +295,6 @@ def test_mappings_are_bounded(
     assert open_files(slab) == 0
 
 
-def test_the_longest_unused_mapping_goes_first(
-    pool: Pool, slab: SlabConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MAX_OPEN_BUFFERS", 2)
-    first, second, third = [write(Pool(slab), 1, 1, role=role) for role in ("a", "b", "c")]
-    for reference in (first, second, first, third):
-        pool.read(reference)
-    assert list(pool._mapped) == [first.path, third.path]
-
-
 def test_a_claimed_buffer_stays_locked_beyond_the_bound(
     pool: Pool, slab: SlabConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,21 +314,9 @@ def test_a_claimed_buffer_stays_locked_beyond_the_bound(
 # Room
 
 
-def two_directories(
-    slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Path, Path]:
-    root = open_root(slab)
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    both = Root((root.directories[0], disk), root.node_id)
-    monkeypatch.setattr(module, "open_root", lambda slab: both)
-    return both.directories[0], disk
-
-
-def fallocate_that_fails(
-    monkeypatch: pytest.MonkeyPatch, calls: list[int], failures: int, error: int
-) -> None:
-    real = module.allocate
+def fallocate_that_fails(monkeypatch: pytest.MonkeyPatch, failures: int, error: int) -> list[int]:
+    """The first ``failures`` calls; return what is asked for."""
+    real, calls = module.allocate, list[int]()
 
     def fallocate(fd: int, length: int) -> None:
         calls.append(length)
@@ -338,13 +325,13 @@ def fallocate_that_fails(
         real(fd, length)
 
     monkeypatch.setattr(module, "allocate", fallocate)
+    return calls
 
 
 def test_no_room_says_what_to_do(
     pool: Pool, slab: SlabConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    fallocate_that_fails(monkeypatch, calls, failures=99, error=errno.ENOSPC)
+    calls = fallocate_that_fails(monkeypatch, failures=99, error=errno.ENOSPC)
     root = open_root(slab)
     assert message_of(SlabFullError, write, pool, 1, 1, bytes(1234)) == (
         f"there is no room for a slab of 1,234 bytes in {root.directories[0]}. Free space there, "
@@ -354,28 +341,35 @@ def test_no_room_says_what_to_do(
     assert buffers(slab) == []
 
 
+@pytest.fixture
+def disk(slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A second directory of the root."""
+    root, second = open_root(slab), tmp_path / "disk"
+    second.mkdir()
+    both = Root((*root.directories, second), root.node_id)
+    monkeypatch.setattr(module, "open_root", lambda slab: both)
+    return second
+
+
 def test_a_full_directory_gives_way_to_the_next(
-    pool: Pool, slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    memory, disk = two_directories(slab, tmp_path, monkeypatch)
-    calls: list[int] = []
-    fallocate_that_fails(monkeypatch, calls, failures=1, error=errno.ENOSPC)
+    calls = fallocate_that_fails(monkeypatch, failures=1, error=errno.ENOSPC)
     reference = write(pool, 1, 1)
     assert Path(reference.path).parent == disk
     assert len(calls) == 2
-    assert not list(memory.glob("*state*"))
+    assert not [path for path in disk.parent.rglob("*state*") if path.parent != disk]
     assert write(pool, 2, 2).path == reference.path  # found again in the second directory
 
 
 def test_another_error_is_not_taken_for_a_full_directory(
-    pool: Pool, slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    two_directories(slab, tmp_path, monkeypatch)
-    fallocate_that_fails(monkeypatch, [], failures=1, error=errno.EIO)
+    fallocate_that_fails(monkeypatch, failures=1, error=errno.EIO)
     with pytest.raises(OSError, match=os.strerror(errno.EIO)) as caught:
         write(pool, 1, 1)
     assert not isinstance(caught.value, SlabFullError)
-    assert not list(tmp_path.rglob("*state*"))
+    assert not list(disk.parent.rglob("*state*"))
 
 
 # The pools of a process
@@ -448,15 +442,3 @@ def _hold(slab: SlabConfig, sender: Connection) -> None:
     with Pool(slab).claim("state", 8, 1, 1) as claim:
         sender.send(claim.reference.path)
         multiprocessing.Event().wait()
-
-
-def test_a_deleted_buffer_is_stale_and_not_written_again(pool: Pool, slab: SlabConfig) -> None:
-    """This process still has it mapped, but nobody else could find it."""
-    first = write(pool, 1, 1)
-    Path(first.path).unlink()
-    assert message_of(StaleReferenceError, Pool(slab).read, first) == (
-        f"slab {first.path} was deleted"
-    )
-    second = write(pool, 2, 2)
-    assert second.path != first.path
-    assert in_child(_read_in_child, slab, second) == b"12345678"

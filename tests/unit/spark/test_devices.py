@@ -83,23 +83,44 @@ def torch_sees(monkeypatch):
 
 @pytest.fixture
 def assigned(monkeypatch):
-    """A task that Spark assigned these GPUs to."""
+    """A task of a partition that Spark assigned these GPUs to."""
 
-    def of(*addresses):
+    def of(*addresses, partition=0):
         gpu = {"gpu": SimpleNamespace(addresses=list(addresses))} if addresses else {}
-        context = SimpleNamespace(resources=lambda: gpu, partitionId=lambda: 0)
+        context = SimpleNamespace(resources=lambda: gpu, partitionId=lambda: partition)
         monkeypatch.setattr(TaskContext, "get", lambda: context)
         return context
 
     return of
 
 
-def test_torch_counts_as_sparks_script_does(torch_sees, assigned):
+def test_the_gpu_that_spark_assigned_in_the_order_of_its_script(torch_sees, assigned):
     """By default CUDA puts the fastest first."""
-    torch_sees(4)
+    current = torch_sees(4)
     assigned("3")
     assert task_device() == torch.device("cuda", 3)
+    assert current == [torch.device("cuda", 3)]
     assert os.environ[device.ORDER] == "PCI_BUS_ID"
+    assert task_device(torch.device("cuda", 1)) == torch.device("cuda", 3)
+
+
+def test_those_of_the_node_in_turn_where_spark_assigned_none(torch_sees, assigned):
+    torch_sees(2)
+    assert task_device() == torch.device("cuda", 0)  # outside a task
+    found = []
+    for partition in range(4):
+        assigned(partition=partition)
+        found.append(task_device().index)
+    assert found == [0, 1, 0, 1]
+    kept = torch.device("cuda", 0)
+    assert task_device(kept) == kept  # where something is kept already
+
+
+def test_the_cpu_where_there_is_no_gpu(torch_sees, assigned):
+    current = torch_sees(0)
+    assigned(partition=5)
+    assert task_device() == task_device(torch.device("cpu")) == torch.device("cpu")
+    assert not current
 
 
 def test_a_process_is_given_its_part_of_a_gpu(torch_sees, assigned):

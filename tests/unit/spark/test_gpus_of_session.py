@@ -27,12 +27,8 @@ def executors(*hosts: str) -> list[Executor]:
         ("ab", [0, 0], 8, None),
         ("ab", [1, 1], 1, None),
         ("ab", [4, 1], 8, "up to 4 replicas would share 1 GPU on b, "),
-        (
-            "aa",
-            [4, 4],
-            8,
-            "up to 8 replicas would share 4 GPUs on a, ",
-        ),  # both see all of the host's
+        # Both executors of a host see all of its GPUs
+        ("aa", [4, 4], 8, "up to 8 replicas would share 4 GPUs on a, "),
         ("aa", [4, 4], 4, None),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +93,6 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (
-        message_of(sparkdl.ParameterError, HistoryFile, "history.txt")
-        == 'HistoryFile("history.txt"): end the name in .csv or .json.'
-    )
-    with pytest.raises(sparkdl.ParameterError) as caught:
-        HistoryFile("history.csv", every=5)  # type: ignore[arg-type]
-    assert str(caught.value) == ("HistoryFile(every=5): give a trigger, such as sparkdl.every(5).")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    for make in (lambda: Curves("a.png"), lambda: plot_history(History(), tmp_path / "a.png")):
-        with pytest.raises(
-            sparkdl.ParameterError, match=r'pip install matplotlib .the extra "plots"'
-        ):
-            make()
-
-
 @pytest.mark.parametrize("name", ["runs/curves", "c.pgn", ".png"])
 def test_a_picture_of_no_known_kind(name: str) -> None:
     assert message_of(sparkdl.ParameterError, Curves, name) == (
@@ -118,21 +101,40 @@ def test_a_picture_of_no_known_kind(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("make", [Curves, HistoryFile])
-def test_a_path_that_cannot_be_written_is_told_as_the_fit_starts(tmp_path: Path, make: Any) -> None:
-    name = f"a{'.json' if make is HistoryFile else '.PNG'}"
-    kind, start = make.__name__, runs.states(last=0)
-    (tmp_path / name).mkdir()
-    assert message_of(
-        sparkdl.ParameterError, runs.play, [make(tmp_path / name)], start, finish=False
-    ) == (f'{kind}("{tmp_path / name}") is a folder: give the name of a file in it.')
-    (tmp_path / "file").touch()
-    path = tmp_path / "file" / "deep" / name
-    assert message_of(sparkdl.ParameterError, runs.play, [make(path)], start, finish=False) == (
-        f'{kind}("{path}"): no file can be written there (Not a directory: {path.parent}). Give a '
-        "path in a folder that you may write to."
+@pytest.mark.parametrize("path", ["s3://bucket/model", "hdfs:///models/m", "dbfs:/m"])
+@pytest.mark.parametrize(("make", "name"), [(HistoryFile, "/h.csv"), (Curves, "/c.png")])
+def test_a_uri_is_no_path_here(path: str, make: Any, name: str) -> None:
+    assert message_of(sparkdl.ParameterError, make, path + name) == (
+        f'"{path}{name}" is a URI, which only checkpoints and models support: give a path on the '
+        "driver's file system, and copy the files there yourself."
     )
-    runs.play([make(tmp_path / "new" / name)], start, finish=False)
+
+
+def test_a_file_of_no_history_and_what_is_no_trigger() -> None:
+    told = message_of(sparkdl.ParameterError, HistoryFile, "history.txt")
+    assert told == 'HistoryFile("history.txt"): end the name in .csv or .json.'
+    told = message_of(sparkdl.ParameterError, HistoryFile, "history.csv", every=5)
+    assert told == "HistoryFile(every=5): give a trigger, such as sparkdl.every(5)."
+
+
+@pytest.mark.parametrize(("make", "name"), [(Curves, "a.PNG"), (HistoryFile, "a.json")])
+def test_a_path_that_cannot_be_written_is_told_as_the_fit_starts(
+    tmp_path: Path, make: Any, name: str
+) -> None:
+    def start(path: Path) -> None:
+        runs.play([make(path)], runs.states(last=0), finish=False)
+
+    folder, path = tmp_path / name, tmp_path / "file" / "deep" / name
+    folder.mkdir()
+    (tmp_path / "file").touch()
+    assert message_of(sparkdl.ParameterError, start, folder) == (
+        f'{make.__name__}("{folder}") is a folder: give the name of a file in it.'
+    )
+    assert message_of(sparkdl.ParameterError, start, path) == (
+        f'{make.__name__}("{path}"): no file can be written there (Not a directory: {path.parent}). '
+        "Give a path in a folder that you may write to."
+    )
+    start(tmp_path / "new" / name)
     assert list((tmp_path / "new").iterdir()) == []
 
 
@@ -199,7 +201,10 @@ def test_any_history_can_be_drawn(tmp_path: Path, losses: list[float]) -> None:
         history.append(TrainState(iteration=i, samples=i, loss=loss), i)
     plot_history(history, tmp_path / "a.png")
     assert pixels(tmp_path / "a.png").shape == (540, 960, 4)
-    figure = plot_history(history, tmp_path / "a.svg")
-    assert figure._repr_png_().startswith(b"\x89PNG")  # what a notebook shows
-    assert len(plot_history(history).axes) == len(figure.axes)
+
+
+def test_curves_as_svg_and_as_a_notebook_shows_them(tmp_path: Path) -> None:
+    figure = plot_history(a_history({}), tmp_path / "a.svg")
     assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+    assert figure._repr_png_().startswith(b"\x89PNG")
+    assert len(plot_history(a_history({})).axes) == len(figure.axes)

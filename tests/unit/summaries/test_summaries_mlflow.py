@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import sys
 import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,17 +24,8 @@ from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.summaries import MLflow
 
+pytestmark = pytest.mark.usefixtures("mlflow_store")
 mlflow = pytest.importorskip("mlflow")
-
-
-@pytest.fixture(autouse=True)
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A store of files, which mlflow-skinny reaches without a database."""
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
-    yield tmp_path
-    while mlflow.active_run():
-        mlflow.end_run()
 
 
 def run_of(callback: MLflow) -> Any:
@@ -140,14 +129,6 @@ def test_the_model_can_be_added_after_the_fit() -> None:
     loaded = sparkdl.load(artifact(callback, "model"))
     assert torch.equal(loaded.module.weight, module.weight)
     assert run_of(callback).info.status == "FINISHED"
-
-
-def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(
-        sparkdl.ParameterError, match=r'pip install mlflow-skinny .the extra "mlflow"'
-    ):
-        MLflow()
 
 
 @pytest.mark.parametrize(

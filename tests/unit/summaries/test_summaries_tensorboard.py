@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,23 +21,9 @@ from sparkdl.summaries import TensorBoard
 pytest.importorskip("tensorboard")
 
 
-def events(folder: Path) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    return EventAccumulator(str(folder), size_guidance={"histograms": 0, "scalars": 0}).Reload()
-
-
-def scalars(folder: Path) -> dict[str, dict[int, float]]:
-    found = events(folder)
-    return {
-        name: {event.step: event.value for event in found.Scalars(name)}
-        for name in found.Tags()["scalars"]
-    }
-
-
 def test_a_histogram(tmp_path: Path) -> None:
     runs.play([TensorBoard(tmp_path)], runs.states())
-    value = events(tmp_path).Histograms("weights/weight")[0].histogram_value
+    value = runs.tensorboard_events(tmp_path).Histograms("weights/weight")[0].histogram_value
     assert (value.min, value.max, value.num, value.sum) == (-1.0, 6.0, 5, 6.0)
     assert value.sum_squares == 1 + 0 + 0.25 + 0.25 + 36
     counts, limits = np.array(value.bucket), np.array(value.bucket_limit)
@@ -57,7 +41,7 @@ def test_histograms_at_the_edges(tmp_path: Path, values: list[float], shown: boo
     histograms = {"gradients/x": Histogram.of(torch.tensor(values))}
     state = TrainState(iteration=1, samples=2, loss=1.0, seconds=1.0, histograms=histograms)
     runs.play([TensorBoard(tmp_path)], [TrainState(), state])
-    found = events(tmp_path)
+    found = runs.tensorboard_events(tmp_path)
     assert found.Tags()["histograms"] == (["gradients/x"] if shown else [])
     if shown:
         value = found.Histograms("gradients/x")[0].histogram_value
@@ -73,16 +57,8 @@ def test_a_run_hides_what_it_does_again(tmp_path: Path, first: int) -> None:
     time.sleep(1.1)  # TensorBoard takes the files in the order of their seconds
     runs.play([TensorBoard(tmp_path)], runs.states(first=first))
     del callback
-    found = events(tmp_path).Scalars("loss")
+    found = runs.tensorboard_events(tmp_path).Scalars("loss")
     assert [event.step for event in found] == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
-def test_what_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(
-        sparkdl.ParameterError, match=r'pip install tensorboard .the extra "tensorboard"'
-    ):
-        TensorBoard(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_told_as_the_fit_starts() -> None:
@@ -120,4 +96,4 @@ def test_a_program_imports_it_late_sees_no_warning_and_loses_nothing(tmp_path: P
     """The program ends without the end of its fit."""
     done = run_fresh(PROGRAM, str(tmp_path), cwd=Path(__file__).parents[1])
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert list(scalars(tmp_path)["loss"]) == [1, 2, 3, 4, 5, 6]
+    assert list(runs.tensorboard_scalars(tmp_path)["loss"]) == [1, 2, 3, 4, 5, 6]

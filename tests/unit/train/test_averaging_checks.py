@@ -126,18 +126,6 @@ def contrastive_sum(
     return contrastive(output, target) * len(target), len(target)
 
 
-def spread(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().mean().sqrt()
-
-
-def summed(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target).square().sum()
-
-
-def drawing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return (output - target + torch.randn_like(target)).square().mean()
-
-
 def with_accuracy(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return F.cross_entropy(output, target), (output.argmax(1) == target).float().mean()
 
@@ -159,8 +147,8 @@ TOLD = {
     ),
     "negatives from the batch": (contrastive, CLASS, Pair, "rows depend on each other"),
     "a sum with negatives": (contrastive_sum, CLASS, Pair, "rows depend on each other"),
-    "a root": (spread, VALUES, of_rows, "PerReplica"),
-    "a sum": (summed, VALUES, of_rows, "it is a sum"),
+    "a root": (lambda o, t: (o - t).square().mean().sqrt(), VALUES, of_rows, "PerReplica"),
+    "a sum": (lambda o, t: (o - t).square().sum(), VALUES, of_rows, "it is a sum"),
 }
 
 
@@ -188,7 +176,7 @@ FINE = {
     "of margins": (nn.MultiMarginLoss(), CLASS, of_rows),
     "a value a sample": (lambda o, t: (o - t).square().mean(1), VALUES, of_rows),
     "without a label": (lambda o, t: o.mean(), VALUES, of_rows),
-    "that draws": (drawing, VALUES, of_rows),
+    "that draws": (lambda o, t: (o - t + torch.randn_like(t)).square().mean(), VALUES, of_rows),
     "of gradients": (lambda o, t: o.square().mean(), VALUES, Force),
     "of a dict": (lambda o, t: F.cross_entropy(o["one"], t) + 0.1 * o["extra"], CLASS, Pair),
 }

@@ -58,12 +58,10 @@ def test_matches(pattern: str, name: str, expected: bool) -> None:
     assert matches(pattern, name) is expected
 
 
-@pytest.mark.parametrize(
-    ("pattern", "name", "expected"),
-    [("encoder", "encoder.0", False), ("encoder.*", "encoder.0", True), ("head", "head", True)],
-)
-def test_a_module_is_matched_itself_and_not_through_its_parent(pattern, name, expected) -> None:
-    assert matches_module(pattern, name) is expected
+def test_a_module_is_matched_itself_and_not_through_its_parent() -> None:
+    assert not matches_module("encoder", "encoder.0")
+    assert matches_module("encoder.*", "encoder.0")
+    assert matches_module("head", "head")
 
 
 def test_a_tied_parameter_is_frozen_by_any_of_its_names() -> None:
@@ -101,11 +99,10 @@ def test_strict_weights_must_fit(change, message) -> None:
     module, state = make(), make().state_dict()
     change(state)
     before = {k: v.clone() for k, v in module.state_dict().items()}
-    with pytest.raises(ModelError) as error:
-        start_from(module, state, strict=True)
-    assert str(error.value).startswith("weights do not fit the model: ")
-    assert message in str(error.value)
-    assert "strict_weights=False" in str(error.value)
+    told = message_of(ModelError, start_from, module, state, strict=True)
+    assert told.startswith("weights do not fit the model: ")
+    assert message in told
+    assert "strict_weights=False" in told
     assert all(torch.equal(v, before[k]) for k, v in module.state_dict().items())
 
 

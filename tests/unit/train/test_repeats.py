@@ -20,7 +20,6 @@ from sparkdl.train.preflight import check_writes, parameter_sums
 from sparkdl.train.repeats import tell_of_hidden_state, tell_of_own_draws
 
 ROWS = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
-CALLS = [0]
 
 
 class OfClass(nn.Linear):
@@ -29,18 +28,6 @@ class OfClass(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         OfClass.calls += 1
         return super().forward(x) / OfClass.calls
-
-
-class OfModule(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        CALLS[0] += 1
-        return super().forward(x) / CALLS[0]
-
-
-class OfDefault(nn.Linear):
-    def forward(self, x: torch.Tensor, calls: list[int] = [0]) -> torch.Tensor:  # noqa: B006
-        calls[0] += 1
-        return super().forward(x) / calls[0]
 
 
 class Drawn(nn.Linear):
@@ -73,8 +60,6 @@ def hooked() -> nn.Module:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "a count in the class": (lambda: OfClass(4, 2), True),
-    "a count in a module": (lambda: OfModule(4, 2), True),
-    "a count in a default": (lambda: OfDefault(4, 2), True),
     "a count in a hook": (hooked, True),
     "the system's random bytes": (lambda: Drawn(lambda: os.urandom(1)[0] / 1e3), True),
     "a new generator": (lambda: Drawn(lambda: np.random.default_rng().random()), True),
