@@ -184,3 +184,11 @@ def test_a_state_in_memory_is_written_and_read_with_another_cut(
         assert torch.equal(other.whole(which, "exp_avg"), store.whole(which, "exp_avg"))
     assert other.versions[CURRENT][0].others[0] == store.versions[CURRENT][0].others[0]
     assert without_tensors(other.residuals) == without_tensors(store.residuals)
+
+
+def test_the_latest_is_not_the_beginning_where_all_are_damaged(tmp_path: Path) -> None:
+    written(tmp_path)
+    damaged = next(tmp_path.glob("*/slice-*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    with pytest.raises(sparkdl.CheckpointError, match=damaged.name):
+        ResumeCandidates(sparkdl.Checkpoint(tmp_path), "latest").restore(Store(slices=2), RUN)

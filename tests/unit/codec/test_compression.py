@@ -179,13 +179,6 @@ def test_what_is_not_finite_goes_as_it_is():
     assert sent["indices"].tolist() == [0]
 
 
-def test_without_error_feedback_nothing_is_kept():
-    gradient = gradient_of((20, 20), torch.float32, 5)
-    for hook in (TopK(0.1, error_feedback=False), PowerSGD(1, error_feedback=False)):
-        _, kept = compress(hook, GradBucket(name="w", gradient=gradient), torch.float32)
-        assert RESIDUAL not in kept
-
-
 def distance(hook) -> float:
     """From the optimum, of 1, after gradient descent with two replicas that differ in one large row:
     it is what each of them would send every time, and it cancels out in the mean."""

@@ -8,7 +8,7 @@ import io
 import itertools
 import pickle
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -244,9 +244,17 @@ def two_directories(slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.Monkey
 class Full:
     """Stands in for ``open``: some directories have so much room left, noticed in mid-file."""
 
-    def __init__(self, full: list[Path], room: int = 50, error: int = errno.ENOSPC) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        full: list[Path],
+        room: int = 50,
+        error: int = errno.ENOSPC,
+    ) -> None:
         self.full, self.room, self.error = full, room, error
         self.refused = 0
+        for module in (partition_files, partition_join):
+            monkeypatch.setattr(module, "open", self, raising=False)
 
     def __call__(self, path: str | Path, mode: str, **options: Any) -> Any:
         file = open(path, mode, **options)  # noqa: SIM115
@@ -275,24 +283,13 @@ class Limited:
         self._file.close()
 
 
-@pytest.fixture
-def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Full]:
-    def limit(*args: Any) -> Full:
-        full = Full(*args)
-        for module in (partition_files, partition_join):
-            monkeypatch.setattr(module, "open", full, raising=False)
-        return full
-
-    return limit
-
-
 @pytest.mark.parametrize("room", [0, 1, 24, 24 * 10 + 80 + 5, 5 * (24 + 9) + 30, 1000])
 def test_a_full_directory_gives_way_to_the_next(
-    slab: SlabConfig, two_directories: Root, limit: Callable[..., Full], room: int
+    slab: SlabConfig, two_directories: Root, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """In the middle of any field, of the first rows or of later ones: those go elsewhere whole."""
     first, second = two_directories.directories
-    full = limit([first], room)
+    full = Full(monkeypatch, [first], room)
     columns = some_rows(30)[:4]
     handle = write(slab, columns, cuts=[10, 20])
     assert full.refused >= 1
@@ -306,10 +303,10 @@ def test_a_full_directory_gives_way_to_the_next(
 
 
 def test_no_room_anywhere_says_so(
-    slab: SlabConfig, two_directories: Root, limit: Callable[..., Full]
+    slab: SlabConfig, two_directories: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = two_directories.directories
-    limit([first, second])
+    Full(monkeypatch, [first, second])
     assert message_of(SlabFullError, write, slab, some_rows(1234)) == (
         f"there is not enough room for the samples in {first}, {second} after row 1,234. Free "
         "space there, or point spark.sparkdl.slab.dir at a larger directory."
@@ -318,9 +315,9 @@ def test_no_room_anywhere_says_so(
 
 
 def test_another_error_is_not_taken_for_a_full_directory(
-    slab: SlabConfig, two_directories: Root, limit: Callable[..., Full]
+    slab: SlabConfig, two_directories: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = limit([two_directories.directories[0]], 50, errno.EIO)
+    full = Full(monkeypatch, [two_directories.directories[0]], 50, errno.EIO)
     with pytest.raises(OSError, match="refused by the test"):
         write(slab, some_rows(3))
     assert full.refused == 1

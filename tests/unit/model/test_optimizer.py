@@ -20,7 +20,7 @@ from sparkdl.errors import ModelError
 from sparkdl.model.optimizer_factory import build_optimizers
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.optimizer import OptimizerSpec
-from sparkdl.slices.optimizer_probe import probe_cut_rule
+from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
 from sparkdl.train.recipes import plan_optimizer
 
 
@@ -113,6 +113,15 @@ def test_lbfgs_is_refused_on_several_slices() -> None:
     assert not plan_optimizer(recipe, module, 1).separate
     with pytest.raises(ModelError, match="there are 3: set slices=1"):
         plan_optimizer(recipe, module, 3)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+def test_muon_is_refused_on_vectors_with_the_remedy() -> None:
+    module = make_net()
+    recipe = Recipe(module, torch.square, torch.optim.Muon, 0)
+    message = message_of(ModelError, plan_optimizer, recipe, module, 1)
+    assert "Muon only supports 2D parameters" in message
+    assert message.endswith(SEVERAL)
 
 
 @pytest.mark.parametrize(
