@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,13 @@ def test_the_latest_is_not_the_beginning_where_all_are_damaged(tmp_path: Path) -
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     with pytest.raises(sparkdl.CheckpointError, match=damaged.name):
         ResumeCandidates(sparkdl.Checkpoint(tmp_path), "latest").restore(Store(slices=2), RUN)
+
+
+def test_a_run_of_another_optimizer_or_metric(tmp_path: Path) -> None:
+    """The one cannot go on, and the other begins its best weights anew."""
+    written(tmp_path)
+    with pytest.raises(sparkdl.ParameterError, match="the optimizer is SGD here and Adam in the"):
+        ResumeCandidates(None, tmp_path).restore(Store(2), replace(RUN, optimizers=("SGD",)))
+    store = Store(slices=2)
+    ResumeCandidates(None, tmp_path).restore(store, replace(RUN, metric="accuracy"))
+    assert list(store.versions) == [CURRENT]

@@ -65,6 +65,7 @@ def test_the_checksum_counts_equal_rows() -> None:
     row = np.array([5, 6], dtype=np.int64)
     sums = {checksum(row_hashes([np.repeat(row, [1, pairs])])) for pairs in (1, 3, 5)}
     assert len(sums) == 3
+    assert checksum(row_hashes([row[:0]])) == 0
 
 
 def test_the_checksum_stays_what_it_is() -> None:
