@@ -38,7 +38,7 @@ FAULTS = {
         "slices/reduce.py",
         "return [weight / total if total else 0.0 for weight in weights]",
         "return [1 / len(weights) if total else 0.0 for weight in weights]",
-        "unit/slices/test_gradient.py",
+        "unit/slices/test_reduce.py",
     ),
     "values are clipped from above only": Fault(
         "slices/reduce.py",
@@ -218,7 +218,7 @@ FAULTS = {
         "slices/reduce.py",
         "merged.add_(difference, alpha=item.weight / total)",
         "merged.add_(difference, alpha=1 / len(ordered))",
-        "unit/slices/test_buffers.py",
+        "unit/slices/test_reduce.py",
     ),
     "what a pass makes of a buffer is not sent": Fault(
         "model/flat.py",

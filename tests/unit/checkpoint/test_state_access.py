@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from trained import trained_model
 
 import sparkdl
-from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity
+from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
 from sparkdl.checkpoint.manifest import RunIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.save import Checkpointer
+from sparkdl.data.fields import Field
+from sparkdl.infer.checkpoint_model import manifest_of_model
+from sparkdl.infer.output import Output
 from sparkdl.loop.engine import BEST, CURRENT, ReadState
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
@@ -23,12 +30,32 @@ from sparkdl.model.options import TrainingOptions
 from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState
 
-LAYOUT = layout_of(nn.Linear(40, 3))
+
+class Made(nn.Sequential):
+    """What a checkpoint names."""
+
+    def __init__(self, *, width: int) -> None:
+        if width != 8:
+            raise ValueError(f"no such width: {width}")
+        super().__init__(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Linear(width, 3))
+
+
+UNTRAINED = trained_model(
+    Made(width=8),
+    model=partial(Made, width=8),
+    fields=(Field("x", "float32", (4,)),),
+    output=Output((3,), "float32"),
+)
+LAYOUT = layout_of(UNTRAINED.module)
 RUN = RunIdentity(
     model=ModelIdentity.of(LAYOUT),
-    data=DataIdentity(rows=(8, 8), checksums=(1, 2), fields=()),
-    constants={"replicas": 2, "batch_size": 4, "local_steps": 1, "seed": 0},
-    optimizers=("Adagrad",),
+    data=DataIdentity(
+        rows=(7, 8),
+        checksums=(2**64 - 1, 5),
+        fields=(FieldIdentity(name="x", dtype="f4", shape=(4,)),),
+    ),
+    constants={"replicas": 2, "batch_size": 8, "local_steps": 1, "seed": 3},
+    optimizers=("Adam",),
     options=TrainingOptions(),
     metric="loss",
     compression="a hook",
@@ -51,6 +78,8 @@ class Store:
     ) -> None:
         assert read is not None
         self.versions[which] = [read(spec, LAYOUT.dtype) for spec in self.specs]
+        for spec, state in zip(self.specs, self.versions[which], strict=True):
+            assert state.weights.shape == (spec.length,)
 
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
@@ -67,53 +96,110 @@ class Store:
         return [use(replica, kept) for replica, kept in self.residuals.items()]
 
     def whole(self, which: str, array: str = "") -> torch.Tensor:
-        states = self.versions[which]
-        return torch.cat([state.arrays[array] if array else state.weights for state in states])
+        pairs = zip(self.specs, self.versions[which], strict=True)
+        parts = [(state.arrays[array] if array else state.weights, s.length) for s, state in pairs]
+        return torch.cat(
+            [nn.functional.pad(part, (0, length - len(part))) for part, length in parts]
+        )
+
+    def plain(self) -> Any:
+        """All of it, to compare."""
+        versions = {which: list(map(vars, states)) for which, states in self.versions.items()}
+        return without_tensors([versions, self.residuals])
+
+
+def without_tensors(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: without_tensors(item) for key, item in value.items()}
+    return [*map(without_tensors, value)] if isinstance(value, list) else value
+
+
+NAMES = ("exp_avg", "exp_avg_sq")
 
 
 def noise(spec: SliceSpec, dtype: torch.dtype) -> SliceState:
-    held = {fragment.number: ("sum",) for fragment in spec.parameters}
-    others = {number: {"step": torch.tensor(3.0)} for number in held}
-    arrays = {"sum": torch.randn(spec.trainable_length, dtype=dtype)}
+    held = {fragment.number: NAMES for fragment in spec.parameters}
+    rates = (0.1, [math.inf, None], {"a": 1})
+    others = {number: {"step": torch.tensor(3.0), "rates": rates} for number in held}
+    arrays = {name: torch.zeros(spec.trainable_length, dtype=dtype) for name in NAMES}
+    for array in arrays.values():
+        for fragment in spec.parameters:
+            array[fragment.start : fragment.stop].normal_()
     return SliceState(torch.randn(spec.length, dtype=dtype), arrays, held, others)
 
 
-@pytest.fixture
-def written(tmp_path: Path) -> tuple[Store, sparkdl.Checkpoint]:
+def some_history() -> History:
+    history = History()
+    for i in range(1, 5):
+        state = TrainState(
+            iteration=i,
+            samples=8 * i,
+            loss=math.nan if i == 2 else 1 / i,
+            seconds=1.5 * i,
+            learning_rates=(0.1,),
+            gradient_norm=None if i < 3 else 0.5,
+            timings={"forward": 0.1 * i, "reduce": 0.2} if i > 1 else {"forward": 0.1},
+        )
+        history.append(state, 1 + i // 3)
+    history.append_validation(Validated(iteration=4, epoch=2, metrics={"loss": 0.5, "top": 1.0}))
+    return history
+
+
+def written(root: Path) -> Store:
+    """The slices of a run that has left a checkpoint in ``root``."""
     torch.manual_seed(1)
-    store, settings = Store(slices=3), sparkdl.Checkpoint(tmp_path)
+    store = Store(slices=3)
     store.load(noise)
     store.load(noise, which=BEST)
-    store.residuals = {n: {0: {"left out": torch.randn(5)}} for n in range(2)}
+    store.residuals = {
+        n: {0: {"left": torch.randn(8, 4)}, 2: {"q": torch.ones(3, 1)}} for n in (0, 1)
+    }
     best = Validated(iteration=2, epoch=1, metrics={"loss": 0.5})
-    state = TrainState(iteration=3, epoch=0, position=3, samples=12, validations=(best,), best=best)
-    history = History()
-    history.append(state, 1)
-    checkpointer = Checkpointer(settings, store, RUN, history, model={}, begun=TrainState())
+    state = TrainState(
+        iteration=4, epoch=2, position=1, samples=32, seconds=1.5, validations=(best,), best=best
+    )
+    checkpointer = Checkpointer(
+        sparkdl.Checkpoint(root),
+        store,
+        RUN,
+        some_history(),
+        model=manifest_of_model(UNTRAINED),
+        begun=TrainState(),
+    )
     checkpointer.check()
     assert checkpointer.finish(state).checkpoint is not None
-    return store, settings
+    return store
 
 
 @pytest.mark.parametrize("slices", [1, 2, 5])
 def test_a_state_in_memory_is_written_and_read_with_another_cut(
-    written: tuple[Store, sparkdl.Checkpoint], slices: int
+    slices: int, tmp_path: Path
 ) -> None:
-    store, settings = written
-    other = Store(slices)
-    restored = ResumeCandidates(settings, "latest").restore(other, RUN)
-    assert (restored.state.iteration, restored.state.position) == (3, 3)
+    store, other = written(tmp_path), Store(slices)
+    restored = ResumeCandidates(None, tmp_path).restore(other, RUN)
+    assert (restored.state.iteration, restored.state.position) == (4, 1)
     for which in (CURRENT, BEST):
         assert torch.equal(other.whole(which), store.whole(which))
-        assert torch.equal(other.whole(which, "sum"), store.whole(which, "sum"))
-    assert other.versions[CURRENT][0].others[0]["step"] == 3
-    for replica, kept in store.residuals.items():
-        assert torch.equal(other.residuals[replica][0]["left out"], kept[0]["left out"])
+        assert torch.equal(other.whole(which, "exp_avg"), store.whole(which, "exp_avg"))
+    assert other.versions[CURRENT][0].others[0] == store.versions[CURRENT][0].others[0]
+    assert without_tensors(other.residuals) == without_tensors(store.residuals)
 
 
-def test_a_damaged_slice_is_told(written: tuple[Store, sparkdl.Checkpoint]) -> None:
-    _, settings = written
-    name = next(Path(settings.path).glob("*/slice-*.safetensors"))
-    name.write_bytes(name.read_bytes()[:-1] + b"x")
-    with pytest.raises(sparkdl.CheckpointError, match=name.name):
-        ResumeCandidates(settings, "latest").restore(Store(2), RUN)
+def test_the_latest_is_not_the_beginning_where_all_are_damaged(tmp_path: Path) -> None:
+    written(tmp_path)
+    damaged = next(tmp_path.glob("*/slice-*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    with pytest.raises(sparkdl.CheckpointError, match=damaged.name):
+        ResumeCandidates(sparkdl.Checkpoint(tmp_path), "latest").restore(Store(slices=2), RUN)
+
+
+def test_a_run_of_another_optimizer_or_metric(tmp_path: Path) -> None:
+    """The one cannot go on, and the other begins its best weights anew."""
+    written(tmp_path)
+    with pytest.raises(sparkdl.ParameterError, match="the optimizer is SGD here and Adam in the"):
+        ResumeCandidates(None, tmp_path).restore(Store(2), replace(RUN, optimizers=("SGD",)))
+    store = Store(slices=2)
+    ResumeCandidates(None, tmp_path).restore(store, replace(RUN, metric="accuracy"))
+    assert list(store.versions) == [CURRENT]

@@ -180,13 +180,6 @@ def test_an_exception_reaches_those_that_depend_on_it():
     assert other.result() == 0
 
 
-def test_a_reader_that_fails_spoils_nothing():
-    engine = Engine()
-    assert engine.push(lambda: 1 / 0, read=["a"]).exception(PATIENCE)
-    assert engine.push(int, mutate=["a"]).result(PATIENCE) == 0
-    engine.close()
-
-
 def test_an_operation_can_be_cancelled_with_those_that_need_it():
     begin = threading.Event()
     engine = Engine(threads=1)

@@ -87,13 +87,6 @@ def test_a_plain_batch(make: Make) -> None:
     np.testing.assert_array_equal(batch.weights, weight)
 
 
-def test_a_batch_without_weights(make: Make) -> None:
-    partition = make(some_rows(5)[:2])
-    batch_spec = BatchSpec(num_features=1, num_labels=1)
-    batch = plain_batch(batch_spec, partition, np.arange(5))
-    assert (len(batch.inputs), len(batch.targets), batch.weights) == (2, 1, None)
-
-
 # Order
 
 
@@ -200,24 +193,52 @@ def test_orders_are_kept_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
 def jitter(words: np.ndarray, photo: np.ndarray, rng: np.random.Generator) -> tuple[Any, Any]:
     """Other lengths, and floats out of bytes; writes into what it is given."""
     photo //= 2
-    return words[: rng.integers(1, len(words) + 1)], photo / 255.0 + rng.random()
+    return words[: rng.integers(1, len(words) + 1)], photo + np.float32(rng.random())
 
 
-def test_augmented_rows_are_the_same_in_any_batch(make: Make) -> None:
+def draws(words: np.ndarray, photo: np.ndarray, rng: np.random.Generator) -> tuple[Any, Any]:
+    """Draws as most libraries of transforms do, if not always."""
+    photo //= 2
+    noise = float(rng.random() < 0.8) and torch.rand(1).item() + np.random.rand() + random.random()
+    return words, photo + np.float32(noise)
+
+
+class Draws:
+    """An object of that kind."""
+
+    def __call__(self, *given: Any) -> tuple[Any, Any]:
+        return draws(*given)
+
+
+def seed_all() -> None:
+    for seed in (torch.manual_seed, np.random.seed, random.seed):
+        seed(3)
+
+
+def draw_from_all() -> tuple[Any, ...]:
+    return torch.rand(1), np.random.rand(), random.random()
+
+
+@pytest.mark.parametrize("augment", [jitter, draws, Draws(), functools.partial(draws)])
+def test_augmented_rows_are_the_same_in_any_batch(make: Make, augment: Any) -> None:
+    """The global generators are seeded for each row, and go on afterwards as if nothing had been."""
     partition = make(some_rows(30))
-    batch_spec = replace(ASSEMBLY, augment=jitter)
+    batch_spec = replace(ASSEMBLY, augment=augment)
+    seed_all()
+    expected = draw_from_all()
+    seed_all()
     everything = training_batch(batch_spec, partition, np.arange(30), 1, 2)
+    assert draw_from_all() == expected
     some = training_batch(batch_spec, partition, np.array([7, 3]), 1, 2)
-    np.testing.assert_array_equal(some.inputs[1], everything.inputs[1][[7, 3]])
-    np.testing.assert_array_equal(some.inputs[2], everything.inputs[2][[7, 3]])
     width = some.inputs[0].shape[1]
     np.testing.assert_array_equal(some.inputs[0], everything.inputs[0][[7, 3], :width])
-    assert some.inputs[2].dtype == np.float32
+    for one, whole in zip(some.inputs[1:], everything.inputs[1:], strict=True):
+        np.testing.assert_array_equal(one, whole[[7, 3]])
+    noise = everything.inputs[2] - partition.gather(np.arange(30))[1] // 2
+    assert len(np.unique(noise[:, 0, 0].round(2))) > 15  # of each row its own
     for position in ((2, 2), (1, 3)):
-        again = training_batch(batch_spec, partition, np.array([7, 3]), *position)
-        assert not np.array_equal(again.inputs[2], some.inputs[2])
-    plain = plain_batch(batch_spec, partition, np.array([7, 3]))
-    np.testing.assert_array_equal(plain.inputs[2], partition.gather(np.array([7, 3]))[1])
+        again = training_batch(batch_spec, partition, np.arange(30), *position)
+        assert not np.array_equal(again.inputs[2], everything.inputs[2])
 
 
 def test_augment_by_keyword(make: Make) -> None:
@@ -234,42 +255,6 @@ def test_augment_by_keyword(make: Make) -> None:
         training_batch(short, partition, rows, 0, 0)
 
 
-def draws(words: np.ndarray, photo: np.ndarray, rng: np.random.Generator) -> tuple[Any, Any]:
-    """Writes into what it is given, and draws as most libraries of transforms do, if not always."""
-    photo //= 2
-    noise = float(rng.random() < 0.8) and torch.rand(1).item() + np.random.rand() + random.random()
-    return words, photo + np.float32(noise)
-
-
-class Draws:
-    """An object of that kind."""
-
-    def __call__(self, *given: Any) -> tuple[Any, Any]:
-        return draws(*given)
-
-
-@pytest.mark.parametrize("augment", [draws, Draws(), functools.partial(draws)])
-def test_global_generators_are_seeded_for_each_row(make: Make, augment: Any) -> None:
-    partition = make(some_rows(30))
-    batch_spec = replace(ASSEMBLY, augment=augment)
-    torch.manual_seed(3)
-    np.random.seed(3)
-    random.seed(3)
-    expected = torch.rand(1), np.random.rand(), random.random()
-    torch.manual_seed(3)
-    np.random.seed(3)
-    random.seed(3)
-    everything = training_batch(batch_spec, partition, np.arange(30), 1, 2)
-    assert (torch.rand(1), np.random.rand(), random.random()) == expected
-    some = training_batch(batch_spec, partition, np.array([7, 3]), 1, 2)
-    np.testing.assert_array_equal(some.inputs[2], everything.inputs[2][[7, 3]])
-    noise = everything.inputs[2] - partition.gather(np.arange(30))[1] // 2
-    assert len(np.unique(noise[:, 0, 0].round(2))) > 15  # of each row its own
-    for position in ((2, 2), (1, 3)):
-        again = training_batch(batch_spec, partition, np.arange(30), *position)
-        assert not np.array_equal(again.inputs[2], everything.inputs[2])
-
-
 def test_augment_of_a_single_feature(make: Make) -> None:
     columns = some_rows(6)
     partition = make([columns[1], columns[2]])
@@ -279,7 +264,7 @@ def test_augment_of_a_single_feature(make: Make) -> None:
     batch = training_batch(batch_spec, partition, np.arange(6), 0, 0)
     (photo, label) = partition.gather(np.arange(6))
     assert isinstance(photo, np.ndarray)
-    assert batch.inputs[0].dtype == np.uint8
+    assert (batch.inputs[0].dtype, batch.weights) == (np.uint8, None)
     np.testing.assert_array_equal(batch.inputs[0], photo[:, :, ::-1])
     np.testing.assert_array_equal(batch.targets[0], label)
 
@@ -287,17 +272,11 @@ def test_augment_of_a_single_feature(make: Make) -> None:
 @pytest.mark.parametrize(
     ("augment", "text"),
     [
-        (
-            lambda a, b: (a, b),
-            "augment raised TypeError",
-        ),
+        (lambda a, b: (a, b), "augment raised TypeError"),
         (lambda a, b, rng: a, "augment returned 1 values for 2 features"),
         (lambda a, b, rng: (a, "x"), "augment returned a str, which is not an array of numbers"),
         (lambda a, b, rng: (a, np.ma.masked_less(b, 200)), "augment returned a masked value"),
-        (
-            lambda a, b, rng: (a, b[:, : 1 + rng.integers(2)]),
-            "augment returned an array of shape",
-        ),
+        (lambda a, b, rng: (a, b[:, : 1 + rng.integers(2)]), "augment returned an array of shape"),
     ],
 )
 def test_augment_that_fails(make: Make, augment: Any, text: str) -> None:

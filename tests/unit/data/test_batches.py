@@ -35,35 +35,15 @@ def test_seats_are_those_of_the_divisor_method(counts: list[int], position: int)
 
 @quick
 @given(LARGE_COUNTS, st.data())
-def test_seats_sum_to_the_position_and_stay_within_the_counts(
-    counts: list[int], data: st.DataObject
-) -> None:
-    total = sum(counts)
-    position = data.draw(st.integers(0, total))
+def test_seats_sum_to_the_position_and_grow_with_it(counts: list[int], data: st.DataObject) -> None:
+    position = data.draw(st.integers(0, sum(counts)))
+    further = data.draw(st.integers(position, position + 1000))
     taken = apportion(counts, position)
     assert taken.dtype == np.int64
     assert taken.sum() == position
     assert (taken >= 0).all()
-    assert (taken <= np.array(counts)).all()
-
-
-@quick
-@given(LARGE_COUNTS, st.data())
-def test_seats_grow_with_the_position(counts: list[int], data: st.DataObject) -> None:
-    position = data.draw(st.integers(0, sum(counts)))
-    further = data.draw(st.integers(position, position + 1000))
-    assert (apportion(counts, further) >= apportion(counts, position)).all()
-
-
-@quick
-@given(COUNTS, st.integers(0, 1000))
-def test_seats_past_the_end_are_the_counts(counts: list[int], excess: int) -> None:
-    assert apportion(counts, sum(counts) + excess).tolist() == counts
-
-
-def test_seats_follow_the_sizes() -> None:
-    assert apportion([100, 300], 40).tolist() == [10, 30]
-    assert apportion([100, 0, 300], 40).tolist() == [10, 0, 30]
+    assert (taken <= apportion(counts, further)).all()
+    assert (apportion(counts, further) <= np.array(counts)).all()
 
 
 @quick
@@ -85,25 +65,12 @@ def test_an_epoch_takes_every_row_of_every_replica_once(counts: list[int], batch
     assert sum(sizes) == plan.num_samples == sum(counts)
 
 
-@pytest.mark.parametrize(
-    ("counts", "batch_size", "iterations"), [((4, 4), 4, 2), ((4, 5), 4, 3), ((0, 0), 4, 0)]
-)
-def test_number_of_iterations(counts: tuple[int, ...], batch_size: int, iterations: int) -> None:
-    assert EpochPlan(counts, batch_size).num_iterations == iterations
-
-
 @pytest.mark.parametrize("index", [-1, 3])
 def test_a_batch_outside_the_epoch_is_an_error(index: int) -> None:
     assert (
         message_of(IndexError, EpochPlan((4, 5), 4).rows, index)
         == f"batch {index} of an epoch of 3"
     )
-
-
-@quick
-@given(st.integers(0, 2**63), st.integers(0, 9), st.integers(0, 9), st.integers(0, 200))
-def test_a_permutation_has_each_row_once(seed: int, epoch: int, replica: int, rows: int) -> None:
-    assert sorted(permutation(seed, epoch, replica, rows)) == list(range(rows))
 
 
 def test_permutations_differ_between_seeds_epochs_and_replicas() -> None:
@@ -132,7 +99,7 @@ def test_derived_seeds_stay_what_they_are() -> None:
 def test_derived_seeds_are_distinct_and_of_63_bits() -> None:
     places = [
         (seed, purpose, *position)
-        for seed in (0, 1, 11)
+        for seed in (0, 1, 11, 2**63)
         for purpose in ("forward", "shuffle")
         for position in [(), (0,), (1,), (1, 1), (11,), (1, 11), (11, 1), (111,)]
     ]

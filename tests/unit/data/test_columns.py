@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from pyspark.sql import types as sql
 from trained import trained_model
 
 import sparkdl
-from sparkdl import Convert, Image, Sequence
+from sparkdl import Convert, Image, Sequence, Text
 from sparkdl.data.columns.base import (
     Column,
     ColumnSpec,
@@ -28,7 +27,6 @@ from sparkdl.data.columns.base import (
     specs_from_json,
     specs_to_json,
 )
-from sparkdl.data.columns.image import STRUCT
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.partition_reader import open_partition
@@ -44,38 +42,38 @@ def count_letters(text: str) -> int:
     return len(text)
 
 
+SIZE = "give (height, width) in pixels, or None."
+SCALE = "give a number other than 0, or None for bytes."
+TO_MAX = "give max_length, which it pads to."
+WHOLE = "give a whole number of at least 1"
+TOKENIZER = "give a tokenizer of transformers or tokenizers, or a function of a list of texts."
+FUNCTION = "give a function of one value that returns a number or an array."
+
+
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("kind", "given", "text"),
     [
-        (lambda: Image(size=32), "Image: size=32: give (height, width) in pixels, or None."),  # type: ignore[arg-type]
+        (Image, {"size": 32}, f"Image: size=32: {SIZE}"),
+        (Image, {"size": (0, 3)}, f"Image: size=(0, 3): {SIZE}"),
+        (Image, {"mode": "BGR"}, "Image: mode='BGR': use one of L, RGB, RGBA."),
+        (Image, {"scale": float("nan")}, f"Image: scale=nan: {SCALE}"),
+        (Sequence, {"max_length": 0}, f"Sequence: max_length=0: {WHOLE}."),
+        (Sequence, {"padding": "0"}, "Sequence: padding='0': give a number."),
+        (Sequence, {"lengths": 1}, "Sequence: lengths=1: give True or False."),
+        (Sequence, {"pad_to_max": True}, f"Sequence: pad_to_max=True: {TO_MAX}"),
+        (Convert, {"function": "len"}, f"Convert: function is a str: {FUNCTION}"),
+        (Text, {"tokenizer": "bert"}, f"Text: tokenizer is a str: {TOKENIZER}"),
+        (Text, {"tokenizer": len, "max_length": 0}, f"Text: max_length=0: {WHOLE}."),
         (
-            lambda: Image(size=(0, 3)),
-            "Image: size=(0, 3): give (height, width) in pixels, or None.",
+            Text,
+            {"tokenizer": len, "padding": 0.5},
+            "Text: padding=0.5: give a whole number, or None.",
         ),
-        (lambda: Image(mode="BGR"), "Image: mode='BGR': use one of L, RGB, RGBA."),
-        (
-            lambda: Image(scale=float("nan")),
-            "Image: scale=nan: give a number other than 0, or None for bytes.",
-        ),
-        (
-            lambda: Sequence(max_length=0),
-            "Sequence: max_length=0: give a whole number of at least 1.",
-        ),
-        (lambda: Sequence(padding="0"), "Sequence: padding='0': give a number."),  # type: ignore[arg-type]
-        (lambda: Sequence(lengths=1), "Sequence: lengths=1: give True or False."),  # type: ignore[arg-type]
-        (
-            lambda: Sequence(pad_to_max=True),
-            "Sequence: pad_to_max=True: give max_length, which it pads to.",
-        ),
-        (
-            lambda: Convert("len"),  # type: ignore[arg-type]
-            "Convert: function is a str: give a function of one value that returns a number or an "
-            "array.",
-        ),
+        (Text, {"tokenizer": len, "pad_to_max": True}, f"Text: pad_to_max=True: {TO_MAX}"),
     ],
 )
-def test_a_wrong_value_is_told(make: Callable[[], ColumnSpec], text: str) -> None:
-    assert message_of(ParameterError, make) == text
+def test_a_wrong_value_is_told(kind: type[ColumnSpec], given: dict[str, Any], text: str) -> None:
+    assert message_of(ParameterError, kind, **given) == text
 
 
 def test_all_mistakes_of_one_specification() -> None:
@@ -94,32 +92,39 @@ def problems(specs: object, weight: str | None = None) -> list[str]:
 
 def test_specifications_beside_the_other_parameters() -> None:
     assert problems({"photo": Image(), "tags": Sequence(), "words": Convert(len)}) == []
-    indexed = check_specs(
-        {"x[0]": Convert(len)}, ["x[0]", "x[1]"], []
-    )  # as Spark names col("x")[0]
-    assert list(indexed) == []
+    as_spark_names_col_x_0 = check_specs({"x[0]": Convert(len)}, ["x[0]", "x[1]"], [])
     of_an_rdd = check_specs({"features[0]": Sequence(lengths=True)}, ["features"], ["label"])
-    assert list(of_an_rdd) == []
-    assert problems([Image()]) == [
-        'columns is a list: give a dict of column names, such as {"photo": sparkdl.Image()}.'
-    ]
-    assert problems({"photo": Image}) == [
-        'columns["photo"] is the class Image: give an instance of it.'
-    ]
-    assert problems({"photo": (32, 32)}) == [
-        'columns["photo"] is a tuple: give a sparkdl.Convert, sparkdl.Image, '
-        "sparkdl.Sequence or sparkdl.Text."
-    ]
-    assert problems({"phto": Image()}) == [
-        'columns["phto"] is neither a feature nor a label. Did you mean "photo"? Known: photo, '
-        "words, tags."
-    ]
-    assert problems({"tags": Sequence(lengths=True)}) == [
-        'columns["tags"] has lengths=True, which is for features only: the loss gets no lengths.'
-    ]
-    assert problems({"w": Convert(float)}, weight="w") == [
-        'columns["w"] is the weight, which is always a number: leave it out of columns.'
-    ]
+    assert [*as_spark_names_col_x_0, *of_an_rdd] == []
+
+
+@pytest.mark.parametrize(
+    ("specs", "text"),
+    [
+        ([], 'columns is a list: give a dict of column names, such as {"photo": sparkdl.Image()}.'),
+        ({"photo": Image}, 'columns["photo"] is the class Image: give an instance of it.'),
+        (
+            {"photo": (32, 32)},
+            'columns["photo"] is a tuple: give a sparkdl.Convert, sparkdl.Image, '
+            "sparkdl.Sequence or sparkdl.Text.",
+        ),
+        (
+            {"phto": Image()},
+            'columns["phto"] is neither a feature nor a label. Did you mean "photo"? Known: photo, '
+            "words, tags.",
+        ),
+        (
+            {"tags": Sequence(lengths=True)},
+            'columns["tags"] has lengths=True, which is for features only: the loss gets no '
+            "lengths.",
+        ),
+        (
+            {"w": Convert(float)},
+            'columns["w"] is the weight, which is always a number: leave it out of columns.',
+        ),
+    ],
+)
+def test_specifications_that_do_not_go_with_the_others(specs: object, text: str) -> None:
+    assert problems(specs, weight="w") == [text]
 
 
 @settings(deadline=None, max_examples=50)
@@ -170,13 +175,10 @@ def test_the_json_of_saved_models() -> None:
     }
 
 
-def test_json_names_a_function_and_imports_nothing() -> None:
-    content = json.loads(json.dumps(specs_to_json({"x": Convert(count_letters)})))
-    found = specs_from_json(content)["x"]
-    assert found == NamedFunction(name=f"{__name__}:count_letters", make=Convert)
-    assert isinstance(found, NamedFunction)
-    assert found.load() == Convert(count_letters)
-    assert NamedFunction(name=found.name).load() is count_letters
+def test_a_function_is_loaded_by_its_name() -> None:
+    named = NamedFunction(name=f"{__name__}:count_letters", make=Convert)
+    assert named.load() == Convert(count_letters)
+    assert NamedFunction(name=named.name).load() is count_letters
     with pytest.raises(ParameterError, match=r"\(it is a str, not a function\)"):
         NamedFunction(name="string:digits").load()
     with pytest.raises(ParameterError, match="cannot be imported"):
@@ -219,10 +221,6 @@ SCHEMA = sql.StructType(
 )
 
 
-def test_the_struct_is_sparks() -> None:
-    assert PHOTO.names == list(STRUCT)
-
-
 def test_columns_with_specifications() -> None:
     image, words, text = Image(scale=None), Sequence(), Convert(count_letters)
     specs: dict[str, ColumnSpec] = {"bytes": image, "words": words, "track": words, "text": text}
@@ -239,53 +237,12 @@ def test_columns_with_specifications() -> None:
     assert [column.grows for column in inputs] == [True, True, False, False, True]
 
 
-def test_a_weight_is_a_float() -> None:
+def test_a_weight_is_one_number() -> None:
     *_, weights = read_schema(SCHEMA, ["number"], (), "number", "float32")
     assert weights == (Column("number", "float32", weight=True),)
-
-
-@pytest.mark.parametrize(
-    ("name", "spec", "text"),
-    [
-        (
-            "words",
-            Image(),
-            "is of type array<bigint>, which is not an image: give encoded bytes (binary), or what "
-            'spark.read.format("image") reads.',
-        ),
-        (
-            "number",
-            Sequence(),
-            "is of type int: a sparkdl.Sequence is an array of numbers.",
-        ),
-        (
-            "words",
-            Sequence(padding=0.5),
-            "is of type array<bigint>, of which padding=0.5 is no value.",
-        ),
-    ],
-)
-def test_a_specification_that_does_not_fit(name: str, spec: ColumnSpec, text: str) -> None:
-    assert (
-        message_of(DataError, columns_of, SCHEMA, [name], (), "float32", {name: spec})
-        == f'feature column "{name}" {text}'
+    assert message_of(DataError, read_schema, SCHEMA, ["number"], (), "flag", "float32") == (
+        'weight column "flag" is of type boolean: a weight is one number.'
     )
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("flag", 'weight column "flag" is of type boolean: a weight is one number.'),
-        ("words", 'weight column "words" is of type array<bigint>: a weight is one number.'),
-    ],
-)
-def test_what_is_no_weight(name: str, text: str) -> None:
-    assert message_of(DataError, read_schema, SCHEMA, ["number"], (), name, "float32") == text
-
-
-def test_a_missing_weight() -> None:
-    with pytest.raises(DataError, match='Did you mean "number"'):
-        read_schema(SCHEMA, ["number"], (), "numbr", "float32")
 
 
 # A column type that nothing but its own class knows
@@ -293,9 +250,6 @@ def test_a_missing_weight() -> None:
 
 def test_a_new_type_in_a_schema() -> None:
     assert problems({"words": Hex(), "tags": Hex()}) == []
-    assert problems({"words": Hex}) == [
-        'columns["words"] is the class Hex: give an instance of it.'
-    ]
     trainer = sparkdl.Trainer(
         model=torch.nn.Identity(), loss=torch.nn.MSELoss(), optimizer=torch.optim.SGD, batch_size=2,
         features={"x": "text"}, columns={"text": Hex()}, stop=sparkdl.max_epoch(1),

@@ -7,40 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.data.ragged import Ragged
+from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.row_order import canonical_order, checksum, row_contents, row_hashes
-
-Columns = list[np.ndarray]
-
-
-def in_order(columns: Columns, hashes: np.ndarray) -> Columns:
-    order = canonical_order(hashes, lambda rows: row_contents([c[rows] for c in columns]))
-    assert sorted(order.tolist()) == list(range(len(hashes)))
-    return [column[order] for column in columns]
-
-
-def some_columns(rows: int, seed: int) -> Columns:
-    """Several columns with many equal values, so that whole rows repeat."""
-    random = np.random.default_rng(seed)
-    return [
-        random.integers(0, 3, rows).astype(np.int64),
-        random.integers(0, 2, (rows, 2, 2)).astype(np.float32),
-        random.integers(0, 2, rows).astype(bool),
-    ]
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.integers(0, 40), st.integers(0, 2**32), st.booleans())
-def test_any_arrival_gives_the_same_rows_in_the_same_order(
-    rows: int, seed: int, collide: bool
-) -> None:
-    columns = some_columns(rows, seed)
-    arrival = np.random.default_rng(seed + 1).permutation(rows)
-    shuffled = [column[arrival] for column in columns]
-    # without the "collide" case a tie would hardly ever be one of different rows
-    hashes = [row_hashes(c) % np.uint64(2 if collide else 2**64 - 1) for c in (columns, shuffled)]
-    for one, other in zip(in_order(columns, hashes[0]), in_order(shuffled, hashes[1]), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_rows_are_sorted_by_hash_and_ties_by_content() -> None:
@@ -92,23 +60,12 @@ def test_the_checksum_sees_values_that_rows_trade() -> None:
     assert checksum(row_hashes([traded])) != checksum(row_hashes([column]))
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 40), st.integers(0, 2**32))
-def test_the_checksum_is_of_the_rows_in_any_order(rows: int, seed: int) -> None:
-    columns = some_columns(rows, seed)
-    arrival = np.random.default_rng(seed + 1).permutation(rows)
-    whole = checksum(row_hashes(columns))
-    assert checksum(row_hashes([column[arrival] for column in columns])) == whole
-    changed = [column.copy() for column in columns]
-    changed[0][seed % rows] += 7
-    assert checksum(row_hashes(changed)) != whole
-
-
 def test_the_checksum_counts_equal_rows() -> None:
     """A plain XOR would not see a pair of equal rows come or go."""
     row = np.array([5, 6], dtype=np.int64)
     sums = {checksum(row_hashes([np.repeat(row, [1, pairs])])) for pairs in (1, 3, 5)}
     assert len(sums) == 3
+    assert checksum(row_hashes([row[:0]])) == 0
 
 
 def test_the_checksum_stays_what_it_is() -> None:
@@ -133,44 +90,38 @@ def test_a_hash_sees_content_and_length_of_a_row() -> None:
     assert row_hashes([view]).tolist() == hashes([[1], [2, 3]])
 
 
-@settings(deadline=None, max_examples=60)
+def column_of(rows: list[list[int]], ragged: bool) -> Rows:
+    """A row of three bytes for each, or of as many as it has."""
+    if ragged:
+        return Ragged.of([np.array(row, np.int8) for row in rows])
+    return np.array([[*row, 2, 2][:3] for row in rows], np.int8)
+
+
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=1, max_size=12),
+    st.booleans(),
     st.integers(0, 2**32),
     st.integers(1, 5),
 )
-def test_any_arrival_of_ragged_rows(rows: list[list[int]], seed: int, at_once: int) -> None:
+def test_any_arrival_gives_the_same_rows_in_the_same_order(
+    rows: list[list[int]], ragged: bool, seed: int, at_once: int
+) -> None:
     """Ties by the hash, which here is nearly nothing; ``at_once`` makes large ties of small ones."""
     arrival = np.random.default_rng(seed).permutation(len(rows))
     found = []
-    for order in (np.arange(len(rows)), arrival):
-        column = Ragged.of([np.array(rows[i], np.int8) for i in order])
-        hashes = row_hashes([column]) % np.uint64(2)
+    for arrived in (rows, [rows[i] for i in arrival]):
+        column = column_of(arrived, ragged)
         asked: list[int] = []
 
         def contents(
-            places: np.ndarray, column: Ragged = column, asked: list[int] = asked
+            places: np.ndarray, column: Rows = column, asked: list[int] = asked
         ) -> np.ndarray:
             asked.append(len(places))
             return row_contents([column[places]])
 
-        canonical = canonical_order(hashes, contents, at_once)
+        canonical = canonical_order(row_hashes([column]) % np.uint64(2), contents, at_once)
         assert max(asked, default=0) <= at_once
         found.append([row.tolist() for row in column[canonical]])
+        assert sorted(found[-1]) == sorted(row.tolist() for row in column)
     assert found[0] == found[1]
-    assert sorted(found[0]) == sorted(rows)
-
-
-def test_only_ties_are_visited() -> None:
-    """A million rows with one tie take no loop over rows."""
-    hashes = np.arange(10**6, dtype=np.uint32)[::-1].copy()
-    hashes[0] = hashes[1]
-    asked: list[int] = []
-
-    def contents(rows: np.ndarray) -> np.ndarray:
-        asked.extend(rows.tolist())
-        return row_contents([-rows])
-
-    order = canonical_order(hashes, contents)
-    assert sorted(asked) == [0, 1]
-    np.testing.assert_array_equal(np.sort(order), np.arange(10**6))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import itertools
 import pickle
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from sparkdl.data.columns.base import Column
 from sparkdl.data.partition_files import segment_files
 from sparkdl.data.partition_join import join_partition
 from sparkdl.data.partition_writer import (
-    Field,
     PartitionWriter,
     SampleHandle,
     close_partitions,
@@ -36,61 +36,43 @@ from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, RowError
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 
-NAMES = ["x", "n", "flag"]
 CHOSEN = ([], [0], [59, 0, 30, 30], range(60), np.random.default_rng(1).permutation(60))
-Columns = list[np.ndarray]
+NAMES = ["x", "n", "flag", "words", "y", "track", "flags"]
 
 
-def some_rows(count: int, seed: int = 0) -> Columns:
-    random = np.random.default_rng(seed)
+def some_rows(count: int) -> list[Rows]:
+    """Columns of arrays and of rows of varying length."""
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 6, count)
     return [
         random.normal(size=(count, 2, 3)).astype(np.float32),
         random.integers(-(2**40), 2**40, count),
         random.integers(0, 2, count).astype(bool),
+        Ragged.of([random.integers(0, 9, n).astype(np.int32) for n in lengths], Padding(value=-1)),
+        random.random(count),
+        Ragged.of([random.random((n, 2)).astype(np.float32) for n in lengths]),
+        Ragged.of([random.random(n) > 0.5 for n in lengths]),
     ]
 
 
-def write(
-    slab: SlabConfig, columns: Columns, cuts: list[int] | None = None, names: list[str] = NAMES
-) -> SampleHandle:
+def write(slab: SlabConfig, columns: Sequence[Rows], cuts: Sequence[int] = ()) -> SampleHandle:
     """Write ``columns`` in several adds, cut at ``cuts``."""
     writer = PartitionWriter(slab)
-    parts = zip(*[np.split(column, cuts or []) for column in columns], strict=True)
-    for part in parts:
-        writer.add(names, list(part))
+    for start, stop in itertools.pairwise([0, *cuts, len(columns[0])]):
+        writer.add(NAMES[: len(columns)], [column[start:stop] for column in columns])
     return writer.finish()
 
 
-def all_rows(handle: SampleHandle) -> Columns:
-    return open_partition(handle).gather(np.arange(handle.num_rows))
-
-
-def same(found: Columns, expected: Columns) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one, other)
-
-
-@pytest.mark.parametrize("dtype", ["int8", "int16", "int32", "int64", "float32", "float64", "bool"])
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (2, 1, 3)])
-def test_each_kind_of_field(slab: SlabConfig, dtype: str, shape: tuple[int, ...]) -> None:
-    column = (np.arange(7 * int(np.prod(shape))) % 100).astype(dtype).reshape(7, *shape)
-    handle = write(slab, [column], names=["x"])
-    order = open_partition(handle).order
-    same(all_rows(handle), [column[order]])
-
-
 def write_parts(
-    slab: SlabConfig, columns: list[Any], cuts: list[int], names: list[str], count: int = 1
+    slab: SlabConfig, columns: list[Rows], cuts: list[int], count: int = 1
 ) -> list[SampleHandle]:
     """Row i is of partition i modulo ``count``; the rows between two cuts are written by one task."""
-    ends = [0, *cuts, len(columns[0])]
     parts = []
-    for source, (start, stop) in enumerate(itertools.pairwise(ends)):
+    for source, (start, stop) in enumerate(itertools.pairwise([0, *cuts, len(columns[0])])):
         writer = PartitionWriter(slab, source)
         for low, high in ((start, (start + stop) // 2), ((start + stop) // 2, stop)):
             of = (np.arange(low, high) % count).astype(np.int32)
-            writer.add(names, [column[low:high] for column in columns], of)
+            writer.add(NAMES, [column[low:high] for column in columns], of)
         parts.append(list(writer.parts(count)))
     random = np.random.default_rng(0)
     return [
@@ -98,24 +80,32 @@ def write_parts(
     ]
 
 
+def all_rows(handle: SampleHandle) -> list[Rows]:
+    return open_partition(handle).gather(np.arange(handle.num_rows))
+
+
+def listed(columns: Sequence[Rows]) -> list[Any]:
+    return [(column.dtype, [row.tolist() for row in column]) for column in columns]
+
+
 @pytest.mark.parametrize("cuts", [[], [20], [10, 20, 21, 40, 40]])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_gather_is_numpy_indexing_in_canonical_order(
-    slab: SlabConfig, cuts: list[int], dtype: str
-) -> None:
+def test_gather_is_numpy_indexing_in_canonical_order(slab: SlabConfig, cuts: list[int]) -> None:
     """However many files there are. The places in the files are those of arrival."""
     columns = some_rows(60)
-    columns[0] = columns[0].astype(dtype)
-    (handle,) = write_parts(slab, columns, cuts, NAMES)
-    assert [str(field) for field in handle.fields] == [f"{dtype}[2, 3]", "int64", "bool"]
+    (handle,) = write_parts(slab, columns, cuts)
+    types = ["float32[2, 3]", "int64", "bool", "int32[any]", "float64", "float32[any, 2]"]
+    assert [str(field) for field in handle.fields] == [*types, "bool[any]"]
+    assert [f.padding for f in handle.fields if f.padding] == [Padding(value=-1), *2 * [Padding()]]
     assert len(handle.segments) == len(set(cuts)) + 1
     mapped = open_partition(handle)
     assert sorted(mapped.order.tolist()) == list(range(60))
-    canonical = [column[mapped.order] for column in columns]
     for rows in CHOSEN:
         chosen = np.array(rows, dtype=np.int64)
-        same(mapped.gather(chosen), [column[chosen] for column in canonical])
-    same(canonical, all_rows(write(slab, columns)))
+        found = mapped.gather(chosen)
+        assert listed(found) == listed([column[mapped.order[chosen]] for column in columns])
+    assert listed(all_rows(handle)) == listed(all_rows(write(slab, columns)))
+    ragged = [column for column in all_rows(handle) if isinstance(column, Ragged)]
+    assert mapped.lengths().tolist() == sum(column.lengths for column in ragged).tolist()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -124,18 +114,26 @@ def test_parts_that_stay_make_the_partitions_that_moved_rows_make(
 ) -> None:
     """Whatever tasks wrote them: same rows, order, checksum and extremes."""
     columns = [column[np.arange(60) % 40] for column in some_rows(40)]
-    handles = write_parts(slab, columns, [7, 7, 30], NAMES, count)
+    handles = write_parts(slab, columns, [7, 7, 30], count)
+    assert len({handle.checksum for handle in handles}) == count
     for m, handle in enumerate(handles):
         moved = write(slab, [column[m::count] for column in columns])
         assert handle.num_rows == moved.num_rows
         assert (handle.checksum, handle.fields) == (moved.checksum, moved.fields)
-        same(all_rows(handle), all_rows(moved))
-    found = [e for handle in handles for e in handle.extremes if e.field == 1]
-    assert max(e.value for e in found if e.sign == 1) == columns[1].max()
-    assert min(e.value for e in found if e.sign == -1) == columns[1].min()
-    for handle in handles:
-        for extreme in handle.extremes:
-            assert all_rows(handle)[extreme.field][extreme.row] == extreme.value
+        assert listed(all_rows(handle)) == listed(all_rows(moved))
+    found = [extremes_of(handle).get((1, False), {}) for handle in handles]
+    values = [value for each in found for value in each.values()]
+    assert (min(values), max(values)) == (columns[1].min(), columns[1].max())
+
+
+def extremes_of(handle: SampleHandle) -> dict[tuple[int, bool], dict[int, float]]:
+    """The extremes of each field, of values or of lengths, by their sign; each is in its row."""
+    found: dict[tuple[int, bool], dict[int, float]] = {}
+    for extreme in handle.extremes:
+        row = list(all_rows(handle)[extreme.field])[extreme.row]
+        assert extreme.value in ([len(row)] if extreme.of_length else row.reshape(-1).tolist())
+        found.setdefault((extreme.field, extreme.of_length), {})[extreme.sign] = extreme.value
+    return found
 
 
 def test_parts_of_different_shapes_are_a_mistake(slab: SlabConfig) -> None:
@@ -158,36 +156,29 @@ def test_the_order_of_arrival_leaves_no_trace(
     """Equal rows and ragged ones among them; cut into any adds, arrived in any order."""
     kinds = np.random.default_rng(seed).integers(0, 5, rows)
     arrival = kinds[np.random.default_rng(seed + 1).permutation(rows)]
-    handles = []
-    for order, ends in ((kinds, []), (arrival, sorted({min(cut, rows) for cut in cuts}))):
-        writer = PartitionWriter(slab)
-        for start, stop in itertools.pairwise([0, *ends, rows]):
-            writer.add([*NAMES, "r"], [c[order[start:stop]] for c in varied_rows(5)])
-        handles.append(writer.finish())
+    columns, ends = some_rows(5), sorted({min(cut, rows) for cut in cuts})
+    handles = [
+        write(slab, [column[kinds] for column in columns]),
+        write(slab, [column[arrival] for column in columns], ends),
+    ]
     assert handles[0].checksum == handles[1].checksum
     assert listed(all_rows(handles[0])) == listed(all_rows(handles[1]))
 
 
-def test_the_checksum_tells_of_another_row(slab: SlabConfig) -> None:
-    columns = some_rows(20)
-    changed = [column.copy() for column in columns]
-    changed[0][3, 1, 2] += 1
-    assert write(slab, columns).checksum != write(slab, changed).checksum
-
-
-def test_extremes_of_integer_fields(slab: SlabConfig) -> None:
+def test_extremes_of_whole_numbers_and_of_lengths(slab: SlabConfig) -> None:
     """Across adds, and with the row's number in canonical order."""
     columns = [
         np.array([[3, 4], [9, 1], [5, 5], [-7, 2]], np.int16),
         np.array([0.5, 9.5, -9.5, 1.5], np.float32),
         np.array([10, 20, 30, 5]),
+        Ragged.of([np.array(row) for row in ([3], [1, 7, 2], [-4, 5], [2])]),
     ]
-    handle = write(slab, columns, cuts=[1, 3], names=["a", "b", "c"])
-    rows = all_rows(handle)
-    found = {(e.field, e.sign): e.value for e in handle.extremes}
-    assert found == {(0, -1): -7, (0, 1): 9, (2, -1): 5, (2, 1): 30}
-    for extreme in handle.extremes:
-        assert extreme.value in rows[extreme.field][extreme.row].reshape(-1).tolist()
+    assert extremes_of(write(slab, columns, cuts=[1, 3])) == {
+        (0, False): {-1: -7, 1: 9},
+        (2, False): {-1: 5, 1: 30},
+        (3, False): {-1: -4, 1: 7},
+        (3, True): {-1: 1, 1: 3},
+    }
 
 
 def test_an_empty_partition(slab: SlabConfig) -> None:
@@ -253,9 +244,17 @@ def two_directories(slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.Monkey
 class Full:
     """Stands in for ``open``: some directories have so much room left, noticed in mid-file."""
 
-    def __init__(self, full: list[Path], room: int = 50, error: int = errno.ENOSPC) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        full: list[Path],
+        room: int = 50,
+        error: int = errno.ENOSPC,
+    ) -> None:
         self.full, self.room, self.error = full, room, error
         self.refused = 0
+        for module in (partition_files, partition_join):
+            monkeypatch.setattr(module, "open", self, raising=False)
 
     def __call__(self, path: str | Path, mode: str, **options: Any) -> Any:
         file = open(path, mode, **options)  # noqa: SIM115
@@ -284,33 +283,15 @@ class Limited:
         self._file.close()
 
 
-@pytest.fixture
-def limit(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Full]:
-    def limit(*args: Any) -> Full:
-        full = Full(*args)
-        for module in (partition_files, partition_join):
-            monkeypatch.setattr(module, "open", full, raising=False)
-        return full
-
-    return limit
-
-
-def varied_rows(count: int) -> list[Any]:
-    return [*some_rows(count), ragged_rows(count)[0]]
-
-
 @pytest.mark.parametrize("room", [0, 1, 24, 24 * 10 + 80 + 5, 5 * (24 + 9) + 30, 1000])
 def test_a_full_directory_gives_way_to_the_next(
-    slab: SlabConfig, two_directories: Root, limit: Callable[..., Full], room: int
+    slab: SlabConfig, two_directories: Root, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     """In the middle of any field, of the first rows or of later ones: those go elsewhere whole."""
     first, second = two_directories.directories
-    full = limit([first], room)
-    columns, names = varied_rows(30), [*NAMES, "r"]
-    writer = PartitionWriter(slab)
-    for start in (0, 10, 20):
-        writer.add(names, [column[start : start + 10] for column in columns])
-    handle = writer.finish()
+    full = Full(monkeypatch, [first], room)
+    columns = some_rows(30)[:4]
+    handle = write(slab, columns, cuts=[10, 20])
     assert full.refused >= 1
     folders = [Path(segment.path).parent for segment in handle.segments]
     assert folders == ([first] if room == 1000 else []) + [second]
@@ -322,10 +303,10 @@ def test_a_full_directory_gives_way_to_the_next(
 
 
 def test_no_room_anywhere_says_so(
-    slab: SlabConfig, two_directories: Root, limit: Callable[..., Full]
+    slab: SlabConfig, two_directories: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = two_directories.directories
-    limit([first, second])
+    Full(monkeypatch, [first, second])
     assert message_of(SlabFullError, write, slab, some_rows(1234)) == (
         f"there is not enough room for the samples in {first}, {second} after row 1,234. Free "
         "space there, or point spark.sparkdl.slab.dir at a larger directory."
@@ -334,9 +315,9 @@ def test_no_room_anywhere_says_so(
 
 
 def test_another_error_is_not_taken_for_a_full_directory(
-    slab: SlabConfig, two_directories: Root, limit: Callable[..., Full]
+    slab: SlabConfig, two_directories: Root, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = limit([two_directories.directories[0]], 50, errno.EIO)
+    full = Full(monkeypatch, [two_directories.directories[0]], 50, errno.EIO)
     with pytest.raises(OSError, match="refused by the test"):
         write(slab, some_rows(3))
     assert full.refused == 1
@@ -362,7 +343,8 @@ def test_a_mapping_outlives_its_files(slab: SlabConfig) -> None:
     columns = some_rows(5)
     mapped = open_partition(write(slab, columns))
     remove_root(slab)
-    same(mapped.gather(np.arange(5)), [column[mapped.order] for column in columns])
+    found = mapped.gather(np.arange(5))
+    assert listed(found) == listed([column[mapped.order] for column in columns])
 
 
 def test_a_partition_is_mapped_once(slab: SlabConfig) -> None:
@@ -377,7 +359,7 @@ def test_a_partition_is_mapped_once(slab: SlabConfig) -> None:
 @pytest.mark.linux
 def test_mapping_copies_nothing(slab: SlabConfig) -> None:
     """Every column lies in the mapped file itself."""
-    handle = write(slab, some_rows(5))
+    handle = write(slab, some_rows(5)[:3])
     mapped = open_partition(handle)
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     names = segment_files(handle.segments[0], handle.fields)
@@ -387,136 +369,46 @@ def test_mapping_copies_nothing(slab: SlabConfig) -> None:
         assert int(start, 16) <= address < int(stop, 16)
 
 
-# Rows of varying length
-
-
-def ragged_rows(count: int, seed: int = 0) -> list[Rows]:
-    random = np.random.default_rng(seed)
-    lengths = random.integers(1, 6, count)
-    return [
-        Ragged.of([random.integers(0, 9, n).astype(np.int32) for n in lengths], Padding(value=-1)),
-        random.random(count),
-        Ragged.of([random.random((n, 2)).astype(np.float32) for n in lengths]),
-        Ragged.of([random.random(n) > 0.5 for n in lengths]),
-    ]
-
-
-def listed(columns: list[Rows]) -> list[list[Any]]:
-    return [[row.tolist() for row in column] for column in columns]
-
-
-@pytest.mark.parametrize("cuts", [[], [20, 21]])
-def test_ragged_rows_are_gathered(slab: SlabConfig, cuts: list[int]) -> None:
-    columns = ragged_rows(60)
-    (handle,) = write_parts(slab, columns, cuts, ["a", "b", "c", "d"])
-    assert len(handle.segments) == len(cuts) + 1
-    assert handle.fields == (
-        Field("a", "int32", (), Padding(value=-1)),
-        Field("b", "float64", ()),
-        Field("c", "float32", (2,), Padding()),
-        Field("d", "bool", (), Padding()),
-    )
-    mapped = open_partition(handle)
-    for rows in CHOSEN:
-        chosen = np.array(rows, dtype=np.int64)
-        found = mapped.gather(chosen)
-        expected = [column[mapped.order[chosen]] for column in columns]
-        assert listed(found) == listed(expected)
-        assert [c.dtype for c in found] == [c.dtype for c in columns]
-    lengths = mapped.lengths()
-    ragged = [column for column in mapped.gather(np.arange(60)) if isinstance(column, Ragged)]
-    assert lengths.tolist() == sum(column.lengths for column in ragged).tolist()  # type: ignore[union-attr]
-
-
-def test_extremes_of_ragged_fields(slab: SlabConfig) -> None:
-    writer = PartitionWriter(slab)
-    for rows in ([[3], [1, 7, 2]], [[-4, 5], [2]]):
-        writer.add(["a"], [Ragged.of([np.array(row) for row in rows])])
-    handle = writer.finish()
-    rows = open_partition(handle).gather(np.arange(4))[0]
-    found = {(e.sign, e.of_length): (e.value, e.row) for e in handle.extremes}
-    everything = [row.tolist() for row in rows]
-    assert found[1, False] == (7, everything.index([1, 7, 2]))
-    assert found[-1, False] == (-4, everything.index([-4, 5]))
-    assert found[1, True] == (3, everything.index([1, 7, 2]))
-    assert found[-1, True][0] == 1
-
-
-@pytest.mark.parametrize(
-    ("field", "shown"),
-    [
-        (Field("x", "float32", ()), "float32"),
-        (Field("x", "int64", (2, 3)), "int64[2, 3]"),
-        (Field("x", "int64", (), Padding()), "int64[any]"),
-        (Field("x", "float32", (3,), Padding()), "float32[any, 3]"),
-    ],
-)
-def test_a_field_shows_its_type_and_shape(field: Field, shown: str) -> None:
-    assert str(field) == shown
-
-
 # Larger than memory
+
+
+@contextlib.contextmanager
+def allocated() -> Iterator[list[int]]:
+    """What is allocated in the end, and the most at any time, in bytes."""
+    found: list[int] = []
+    tracemalloc.start()
+    try:
+        yield found
+        found += tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_partition_is_never_held_as_a_whole(slab: SlabConfig) -> None:
     """64 MB written and read in pieces: at no time is more than a few MB allocated."""
-    random = np.random.default_rng(0)
-    base = random.random((256, 128))
-    tracemalloc.start()
-    try:
+    base = np.random.default_rng(0).random((256, 128))
+    with allocated() as held:
         writer = PartitionWriter(slab)
         for i in range(256):
             writer.add(["x", "tie"], [base + i, np.zeros(256, np.int8)])
         handle = writer.finish()
-        assert handle.num_rows == 65536
         mapped = open_partition(handle)
-        total = 0.0
         for start in range(0, 65536, 4096):
-            rows = np.arange(start, start + 256)
-            x = mapped.gather(rows)[0]
-            assert isinstance(x, np.ndarray)
-            total += float(x.sum())
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+            assert mapped.gather(np.arange(start, start + 256))[0].shape == (256, 128)
     (x_file, _) = segment_files(handle.segments[0], handle.fields)
     assert Path(x_file).stat().st_size == 64 << 20
-    assert peak < 10 << 20
-    assert total > 0
+    assert held[1] < 10 << 20
 
 
 def test_large_records_are_held_a_few_at_a_time(slab: SlabConfig) -> None:
     """64 records of 1 MB: 16 of them wait, and once more while they are joined."""
     records = ((np.full((512, 512), i, np.float32), i) for i in range(64))
-    tracemalloc.start()
-    try:
+    with allocated() as held:
         (frame,) = WriteRecords(slab, True, "float32")(0, records)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
     x, label = open_partition(pickle.loads(frame)).gather(np.arange(64))
-    assert isinstance(x, np.ndarray)
-    assert isinstance(label, np.ndarray)
     assert sorted(label) == list(range(64))
-    assert (x == label[:, None, None]).all()
-    assert peak < 40 << 20
-
-
-@pytest.mark.parametrize(
-    ("second", "text", "remedy"),
-    [
-        (np.zeros((1, 1 << 22), np.int64), "is int64[1, 4194304] where row 0 is", SAME_TYPE),
-        (np.zeros((2, 1 << 21), np.float32), "is float32[2, 2097152] where row 0 is", SAME_SHAPE),
-    ],
-)
-def test_large_records_that_differ(
-    slab: SlabConfig, second: np.ndarray, text: str, remedy: str
-) -> None:
-    """Each is written by itself, so that it is compared with what is written already."""
-    first = np.zeros((1, 1 << 22), np.float32)
-    (frame,) = WriteRecords(slab, False, "float32")(0, iter([first, first, second]))
-    text = f"{text} float32[1, 4194304]"
-    assert pickle.loads(frame).problem == BadRow("features", 2, text, remedy)
+    assert (np.asarray(x) == np.asarray(label)[:, None, None]).all()
+    assert held[1] < 40 << 20
 
 
 def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -525,14 +417,10 @@ def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatc
     writer = PartitionWriter(slab)
     for _ in range(20):
         writer.add(["x"], [np.ones((500, 16))])
-    tracemalloc.start()
-    try:
+    with allocated() as held:
         handle = writer.finish()
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
     assert sorted(open_partition(handle).order.tolist()) == list(range(10000))
-    assert peak < 1 << 20
+    assert held[1] < 1 << 20
 
 
 def test_batches_are_let_go_of_while_rows_are_divided(slab: SlabConfig) -> None:
@@ -544,15 +432,11 @@ def test_batches_are_let_go_of_while_rows_are_divided(slab: SlabConfig) -> None:
             stream.write_batch(batch)
     sink.seek(0)
     writer = PartitionWriter(slab)
-    tracemalloc.start()
-    try:
+    with allocated() as held:
         WriteDataFrame(slab, (Column("x", "float64"),)).write(pa.ipc.open_stream(sink), writer)
-        held, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
     rows = sum(map(len, writer._partitions))
     assert rows == writer.num_rows == 1_000_000
-    assert held < 14 * rows  # 8 of them are hashes, 4 partitions
+    assert held[0] < 14 * rows  # 8 of them are hashes, 4 partitions
 
 
 @pytest.mark.linux

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from mistakes import message_of
 from pyspark.sql import types as sql
 
 from sparkdl import Sequence, Text
@@ -22,7 +20,6 @@ from sparkdl.data.columns.base import (
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import check_specs
-from sparkdl.errors import ParameterError
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -145,19 +142,6 @@ def test_rows_that_are_refused(tokenizer: Any, texts: list[str | None], text: st
         converted(Text(tokenizer), texts, first_row=3)
     problem = caught.value.problem
     assert text in problem.message("partition 2", "column")
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda: Text("bert"), "Text: tokenizer is a str: give a tokenizer of transformers"),
-        (lambda: Text(letters, max_length=0), "Text: max_length=0: give a whole number"),
-        (lambda: Text(letters, padding=0.5), "Text: padding=0.5: give a whole number"),  # type: ignore[arg-type]
-        (lambda: Text(letters, pad_to_max=True), "Text: pad_to_max=True: give max_length"),
-    ],
-)
-def test_a_wrong_value_is_told(make: Callable[[], Text], text: str) -> None:
-    assert message_of(ParameterError, make).startswith(text)
 
 
 def test_a_label_says_what_fills_it() -> None:

@@ -24,59 +24,48 @@ def mean(name: str) -> MeanMetric:
     return metric
 
 
-def test_accuracy_of_classes() -> None:
-    output = torch.tensor([[0.1, 0.9], [2.0, -1.0], [0.0, 1.0]])
-    assert mean("accuracy").sums(output, torch.tensor([1, 0, 0])) == (2.0, 3.0)
+SOFT = torch.tensor([0.1, 0.4, 0.6, 0.9])
+HARD = torch.tensor([0.0, 0.0, 1.0, 1.0])
+LOGITS = torch.tensor([-1.0, 0.5, 3.0, 0.0])
+TAGS = torch.tensor([[[1.0, 0.0, 5.0], [0.0, 1.0, 6.0]]])
+"""The scores of two classes for each of three positions, as in tagging and segmentation."""
+BCE = nn.functional.binary_cross_entropy
+WEIGHTED_BCE = partial(partial(BCE, weight=torch.ones(1)), reduction="mean")
+ACCURACIES: dict[str, tuple[Any, torch.Tensor, Any, tuple[float, float]]] = {
+    "classes": (None, torch.tensor([[0.1, 0.9], [2.0, -1.0], [0.0, 1.0]]), [1, 0, 0], (2, 3)),
+    "every element": (None, TAGS, [[0, 1, 0]], (2, 3)),
+    "logits": (None, LOGITS, [0.0, 1.0, 0.0, 1.0], (2, 4)),
+    "logits and whole numbers": (None, LOGITS, [0, 1, 0, 1], (2, 4)),
+    "logits and booleans": (None, LOGITS, [False, True, False, True], (2, 4)),
+    "probabilities": (nn.BCELoss(), SOFT, HARD, (4, 4)),
+    "probabilities of a function": (BCE, SOFT, HARD, (4, 4)),
+    "probabilities of a partial of a partial": (WEIGHTED_BCE, SOFT, HARD, (4, 4)),
+    "probabilities in a column": (nn.BCELoss(), SOFT[:, None], HARD, (4, 4)),
+    "positive logits": (nn.BCEWithLogitsLoss(), SOFT, HARD, (2, 4)),
+    "labels that are probabilities of classes": (
+        nn.CrossEntropyLoss(),
+        torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]]),
+        [[0.0, 0.1, 0.9], [0.0, 1.0, 0.0]],
+        (1, 2),
+    ),
+    "labels that the loss ignores": (nn.CrossEntropyLoss(), TAGS, [[0, -100, 0]], (1, 2)),
+    "labels that it is told to ignore": (nn.NLLLoss(ignore_index=0), TAGS, [[0, 1, 0]], (1, 1)),
+    "nothing but those": (nn.functional.cross_entropy, TAGS, [[-100] * 3], (0, 0)),
+    "sequences of length one, whose labels are no column of ones": (
+        nn.CrossEntropyLoss(),
+        torch.tensor([[[1.0], [0.0]], [[1.0], [2.0]]]),
+        [[0], [0]],
+        (1, 2),
+    ),
+}
 
 
-def test_accuracy_of_every_element() -> None:
-    """A class for each position, as in tagging and segmentation: (B, classes, L) against (B, L)."""
-    output = torch.tensor([[[1.0, 0.0, 5.0], [0.0, 1.0, 6.0]]])
-    assert mean("accuracy").sums(output, torch.tensor([[0, 1, 0]])) == (2.0, 3.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
-def test_accuracy_of_logits(dtype: torch.dtype) -> None:
-    output = torch.tensor([-1.0, 0.5, 3.0, 0.0])
-    target = torch.tensor([0, 1, 0, 1]).to(dtype)
-    assert mean("accuracy").sums(output, target) == (2.0, 4.0)
-
-
-def accuracy(loss: Any, output: torch.Tensor, target: torch.Tensor) -> tuple[float, float]:
-    """As with a model that was trained with ``loss``."""
+@pytest.mark.parametrize("row", ACCURACIES)
+def test_accuracy_suits_the_loss(row: str) -> None:
+    loss, output, target, expected = ACCURACIES[row]
     (metric,) = suited(resolve(["accuracy"]), loss)
     assert isinstance(metric, MeanMetric)
-    return metric.sums(output, target)
-
-
-def test_accuracy_of_probabilities() -> None:
-    output, target = torch.tensor([0.1, 0.4, 0.6, 0.9]), torch.tensor([0.0, 0.0, 1.0, 1.0])
-    of_probabilities = nn.functional.binary_cross_entropy
-    weighted = partial(partial(of_probabilities, weight=torch.ones(1)), reduction="mean")
-    for loss in (nn.BCELoss(), of_probabilities, weighted):
-        assert accuracy(loss, output, target) == (4.0, 4.0)
-    assert accuracy(nn.BCEWithLogitsLoss(), output, target) == (2.0, 4.0)  # all logits are positive
-    assert accuracy(nn.BCELoss(), output[:, None], target) == (4.0, 4.0)
-
-
-def test_accuracy_of_labels_that_are_probabilities_of_classes() -> None:
-    output = torch.tensor([[1.0, 2.0, 3.0], [3.0, 2.0, 1.0]])
-    target = torch.tensor([[0.0, 0.1, 0.9], [0.0, 1.0, 0.0]])
-    assert accuracy(nn.CrossEntropyLoss(), output, target) == (1.0, 2.0)
-
-
-def test_accuracy_without_what_the_loss_ignores() -> None:
-    output = torch.tensor([[[1.0, 0.0, 5.0], [0.0, 1.0, 6.0]]])
-    assert accuracy(nn.CrossEntropyLoss(), output, torch.tensor([[0, -100, 0]])) == (1.0, 2.0)
-    loss = nn.NLLLoss(ignore_index=0)
-    assert accuracy(loss, output, torch.tensor([[0, 1, 0]])) == (1.0, 1.0)
-    assert accuracy(nn.functional.cross_entropy, output, torch.tensor([[-100] * 3])) == (0.0, 0.0)
-
-
-def test_accuracy_of_sequences_of_length_one() -> None:
-    """As the last batch of a table may have them; a label (B, 1) is no column of ones then."""
-    output = torch.tensor([[[1.0], [0.0]], [[1.0], [2.0]]])
-    assert accuracy(nn.CrossEntropyLoss(), output, torch.tensor([[0], [0]])) == (1.0, 2.0)
+    assert metric.sums(output, torch.as_tensor(target)) == expected
 
 
 def test_a_function_that_averages_is_refused() -> None:
@@ -126,10 +115,12 @@ def test_sums_are_in_double_precision() -> None:
 
 
 def test_names_and_metrics_are_resolved_in_order() -> None:
+    """Each counts once, and the loss comes anyway."""
     own = MeanMetric("own", lambda output, target: output)
-    assert resolve(["mse", own, "accuracy"]) == [mean("mse"), own, mean("accuracy")]
-    assert resolve([]) == []
-    assert resolve(["loss", "mae"]) == [mean("mae")]  # the loss comes anyway
+    names = ["mse", own, "loss", "accuracy", "mse", own, "auc"]
+    found = resolve(names)
+    assert found[:3] == [mean("mse"), own, mean("accuracy")]
+    assert [metric.name for metric in found[3:]] == ["auc"]
     ways = [metric.higher_is_better for metric in resolve(["accuracy", "mae", "mse", "auc"])]
     assert ways == [True, False, False, True]
 
@@ -195,28 +186,15 @@ def test_pairs_and_dicts_give_names() -> None:
     assert [metric.name for metric in resolve({"a": mean, "b": "mae"})] == ["a", "b"]
 
 
-def test_a_metric_given_twice_counts_once() -> None:
-    assert [metric.name for metric in resolve(["top5", "auc", "mae", "auc", "top5"])] == [
-        "top5",
-        "auc",
-        "mae",
-    ]
-
-
-def test_two_metrics_of_one_name() -> None:
-    with pytest.raises(ParameterError, match='two metrics are called "mae"'):
-        resolve(["mae", MeanMetric("mae", lambda output, target: output)])
-    with pytest.raises(ParameterError, match='two metrics are called "loss"'):
-        resolve([("loss", "mae")])
-
-
-def test_k_of_nothing() -> None:
-    with pytest.raises(ParameterError, match='metric "ndcg@0": k must be at least 1'):
-        resolve(["ndcg@0"])
-
-
 @pytest.mark.parametrize(
-    ("metrics", "message"), [("mae", "give a list"), ([3], "unknown metric 3")]
+    ("metrics", "message"),
+    [
+        (["mae", MeanMetric("mae", lambda output, target: output)], 'two metrics are called "mae"'),
+        ([("loss", "mae")], 'two metrics are called "loss"'),
+        (["ndcg@0"], 'metric "ndcg@0": k must be at least 1'),
+        ("mae", "give a list"),
+        ([3], "unknown metric 3"),
+    ],
 )
 def test_what_is_no_metric(metrics: Any, message: str) -> None:
     with pytest.raises(ParameterError, match=message):

@@ -195,53 +195,35 @@ def test_torchmetrics_is_not_imported_for_others() -> None:
 # the loss
 
 
-def test_the_loss_is_weighted_by_samples() -> None:
-    scorer = Scorer(lambda output, target: (output - target).abs().mean())
-    batches = [(0, 50), (50, 60)]
-    expected = float((VALUES - BINARY).abs().mean())
-    for parts in ([batches], [batches[:1], batches[1:]]):
-        states = folded(scorer, VALUES, BINARY, parts)
-        assert scorer.values(states) == pytest.approx({"loss": expected}, rel=1e-6)
-
-
-@pytest.mark.parametrize("size", [1, 7, 40])
-@pytest.mark.parametrize("shape", [(40,), (40, 3)])
-def test_a_loss_that_ignores_targets_or_weighs_classes(shape: tuple[int, ...], size: int) -> None:
-    """Any cut gives what one pass gives, also where a batch is ignored altogether."""
-    generator = torch.Generator().manual_seed(0)
-    output = torch.randn(40, 4, *shape[1:], generator=generator)
-    target = torch.randint(4, shape, generator=generator)
-    target[:20] = -100
-    for loss in (
-        nn.CrossEntropyLoss(),
-        nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 0.5])),
-        nn.NLLLoss(),
-    ):
-        scorer = Scorer(loss)
-        states = folded(
-            scorer, output, target, [[(a, min(a + size, 40)) for a in range(0, 40, size)]]
-        )
-        assert scorer.values(states) == pytest.approx(
-            {"loss": float(loss(output, target))}, rel=1e-5
-        )
-
-
 def squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output[:, 0] - target) ** 2
 
 
+LOSSES: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "a mean": (lambda output, target: (output[:, 0] - target).abs().mean(), ()),
+    "ignores": (nn.CrossEntropyLoss(), ()),
+    "ignores positions": (nn.CrossEntropyLoss(), (3,)),
+    "weighs classes": (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0, 0.5])), (3,)),
+    "of probabilities": (nn.NLLLoss(), ()),
+    "a value a sample": (squares, ()),
+    "a value a sample of torch": (nn.CrossEntropyLoss(reduction="none"), ()),
+}
+
+
 @pytest.mark.parametrize("size", [1, 7, 40])
-@pytest.mark.parametrize(
-    "loss", [squares, nn.CrossEntropyLoss(reduction="none")], ids=["a function", "of torch"]
-)
-def test_a_loss_that_gives_a_value_a_sample(loss: Any, size: int) -> None:
-    """As one that is trained with weights must, of which `evaluate` knows none."""
+@pytest.mark.parametrize("row", LOSSES)
+def test_any_cut_gives_the_loss_of_one_pass(row: str, size: int) -> None:
+    """Also where a batch is ignored altogether."""
+    loss, more = LOSSES[row]
     generator = torch.Generator().manual_seed(0)
-    output = torch.randn(40, 4, generator=generator)
-    target = torch.randint(4, (40,), generator=generator)
-    scorer = Scorer(loss)
-    states = folded(scorer, output, target, [[(a, min(a + size, 40)) for a in range(0, 40, size)]])
-    assert scorer.values(states) == pytest.approx({"loss": float(loss(output, target).mean())})
+    output = torch.randn(40, 4, *more, generator=generator)
+    target = torch.randint(4, (40, *more), generator=generator)
+    if "ignores" in row or "weighs" in row:
+        target[:20] = -100
+    scorer, batches = Scorer(loss), [(a, min(a + size, 40)) for a in range(0, 40, size)]
+    expected = {"loss": pytest.approx(float(loss(output, target).mean()), rel=1e-5)}
+    for parts in ([batches], [batches[:1], batches[1:]]):
+        assert scorer.values(folded(scorer, output, target, parts)) == expected
 
 
 def test_weights_of_samples() -> None:
@@ -284,26 +266,33 @@ def test_a_metric_that_measured_nothing_is_left_out() -> None:
 # mistakes
 
 
-def test_a_failing_metric_is_named_with_the_shapes() -> None:
-    scorer = Scorer(None, tuple(resolve(["accuracy", "top5"])))
-    message = (
-        'metric "top5" failed: top-5 of 3 classes: k is larger than the number of classes. The '
-        "output is (60, 3) float32, the label (60,) int64."
-    )
-    assert message_of(ParameterError, scorer.update, scorer.start(), SCORES, [LABELS]) == message
-    assert message_of(ParameterError, scorer.check, SCORES, [LABELS]) == message
-
-
-def test_a_failing_torchmetric_is_named_with_the_shapes() -> None:
-    scorer = Scorer(None, tuple(resolve([("f1", tm.F1Score("binary"))])))
-    with pytest.raises(ParameterError, match=r'"f1" failed: .*The output is \(60, 3\) float32'):
-        scorer.update(scorer.start(), SCORES, [LABELS])
-
-
-def test_a_bug_in_a_metric_is_told_with_its_kind() -> None:
-    scorer = Scorer(None, (MeanMetric("mine", lambda output, target: {}["key"]),))
-    with pytest.raises(ParameterError, match=r"failed: KeyError: 'key'. The output is"):
-        scorer.update(scorer.start(), SCORES, [LABELS])
+@pytest.mark.parametrize(
+    ("metric", "output", "labels", "message"),
+    [
+        (
+            "top5",
+            SCORES,
+            1,
+            'metric "top5" failed: top-5 of 3 classes: k is larger than the number of classes. The '
+            "output is (60, 3) float32, the label (60,) int64.",
+        ),
+        (("f1", tm.F1Score("binary")), SCORES, 1, "The output is (60, 3) float32"),
+        (
+            MeanMetric("mine", lambda output, target: {}["key"]),
+            SCORES,
+            1,
+            "failed: KeyError: 'key'",
+        ),
+        ("mae", SCORES, 2, "one label; the model has 2 (accuracy, mae)"),
+        ("mae", (SCORES, SCORES), 1, "a tuple of 0 [60, 3], "),
+    ],
+)
+def test_what_a_metric_cannot_measure(metric: Any, output: Any, labels: int, message: str) -> None:
+    scorer = Scorer(None, tuple(resolve(["accuracy", metric])))
+    targets = [LABELS] * labels
+    assert message in message_of(ParameterError, scorer.update, scorer.start(), output, targets)
+    with pytest.raises(ParameterError):
+        scorer.check(output, targets)
 
 
 def test_check_lists_every_problem_and_passes_what_works() -> None:
@@ -315,11 +304,3 @@ def test_check_lists_every_problem_and_passes_what_works() -> None:
     lines = str(caught.value).splitlines()
     assert lines[0] == "2 problems:"
     assert [line.split()[2] for line in lines[1:]] == ['"auc"', '"mae"']
-
-
-def test_metrics_need_one_tensor_and_one_label() -> None:
-    scorer = Scorer(None, tuple(resolve(["accuracy", "mae"])))
-    with pytest.raises(ParameterError, match=r"one label; the model has 2 \(accuracy, mae\)"):
-        scorer.update(scorer.start(), SCORES, [LABELS, LABELS])
-    with pytest.raises(ParameterError, match=r"a tuple of 0 \[60, 3\], .* output=0"):
-        scorer.update(scorer.start(), (SCORES, SCORES), [LABELS])

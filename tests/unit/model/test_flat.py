@@ -104,11 +104,6 @@ def test_a_lazy_module_that_ran_once() -> None:
     assert layout_of(module).segments[0].shape == (3, 2)
 
 
-def test_empty_parameters_share_nothing() -> None:
-    module = nn.ParameterList([torch.zeros(0, 3), torch.zeros(0), torch.zeros(2)])
-    assert [segment.length for segment in layout_of(module).segments] == [0, 0, 2]
-
-
 @pytest.mark.parametrize(
     ("dtypes", "expected"),
     [
@@ -124,14 +119,10 @@ def test_the_dtype_of_the_vector(dtypes: list[torch.dtype], expected: torch.dtyp
     assert FlatModule(module).flat.dtype == expected
 
 
-def no_parameter(count: int) -> str:
-    return (
-        f"the model has no trainable parameter: none of its {count} parameters has "
-        "requires_grad=True. Leave some out of freeze=, name some in unfreeze=, or add layers that "
-        "have some."
-    )
-
-
+NONE = (
+    "the model has no trainable parameter: none of its {} parameters has requires_grad=True. Leave "
+    "some out of freeze=, name some in unfreeze=, or add layers that have some."
+)
 SHARED = (
     'parameters "a" and "b" share memory but are two objects: to tie them, assign the same '
     "nn.Parameter to both places."
@@ -150,8 +141,8 @@ def shared(*parts: slice) -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: nn.Linear(3, 2).requires_grad_(False), no_parameter(2)),
-        (nn.ReLU, no_parameter(0)),
+        (lambda: nn.Linear(3, 2).requires_grad_(False), NONE.format(2)),
+        (nn.ReLU, NONE.format(0)),
         (lambda: nn.LazyLinear(3), f'parameter "weight" {LAZY}'),
         (partial(nn.Sequential, nn.Linear(2, 2), NORM), f'buffer "1.running_mean" {LAZY}'),
         (lambda: nn.Linear(1, 1, dtype=torch.complex64), f'parameter "weight" is {COMPLEX}'),

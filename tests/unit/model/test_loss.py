@@ -42,41 +42,25 @@ def by_sample(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).abs().sum(dim=1)
 
 
-@pytest.mark.parametrize(
-    ("loss", "target", "each"),
-    [
-        (nn.CrossEntropyLoss(), CLASSES, F.cross_entropy(OUTPUT, CLASSES, reduction="none")),
-        (
-            nn.CrossEntropyLoss(label_smoothing=0.1),
-            CLASSES,
-            F.cross_entropy(OUTPUT, CLASSES, reduction="none", label_smoothing=0.1),
-        ),
-        (F.cross_entropy, CLASSES, F.cross_entropy(OUTPUT, CLASSES, reduction="none")),
-        (nn.MSELoss(), VALUES, ((OUTPUT - VALUES) ** 2).mean(1)),
-        (F.l1_loss, VALUES, (OUTPUT - VALUES).abs().mean(1)),
-        (by_sample, VALUES, by_sample(OUTPUT, VALUES)),
-        (
-            nn.KLDivLoss(reduction="batchmean"),
-            SHARES,
-            F.kl_div(OUTPUT, SHARES, reduction="none").sum(1),
-        ),
-        (
-            partial(F.kl_div, reduction="batchmean"),
-            SHARES,
-            F.kl_div(OUTPUT, SHARES, reduction="none").sum(1),
-        ),
-    ],
-    ids=[
-        "module",
-        "smoothed",
-        "function",
-        "elements",
-        "function of elements",
-        "by sample",
-        "batchmean",
-        "function of batchmean",
-    ],
-)
+NONE = {"reduction": "none"}
+DIVERGENCE = F.kl_div(OUTPUT, SHARES, **NONE).sum(1)
+WEIGHTED = {
+    "module": (nn.CrossEntropyLoss(), CLASSES, F.cross_entropy(OUTPUT, CLASSES, **NONE)),
+    "smoothed": (
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+        CLASSES,
+        F.cross_entropy(OUTPUT, CLASSES, label_smoothing=0.1, **NONE),
+    ),
+    "function": (F.cross_entropy, CLASSES, F.cross_entropy(OUTPUT, CLASSES, **NONE)),
+    "elements": (nn.MSELoss(), VALUES, ((OUTPUT - VALUES) ** 2).mean(1)),
+    "function of elements": (F.l1_loss, VALUES, (OUTPUT - VALUES).abs().mean(1)),
+    "by sample": (by_sample, VALUES, by_sample(OUTPUT, VALUES)),
+    "batchmean": (nn.KLDivLoss(reduction="batchmean"), SHARES, DIVERGENCE),
+    "function of batchmean": (partial(F.kl_div, reduction="batchmean"), SHARES, DIVERGENCE),
+}
+
+
+@pytest.mark.parametrize(("loss", "target", "each"), WEIGHTED.values(), ids=WEIGHTED)
 def test_weighted_mean(loss, target, each) -> None:
     found = weighted_mean(loss, OUTPUT, [target], WEIGHTS)
     torch.testing.assert_close(found, mean(each), rtol=1e-13, atol=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -125,20 +124,6 @@ def test_a_class_is_given_the_trainable_parameters() -> None:
     (group,) = built.build_optimizer(module).param_groups
     assert group["lr"] == 0.25
     assert [id(p) for p in group["params"]] == [id(module.bias)]
-
-
-def test_a_function_is_given_the_module() -> None:
-    module = nn.Linear(3, 2)
-    given = []
-
-    @functools.wraps(make_optimizer)
-    def remember(what: nn.Module) -> torch.optim.Optimizer:
-        given.append(what)
-        return make_optimizer(what)
-
-    optimizer = Recipe(module, torch.square, remember, 0).build_optimizer(module)
-    assert given == [module]
-    assert optimizer.param_groups[0]["lr"] == 0.5
 
 
 # On a node

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from mistakes import message_of
-from structured import KINDS, AsDataclass, AsNamedTuple, ModelOutput, Structured
+from structured import KINDS, AsDataclass, AsNamedTuple, Structured
 from torch import nn
 
 from sparkdl.data.fields import Field
@@ -109,23 +109,6 @@ def test_what_can_be_named() -> None:
 TARGETS = [torch.tensor([0, 2])]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_metrics_are_of_a_part(kind: str) -> None:
-    part: Any = 0 if kind == "tuple" else "logits"
-    module = Structured(kind=kind)
-    recipe = Recipe(
-        module, nn.CrossEntropyLoss(), torch.optim.SGD, 0, signature=Signature(("x",), part)
-    )
-    live, inputs = LiveReplica.of(recipe), [torch.ones(2, 2)]
-    returned = recipe.signature.call(live.call, inputs)
-    expected = nn.functional.cross_entropy(part_of(returned, part), TARGETS[0])
-    assert torch.equal(loss_of_output(live, returned, MiniBatch(inputs, TARGETS))[0], expected)
-    scorer = Scorer(recipe.loss, tuple(resolve(["top@3"])), part=part, loss_part=part)
-    with torch.no_grad():
-        values = scorer.values(scorer.update(scorer.start(), returned, TARGETS))
-    assert values == {"loss": pytest.approx(float(expected.detach())), "top@3": 1.0}
-
-
 def test_metrics_of_another_part_than_the_loss() -> None:
     returned = AsDataclass(LOGITS, HIDDEN)
     whole = Scorer(lambda it, target: it.hidden.sum(), tuple(resolve(["top@3"])), part="logits")
@@ -188,7 +171,6 @@ def test_a_trial_goes_on_with_the_rows_of_the_data() -> None:
     assert float(module.passes) == 0
     with pytest.raises(ValueError, match=r"postprocess fails on a tensor of shape \[2, 2\]"):
         trial.run(None, fields, nothing)
-    assert isinstance(ModelOutput(LOGITS)["logits"], torch.Tensor)
 
 
 class OwnLoss(Structured):

@@ -14,6 +14,7 @@ from torch import nn, optim
 
 from sparkdl.engines.shuffle.store import first_version, next_version
 from sparkdl.model.flat import FlatModule
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.slab.pool import Pool
 from sparkdl.slab.root import SlabConfig, open_root
@@ -33,14 +34,14 @@ class Net(nn.Module):
         self.last = nn.Linear(7, 30, bias=False)
 
 
-def parts_of(make: Any, slices: int = 1) -> tuple[FlatModule, OptimizerSpec, list[SliceSpec]]:
-    torch.manual_seed(0)
-    module = Net()
-    plan = OptimizerSpec.of(
-        Recipe(module, torch.square, make, 0), list(module.parameters()), module
-    )
+def parts_of(
+    module: nn.Module, make: Any, options: TrainingOptions | None = None
+) -> tuple[FlatModule, OptimizerSpec, list[SliceSpec]]:
+    """The module, its optimizer, and the only slice."""
     flat = FlatModule(module)
-    return flat, plan, slice_specs(flat.layout, slices, whole=not plan.elementwise)
+    recipe = Recipe(module, torch.square, make, 0, options or TrainingOptions())
+    optimizer = OptimizerSpec.of(recipe, [p for _, p in flat.parameters], module)
+    return flat, optimizer, slice_specs(flat.layout, 1)
 
 
 def states_of(flat: FlatModule, plans: list[SliceSpec]) -> list[SliceState]:
@@ -54,15 +55,12 @@ def gradient_of(plan: SliceSpec, step: int = 0) -> torch.Tensor:
 
 def test_what_a_step_may_not_touch() -> None:
     """Parameters of no optimizer, buffers, and the caller's gradient."""
-    flat = FlatModule(nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9)))
-    module = flat.module
 
     def make(module: Any) -> optim.Optimizer:
         return optim.AdamW([module[0].weight], lr=0.1)
 
-    parameters = [p for _, p in flat.parameters]
-    optimizer = OptimizerSpec.of(Recipe(module, torch.square, make, 0), parameters, module)
-    (plan,) = slice_specs(flat.layout, 1)
+    module = nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9))
+    flat, optimizer, (plan,) = parts_of(module, make)
     (state,) = states_of(flat, [plan])
     before, gradient = copy.deepcopy(state.weights), gradient_of(plan)
     kept = gradient.clone()
@@ -85,10 +83,11 @@ class Replacing(optim.Optimizer):
 
 
 def test_an_optimizer_that_replaces_memory() -> None:
-    flat, optimizer, (plan,) = parts_of(Replacing)
+    flat, optimizer, (plan,) = parts_of(Net(), Replacing)
+    _, plain, _ = parts_of(Net(), partial(optim.SGD, lr=0.1))
     one, other = states_of(flat, [plan, plan])
     step_slice(plan, one, gradient_of(plan), frozenset(), optimizer)
-    step_slice(plan, other, gradient_of(plan), frozenset(), parts_of(partial(optim.SGD, lr=0.1))[1])
+    step_slice(plan, other, gradient_of(plan), frozenset(), plain)
     torch.testing.assert_close(one.weights, other.weights)
     assert not torch.equal(one.weights, flat.flat)
 
@@ -109,21 +108,13 @@ def test_an_optimizer_that_wants_the_loss_gets_it_and_pieces_have_their_shape(
     plan = SliceSpec(0, 0, length, (Fragment(0, "parameter", 0, length, shape),))
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(shape))
-    part = replace_make(module, Recording)
+    _, plain, _ = parts_of(module, partial(optim.SGD, lr=0.1))
+    part = replace(plain, parts=tuple(replace(part, make=Recording) for part in plain.parts))
     state = SliceState(torch.zeros(length))
     step_slice(plan, state, torch.ones(length), frozenset(), part, loss=torch.tensor(2.5))
     assert state.others[0] == {"loss": 2.5, "shape": shape or (1,)}
     step_slice(plan, state, torch.ones(length), frozenset(), part)
     assert state.others[0]["loss"] != state.others[0]["loss"]  # not given: NaN
-
-
-def replace_make(module: nn.Module, kind: Any) -> OptimizerSpec:
-    recipe = Recipe(module, torch.square, partial(optim.SGD, lr=0.1), 0)
-    plan = OptimizerSpec.of(recipe, list(module.parameters()), module)
-    return replace(plan, parts=tuple(replace(part, make=kind) for part in plan.parts))
-
-
-# Sparse gradients
 
 
 # Versions in slabs
@@ -158,7 +149,7 @@ def same(one: Any, other: Any) -> bool:
     ],
 )
 def test_versions_in_slabs_go_the_way_of_one_state_in_memory(pool: Pool, make: Any) -> None:
-    flat, optimizer, (plan,) = parts_of(make)
+    flat, optimizer, (plan,) = parts_of(Net(), make)
     (state,) = states_of(flat, [plan])
     handle = first_version(pool, state, submission=0)
     for submission in range(1, 6):
@@ -215,7 +206,7 @@ def test_state_is_where_the_weights_are(kind: Any, monkeypatch: pytest.MonkeyPat
         return copy_to(self, other, *args, **how)
 
     monkeypatch.setattr(torch.Tensor, "copy_", copied)
-    _, optimizer, (plan,) = parts_of(partial(kind, lr=0.1, foreach=False))
+    _, optimizer, (plan,) = parts_of(Net(), partial(kind, lr=0.1, foreach=False))
     state = SliceState(torch.zeros(plan.length, device="meta"))
     gradient = torch.zeros(plan.dense_length, device="meta")
     for _ in range(2):

@@ -13,17 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_apply import parts_of
 from test_plan import layouts
 from torch import nn, optim
 
-from sparkdl.model.flat import FlatModule
 from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
-from sparkdl.model.recipe import Recipe
 from sparkdl.slices import update as owner_module
 from sparkdl.slices.blocks import cut_blocks
 from sparkdl.slices.histogram import Histogram
-from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceSpec, slice_specs
 from sparkdl.slices.state import SliceState
@@ -108,11 +106,7 @@ def train(
     make: Any, options: TrainingOptions, elements: int, in_place: bool, shown: bool
 ) -> tuple[SliceState, Histograms]:
     torch.manual_seed(0)
-    flat = FlatModule(Net())
-    parameters = [p for _, p in flat.parameters]
-    recipe = Recipe(flat.module, torch.square, make, 0, options)
-    optimizer = OptimizerSpec.of(recipe, parameters, flat.module)
-    (plan,) = slice_specs(flat.layout, 1)
+    flat, optimizer, (plan,) = parts_of(Net(), make, options)
     owner = SliceUpdater.of(plan, optimizer, options, flat.layout, separable=True)
     state = SliceState(flat.flat.clone())
     with mock.patch.object(owner_module, "BLOCK_ELEMENTS", elements):
@@ -165,11 +159,7 @@ def test_blocks_do_not_change_a_bit(
 
 
 def test_an_optimizer_that_looks_at_whole_tensors_gets_them() -> None:
-    flat = FlatModule(Net())
-    parameters = [p for _, p in flat.parameters]
-    recipe = Recipe(flat.module, torch.square, MAKES["adam"], 0)
-    optimizer = OptimizerSpec.of(recipe, parameters, flat.module)
-    (plan,) = slice_specs(flat.layout, 1)
+    flat, optimizer, (plan,) = parts_of(Net(), MAKES["adam"])
     with mock.patch.object(owner_module, "cut_blocks", partial(cut_blocks, elements=64)):
         assert SliceUpdater.of(plan, optimizer, TrainingOptions(), flat.layout).blocks == [plan]
         local = SliceUpdater.of(
@@ -197,10 +187,7 @@ def test_what_is_drawn_follows_the_seed() -> None:
         torch.manual_seed(len(ends))
         module = nn.Linear(16, 16, bias=False)
         module.weight.data.zero_()
-        flat = FlatModule(module)
-        recipe = Recipe(module, torch.square, partial(Late, lr=0.1), 0, TrainingOptions())
-        optimizer = OptimizerSpec.of(recipe, [p for _, p in flat.parameters], module)
-        (plan,) = slice_specs(flat.layout, 1)
+        flat, optimizer, (plan,) = parts_of(module, partial(Late, lr=0.1))
         owner = SliceUpdater.of(plan, optimizer, TrainingOptions(), flat.layout, separable=True)
         state = SliceState(flat.flat.clone())
         gradient = torch.zeros(plan.dense_length)

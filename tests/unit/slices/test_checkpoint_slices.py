@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from mistakes import message_of
 from test_plan import layouts
 
-from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.model.layout import Layout, TensorRange
 from sparkdl.slices.slice_file import StoredSlice, WithoutAverage, pack, reslice, to_bytes, unpack
@@ -29,12 +28,9 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def layout_of_lengths(*lengths: int, dtype: torch.dtype = torch.float32) -> Layout:
-    step, position, segments = ALIGNMENT // dtype.itemsize, 0, []
-    for i, length in enumerate(lengths):
-        segments.append(TensorRange(f"p{i}", "parameter", position, length, (length,), dtype))
-        position += -(-length // step) * step
-    return Layout(tuple(segments), dtype, position)
+def layout_of_length(length: int) -> Layout:
+    segment = TensorRange("p", "parameter", 0, length, (length,), torch.float32)
+    return Layout((segment,), torch.float32, length)
 
 
 VALUES = st.recursive(
@@ -168,7 +164,7 @@ def test_cutting_anew_and_back_changes_no_bit(
 
 
 def test_a_parameter_over_three_slices_takes_its_state_from_where_it_starts() -> None:
-    layout = layout_of_lengths(96)
+    layout = layout_of_length(96)
     first, second, third = slice_specs(layout, 3)
     assert [p.parameters[0].length for p in (first, second, third)] == [32, 32, 32]
     parts = [
@@ -203,13 +199,13 @@ class Strange:
     ],
 )
 def test_state_that_cannot_be_stored_is_named(state: Any, says: str) -> None:
-    (plan,) = slice_specs(layout_of_lengths(16), 1)
+    (plan,) = slice_specs(layout_of_length(16), 1)
     state = SliceState(torch.zeros(16), {}, {0: ()}, {0: state})
     assert f"parameter 0{says}" in message_of(CheckpointError, pack, plan, state)
 
 
 def test_tensors_that_share_memory_are_stored_apart() -> None:
-    (plan,) = slice_specs(layout_of_lengths(16), 1)
+    (plan,) = slice_specs(layout_of_length(16), 1)
     memory = torch.arange(32.0)
     arrays = {"a": memory[:16], "b": memory[8:24]}
     state = SliceState(memory[:16], arrays, {0: ("a", "b")}, {0: {"t": memory[3]}})
@@ -218,7 +214,7 @@ def test_tensors_that_share_memory_are_stored_apart() -> None:
 
 
 def test_a_file_holds_no_pickle_and_says_what_it_is() -> None:
-    (plan,) = slice_specs(layout_of_lengths(16), 1)
+    (plan,) = slice_specs(layout_of_length(16), 1)
     others = {0: {"step": torch.tensor(2.0)}}
     data = to_bytes(plan, SliceState(torch.zeros(16), {}, {0: ()}, others))
     assert set(safetensors.torch.load(data)) == {"weights", "other.1"}
@@ -261,7 +257,7 @@ def test_bytes_that_are_no_slice_are_damage(data: bytes) -> None:
 
 
 def test_parts_must_cover_the_slice_once() -> None:
-    layout = layout_of_lengths(64)
+    layout = layout_of_length(64)
     plans = slice_specs(layout, 4)
     parts = [unpack(to_bytes(p, SliceState(torch.ones(16)))) for p in plans]
     (whole,) = slice_specs(layout, 1)

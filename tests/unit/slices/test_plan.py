@@ -41,17 +41,6 @@ both = st.booleans()
 
 
 @quick
-@given(layouts(), st.integers(1, 12), both)
-def test_slices_cover_the_vector_exactly(layout: Layout, slices: int, whole: bool) -> None:
-    plans = slice_specs(layout, slices, whole)
-    assert [plan.index for plan in plans] == list(range(slices))
-    assert plans[0].start == 0
-    assert plans[-1].stop == layout.size
-    assert all(one.stop == other.start for one, other in itertools.pairwise(plans))
-    assert all(plan.length >= 0 for plan in plans)
-
-
-@quick
 @given(layouts(), st.integers(1, 12))
 def test_slices_are_aligned_outside_tables_and_of_nearly_equal_length(
     layout: Layout, slices: int
@@ -70,8 +59,13 @@ def test_slices_are_aligned_outside_tables_and_of_nearly_equal_length(
 
 @quick
 @given(layouts(), st.integers(1, 12), both)
-def test_pieces_partition_the_segments(layout: Layout, slices: int, whole: bool) -> None:
+def test_slices_cover_the_vector_and_their_pieces_the_segments(
+    layout: Layout, slices: int, whole: bool
+) -> None:
     plans = slice_specs(layout, slices, whole)
+    assert [plan.index for plan in plans] == list(range(slices))
+    assert (plans[0].start, plans[-1].stop) == (0, layout.size)
+    assert all(one.stop == other.start for one, other in itertools.pairwise(plans))
     fragments = [(plan, fragment) for plan in plans for fragment in plan.fragments]
     for plan, fragment in fragments:
         segment = layout.segments[fragment.number]
@@ -86,27 +80,21 @@ def test_pieces_partition_the_segments(layout: Layout, slices: int, whole: bool)
 
 @quick
 @given(layouts(), st.integers(1, 12), both)
-def test_pieces_have_the_shape_of_what_they_are(layout: Layout, slices: int, whole: bool) -> None:
-    for fragment in (
-        fragment for plan in slice_specs(layout, slices, whole) for fragment in plan.fragments
-    ):
+def test_pieces_have_the_shape_of_what_they_are_and_tables_count_their_rows(
+    layout: Layout, slices: int, whole: bool
+) -> None:
+    rows: dict[int, list[int]] = {n: [] for n, s in enumerate(layout.segments) if s.sparse}
+    fragments = [p for plan in slice_specs(layout, slices, whole) for p in plan.fragments]
+    for fragment in fragments:
         segment = layout.segments[fragment.number]
         if segment.sparse:
             assert fragment.shape[0] * fragment.shape[1] == fragment.length
             assert fragment.shape[1] == segment.shape[1]
+            first = fragment.first_row
+            rows[fragment.number] += range(first, first + fragment.shape[0])
         else:
             assert fragment.shape == (segment.shape if fragment.length == segment.length else ())
-
-
-@quick
-@given(layouts(), st.integers(1, 12))
-def test_tables_are_cut_between_rows_that_are_counted_on(layout: Layout, slices: int) -> None:
-    plans = slice_specs(layout, slices)
-    for number, segment in enumerate(layout.segments):
-        if segment.sparse and segment.length:
-            parts = [p for plan in plans for p in plan.tables if p.number == number and p.length]
-            rows = [r for p in parts for r in range(p.first_row, p.first_row + p.shape[0])]
-            assert rows == list(range(segment.shape[0]))
+    assert all(rows[n] == [*range(layout.segments[n].shape[0])] for n in rows)
 
 
 @quick

@@ -1,17 +1,20 @@
-"""Sums of gradients in replica order: the mathematics of one slice."""
+"""Sums of gradients and averages of buffers, in replica order: the mathematics of one slice."""
 
 from __future__ import annotations
+
+import itertools
+import struct
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.slices.reduce import reduce_gradients
+from sparkdl.slices.reduce import merge_buffers, reduce_gradients
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import Fragment, SliceSpec
 
-NAN = float("nan")
+INF, NAN = float("inf"), float("nan")
 
 
 def plan_of(*fragments: Fragment) -> SliceSpec:
@@ -19,14 +22,23 @@ def plan_of(*fragments: Fragment) -> SliceSpec:
 
 
 GRADIENT = plan_of(Fragment(0, "parameter", 0, 4))
+AVERAGE = plan_of(Fragment(0, "parameter", 0, 2), Fragment(1, "average", 4, 3))
+"""Two parameters and two elements of padding before the buffer."""
 
 
-def contributions(
-    values: list[list[float]], weights: list[float], dtype: torch.dtype = torch.float32
+def sections(
+    weights: list[float],
+    *,
+    gradients: list[list[float]] | None = None,
+    buffers: list[list[float]] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> list[Section]:
+    """One of each replica. What is not given is NaN, and must not be looked at."""
+    none = [[NAN, NAN]] * len(weights)
+    parts = zip(weights, gradients or none, buffers or none, strict=True)
     return [
-        Section(replica, weight, torch.tensor(row, dtype=dtype), torch.empty(0, dtype=dtype))
-        for replica, (row, weight) in enumerate(zip(values, weights, strict=True))
+        Section(m, weight, torch.tensor(gradient, dtype=dtype), torch.tensor(buffer, dtype=dtype))
+        for m, (weight, gradient, buffer) in enumerate(parts)
     ]
 
 
@@ -42,10 +54,11 @@ def reduced(
     return out
 
 
-def test_no_weight_at_all_is_no_gradient() -> None:
+def test_no_weight_at_all_is_no_gradient_and_leaves_the_first_buffers() -> None:
     """A batch whose samples all have weight 0."""
-    items = contributions([[1, 2, 3, 4], [5, 6, 7, 8]], [0, 0])
+    items = sections([0, 0], gradients=[[1, 2, 3, 4], [5, 6, 7, 8]])
     assert reduced(items).tolist() == [0.0] * 4
+    assert merged(sections([0, 0], buffers=[[1, 2, 4], [5, 6, 8]]))[4:].tolist() == [1.0, 2.0, 4.0]
 
 
 @settings(deadline=None, max_examples=60)
@@ -67,7 +80,8 @@ def test_no_weight_at_all_is_no_gradient() -> None:
 def test_the_order_of_arrival_changes_no_bit(
     rows: list[tuple[list[float], float]], random: object
 ) -> None:
-    items = contributions([values for values, _ in rows], [count for _, count in rows])
+    values, weights = zip(*rows, strict=True)
+    items = sections(weights, gradients=values)
     arrived = list(items)
     random.shuffle(arrived)  # type: ignore[attr-defined]
     assert bits(reduced(arrived)) == bits(reduced(items))
@@ -75,6 +89,7 @@ def test_the_order_of_arrival_changes_no_bit(
     exact = torch.stack([i.gradient.double() * i.weight for i in items]).sum(0) / total
     scale = max(float(item.gradient.abs().max()) for item in items)
     assert (reduced(items).double() - exact).abs().max() <= scale * 1e-6
+    assert [item.gradient.tolist() for item in items] == list(values)  # left as they are
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -102,14 +117,8 @@ def test_only_the_dense_trainable_part_is_summed(dtype: torch.dtype) -> None:
 
 def test_what_travels_in_another_dtype_is_summed_in_that_of_the_model() -> None:
     """1 + 2**-9 is 1 in bfloat16: the sum must not be rounded to it on the way."""
-    items = contributions([[1.0] * 4, [2.0**-8] * 4], [1, 1], torch.bfloat16)
+    items = sections([1, 1], gradients=[[1.0] * 4, [2.0**-8] * 4], dtype=torch.bfloat16)
     assert reduced(items, torch.float32).tolist() == [(1 + 2.0**-8) / 2] * 4
-
-
-def test_contributions_are_left_as_they_are() -> None:
-    items = contributions([[1, 2, 3, 4], [5, 6, 7, 8]], [1, 3])
-    reduced(items)
-    assert [item.gradient.tolist() for item in items] == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 @pytest.mark.parametrize(
@@ -168,3 +177,54 @@ def test_rows_add_up_as_the_whole_table_would(
 def test_a_table_that_no_replica_touched_has_no_rows() -> None:
     item = Section(0, 1, torch.empty(0), torch.empty(0), frozenset({0}))
     assert reduce_gradients(TABLE, [item], torch.empty(0)).tables == {}
+
+
+# Buffers: what is equal everywhere keeps its bits
+
+
+def merged(items: list[Section], plan: SliceSpec = AVERAGE) -> torch.Tensor:
+    weights = torch.full((plan.length,), 9.0, dtype=items[0].buffers.dtype)
+    merge_buffers(plan, items, weights)
+    return weights
+
+
+def test_floats_are_averaged_by_counts_and_parameters_left_alone() -> None:
+    items = sections([1, 3], buffers=[[1, 2, 4], [5, 6, 8]])
+    assert merged(items).tolist() == [9.0, 9.0, 9.0, 9.0, 4.0, 5.0, 7.0]
+
+
+EQUAL = [0.1, -0.0, 0.0, 1e-45, 3.4e38, INF, -INF]
+
+
+@pytest.mark.parametrize("counts", [[1], [1, 1, 1], [3, 7], [1, 2, 3, 5, 7]])
+def test_what_is_equal_everywhere_keeps_its_bits(counts: list[int]) -> None:
+    """A constant buffer (a mask of -inf, a position table) must not drift over the iterations."""
+    plan = plan_of(Fragment(0, "average", 0, len(EQUAL)))
+    items = sections(counts, buffers=[EQUAL] * len(counts))
+    assert bits(merged(items, plan)) == bits(torch.tensor(EQUAL))
+
+
+@pytest.mark.parametrize("rows", [[[NAN] * 3, [NAN] * 3], [[1.0] * 3, [NAN] * 3]])
+def test_nan_stays_to_be_seen(rows: list[list[float]]) -> None:
+    assert merged(sections([1, 1], buffers=rows))[4:].isnan().all()
+
+
+def test_buffers_merge_in_replica_order() -> None:
+    items = sections([1, 2, 3], buffers=[[1e8, 1, 0.1], [-1e8, 2, 0.2], [1, 3, 0.3]])
+    expected = bits(merged(items))
+    for arrival in itertools.permutations(items):
+        assert bits(merged(list(arrival))) == expected
+
+
+def test_exact_buffers_come_from_the_first_replica() -> None:
+    """Their bits, whatever floats they would be: counters, masks, even the bits of a NaN."""
+    patterns = [0x7FA00001, 0x00000001, 0xFFFFFFFF, 0x80000000]
+    plan = plan_of(Fragment(0, "exact", 0, 4))
+    first = torch.frombuffer(bytearray(struct.pack("<4I", *patterns)), dtype=torch.float32)
+    nothing = torch.empty(0)
+    items = [
+        Section(5, 1, nothing, torch.zeros(4)),
+        Section(2, 1, nothing, first),  # replicas 0 and 1 had no samples
+        Section(7, 100, nothing, torch.ones(4)),
+    ]
+    assert struct.unpack("<4I", bits(merged(items, plan))) == tuple(patterns)
