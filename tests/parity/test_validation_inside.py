@@ -15,6 +15,7 @@ from feature_runs import (
     Centred,
     Notes,
     Parts,
+    assert_same_bits,
     classified,
     fit_here,
     mlp,
@@ -22,10 +23,10 @@ from feature_runs import (
     trainer_of,
     weighted,
 )
+from launch import in_turn
 from torch import nn
 
 import sparkdl
-from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.flat import FlatModule
 
 pytestmark = pytest.mark.parity
@@ -61,9 +62,11 @@ def validated(sizes, slices, held_out, make=classified, **changes):
     return trainer, parts, others
 
 
-@pytest.mark.parametrize("every", [sparkdl.every(2), sparkdl.every_epoch()], ids=str)
-@cuts
-def test_values_are_those_of_the_model_at_that_moment(sizes, slices, held_out, every):
+@pytest.mark.parametrize(
+    ("every", "cut"), in_turn([sparkdl.every(2), sparkdl.every_epoch()], CUTS[::-1]), ids=str
+)
+def test_values_are_those_of_the_model_at_that_moment(every, cut):
+    sizes, slices, held_out = cut
     trainer, parts, others = validated(
         sizes, slices, held_out, model=centred, validation={"every": every}, batch_size=9
     )
@@ -84,22 +87,6 @@ def test_values_are_those_of_the_model_at_that_moment(sizes, slices, held_out, e
 
 
 @cuts
-def test_values_are_those_of_the_scorer_of_evaluate(sizes, slices, held_out):
-    """The fold that ``evaluate`` runs, over all rows at once."""
-    trainer, parts, others = validated(sizes, slices, held_out, validation={"metrics": ["top@2"]})
-    seen = fit_here(trainer, parts)
-    inputs, labels, _ = all_rows(others)
-    from sparkdl.metrics.named import resolve
-
-    scorer = Scorer(trainer.loss, tuple(resolve(["top@2"])))
-    for record in seen.trained.history.validations:
-        with torch.no_grad():
-            output = module_at(trainer, seen.flats[record["iteration"] - 1])(inputs)
-        states = scorer.update(scorer.start(), output, [labels], None, len(labels))
-        assert record["metrics"] == pytest.approx(scorer.values(states), rel=1e-11)
-
-
-@cuts
 def test_training_is_not_touched_by_it(sizes, slices, held_out):
     """Running statistics and dropout's draws are those of a run without validation."""
     trainer, parts, _ = validated(
@@ -108,15 +95,14 @@ def test_training_is_not_touched_by_it(sizes, slices, held_out):
     seen = fit_here(trainer, parts)
     bare = fit_here(replace(trainer, validation=None), parts)
     assert len(seen.trained.history.validations) == 4
-    assert all(torch.equal(a, b) for a, b in zip(seen.flats, bare.flats, strict=True))
+    assert_same_bits(seen.flats, bare.flats)
+    assert bare.trained.best is None
 
 
-@pytest.mark.parametrize("class_weights", [None, [0.2, 3.0, 1.0]], ids=str)
 @cuts
-def test_the_loss_is_weighted_by_samples_and_not_by_classes(sizes, slices, held_out, class_weights):
-    trainer, parts, others = validated(
-        sizes, slices, held_out, weighted, weight="weight", class_weights=class_weights
-    )
+def test_the_loss_is_weighted_by_samples_and_not_by_classes(sizes, slices, held_out):
+    how = {"weight": "weight", "class_weights": [0.2, 3.0, 1.0]}
+    trainer, parts, others = validated(sizes, slices, held_out, weighted, **how)
     seen = fit_here(trainer, parts)
     inputs, labels, weights = all_rows(others)
     for record in seen.trained.history.validations:
@@ -130,9 +116,9 @@ def test_the_loss_is_weighted_by_samples_and_not_by_classes(sizes, slices, held_
 # The best model
 
 
-@pytest.mark.parametrize("best", ["loss", "accuracy"])
-@cuts
-def test_the_best_model_is_that_of_its_iteration(sizes, slices, held_out, best):
+@pytest.mark.parametrize(("best", "cut"), in_turn(["loss", "accuracy"], CUTS[1:]), ids=str)
+def test_the_best_model_is_that_of_its_iteration(best, cut):
+    sizes, slices, held_out = cut
     sgd = partial(torch.optim.SGD, lr=6.0)  # restless: the last is not the best
     trainer, parts, _ = validated(
         sizes,
@@ -144,6 +130,7 @@ def test_the_best_model_is_that_of_its_iteration(sizes, slices, held_out, best):
     seen = fit_here(trainer, parts)
     values = [v["metrics"][best] for v in seen.trained.history.validations]
     wanted = int(np.argmin(values) if best == "loss" else np.argmax(values))  # the first of equals
+    assert wanted < ITERATIONS - 1
     kept = module_at(trainer, seen.flats[wanted]).state_dict()
     found = seen.trained.best.module.state_dict()
     assert all(torch.equal(found[name], kept[name]) for name in kept)
@@ -165,17 +152,6 @@ def test_of_equals_the_first_is_kept():
     found = FlatModule(seen.trained.best.module).flat
     assert torch.equal(found, seen.flats[1])
     assert not torch.equal(found, seen.flats[3])
-
-
-def test_some_best_model_is_not_the_last():
-    sgd = partial(torch.optim.SGD, lr=6.0)
-    trainer, parts, _ = validated(
-        (22, 21), 2, (9, 8), optimizer=sgd, validation={"best": "loss", "every": sparkdl.every(1)}
-    )
-    seen = fit_here(trainer, parts)
-    values = [v["metrics"]["loss"] for v in seen.trained.history.validations]
-    assert np.argmin(values) < len(values) - 1
-    assert fit_here(replace(trainer, validation=None), parts).trained.best is None
 
 
 # Early stopping
