@@ -73,11 +73,6 @@ SAME: dict[str, tuple[dict[str, Any], tuple[int, int], int]] = {
     ),
     "parameters without a gradient": ({"model": Routed}, (12, 12), 1),
     "small buckets, not all used": ({"model": Routed, "strategy": BUCKETS}, (20, 12), 1),
-    "a static graph": (
-        {"model": Routed, "strategy": sparkdl.DDP(static_graph=True)},
-        (20, 12),
-        1,
-    ),
     "reentrant checkpoints": (
         {"model": Checkpointed, "strategy": sparkdl.DDP(static_graph=True)},
         (20, 12),
@@ -130,7 +125,7 @@ def test_the_rows_with_which_a_rank_keeps_company_do_no_harm(parts, strategy):
     assert [record["skipped"] for record in there.history] == skipped
 
 
-@pytest.mark.parametrize("strategy", [BUCKETS, "fsdp", "tensor", "pipeline"], ids=str)
+@pytest.mark.parametrize("strategy", [BUCKETS, "fsdp", "pipeline"], ids=str)
 def test_batches_in_which_nothing_counts_leave_statistics_as_they_were(parts, strategy):
     rows = parts(8, 8)
     for records in rows.records:
