@@ -27,6 +27,7 @@ from feature_runs import (
     several_steps,
     trainer_of,
 )
+from launch import in_turn
 from torch import nn
 
 import sparkdl
@@ -75,22 +76,21 @@ class Watched(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("accumulate", [2, 3, 100])
-@cuts
-def test_micro_batches_add_up_to_the_mini_batch(sizes, slices, accumulate):
-    parts = Parts.of(sizes)
+@pytest.mark.parametrize(("accumulate", "cut"), in_turn([2, 3, 100], CUTS[::-1]), ids=str)
+def test_micro_batches_add_up_to_the_mini_batch(accumulate, cut):
+    (sizes, slices), parts = cut, Parts.of(cut[0])
     trainer = trainer_of(sizes, slices, model=Watched, accumulate=accumulate)
     ROWS_SEEN.clear()
     as_plain_torch(trainer, parts)
     given = [len(p) for t in range(ITERATIONS) for p in parts_of(trainer, parts, t) if p]
-    cut = [
+    micro = [
         rows * (i + 1) // count - rows * i // count
         for rows in given
         for count in [min(accumulate, rows)]
         for i in range(count)
     ]
     # the first are trials on the driver, some of one row; the last those of plain torch
-    assert ROWS_SEEN[-ITERATIONS - len(cut) : -ITERATIONS] == cut
+    assert ROWS_SEEN[-ITERATIONS - len(micro) : -ITERATIONS] == micro
 
 
 # Local steps
@@ -207,19 +207,19 @@ def test_local_steps_hide_no_infinity_by_clipping(slices):
 
 # Regularisers
 
-REGULARISERS = [
-    ({"l1": 0.01}, {"*": (0.01, 0.0)}),
-    ({"l2": 0.1}, {"*": (0.0, 0.1)}),
-    (
+REGULARISERS = {
+    "l1": ({"l1": 0.01}, {"*": (0.01, 0.0)}),
+    "l2": ({"l2": 0.1}, {"*": (0.0, 0.1)}),
+    "patterns": (
         {"l1": {"0.weight": 0.02}, "l2": {"*.weight": 0.1, "2.*": 0.05}},
         {"0.weight": (0.02, 0.1), "2.weight": (0.0, 0.15), "2.bias": (0.0, 0.05)},
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("given", "strengths"), REGULARISERS, ids=["l1", "l2", "patterns"])
-@cuts
-def test_regularisers_are_penalties_added_to_the_loss(sizes, slices, given, strengths):
+@pytest.mark.parametrize(("name", "cut"), in_turn(REGULARISERS, CUTS[::-1]), ids=str)
+def test_regularisers_are_penalties_added_to_the_loss(name, cut):
+    (sizes, slices), (given, strengths) = cut, REGULARISERS[name]
     parts, bare = Parts.of(sizes), []
     trainer = trainer_of(sizes, slices, **given)
     seen = fit_here(trainer, parts)
@@ -276,11 +276,12 @@ def test_sparse_adam_on_tables(sizes, slices):
     as_plain_torch(trainer, parts, optimizers=two_optimizers)
 
 
-@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.2}, {"clip_value": 0.01}], ids=str)
-@cuts
-def test_sgd_on_tables_clipped_like_all_else(sizes, slices, changes):
+@pytest.mark.parametrize(
+    ("changes", "cut"), in_turn([{}, {"clip_norm": 0.2}, {"clip_value": 0.01}], CUTS[::-1]), ids=str
+)
+def test_sgd_on_tables_clipped_like_all_else(changes, cut):
     """torch clips no sparse gradient by value: the reference is the same model with dense tables."""
-    parts = Parts.of(sizes, tags)
+    (sizes, slices), parts = cut, Parts.of(cut[0], tags)
     sgd = partial(torch.optim.SGD, lr=0.5)
     trainer = trainer_of(sizes, slices, model=Tagged, optimizer=sgd, **changes)
     seen = fit_here(trainer, parts)
