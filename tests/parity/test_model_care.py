@@ -141,11 +141,11 @@ def continued(trainer, parts, module):
     }
 
 
-@pytest.mark.parametrize("form", ["state_dict", "str"])
+@pytest.mark.parametrize("form", ["state_dict", "str", "Path"])
 def test_weights_to_start_from(state, form, tmp_path):
     path = tmp_path / "start.safetensors"
     safetensors.torch.save_file(state, path)
-    given = {"state_dict": state, "str": str(path)}[form]
+    given = {"state_dict": state, "str": str(path), "Path": path}[form]
     sizes = (43,)
     sgd = partial(torch.optim.SGD, lr=0.1)
     trainer = trainer_of(sizes, model=normed, weights=given, optimizer=sgd)
@@ -186,12 +186,11 @@ PASSES: list[int] = []
 
 
 class Counted(nn.Module):
-    """A block that notes each of its forward passes, and has running statistics."""
+    """A block that notes each of its forward passes."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: nn.Module) -> None:
         super().__init__()
-        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, momentum=None)
-        self.dropout = nn.Dropout(0.3)
+        self.layer, self.norm, self.dropout = nn.Linear(WIDTH, WIDTH), norm, nn.Dropout(0.3)
 
     def forward(self, x):
         PASSES.append(len(x))
@@ -199,7 +198,9 @@ class Counted(nn.Module):
 
 
 def blocks():
-    return nn.Sequential(Counted(), Counted(), nn.Linear(WIDTH, CLASSES)).double()
+    """Only the first has running statistics."""
+    first, second = Counted(nn.BatchNorm1d(WIDTH, momentum=None)), Counted(nn.Identity())
+    return nn.Sequential(first, second, nn.Linear(WIDTH, CLASSES)).double()
 
 
 @pytest.mark.parametrize("patterns", [["0"], ["[01]"]], ids=str)

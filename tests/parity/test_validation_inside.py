@@ -56,7 +56,7 @@ def all_rows(parts, dtype=torch.float64):
 
 def validated(sizes, slices, held_out, make=classified, **changes):
     parts, others = Parts.of(sizes, make), Parts.of(held_out, make, seed=1)
-    given = {"metrics": ["accuracy"], "every": sparkdl.every(2), "batch_size": 4}
+    given = {"metrics": ["accuracy", "top@2"], "every": sparkdl.every(2), "batch_size": 4}
     given |= changes.pop("validation", {})
     trainer = trainer_of(sizes, slices, validation=sparkdl.Validation(others, **given), **changes)
     return trainer, parts, others
@@ -82,6 +82,8 @@ def test_values_are_those_of_the_model_at_that_moment(every, cut):
             output = module(inputs)
         accuracy = float((output.argmax(1) == labels).double().mean())
         assert record["metrics"]["accuracy"] == pytest.approx(accuracy, abs=1e-12)
+        among_two = (output.topk(2).indices == labels[:, None]).any(1).double().mean()
+        assert record["metrics"]["top@2"] == pytest.approx(float(among_two), abs=1e-12)
         loss = float(F.cross_entropy(output, labels))
         assert record["metrics"]["loss"] == pytest.approx(loss, rel=1e-11)
 
@@ -194,7 +196,7 @@ def test_the_state_tells_callbacks_of_it():
     seen = fit_here(trainer, parts)
     records = seen.trained.history.validations
     assert [(i, m) for i, m, _ in told] == [(r["iteration"], r["metrics"]) for r in records]
-    assert told[0][2] == {"loss": False, "accuracy": True}
+    assert told[0][2] == {"loss": False, "accuracy": True, "top@2": True}
 
 
 def test_validation_data_must_look_like_the_training_data():

@@ -125,11 +125,11 @@ CHANGES = {"plain": {}, "accumulated": {"accumulate": 3}, "words": {"model": of_
 
 
 @pytest.mark.parametrize(
-    ("case", "cut"), in_turn(itertools.product(LOSSES, CHANGES), CUTS), ids=str
+    ("case", "cut"), in_turn(itertools.product(CHANGES, LOSSES), CUTS), ids=str
 )
 def test_a_loss_that_ignores_labels_or_weighs_them(case, cut):
     """The mean over the labels of the global batch, wherever they are."""
-    (sizes, slices), loss, changes = cut, LOSSES[case[0]], CHANGES[case[1]]
+    (sizes, slices), changes, loss = cut, CHANGES[case[0]], LOSSES[case[1]]
     parts = Parts.of(sizes, tagged if "model" in changes else unlabelled, seed=1)
     trainer = trainer_of(sizes, slices, loss=loss, **changes)
     as_plain_torch(trainer, parts)
