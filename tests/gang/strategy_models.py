@@ -151,13 +151,6 @@ class Sharp(Own):
         return super().forward(x) * self.scale
 
 
-class Decides(Own):
-    """A model whose path depends on values."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(-x if x.sum() > 0 else x)
-
-
 def hidden() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8), Last())
 
@@ -178,17 +171,6 @@ def twice() -> nn.Module:
     made = hidden()
     made[4] = Last(2 * CLASSES)
     return made
-
-
-class One(nn.Module):
-    """A forward of its own with a single layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x)
 
 
 class Words(nn.Module):

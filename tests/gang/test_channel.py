@@ -45,6 +45,14 @@ def both(listener: Listener, hello: Any = "hello") -> tuple[Channel, Channel]:
     return arrived[0], found[0]
 
 
+def team_of_one(listener: Listener, timeout: float) -> tuple[ConnectedRanks, Channel]:
+    """Return the driver's team and the end of its only rank."""
+    hello = Introduction(0, 0, 0, 1, "here")
+    driver, rank = both(listener, hello)
+    arrivals: Any = SimpleNamespace(come={0: (driver, hello)})
+    return ConnectedRanks(arrivals, timeout), rank
+
+
 def raw(driver: bool = True) -> tuple[Channel, socket.socket]:
     """One end of a channel, the driver's or the rank's; the other is a bare socket."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -176,10 +184,7 @@ def test_a_message_that_does_not_end_is_not_waited_for() -> None:
 
 
 def test_a_rank_that_prints_without_a_pause_is_late_all_the_same(listener: Listener) -> None:
-    driver, rank = both(listener, Introduction(0, 0, 0, 1, "here"))
-    team = ConnectedRanks(
-        SimpleNamespace(come={0: (driver, Introduction(0, 0, 0, 1, "here"))}), 0.3
-    )  # type: ignore[arg-type]
+    team, rank = team_of_one(listener, 0.3)
 
     def shout() -> None:
         with contextlib.suppress(ChannelError):
@@ -199,17 +204,7 @@ def test_a_rank_that_prints_without_a_pause_is_late_all_the_same(listener: Liste
 
 def test_a_rank_that_takes_nothing_is_not_waited_for(listener):
     """As one that is stopped, whose host still answers for it."""
-    driver, rank = both(listener)
-    driver.bound_sends(0.2)
-    with pytest.raises(ChannelError):
-        driver.send(b"x" * 50_000_000)
-    rank.close()
-
-
-def test_a_team_bounds_its_sends(listener):
-    driver, rank = both(listener, Introduction(0, "job", 0, 1, "node"))
-    arrivals = SimpleNamespace(come={0: (driver, Introduction(0, "job", 0, 1, "node"))})
-    team = ConnectedRanks(arrivals, 0.2)
+    team, rank = team_of_one(listener, 0.2)
     with pytest.raises(StalledError, match=r"waited 0\.2 s for rank 0"):
         team.call(functools.partial(len, b"x" * 50_000_000), "a command")
     rank.close()

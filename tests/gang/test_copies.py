@@ -193,7 +193,7 @@ def test_copies_are_the_training_of_one_process(parts, tmp_path, beginning):
 
 
 OTHERS = [(name, end) for name, (_, _, ends) in BEGINNINGS.items() for end in [*ends][1:]]
-QUICK = [("pipelines", "two that share the update"), ("layers", "parts and shards")]
+QUICK = [("layers", "parts and shards")]
 
 
 @pytest.mark.parametrize(("beginning", "end"), soak_but(QUICK, OTHERS))

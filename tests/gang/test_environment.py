@@ -13,6 +13,7 @@ from pyspark import cloudpickle
 
 import sparkdl
 from sparkdl.gang.environment import Announce, Where, tell_of_other_gpu, variables
+from sparkdl.gang.process_group import interface_of
 from sparkdl.gang.rank_task import RankContext
 
 pytestmark = pytest.mark.gang
@@ -118,3 +119,8 @@ def test_a_network_interface_that_the_user_names_stays(spark):
         assert sparkdl.gang.run(interfaces, ranks=1) == [("lo", "eth9")]
     finally:
         del workers["NCCL_SOCKET_IFNAME"]
+
+
+def test_an_address_of_another_node_has_no_interface():
+    with pytest.raises(ValueError, match=r"no network interface of this node has the address"):
+        interface_of("192.0.2.1")

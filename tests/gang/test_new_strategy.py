@@ -72,13 +72,6 @@ def test_a_new_strategy_trains_as_plain_torch(row, parts, strategy):
         torch.testing.assert_close(trained.module.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
 
 
-def test_its_word_is_unknown_without_the_row():
-    with pytest.raises(ParameterError, match='strategy="all-gather": use one of ddp, zero1'):
-        trainer_of(strategy="all-gather")
-    with pytest.raises(ParameterError, match=r"sparkdl.Tensor\(...\) or sparkdl.Pipeline\(...\)"):
-        trainer_of(strategy="all-gather")
-
-
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -103,11 +96,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"strategy": "all-gather", "compression": sparkdl.PowerSGD(1)},
         ParameterError,
         "compression does not go with all-gather.",
-    ),
-    "another on its dimension": (
-        {"strategy": ["all-gather", "zero1"]},
-        ParameterError,
-        "strategy has two of a kind: name each once.",
     ),
     "one that splits the model": (
         {"strategy": ["all-gather", "fsdp"], "mesh": {"data": 1, "shard": 2}},

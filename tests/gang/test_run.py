@@ -202,13 +202,3 @@ def num_stages(spark: Any) -> Any:
     scheduler = spark.sparkContext._jsc.sc().dagScheduler()
     before = scheduler.numTotalJobs()
     return lambda: scheduler.numTotalJobs() - before
-
-
-def test_gloo_listens_on_the_address_that_spark_knows(spark):
-    def interface() -> str:
-        dist.barrier()
-        return os.environ["GLOO_SOCKET_IFNAME"]
-
-    assert sparkdl.gang.run(interface, ranks=RANKS) == ["lo", "lo"]
-    with pytest.raises(ValueError, match=r"no network interface of this node has the address"):
-        process_group.interface_of("192.0.2.1")

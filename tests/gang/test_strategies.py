@@ -149,18 +149,26 @@ ROWS: dict[str, dict[str, Any]] = {
 }
 
 
+VALIDATED = [
+    *(f"{word}, with care" for word in STRATEGIES),
+    *("tensor, a transformer layer", "tensor, inputs by keyword", "pipeline, interleaved"),
+    *("pipeline, a forward of its own", "pipeline, a forward of its own, with care"),
+]
+"""Ranks have different numbers of batches to validate; the best weights are kept in parts."""
 SPARED = [
+    *(f"{word}, as it comes" for word in ("zero1", "fsdp", "tensor", "pipeline")),
     *(f"{word}, labels that the loss ignores and weighs" for word in ("zero1", "fsdp", "tensor")),
     *(f"{word}, a sum and its count" for word in ("ddp in buckets", "fsdp", "tensor")),
     *(f"{word}, nothing counts" for word in ("ddp in buckets", "zero1", "tensor")),
-    *(f"{word}, a frozen layer" for word in ("ddp in buckets", "zero1", "fsdp")),
+    *(f"{word}, a frozen layer" for word in ("ddp in buckets", "zero1", "fsdp", "pipeline")),
     *(f"{word}, updates left out" for word in ("ddp in buckets", "fsdp", "tensor")),
     *("fsdp, its own loss", "fsdp, gathered once", "tensor, shards of one rank"),
     *("tensor, copies of layers that are whole", "pipeline, one micro-batch"),
     *("pipeline, all forward, then all backward", "pipeline, whole tensors"),
-    *("pipeline, a forward of its own", "pipeline, cut inside a block"),
+    *("pipeline, a forward of its own, with care", "pipeline, cut inside a block"),
+    *("fsdp, micro-batches that the loss ignores", "tensor, by hand"),
 ]
-"""They soak: another strategy has the option, or another test has both."""
+"""They soak: another strategy has the option, or another row or test has both."""
 
 
 def trainer_of(**changes: Any) -> sparkdl.Trainer:
@@ -170,10 +178,10 @@ def trainer_of(**changes: Any) -> sparkdl.Trainer:
 @pytest.mark.parametrize(("row", "sizes"), in_turn(ROWS, SIZES, SPARED), ids=str)
 def test_it_is_the_training_of_one_process(parts, row, sizes):
     rows, run = parts(*sizes), trainer_of(**ROWS[row])
-    if row.endswith(", with care"):
+    if row in VALIDATED:
         run = replace(run, **validated(rows))
     there, here = as_one_process(run, rows)
-    assert len(there.history.validations) == (3 if run.validation else 0)
+    assert len(there.history.validations) == (3 if row in VALIDATED else 0)
     skipped = [record["skipped"] for record in here.history]
     assert [record["skipped"] for record in there.history] == skipped
     assert (0 < sum(skipped) < len(skipped)) == (run.on_nan == "skip")
@@ -215,23 +223,6 @@ def test_rows_that_do_not_come_out_even(parts, case):
     as_one_process(trainer_of(**changes), rows, here, **alone)
 
 
-VALIDATED = {
-    "tensor": ({"model": models.Words, "strategy": "tensor"}, (0, 24)),
-    "tensor, by keyword": ({**by_keyword(), "strategy": "tensor"}, (20, 12)),
-    "pipeline, interleaved": ({"strategy": Pipeline(stages_per_rank=2)}, (20, 12)),
-    "pipeline, a forward of its own": (FORWARD, (0, 24)),
-}
-
-
-@pytest.mark.parametrize("case", VALIDATED)
-def test_validation_is_that_of_one_process(parts, case):
-    """Ranks have different numbers of batches to validate; the best weights are kept in parts."""
-    changes, sizes = VALIDATED[case]
-    rows = parts(*sizes)
-    there, _ = as_one_process(trainer_of(**changes, **validated(rows)), rows)
-    assert len(there.history.validations) == 3
-
-
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fsdp, bf16": {"strategy": UNITS, "precision": "bf16"},
     "fsdp, fp16": {"strategy": UNITS, "precision": "fp16"},
@@ -248,10 +239,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    soak_but([name for name in PRECISIONS if name[-4:] != "bf16" or " in " in name], PRECISIONS),
-)
+QUICK = ["fsdp, sums in bf16", "fsdp, gathers in bf16", "tensor, fp16", "pipeline, fp16"]
+
+
+@pytest.mark.parametrize("case", soak_but(QUICK, PRECISIONS))
 def test_lower_precision(parts, case):
     """SGD, as Adam would not see gradients that are a loss scale too large."""
     rows, sgd = parts(20, 12), partial(torch.optim.SGD, lr=0.3)
@@ -265,7 +256,7 @@ def test_lower_precision(parts, case):
     assert all(p.dtype == torch.float32 for p in there.module.parameters())
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "tensor", "pipeline"])
+@pytest.mark.parametrize("strategy", soak_but(["fsdp", "pipeline"], ["fsdp", "tensor", "pipeline"]))
 def test_it_goes_on_with_the_optimizer_state_it_kept(parts, strategy):
     """This holds for a parameter of one row, which both ranks have, too."""
     optimizer = {"optimizer": ADAFACTOR} if strategy == "pipeline" else {}
@@ -274,15 +265,12 @@ def test_it_goes_on_with_the_optimizer_state_it_kept(parts, strategy):
 
 WAYS: list[dict[str, Any]] = [
     {"strategy": "tensor"},
-    {"strategy": BY_HAND},
     {"strategy": UNITS},
-    {"strategy": "fsdp"},
     {"strategy": "zero1"},
     {"strategy": Pipeline(stages_per_rank=2)},
-    {"strategy": Pipeline(split=["2"])},
-    {"strategy": "tensor"},
+    {"strategy": BY_HAND},
     {"strategy": "fsdp"},
-    {"strategy": "pipeline"},
+    {"strategy": Pipeline(split=["2"])},
     {"engine": "local", "slices": 3},
 ]
 

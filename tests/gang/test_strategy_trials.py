@@ -89,18 +89,6 @@ TOLD: dict[str, tuple[Any, Any, type[Exception], str]] = {
         ModelError,
         "the model that is cut so puts out something else. ",
     ),
-    "a forward that looks at values": (
-        models.Decides,
-        "pipeline",
-        ModelError,
-        "cannot follow that of Decides (strategy_models.py, line ",
-    ),
-    "a forward of too few modules": (
-        models.One,
-        "pipeline",
-        ParameterError,
-        'strategy="pipeline" with 2 stages: the model is a chain of 1 modules. Use fewer replicas',
-    ),
     "a cut that a forward does not have": (
         models.Own,
         Pipeline(split=["block.1"]),

@@ -166,17 +166,9 @@ class Low(nn.Module):
         return self.last(torch.tanh(hidden).bfloat16()).float()
 
 
-def autoencoder() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 2), nn.Tanh(), nn.Linear(2, WIDTH), nn.Sigmoid())
-
-
 def sum_of_rows(output: torch.Tensor) -> torch.Tensor:
     """The mean over the samples of the sum of a row."""
     return output.sum(dim=1).mean()
-
-
-def log_energy(output: torch.Tensor) -> torch.Tensor:
-    return torch.log1p((output**2).sum(dim=1)).mean()
 
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from functools import partial
 
 import pytest
 import torch
 from feature_runs import (
-    ITERATIONS,
     Parts,
     assert_close,
+    assert_same_bits,
+    copies,
     differ,
     fit_here,
-    one_thread,
-    parts_of,
-    plain_loss,
-    recipe_of,
-    snapshot,
+    plainly,
     trainer_of,
 )
 
@@ -50,30 +46,19 @@ def power_sgd(gradient, memory, seed, rank):
     return basis @ (basis.T @ gradient), gradient.T @ basis
 
 
-def plainly_compressed(trainer, parts, formula, feedback=True):
-    """Tensors by name after each iteration: each replica's gradient by ``formula``, and their mean."""
-    module = copy.deepcopy(recipe_of(trainer).build())
-    optimizer, steps = trainer.optimizer(module.parameters()), []
+def compressing(trainer, formula, feedback=True):
+    """What a replica sends of a gradient by ``formula``; what that leaves out is part of the next."""
     residuals, memories = {}, {}
-    with one_thread():
-        for t in range(ITERATIONS):
-            found = [(m, p) for m, p in enumerate(parts_of(trainer, parts, t)) if p is not None]
-            total, sums = sum(len(p) for _, p in found), {}
-            for m, part in found:
-                module.zero_grad()
-                plain_loss(trainer, module, part).backward()
-                for n, (name, p) in enumerate(module.named_parameters()):
-                    seed = derive_seed(trainer.seed, "compression", t, m, n)
-                    gradient = p.grad + residuals.get((m, name), 0.0)
-                    sent, memories[m, name] = formula(gradient, memories.get((m, name)), seed)
-                    if feedback:
-                        residuals[m, name] = gradient - sent
-                    sums[name] = sums.get(name, 0.0) + sent * (len(part) / total)
-            for name, p in module.named_parameters():
-                p.grad = sums[name]
-            optimizer.step()
-            steps.append(snapshot(module))
-    return steps
+
+    def sent(gradient, t, m, n):
+        seed = derive_seed(trainer.seed, "compression", t, m, n)
+        gradient = gradient + residuals.get((m, n), 0.0)
+        found, memories[m, n] = formula(gradient, memories.get((m, n)), seed)
+        if feedback:
+            residuals[m, n] = gradient - found
+        return found
+
+    return sent
 
 
 @pytest.mark.parametrize(("sizes", "slices"), SIZES, ids=str)
@@ -89,36 +74,36 @@ def test_as_plain_pytorch(sizes, slices, hook, formula):
     parts = Parts.of(sizes)
     trainer = trainer_of(sizes, slices, optimizer=SGD, compression=hook)
     seen = fit_here(trainer, parts)
-    assert_close(seen.steps, plainly_compressed(trainer, parts, formula), 1e-9)
-    assert differ(seen.steps, plainly_compressed(trainer, parts, formula, feedback=False))
-    assert differ(seen.steps, fit_here(trainer_of(sizes, slices, optimizer=SGD), parts).steps)
+    assert_close(seen.steps, copies(trainer, parts, sent=compressing(trainer, formula))[0], 1e-9)
+    forgetful = compressing(trainer, formula, feedback=False)
+    assert differ(seen.steps, copies(trainer, parts, sent=forgetful)[0])
+    assert differ(seen.steps, plainly(trainer, parts)[0])
 
 
 @pytest.mark.parametrize("hook", [sparkdl.TopK(1.0), sparkdl.PowerSGD(99)], ids=str)
 def test_what_leaves_nothing_out_changes_no_bit(hook):
     sizes = (15, 14, 14)
-    for wire in ("fp32", "bf16"):
-        plain, same = (
-            fit_here(trainer_of(sizes, 3, wire=wire, compression=c), Parts.of(sizes))
-            for c in (None, hook)
-        )
-        if wire == "bf16":  # the rounding is fed back
-            assert differ(plain.steps, same.steps)
-            continue
-        for one, other in zip(plain.flats, same.flats, strict=True):
-            assert torch.equal(one, other)
+    plain, same = (
+        fit_here(trainer_of(sizes, 3, compression=one), Parts.of(sizes)) for one in (None, hook)
+    )
+    assert_same_bits(plain.flats, same.flats)
+
+
+def test_what_the_wire_rounds_off_is_fed_back():
+    plain, same = (
+        fit_here(trainer_of((22, 21), wire="bf16", compression=one), Parts.of((22, 21)))
+        for one in (None, sparkdl.TopK(1.0))
+    )
+    assert differ(plain.steps, same.steps)
 
 
 @pytest.mark.parametrize("hook", [sparkdl.TopK(0.1), sparkdl.PowerSGD(1)], ids=str)
 def test_the_number_of_slices_changes_no_bit(hook):
-    sizes = (22, 21)
-    runs = [
-        fit_here(trainer_of(sizes, slices, compression=hook, clip_value=0.1), Parts.of(sizes))
-        for slices in (1, 2, 5)
-    ]
-    for other in runs[1:]:
-        for one, two in zip(runs[0].flats, other.flats, strict=True):
-            assert torch.equal(one, two)
+    one, other = (
+        fit_here(trainer_of((22, 21), slices, compression=hook, clip_value=0.1), Parts.of((22, 21)))
+        for slices in (1, 5)
+    )
+    assert_same_bits(one.flats, other.flats)
 
 
 # Mistakes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from functools import partial
 
@@ -21,16 +20,15 @@ from feature_runs import (
     fit_here,
     mlp,
     normed,
-    one_thread,
     parts_of,
     plain_loss,
     plainly,
     recipe_of,
-    snapshot,
+    several_steps,
     trainer_of,
 )
+from launch import in_turn
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import sparkdl
 
@@ -42,50 +40,22 @@ NORM, VALUE = 0.7, 0.05
 # Clipping
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"clip_norm": NORM}, {"clip_value": VALUE}, {"clip_value": VALUE, "clip_norm": 0.1}],
+    ids=str,
+)
 @cuts
-def test_clip_norm_is_torchs(sizes, slices):
-    parts, norms = Parts.of(sizes), []
-    trainer = trainer_of(sizes, slices, clip_norm=NORM, optimizer=partial(torch.optim.SGD, lr=0.5))
-    seen = fit_here(trainer, parts)
-    clip = partial(clip_grad_norm_, max_norm=NORM)
-    wanted, losses = plainly(
-        trainer, parts, before=lambda m: norms.append(float(clip(m.parameters())))
-    )
-    assert min(norms) < NORM < max(norms), "both sides of the limit are to be seen"
-    assert_close(seen.steps, wanted)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
-    assert [r["gradient_norm"] for r in seen.trained.history] == pytest.approx(norms, rel=1e-11)
-
-
-def test_without_clip_norm_no_norm_is_measured():
-    seen = fit_here(trainer_of((43,)), Parts.of((43,)))
-    assert {r["gradient_norm"] for r in seen.trained.history} == {None}
-
-
-@cuts
-def test_clip_value_is_torchs(sizes, slices):
-    parts = Parts.of(sizes)
-    trainer = trainer_of(
-        sizes, slices, clip_value=VALUE, optimizer=partial(torch.optim.SGD, lr=0.5)
-    )
-    seen = fit_here(trainer, parts)
-    wanted, _ = plainly(trainer, parts, before=lambda m: clip_grad_value_(m.parameters(), VALUE))
-    assert differ(wanted, plainly(trainer, parts)[0])
-    assert_close(seen.steps, wanted)
-
-
-@cuts
-def test_values_are_clipped_before_the_norm(sizes, slices):
-    parts, norms = Parts.of(sizes), []
-
-    def both(module):
-        clip_grad_value_(module.parameters(), VALUE)
-        norms.append(float(clip_grad_norm_(module.parameters(), 0.1)))
-
-    sgd = partial(torch.optim.SGD, lr=0.5)
-    trainer = trainer_of(sizes, slices, clip_value=VALUE, clip_norm=0.1, optimizer=sgd)
-    seen, _ = as_plain_torch(trainer, parts, before=both)
-    assert [r["gradient_norm"] for r in seen.trained.history] == pytest.approx(norms, rel=1e-11)
+def test_clipping_is_torchs(sizes, slices, changes):
+    """Values come before the norm, which is measured in between."""
+    parts, norms, sgd = Parts.of(sizes), [], partial(torch.optim.SGD, lr=0.5)
+    trainer = trainer_of(sizes, slices, optimizer=sgd, **changes)
+    seen, wanted = as_plain_torch(trainer, parts, norms=norms)
+    told = [record["gradient_norm"] for record in seen.trained.history]
+    assert told == (norms if trainer.clip_norm is None else pytest.approx(norms, rel=1e-11))
+    assert differ(wanted, plainly(trainer_of(sizes, optimizer=sgd), parts)[0])
+    if trainer.clip_value is None:
+        assert min(norms) < NORM < max(norms), "both sides of the limit are to be seen"
 
 
 # Accumulation
@@ -106,94 +76,38 @@ class Watched(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize("accumulate", [2, 3, 100])
-@cuts
-def test_micro_batches_add_up_to_the_mini_batch(sizes, slices, accumulate):
-    parts = Parts.of(sizes)
+@pytest.mark.parametrize(("accumulate", "cut"), in_turn([2, 3, 100], CUTS[::-1]), ids=str)
+def test_micro_batches_add_up_to_the_mini_batch(accumulate, cut):
+    (sizes, slices), parts = cut, Parts.of(cut[0])
     trainer = trainer_of(sizes, slices, model=Watched, accumulate=accumulate)
     ROWS_SEEN.clear()
     as_plain_torch(trainer, parts)
     given = [len(p) for t in range(ITERATIONS) for p in parts_of(trainer, parts, t) if p]
-    cut = [
+    micro = [
         rows * (i + 1) // count - rows * i // count
         for rows in given
         for count in [min(accumulate, rows)]
         for i in range(count)
     ]
     # the first are trials on the driver, some of one row; the last those of plain torch
-    assert ROWS_SEEN[-ITERATIONS - len(cut) : -ITERATIONS] == cut
+    assert ROWS_SEEN[-ITERATIONS - len(micro) : -ITERATIONS] == micro
 
 
 # Local steps
 
 
-def several_steps(trainer, parts, before=None, penalty=None, iterations=ITERATIONS):
-    """Each replica takes its own steps from one state; weights are then averaged, and the moments of
-    those that had a gradient."""
-    recipe = recipe_of(trainer)
-    module = copy.deepcopy(recipe.build()).train()
-    optimizer = recipe.build_optimizer(module)
-    steps, losses = [], []
-    with one_thread():
-        for t in range(iterations):
-            copies, total_loss = [], 0.0
-            found = [part for part in parts_of(trainer, parts, t) if part is not None]
-            total = sum(map(len, found))
-            for part in found:
-                live = copy.deepcopy(module)
-                own = recipe.build_optimizer(live)
-                own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-                k, rows, used = trainer.local_steps, len(part), set()
-                for j in range(k):
-                    fragment = part[rows * j // k : rows * (j + 1) // k]
-                    if not len(fragment):
-                        continue
-                    own.zero_grad(set_to_none=True)
-                    value = plain_loss(trainer, live, fragment)
-                    total_loss += float(value.detach()) * len(fragment) / total
-                    (value if penalty is None else value + penalty(live)).backward()
-                    if before is not None:
-                        before(live)
-                    used |= {n for n, p in enumerate(live.parameters()) if p.grad is not None}
-                    own.step()
-                copies.append((live, own, rows / total, used))
-            with torch.no_grad():
-                for name, tensor in module.named_parameters():
-                    tensor.copy_(sum(dict(c.named_parameters())[name] * w for c, _, w, _ in copies))
-                for name, tensor in module.named_buffers():
-                    tensor.copy_(sum(dict(c.named_buffers())[name] * w for c, _, w, _ in copies))
-            state = optimizer.state_dict()
-            for number in range(len(list(module.parameters()))):
-                users = [(o.state_dict()["state"], w) for _, o, w, used in copies if number in used]
-                if not users or number not in users[0][0]:
-                    continue
-                values = state["state"][number] = dict(
-                    users[0][0][number]
-                )  # step counts: the first's
-                for name, value in values.items():
-                    if torch.is_tensor(value) and value.ndim:
-                        share = sum(w for _, w in users)
-                        values[name] = sum(found[number][name] * w / share for found, w in users)
-            optimizer.load_state_dict(state)
-            steps.append(snapshot(module))
-            losses.append(total_loss)
-    return steps, losses
-
-
 @pytest.mark.parametrize(
-    "optimizer",
-    [partial(torch.optim.Adam, lr=1e-2), partial(torch.optim.SGD, lr=0.1, momentum=0.9)],
+    ("local_steps", "optimizer"),
+    [
+        (2, partial(torch.optim.Adam, lr=1e-2)),
+        (3, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+    ],
     ids=["adam", "sgd"],
 )
-@pytest.mark.parametrize("local_steps", [2, 3])
 @cuts
 def test_local_steps(sizes, slices, local_steps, optimizer):
-    parts = Parts.of(sizes)
     trainer = trainer_of(sizes, slices, optimizer=optimizer, local_steps=local_steps)
-    seen = fit_here(trainer, parts)
-    wanted, losses = several_steps(trainer, parts)
-    assert_close(seen.steps, wanted)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    as_plain_torch(trainer, Parts.of(sizes), reference=several_steps)
 
 
 class Branched(nn.Module):
@@ -209,18 +123,17 @@ class Branched(nn.Module):
         return output + self.rare(inputs) if (inputs[:, 0] > 100).any() else output
 
 
-@pytest.mark.parametrize("slices", [1, 3])
-@pytest.mark.parametrize("users", [{0}, {1}, {0, 2}, {1, 2}, set()], ids=str)
+@pytest.mark.parametrize(
+    ("users", "slices"), [({0}, 1), ({1}, 3), ({0, 2}, 3), ({1, 2}, 1), (set(), 3)], ids=str
+)
 def test_local_steps_of_a_part_that_not_all_replicas_use(users, slices):
     """Nobody who had no gradient for it has a say in its optimizer state."""
     parts = Parts.of((16, 15, 12))
     for replica in users:
         for sample in parts.records[replica]:
             sample.features[0] = 101.0
-    adam = partial(torch.optim.Adam, lr=1e-2)
-    trainer = trainer_of((16, 15, 12), slices, model=Branched, optimizer=adam, local_steps=2)
-    seen = fit_here(trainer, parts)
-    assert_close(seen.steps, several_steps(trainer, parts)[0])
+    trainer = trainer_of((16, 15, 12), slices, model=Branched, local_steps=2)
+    as_plain_torch(trainer, parts, reference=several_steps)
 
 
 class ByLoss(torch.optim.Optimizer):
@@ -238,18 +151,8 @@ class ByLoss(torch.optim.Optimizer):
 
 
 def test_local_steps_tell_an_optimizer_the_loss():
-    parts = Parts.of((43,))
-    trainer = trainer_of((43,), 1, optimizer=ByLoss, local_steps=2)
-    recipe, module = recipe_of(trainer), recipe_of(trainer).build()
-    steps = fit_here(trainer, parts).steps
-    for t in range(ITERATIONS):
-        (part,) = parts_of(trainer, parts, t)
-        for low, high in ((0, len(part) // 2), (len(part) // 2, len(part))):
-            module.zero_grad()
-            value = plain_loss(trainer, module, part[low:high])
-            value.backward()
-            recipe.build_optimizer(module).step(lambda value=value: value)
-        assert_close([steps[t]], [snapshot(module)])
+    trainer = trainer_of((43,), optimizer=ByLoss, local_steps=2)
+    as_plain_torch(trainer, Parts.of((43,)), reference=several_steps)
 
 
 class Visits(torch.optim.SGD):
@@ -273,21 +176,15 @@ def test_local_steps_keep_whole_numbers_whole():
 
 @pytest.mark.parametrize(("sizes", "slices"), [((22, 21), 2), ((30, 2, 11), 5)], ids=str)
 def test_local_steps_clip_and_regularise_each_step(sizes, slices):
-    parts = Parts.of(sizes)
-    sgd = partial(torch.optim.SGD, lr=0.5)
-    trainer = trainer_of(
-        sizes, slices, optimizer=sgd, local_steps=3, clip_norm=NORM, clip_value=VALUE, l2=0.1
-    )
-    seen = fit_here(trainer, parts)
+    parts, sgd = Parts.of(sizes), partial(torch.optim.SGD, lr=0.5)
+    changes = {"local_steps": 3, "clip_norm": NORM, "clip_value": VALUE, "l2": 0.1}
+    trainer = trainer_of(sizes, slices, optimizer=sgd, **changes)
 
-    def clip(module):
-        clip_grad_value_(module.parameters(), VALUE)
-        clip_grad_norm_(module.parameters(), NORM)
+    def loss(module, part):
+        penalty = 0.05 * sum((p**2).sum() for p in module.parameters())
+        return plain_loss(trainer, module, part) + penalty
 
-    wanted, _ = several_steps(
-        trainer, parts, clip, lambda m: 0.05 * sum((p**2).sum() for p in m.parameters())
-    )
-    assert_close(seen.steps, wanted)
+    assert_close(fit_here(trainer, parts).steps, several_steps(trainer, parts, loss)[0])
 
 
 @pytest.mark.parametrize("slices", [1, 2])
@@ -310,20 +207,19 @@ def test_local_steps_hide_no_infinity_by_clipping(slices):
 
 # Regularisers
 
-REGULARISERS = [
-    ({"l1": 0.01}, {"*": (0.01, 0.0)}),
-    ({"l2": 0.1}, {"*": (0.0, 0.1)}),
-    ({"l1": 0.01, "l2": 0.1}, {"*": (0.01, 0.1)}),
-    (
+REGULARISERS = {
+    "l1": ({"l1": 0.01}, {"*": (0.01, 0.0)}),
+    "l2": ({"l2": 0.1}, {"*": (0.0, 0.1)}),
+    "patterns": (
         {"l1": {"0.weight": 0.02}, "l2": {"*.weight": 0.1, "2.*": 0.05}},
         {"0.weight": (0.02, 0.1), "2.weight": (0.0, 0.15), "2.bias": (0.0, 0.05)},
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("given", "strengths"), REGULARISERS, ids=["l1", "l2", "both", "patterns"])
-@cuts
-def test_regularisers_are_penalties_added_to_the_loss(sizes, slices, given, strengths):
+@pytest.mark.parametrize(("name", "cut"), in_turn(REGULARISERS, CUTS[::-1]), ids=str)
+def test_regularisers_are_penalties_added_to_the_loss(name, cut):
+    (sizes, slices), (given, strengths) = cut, REGULARISERS[name]
     parts, bare = Parts.of(sizes), []
     trainer = trainer_of(sizes, slices, **given)
     seen = fit_here(trainer, parts)
@@ -380,11 +276,12 @@ def test_sparse_adam_on_tables(sizes, slices):
     as_plain_torch(trainer, parts, optimizers=two_optimizers)
 
 
-@pytest.mark.parametrize("changes", [{}, {"clip_norm": 0.2}, {"clip_value": 0.01}], ids=str)
-@cuts
-def test_sgd_on_tables_clipped_like_all_else(sizes, slices, changes):
+@pytest.mark.parametrize(
+    ("changes", "cut"), in_turn([{}, {"clip_norm": 0.2}, {"clip_value": 0.01}], CUTS[::-1]), ids=str
+)
+def test_sgd_on_tables_clipped_like_all_else(changes, cut):
     """torch clips no sparse gradient by value: the reference is the same model with dense tables."""
-    parts = Parts.of(sizes, tags)
+    (sizes, slices), parts = cut, Parts.of(cut[0], tags)
     sgd = partial(torch.optim.SGD, lr=0.5)
     trainer = trainer_of(sizes, slices, model=Tagged, optimizer=sgd, **changes)
     seen = fit_here(trainer, parts)
@@ -394,13 +291,7 @@ def test_sgd_on_tables_clipped_like_all_else(sizes, slices, changes):
         module.tags.sparse = module.first.sparse = False
         return module
 
-    def before(module):
-        if "clip_norm" in changes:
-            clip_grad_norm_(module.parameters(), changes["clip_norm"])
-        if "clip_value" in changes:
-            clip_grad_value_(module.parameters(), changes["clip_value"])
-
-    wanted, _ = plainly(trainer_of(sizes, model=dense, optimizer=sgd), parts, before=before)
+    wanted, _ = plainly(trainer_of(sizes, model=dense, optimizer=sgd, **changes), parts)
     assert_close(seen.steps, wanted)
 
 

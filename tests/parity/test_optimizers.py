@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launch import in_turn
 from mistakes import message_of
 from noisy import Noisy
 from torch import nn, optim
@@ -243,7 +244,7 @@ def on_slices(
     make: Any,
     slices: int,
     hyperparameters: Callable[[int], Any] = lambda step: None,
-) -> list[SliceState]:
+) -> OptimizerSpec:
     """The same steps, slice by slice; the weights are brought back into ``module``."""
     flat = FlatModule(module)
     parameters = [p for _, p in flat.parameters]
@@ -260,7 +261,7 @@ def on_slices(
             loss = torch.tensor(1.0)
             step_slice(plan, state, dense, absent_in(step), optimizer, values, rows, loss)
     flat.flat.copy_(torch.cat([state.weights for state in states]))
-    return states
+    return optimizer
 
 
 def difference(one: nn.Module, other: nn.Module) -> float:
@@ -270,29 +271,22 @@ def difference(one: nn.Module, other: nn.Module) -> float:
     return float(torch.stack(found).max())  # NaN where one is
 
 
-@pytest.mark.parametrize(
-    ("slices", "dtype"), [(2, torch.float64), (7, torch.float64), (5, torch.float32)]
-)
-@pytest.mark.parametrize("row", ROWS)
-def test_slices_get_the_weights_of_the_whole(row: str, slices: int, dtype: torch.dtype) -> None:
+CUTS = [(2, torch.float64), (7, torch.float64), (5, torch.float32)]
+"""Numbers of slices, and what is computed in."""
+
+
+@pytest.mark.parametrize(("row", "cut"), in_turn(ROWS, CUTS), ids=str)
+def test_slices_get_the_weights_of_the_whole(row: str, cut: tuple[int, torch.dtype]) -> None:
+    """What the row says of its optimizer is found out."""
+    (slices, dtype), one = cut, ROWS[row]
     module = make_net(row, dtype)
     whole = copy.deepcopy(module)
-    on_the_whole(whole, ROWS[row].make)
+    on_the_whole(whole, one.make)
     assert difference(module, whole) > 1e-4  # it did train
-    on_slices(module, ROWS[row].make, 1 if ROWS[row].single else slices)
+    spec = on_slices(module, one.make, 1 if one.single else slices)
     tolerance = 1e-5 if "Muon" in row else TOLERANCE[dtype]  # Muon computes in bfloat16
     assert difference(module, whole) <= tolerance
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_what_a_row_says_of_its_optimizer_is_found_out(row: str) -> None:
-    module = make_net(row)
-    names = [segment.name for segment, _ in FlatModule(copy.deepcopy(module)).parameters]
-    named = dict(module.named_parameters())
-    parameters = [named[name] for name in names]
-    plan = spec_of(module, ROWS[row].make, parameters)
-    assert plan.elementwise is not ROWS[row].whole
-    assert plan.separate is not ROWS[row].single
+    assert (spec.elementwise, spec.separate) == (not one.whole, not one.single)
 
 
 class Counting(torch.optim.SGD):
@@ -386,10 +380,9 @@ SCHEDULED: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("slices", [1, 3])
 @pytest.mark.parametrize(("row", "schedule"), SCHEDULED)
 @pytest.mark.filterwarnings("ignore:Detected call of")
-def test_a_schedule_replaces_hyperparameters(row: str, schedule: Any, slices: int) -> None:
+def test_a_schedule_replaces_hyperparameters(row: str, schedule: Any) -> None:
     """Learning rates, and the momentum or betas that OneCycleLR turns as well."""
     module, make = make_net(row), ROWS[row].make
     whole, constant = copy.deepcopy(module), copy.deepcopy(module)
@@ -404,5 +397,5 @@ def test_a_schedule_replaces_hyperparameters(row: str, schedule: Any, slices: in
             mirrored.after(TrainState(iteration=step - 1), TrainState(iteration=step))
         return mirrored.changes()
 
-    on_slices(module, make, slices, hyperparameters)
+    on_slices(module, make, 3, hyperparameters)
     assert difference(module, whole) <= 1e-12

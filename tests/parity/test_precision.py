@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from functools import partial
 
@@ -13,14 +12,13 @@ from feature_runs import (
     CLASSES,
     WIDTH,
     Parts,
+    copies,
     fit_here,
     mlp,
-    one_thread,
-    parts_of,
     plain_loss,
     recipe_of,
-    snapshot,
     trainer_of,
+    whole,
 )
 from torch import nn
 
@@ -44,27 +42,15 @@ def test_the_sum_of_rounded_gradients_to_the_last_bit(sizes, slices, wire):
     sgd = partial(torch.optim.SGD, lr=0.5)
     trainer = trainer_of(sizes, slices, model=small, optimizer=sgd, wire=wire)
     seen = fit_here(trainer, parts)
-    module = recipe_of(trainer).build()
-    with one_thread():
-        for t, step in enumerate(seen.steps):
-            found = [(m, p) for m, p in enumerate(parts_of(trainer, parts, t)) if p is not None]
-            total, sums = sum(len(p) for _, p in found), {}
-            for _, part in found:
-                live = copy.deepcopy(module)
-                plain_loss(trainer, live, part).backward()
-                for name, p in live.named_parameters():
-                    rounded = p.grad.to(DTYPES[wire]).to(torch.float32)
-                    assert not torch.equal(rounded, p.grad)
-                    if name not in sums:
-                        sums[name] = rounded * (len(part) / total)
-                    else:
-                        sums[name].add_(rounded * (len(part) / total))  # rounded, then added
-            optimizer = sgd(module.parameters())
-            for name, p in module.named_parameters():
-                p.grad = sums[name]
-            optimizer.step()
-            for name, p in module.named_parameters():
-                assert torch.equal(step[name], p.detach()), (t, name)
+
+    def rounded(gradient, *_):
+        found = gradient.to(DTYPES[wire]).to(torch.float32)
+        assert not torch.equal(found, gradient)
+        return found
+
+    wanted, _ = copies(trainer, parts, sent=rounded)
+    for t, (step, right) in enumerate(zip(seen.steps, wanted, strict=True)):
+        assert all(torch.equal(step[name], right[name]) for name in right), t
 
 
 def test_fp32_wire_does_not_round_fp64():
@@ -179,24 +165,15 @@ def test_autocast_is_torchs(precision):
     trainer = trainer_of(sizes, 2, model=small, optimizer=sgd, precision=precision)
     seen = fit_here(trainer, parts)
     scale = 2.0**16 if precision == "fp16" else 1.0
-    module = recipe_of(trainer).build()
-    with one_thread():
-        for t, step in enumerate(seen.steps):
-            assert seen.states[t].skipped == 0
-            found = [p for p in parts_of(trainer, parts, t) if p is not None]
-            sums = {}
-            for part in found:
-                live = copy.deepcopy(module)
-                with torch.autocast("cpu", dtype=DTYPES[precision]):
-                    value = plain_loss(trainer, live, part)
-                (value * scale).backward()
-                for name, p in live.named_parameters():
-                    share = len(part) / sum(map(len, found))
-                    sums[name] = sums.get(name, 0) + p.grad / scale * share
-            with torch.no_grad():
-                for name, p in module.named_parameters():
-                    p -= 0.1 * sums[name]
-                    torch.testing.assert_close(step[name], p, rtol=1e-5, atol=1e-7)
+
+    def loss(module, part):
+        with torch.autocast("cpu", dtype=DTYPES[precision]):
+            return plain_loss(trainer, module, part) * scale
+
+    wanted, _ = copies(trainer, parts, loss, sent=lambda gradient, *_: gradient / scale)
+    assert {state.skipped for state in seen.states} == {0}
+    for step, right in zip(seen.steps, wanted, strict=True):
+        torch.testing.assert_close(step, right, rtol=1e-5, atol=1e-7)
 
 
 # The loss scale
@@ -286,12 +263,7 @@ class Endless(Fragile):
 
 def bad_iterations(trainer, parts):
     """Which iterations (from 0) meet the row."""
-    return [
-        t
-        for t in range(9)
-        for part in parts_of(trainer, parts, t)
-        if part is not None and bool((part.inputs[0] == 1000).any())
-    ]
+    return [t for t in range(9) if bool((whole(trainer, parts, t).inputs[0] == 1000).any())]
 
 
 SIZES = (24, 23)
@@ -339,23 +311,7 @@ def test_a_skipped_iteration_does_not_count_for_adam():
     parts = with_a_bad_row((8, 16), 0)
     trainer = trainer_of((8, 16), 2, model=Fragile, on_nan="skip")
     seen = fit_here(trainer, parts)
-    module = recipe_of(trainer).build().train()
-    optimizer = recipe_of(trainer).build_optimizer(module)
-    with one_thread():
-        for t in range(9):
-            found = [p for p in parts_of(trainer, parts, t) if p is not None]
-            if any(bool((p.inputs[0] == 1000).any()) for p in found):
-                continue
-            total, sums = sum(map(len, found)), {}
-            copies = [copy.deepcopy(module) for _ in found]
-            for live, part in zip(copies, found, strict=True):
-                plain_loss(trainer, live, part).backward()
-                for name, p in live.named_parameters():
-                    sums[name] = sums.get(name, 0) + p.grad * (len(part) / total)
-            for name, p in module.named_parameters():
-                p.grad = sums[name]
-            optimizer.step()
-            for name, tensor in snapshot(module).items():
-                if name in dict(module.named_parameters()):
-                    torch.testing.assert_close(seen.steps[t][name], tensor, rtol=1e-9, atol=1e-11)
+    wanted, _ = copies(trainer, parts, counts=lambda part: not (part.inputs[0] == 1000).any())
+    for step, right in zip(seen.steps, wanted, strict=True):
+        torch.testing.assert_close(step, right, rtol=1e-9, atol=1e-11)
     assert 0 < seen.states[-1].skipped < 9

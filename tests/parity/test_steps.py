@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from feature_runs import BATCH_SIZE, CLASSES, Parts, assert_close, fit_here, plainly, trainer_of
+from launch import in_turn
 
 import sparkdl
 
 pytestmark = pytest.mark.parity
-SIZES = [((43,), 5), ((12, 0, 23, 8), 3)]
+SIZES = [((12, 0, 23, 8), 3), ((43,), 5)]
 SOME = 1
 """Rows of a class up to this one are counted alone, of which replicas have unequal numbers."""
 
@@ -50,12 +52,15 @@ def minimized(step: Any, told: dict[str, Any]) -> torch.Tensor:
     return told["all"] + 0.1 * told["size"]
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}], ids=str)
-@pytest.mark.parametrize("step", [by_rows, summed, of_some])
-@pytest.mark.parametrize(("sizes", "slices"), SIZES, ids=str)
-def test_a_step(sizes: tuple[int, ...], slices: int, step: Any, changes: dict[str, Any]) -> None:
-    parts = Parts.of(sizes)
-    seen = fit_here(trainer_of(sizes, slices, loss=None, step=step, **changes), parts)
+STEPS = {"of some": of_some, "by rows": by_rows, "summed": summed}
+
+
+@pytest.mark.parametrize(("case", "cut"), in_turn(itertools.product([3, 1], STEPS), SIZES), ids=str)
+def test_a_step(case: tuple[int, str], cut: tuple[tuple[int, ...], int]) -> None:
+    (accumulate, name), (sizes, slices) = case, cut
+    step, parts = STEPS[name], Parts.of(sizes)
+    trainer = trainer_of(sizes, slices, loss=None, step=step, accumulate=accumulate)
+    seen = fit_here(trainer, parts)
     expected: list[dict[str, Any]] = []
 
     def loss(module: Any, part: Any) -> torch.Tensor:

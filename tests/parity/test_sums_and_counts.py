@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -15,22 +16,21 @@ from feature_runs import (
     ITERATIONS,
     WIDTH,
     Parts,
+    as_plain_torch,
     assert_close,
+    copies,
     differ,
     fit_here,
-    parts_of,
     plainly,
-    recipe_of,
-    snapshot,
     trainer_of,
 )
+from launch import in_turn
 from torch import nn
 
 import sparkdl
 
 pytestmark = pytest.mark.parity
-SIZES = [((43,), 5), ((12, 0, 23, 8), 3)]
-cuts = pytest.mark.parametrize(("sizes", "slices"), SIZES, ids=str)
+SIZES = [((12, 0, 23, 8), 3), ((43,), 5)]
 WORDS, IGNORED = 4, -100
 
 
@@ -81,28 +81,27 @@ def mean_of(loss):
     return mean
 
 
+LOSSES = {"words": words, "words by row": words_by_row, "pairs": pairs}
+CHANGES = {
+    "plain": {},
+    "accumulated": {"accumulate": 3},
+    "clipped": {"clip_norm": 0.05},
+    "both": {"accumulate": 2, "clip_norm": 0.05, "slices": 1},
+}
+
+
+def tolerance_of(trainer):
+    return 1e-11 if trainer.clip_norm is None else 1e-9
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [{}, {"accumulate": 3}, {"clip_norm": 0.05}, {"accumulate": 2, "clip_norm": 0.05, "slices": 1}],
-    ids=str,
+    ("case", "cut"), in_turn(itertools.product(CHANGES, LOSSES), SIZES), ids=str
 )
-@pytest.mark.parametrize("loss", [words, words_by_row, pairs])
-@cuts
-def test_a_sum_and_its_count(sizes, slices, loss, changes):
-    parts = Parts.of(sizes, tagged)
+def test_a_sum_and_its_count(case, cut):
+    (sizes, slices), changes, loss = cut, CHANGES[case[0]], LOSSES[case[1]]
     trainer = trainer_of(sizes, **{"slices": slices, "model": of_words, "loss": loss, **changes})
-    seen = fit_here(trainer, parts)
-
-    def before(module):
-        if "clip_norm" in changes:
-            nn.utils.clip_grad_norm_(module.parameters(), changes["clip_norm"])
-
-    wanted, losses = plainly(trainer, parts, mean_of(loss), before)
-    assert_close(seen.steps, wanted, 1e-9 if "clip_norm" in changes else 1e-11)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
-    if sum(map(bool, sizes)) > 1:  # it matters: the mean of the replicas' means is another
-        by_rows = fit_here(replace(trainer, loss=sparkdl.PerReplica(token_mean)), parts)
-        assert loss is pairs or differ(by_rows.steps, wanted)
+    tolerance = tolerance_of(trainer)
+    as_plain_torch(trainer, Parts.of(sizes, tagged), mean_of(loss), tolerance=tolerance)
 
 
 def token_mean(output, target):
@@ -121,41 +120,29 @@ def test_a_replica_alone_may_have_any_loss(sizes):
 
 def test_what_each_replica_makes_of_its_own_rows():
     """As torch's DDP would, but that replicas count by their rows."""
-    sizes = (15, 14, 14)
-    parts, loss = Parts.of(sizes, tagged), sparkdl.PerReplica(token_mean)
-    trainer = trainer_of(sizes, 2, model=of_words, loss=loss)
-    seen, module = fit_here(trainer, parts), recipe_of(trainer).build()
-    optimizer = recipe_of(trainer).build_optimizer(module)
-    for t in range(ITERATIONS):
-        pieces = [part for part in parts_of(trainer, parts, t) if part is not None]
-        rows = sum(map(len, pieces))
-        means = [token_mean(module(*p.inputs), *p.targets) * (len(p) / rows) for p in pieces]
-        optimizer.zero_grad()
-        sum(means).backward()
-        optimizer.step()
-        assert_close([seen.steps[t]], [snapshot(module)])
-        assert seen.losses[t] == pytest.approx(float(sum(means).detach()), rel=1e-11)
+    parts, loss = Parts.of((15, 14, 14), tagged), sparkdl.PerReplica(token_mean)
+    trainer = trainer_of((15, 14, 14), 2, model=of_words, loss=loss)
+
+    def own(module, part):
+        return token_mean(module(*part.inputs), *part.targets)
+
+    _, steps = as_plain_torch(trainer, parts, own, reference=copies)
+    assert differ(steps, plainly(trainer, parts, mean_of(words))[0]), "it is another mean"
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"clip_norm": 0.05}], ids=str)
-@cuts
-def test_rows_of_a_sum_have_weights(sizes, slices, changes):
-    parts = Parts.of(sizes, tagged_weighted)
-    given = {"model": of_words, "loss": words_by_row, "weight": "weight", **changes}
+@pytest.mark.parametrize(
+    ("change", "cut"), in_turn(["plain", "accumulated", "clipped"], SIZES), ids=str
+)
+def test_rows_of_a_sum_have_weights(change, cut):
+    (sizes, slices), parts = cut, Parts.of(cut[0], tagged_weighted)
+    given = {"model": of_words, "loss": words_by_row, "weight": "weight", **CHANGES[change]}
     trainer = trainer_of(sizes, slices, **given)
-    seen = fit_here(trainer, parts)
 
     def loss(module, part):
         total, count = words_by_row(module(*part.inputs), *part.targets)
         return (total * part.weights).sum() / (count * part.weights).sum()
 
-    def before(module):
-        if "clip_norm" in changes:
-            nn.utils.clip_grad_norm_(module.parameters(), changes["clip_norm"])
-
-    wanted, losses = plainly(trainer, parts, loss, before)
-    assert_close(seen.steps, wanted, 1e-9 if "clip_norm" in changes else 1e-11)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    as_plain_torch(trainer, parts, loss, tolerance=tolerance_of(trainer))
 
 
 def test_weights_need_the_sum_of_each_row():
@@ -186,21 +173,12 @@ def test_a_batch_that_counts_nothing_changes_no_parameter(changes):
     sizes = (12, 12)
     parts = Parts.of(sizes, rarely)
     trainer = trainer_of(sizes, 2, model=of_words, loss=words, batch_size=2, **changes)
-    seen, module = fit_here(trainer, parts), recipe_of(trainer).build()
-    optimizer, passed = recipe_of(trainer).build_optimizer(module), 0
-    for t in range(ITERATIONS):
-        pieces = [part for part in parts_of(trainer, parts, t) if part is not None]
-        found = [words(module(*part.inputs), *part.targets) for part in pieces]
-        count = sum(int(c) for _, c in found)
-        if count:
-            optimizer.zero_grad()
-            (sum(total for total, _ in found) / count).backward()
-            optimizer.step()
-        else:
-            passed += 1
-            assert math.isnan(seen.losses[t])
-        assert_close([seen.steps[t]], [snapshot(module)])
-    assert 0 < passed < ITERATIONS - 1
+    seen, _ = as_plain_torch(trainer, parts, mean_of(words), counts=are_counted)
+    assert 0 < sum(map(math.isnan, seen.losses)) < ITERATIONS - 1
+
+
+def are_counted(part):
+    return bool((part.targets[0] != IGNORED).any())
 
 
 def test_validation_and_evaluation_count_likewise():
@@ -252,26 +230,22 @@ def shifted_words(output, target):
     return words(output[:, :-1], target[:, 1:])
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"clip_norm": 0.05}], ids=str)
+OWN = {
+    "CausalLMOutput": ("labels", shifted_words),
+    "tuple": (None, words),
+    "dict": ("labels", words),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "labels", "loss"),
-    [
-        ("CausalLMOutput", "labels", shifted_words),
-        ("tuple", None, words),
-        ("dict", "labels", words),
-    ],
+    ("case", "cut"),
+    in_turn(itertools.product(OWN, ["plain", "accumulated", "clipped"]), SIZES),
+    ids=str,
 )
-@cuts
-def test_a_model_that_computes_its_own_loss(sizes, slices, kind, labels, loss, changes):
-    parts = Parts.of(sizes, own_words)
-    given = {"model": partial(OwnLoss, kind), "loss": sparkdl.ModelLoss(labels), **changes}
+def test_a_model_that_computes_its_own_loss(case, cut):
+    (sizes, slices), (kind, change) = cut, case
+    labels, loss = OWN[kind]
+    given = {"model": partial(OwnLoss, kind), "loss": sparkdl.ModelLoss(labels), **CHANGES[change]}
     trainer = trainer_of(sizes, slices, **given)
-    seen = fit_here(trainer, parts)
-
-    def before(module):
-        if "clip_norm" in changes:
-            nn.utils.clip_grad_norm_(module.parameters(), changes["clip_norm"])
-
-    wanted, losses = plainly(trainer, parts, mean_of(loss), before)
-    assert_close(seen.steps, wanted, 1e-9 if "clip_norm" in changes else 1e-11)
-    assert seen.losses == pytest.approx(losses, rel=1e-11)
+    tolerance = tolerance_of(trainer)
+    as_plain_torch(trainer, Parts.of(sizes, own_words), mean_of(loss), tolerance=tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import partial
@@ -23,14 +24,13 @@ from feature_runs import (
     fit_here,
     normed,
     parts_of,
-    plain_loss,
     plainly,
     recipe_of,
-    snapshot,
+    several_steps,
     trainer_of,
     weighted,
-    whole,
 )
+from launch import in_turn
 from mistakes import message_of
 from torch import nn
 
@@ -40,6 +40,7 @@ from sparkdl.data import sample_set as samples_module
 pytestmark = pytest.mark.parity
 cuts = pytest.mark.parametrize(("sizes", "slices"), CUTS, ids=str)
 OF_CLASSES = [0.3, 2.5, 1.0]
+TABLE = torch.tensor(OF_CLASSES, dtype=torch.float64)
 
 
 def weighted_cross_entropy(module, part):
@@ -47,7 +48,7 @@ def weighted_cross_entropy(module, part):
     return (each * part.weights).sum() / part.weights.sum()
 
 
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 3}, {"class_weights": OF_CLASSES}], ids=str)
+@pytest.mark.parametrize("changes", [{"accumulate": 3}, {"class_weights": OF_CLASSES}], ids=str)
 @cuts
 def test_sample_weights(sizes, slices, changes):
     """Those of samples and of classes multiply."""
@@ -65,22 +66,25 @@ def test_sample_weights(sizes, slices, changes):
 
 
 @pytest.mark.parametrize(
-    "given", [OF_CLASSES, tuple(OF_CLASSES), {0: 0.3, 1: 2.5, 2: 1}, {0: 0.3, 1: 2.5}], ids=str
+    ("sizes", "slices", "given"),
+    [
+        (*CUTS[0], OF_CLASSES),
+        (*CUTS[1], tuple(OF_CLASSES)),
+        (*CUTS[2], {0: 0.3, 1: 2.5, 5: 7.0}),
+    ],
+    ids=str,
 )
-@cuts
 def test_class_weights_are_those_of_cross_entropy(sizes, slices, given):
-    if isinstance(given, dict) and 2 not in given:
-        given = {**given, 2: 1.0} if sizes == (43,) else {**given, 5: 7.0}  # missing ones count 1
+    """Classes that are missing count 1."""
     parts = Parts.of(sizes)
     trainer = trainer_of(sizes, slices, class_weights=given)
-    table = torch.tensor(OF_CLASSES, dtype=torch.float64)
     _, wanted = as_plain_torch(
-        trainer, parts, lambda m, p: F.cross_entropy(m(*p.inputs), *p.targets, weight=table)
+        trainer, parts, lambda m, p: F.cross_entropy(m(*p.inputs), *p.targets, weight=TABLE)
     )
     assert differ(wanted, plainly(trainer, parts)[0])
 
 
-IGNORED, TABLE = -7, torch.tensor(OF_CLASSES, dtype=torch.float64)
+IGNORED = -7
 LOSSES = {
     "ignores": nn.CrossEntropyLoss(ignore_index=IGNORED),
     "weighted_batches": nn.CrossEntropyLoss(weight=TABLE, ignore_index=IGNORED),
@@ -117,15 +121,17 @@ def of_words():
     return nn.Sequential(*layers).double()
 
 
+CHANGES = {"plain": {}, "accumulated": {"accumulate": 3}, "words": {"model": of_words}}
+
+
 @pytest.mark.parametrize(
-    "changes", [{}, {"accumulate": 3}, {"model": of_words}], ids=["plain", "accumulate", "words"]
+    ("case", "cut"), in_turn(itertools.product(CHANGES, LOSSES), CUTS), ids=str
 )
-@pytest.mark.parametrize("loss", LOSSES)
-@cuts
-def test_a_loss_that_ignores_labels_or_weighs_them(sizes, slices, loss, changes):
+def test_a_loss_that_ignores_labels_or_weighs_them(case, cut):
     """The mean over the labels of the global batch, wherever they are."""
+    (sizes, slices), changes, loss = cut, CHANGES[case[0]], LOSSES[case[1]]
     parts = Parts.of(sizes, tagged if "model" in changes else unlabelled, seed=1)
-    trainer = trainer_of(sizes, slices, loss=LOSSES[loss], **changes)
+    trainer = trainer_of(sizes, slices, loss=loss, **changes)
     as_plain_torch(trainer, parts)
     kept = [
         [float((p.targets[0] != IGNORED).double().mean()) for p in parts_of(trainer, parts, t) if p]
@@ -160,27 +166,20 @@ def test_a_replica_whose_labels_are_all_ignored_changes_nothing(changes):
     parts = Parts.of((22, 21))
     parts.records[0] = [replace(sample, label=IGNORED) for sample in parts.records[0]]
     trainer = trainer_of((22, 21), 2, loss=LOSSES["ignores"], **changes)
-    seen = fit_here(trainer, parts)
-    assert all(map(math.isfinite, seen.losses))
-    if not changes.get("local_steps"):
-        assert_close(seen.steps, plainly(trainer, parts)[0])
-        return
-    module = recipe_of(trainer).build()
-    optimizer = recipe_of(trainer).build_optimizer(module)
-    for t in range(ITERATIONS):
-        part = parts_of(trainer, parts, t)[1]
-        for low, high in ((0, len(part) // 2), (len(part) // 2, len(part))):
-            optimizer.zero_grad()
-            plain_loss(trainer, module, part[low:high]).backward()
-            optimizer.step()
-        assert_close([seen.steps[t]], [snapshot(module)])
+    if "local_steps" in changes:
+        as_plain_torch(trainer, parts, reference=several_steps, mass=num_labels)
+    else:
+        as_plain_torch(trainer, parts)
 
 
-@pytest.mark.parametrize("slices", [1, 2])
-def test_counters_come_from_a_replica_that_was_forward(slices):
+def num_labels(part):
+    return int((part.targets[0] != IGNORED).sum())
+
+
+def test_counters_come_from_a_replica_that_was_forward():
     parts = Parts.of((24, 24))
     parts.records[0] = [replace(sample, label=IGNORED) for sample in parts.records[0]]
-    trainer = trainer_of((24, 24), slices, loss=LOSSES["ignores"], model=normed)
+    trainer = trainer_of((24, 24), 2, loss=LOSSES["ignores"], model=normed)
     seen = fit_here(trainer, parts)
     assert int(seen.trained.module[1].num_batches_tracked) == ITERATIONS
     assert float(seen.trained.module[1].running_mean.abs().max()) > 0
@@ -241,21 +240,16 @@ def with_zeros(sizes, chosen):
 @pytest.mark.parametrize(
     "changes", [{}, {"clip_norm": 0.2}, {"accumulate": 2}, {"l2": 0.1}], ids=str
 )
-@pytest.mark.parametrize(("sizes", "zero"), [((22, 21), {0}), ((15, 14, 14), {0, 2})], ids=str)
-def test_a_replica_without_any_weight_changes_nothing(sizes, zero, changes):
-    parts = with_zeros(sizes, zero)
-    trainer = trainer_of(sizes, 2, weight="weight", **changes)
+def test_a_replica_without_any_weight_changes_nothing(changes):
+    parts = with_zeros((15, 14, 14), {0, 2})
+    trainer = trainer_of((15, 14, 14), 2, weight="weight", **changes)
     seen = fit_here(trainer, parts)
 
     def loss(module, part):
         penalty = sum((p**2).sum() for p in module.parameters()) * changes.get("l2", 0.0) / 2
         return weighted_cross_entropy(module, part) + penalty
 
-    def before(module):
-        if "clip_norm" in changes:
-            nn.utils.clip_grad_norm_(module.parameters(), changes["clip_norm"])
-
-    assert_close(seen.steps, plainly(trainer, parts, loss, before)[0])
+    assert_close(seen.steps, plainly(trainer, parts, loss)[0])
     assert any(
         part.weights.sum() == 0
         for t in range(ITERATIONS)
@@ -301,53 +295,20 @@ def test_a_batch_without_weight_is_passed_over_between_others(sizes, slices):
     """Adam's moments and step count do not move either, as if it had never been."""
     parts = Parts.of(sizes, rarely_weighted)
     trainer = trainer_of(sizes, slices, weight="weight", batch_size=2)
-    seen = fit_here(trainer, parts)
-    module = recipe_of(trainer).build()
-    optimizer, passed = recipe_of(trainer).build_optimizer(module), 0
-    for t in range(ITERATIONS):
-        part = whole(trainer, parts, t)
-        if float(part.weights.sum()):
-            optimizer.zero_grad()
-            weighted_cross_entropy(module, part).backward()
-            optimizer.step()
-        else:
-            passed += 1
-            assert math.isnan(seen.losses[t])
-        assert_close([seen.steps[t]], [snapshot(module)])
-    assert 0 < passed < ITERATIONS - 1
+    seen, _ = as_plain_torch(trainer, parts, weighted_cross_entropy, counts=mass_of)
+    assert 0 < sum(map(math.isnan, seen.losses)) < ITERATIONS - 1
     assert all(math.isfinite(epoch["loss"]) for epoch in seen.trained.history.epochs())
+
+
+def mass_of(part):
+    return float(part.weights.sum())
 
 
 @cuts
 def test_local_steps_count_replicas_by_their_weights(sizes, slices):
-    """With SGD and steps that start from the same weights the average is linear in the shares."""
-    parts = Parts.of(sizes, weighted)
-    sgd = partial(torch.optim.SGD, lr=0.1)
+    parts, sgd = Parts.of(sizes, weighted), partial(torch.optim.SGD, lr=0.1)
     trainer = trainer_of(sizes, slices, weight="weight", local_steps=2, optimizer=sgd)
-    seen = fit_here(trainer, parts)
-    recipe = recipe_of(trainer)
-    current = {n: p.detach().clone() for n, p in recipe.build().named_parameters()}
-    for t in range(ITERATIONS):
-        moved, total = {n: torch.zeros_like(p) for n, p in current.items()}, 0.0
-        for part in parts_of(trainer, parts, t):
-            if part is None:
-                continue
-            live = recipe.build()
-            live.load_state_dict(current)
-            optimizer, rows = recipe.build_optimizer(live), len(part)
-            for low, high in ((0, rows // 2), (rows // 2, rows)):
-                piece = part[low:high]
-                if not len(piece) or not float(piece.weights.sum()):
-                    continue
-                optimizer.zero_grad()
-                weighted_cross_entropy(live, piece).backward()
-                optimizer.step()
-            weight = float(part.weights.sum())
-            total += weight
-            for name, p in live.named_parameters():
-                moved[name] += (p.detach() - current[name]) * weight
-        current = {n: p + moved[n] / total for n, p in current.items()}
-        assert_close([seen.steps[t]], [current], 1e-10)
+    as_plain_torch(trainer, parts, weighted_cross_entropy, reference=several_steps, mass=mass_of)
 
 
 def test_weights_need_a_value_for_each_sample():
