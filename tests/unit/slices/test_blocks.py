@@ -79,6 +79,7 @@ MAKES = {
 POLICIES = {
     "plain": TrainingOptions(),
     "ema": TrainingOptions(ema=0.9),
+    "regularised": TrainingOptions(l1=0.01, l2={"*.weight": 0.1}),
     "clipped": TrainingOptions(clip_norm=0.1, clip_value=0.5, l1=0.01, l2={"*.weight": 0.1}),
 }
 
