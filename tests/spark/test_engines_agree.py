@@ -285,6 +285,7 @@ SPARED = [
     *("a sum and its count, clip_norm", "a sum and its count, local_steps"),
     *("regularisers", "weights", "wire fp16", "compression, tables", "clip_norm, N == M"),
     *("skip, compression", "a sum and its count, accumulate"),
+    "inputs by keyword, an output of several fields",
 ]
 """Tried in another test, or part of another case: they soak here."""
 SPARED_IN_A_GANG = [

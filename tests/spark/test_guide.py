@@ -27,6 +27,7 @@ README = ROOT / "README.md"
 PAGES = sorted(page.name for page in GUIDE.glob("*.md"))
 LONG = [
     "checkpoints.md",
+    "connect.md",
     "consistency.md",
     "continuing.md",
     "data.md",
@@ -36,6 +37,7 @@ LONG = [
     "inference.md",
     "metrics.md",
     "models.md",
+    "optimizers.md",
     "parameter_server.md",
     "pipelines.md",
     "predictions.md",
@@ -45,7 +47,7 @@ LONG = [
     "transformers.md",
     "tuning.md",
 ]
-"""Pages that take eight seconds and more soak."""
+"""Pages that take six seconds and more soak."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

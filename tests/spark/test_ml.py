@@ -171,6 +171,7 @@ def test_a_pipeline_through_cross_validation_into_another_process(
     assert found["given"] == numbers(unnamed.transform(flowers))
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 def test_a_grid_places_the_samples_of_each_fold_once(
     table: DataFrame, nothing_left: Callable[[], None]

@@ -209,6 +209,7 @@ def test_a_search_goes_on_from_its_folder(
         )  # fmt: skip
 
 
+@pytest.mark.soak
 def test_distributed_trials_share_the_samples(
     trainer: sparkdl.Trainer,
     frames: tuple[DataFrame, DataFrame],

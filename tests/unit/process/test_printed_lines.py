@@ -50,6 +50,7 @@ for loads in (build, partial(build, reported=True), load):
 """
 
 
+@pytest.mark.soak
 def test_transformers_reports_what_it_loads_once(tmp_path: Path) -> None:
     """Each process that trains builds the model, and the driver does so several times. The library may
     be imported while it is silenced."""
