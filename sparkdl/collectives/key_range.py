@@ -174,7 +174,7 @@ class KeyRange:
 
     def _update(self, optimizer: torch.optim.Optimizer, gradient: torch.Tensor) -> None:
         self.values.grad = gradient
-        with torch.sparse.check_sparse_tensor_invariants(False):
+        with torch.sparse.check_sparse_tensor_invariants(False):  # else Adagrad's step warns
             optimizer.step()
         self.values.grad = None
 

@@ -70,7 +70,7 @@ def step_slice(
                 others = _where_stepped(group, tensor, state.others[number])
                 optimizer.state[tensor] = {**own, **others}
                 held[number] = own
-        with torch.sparse.check_sparse_tensor_invariants(False):  # else torch warns of Adagrad's
+        with torch.sparse.check_sparse_tensor_invariants(False):  # else Adagrad's step warns
             if wants_loss(type(optimizer)):  # type: ignore[arg-type]
                 optimizer.step(evaluate_once(loss, type(optimizer).__name__))
             else:

@@ -1,4 +1,4 @@
-"""What ranks leave behind when they end: of their store, of DistributedDataParallel. No Spark."""
+"""Ranks that end leave nothing of their store or of DistributedDataParallel behind. No Spark."""
 
 from __future__ import annotations
 

@@ -240,6 +240,13 @@ def whole(trainer: sparkdl.Trainer, parts: Parts, t: int) -> Part:
 Loss = Callable[[nn.Module, Part], torch.Tensor]
 
 
+def begun(trainer: sparkdl.Trainer, loss: Loss | None) -> tuple[Recipe, nn.Module, Loss]:
+    """Return the trainer's recipe, its module in training mode, and ``loss`` or the trainer's own."""
+    recipe = recipe_of(trainer)
+    module = copy.deepcopy(recipe.build()).train()
+    return recipe, module, loss or partial(plain_loss, trainer)
+
+
 def plain_loss(trainer: sparkdl.Trainer, module: nn.Module, part: Part) -> torch.Tensor:
     return trainer.loss(module(*part.inputs), *part.targets)
 
@@ -263,8 +270,7 @@ def plainly(
 ) -> tuple[list[Tensors], list[float]]:
     """Plain PyTorch: tensors by name and loss after each iteration. There is no step, and no loss,
     where nothing in a global batch ``counts``. ``norms``: to note those of the gradients."""
-    recipe, loss = recipe_of(trainer), loss or partial(plain_loss, trainer)
-    module = copy.deepcopy(recipe.build()).train()
+    recipe, module, loss = begun(trainer, loss)
     many = optimizers(module) if optimizers else [recipe.build_optimizer(module)]
     schedules = [trainer.schedule(one) for one in many if trainer.schedule]
     steps, losses, norms = [], [], [] if norms is None else norms
@@ -297,8 +303,7 @@ def copies(
     nothing in a global batch ``counts``. ``sent``: what is averaged of a gradient, in which iteration,
     of which replica and parameter.
     """
-    recipe, loss = recipe_of(trainer), loss or partial(plain_loss, trainer)
-    module = copy.deepcopy(recipe.build()).train()
+    recipe, module, loss = begun(trainer, loss)
     optimizer = recipe.build_optimizer(module)
     steps, losses = [], []
     with one_thread():
@@ -345,8 +350,7 @@ def several_steps(
 ) -> tuple[list[Tensors], list[float]]:
     """Plain PyTorch: each replica takes its own steps from one state; weights are then averaged by the
     ``mass`` of the parts, and the moments of those that had a gradient."""
-    recipe, loss = recipe_of(trainer), loss or partial(plain_loss, trainer)
-    module = copy.deepcopy(recipe.build()).train()
+    recipe, module, loss = begun(trainer, loss)
     optimizer = recipe.build_optimizer(module)
     steps, losses = [], []
     with one_thread():
@@ -382,7 +386,7 @@ def several_steps(
 def _average_moments(
     optimizer: torch.optim.Optimizer, many: list[tuple[float, torch.optim.Optimizer, set[int]]]
 ) -> None:
-    """Of each parameter, over those that used it; step counts are those of the first."""
+    """Average the moments of each parameter over those that used it; step counts are the first's."""
     state = optimizer.state_dict()
     for number in {number for *_, used in many for number in used}:
         users = [

@@ -47,7 +47,7 @@ def power_sgd(gradient, memory, seed, rank):
 
 
 def compressing(trainer, formula, feedback=True):
-    """What a replica sends of a gradient by ``formula``; what that leaves out is part of the next."""
+    """Send of each gradient what ``formula`` says; the rest is added to the replica's next one."""
     residuals, memories = {}, {}
 
     def sent(gradient, t, m, n):

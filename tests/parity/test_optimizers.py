@@ -277,7 +277,7 @@ CUTS = [(2, torch.float64), (7, torch.float64), (5, torch.float32)]
 
 @pytest.mark.parametrize(("row", "cut"), in_turn(ROWS, CUTS), ids=str)
 def test_slices_get_the_weights_of_the_whole(row: str, cut: tuple[int, torch.dtype]) -> None:
-    """What the row says of its optimizer is found out."""
+    """A trial finds out what the row says of its optimizer."""
     (slices, dtype), one = cut, ROWS[row]
     module = make_net(row, dtype)
     whole = copy.deepcopy(module)

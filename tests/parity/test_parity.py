@@ -291,7 +291,7 @@ QUICK = [
     *("a gradient on some replicas only", "two inputs"),
     *("buffers that are no floats", "dropout draws anew"),
 ]
-"""What travels differs; the others differ in what replicas and slices compute."""
+"""Cases that differ in what travels; the others differ in what replicas and slices compute."""
 
 
 @pytest.mark.spark

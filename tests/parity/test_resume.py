@@ -242,7 +242,7 @@ def assert_same_value(one: object, other: object, where: str) -> None:
 
 
 def assert_same_weights(one: sparkdl.TrainedModel, other: sparkdl.TrainedModel) -> None:
-    """Of the model, its moving average and the best one."""
+    """Compare the models, their moving averages and the best ones."""
     for left, right in ((one, other), (one.ema, other.ema), (one.best, other.best)):
         assert (left is None) == (right is None)
         if left is not None:

@@ -21,6 +21,17 @@ class Pair(NamedTuple):
     high: torch.Tensor
 
 
+class Tokenized(nn.Module):
+    """A module with the attributes of a pipeline of transformers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.tokenizer = model, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model(x)
+
+
 class Ends(nn.Module):
     """A model that returns a named tuple."""
 

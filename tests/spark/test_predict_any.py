@@ -17,7 +17,7 @@ import small_text
 import torch
 import transformers
 from launch import soak_but
-from scored_models import Elements, Ends, Fails, Several
+from scored_models import Elements, Ends, Fails, Several, Tokenized
 from torch import nn
 
 import sparkdl
@@ -87,6 +87,7 @@ def exported(path: Path | None = None, rows: int = 4, **shapes: Any) -> Any:
 ANY_ROWS: dict[str, Any] = {"dynamic_shapes": ({0: torch.export.Dim("rows")},)}
 MODELS: dict[str, Callable[[Path], tuple[Any, dict[str, Any]]]] = {
     "a module": lambda folder: (NET, {}),
+    "a module that has a tokenizer": lambda folder: (Tokenized(NET), {}),
     "a TorchScript module": lambda folder: (torch.jit.script(NET), {}),
     "a TorchScript file": lambda folder: (
         file_of(lambda path: torch.jit.trace(NET, torch.ones(2, 3)).save(path), "net.pt")(folder),
@@ -120,7 +121,7 @@ MODELS: dict[str, Callable[[Path], tuple[Any, dict[str, Any]]]] = {
 
 IN_CI = [
     *("a module", "a TorchScript file", "a file of one", "one for 7 rows"),
-    *("weights of data parallel", "a safetensors file"),
+    *("weights of data parallel", "a safetensors file", "a module that has a tokenizer"),
 ]
 
 

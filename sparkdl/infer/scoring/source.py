@@ -67,17 +67,17 @@ def read_model(model: Any, weights: Any = None, head: str | None = None) -> Mode
         ParameterError: It is no model.
         ModelError: It cannot be read, or the weights do not fit.
     """
-    if isinstance(getattr(model, "model", None), nn.Module) and hasattr(model, "tokenizer"):
-        parts = "its .model, and tokenizer= its .tokenizer"
-        raise ParameterError(
-            f"model is {kind_of(model)}, a pipeline of transformers: give {parts}."
-        )
     if isinstance(model, (str, os.PathLike)):
         source = _of_path(path_here(model), head)
     elif isinstance(model, TrainedModel):
         source = ModelSource(model.module, model.model, trained=model)
     elif (module := as_module(model)) is not None:
         source = ModelSource(module, module)
+    elif isinstance(getattr(model, "model", None), nn.Module) and hasattr(model, "tokenizer"):
+        parts = "its .model, and tokenizer= its .tokenizer"
+        raise ParameterError(
+            f"model is {kind_of(model)}, a pipeline of transformers: give {parts}."
+        )
     elif callable(model):
         source = ModelSource(_built(model), model)
     else:

@@ -32,7 +32,7 @@ from sparkdl.slices.state import SliceState
 
 
 class Made(nn.Sequential):
-    """What a checkpoint names."""
+    """A class of a user that a checkpoint names."""
 
     def __init__(self, *, width: int) -> None:
         if width != 8:

@@ -242,7 +242,7 @@ def test_augmented_rows_are_the_same_in_any_batch(make: Make, augment: Any) -> N
 
 
 def test_augment_by_keyword(make: Make) -> None:
-    """What it returns has the order of the features, whatever order it is written in."""
+    """The values take the order of the features, whatever order they are returned in."""
     partition, rows = make(some_rows(30)), np.arange(30)
     batch_spec = replace(ASSEMBLY, augment=lambda a, b, rng: (a[::-1], b))
     named = replace(ASSEMBLY, inputs=("a", "b"), augment=lambda b, rng, a: {"b": b, "a": a[::-1]})

@@ -374,7 +374,7 @@ def test_mapping_copies_nothing(slab: SlabConfig) -> None:
 
 @contextlib.contextmanager
 def allocated() -> Iterator[list[int]]:
-    """What is allocated in the end, and the most at any time, in bytes."""
+    """Yield a list that then gets the bytes allocated at the end, and the most at any time."""
     found: list[int] = []
     tracemalloc.start()
     try:

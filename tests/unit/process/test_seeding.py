@@ -1,4 +1,4 @@
-"""What a process draws, and the threads of torch: afterwards all is as it was before."""
+"""After a seeded block, a process's generators and the threads of torch are as they were before."""
 
 from __future__ import annotations
 
