@@ -13,14 +13,18 @@ WORDS = "a good bad film it was very nice day today the weather in town is fine 
 
 @functools.cache
 def tokenizer() -> Any:
-    """A tokenizer of words, trained on :data:`WORDS`, once: training breaks ties as it likes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+    """A tokenizer of the words of :data:`WORDS` and of their letters, with the same numbers in every
+    process: training one breaks ties as it likes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
-    found = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    found.pre_tokenizer = pre_tokenizers.Whitespace()
+    words = sorted({*WORDS.split()})
+    letters = sorted({*"".join(words)})
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    found.train_from_iterator([WORDS] * 3, trainers.WordPieceTrainer(special_tokens=special))
+    tokens = dict.fromkeys([*special, *letters, *(f"##{letter}" for letter in letters), *words])
+    numbers = {token: number for number, token in enumerate(tokens)}
+    found = Tokenizer(models.WordPiece(numbers, unk_token="[UNK]"))
+    found.pre_tokenizer = pre_tokenizers.Whitespace()
     found.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
