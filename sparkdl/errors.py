@@ -248,6 +248,11 @@ def cannot_travel(what: str, error: Exception, remedy: str) -> str:
     )
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number with its noun: "1 iteration", "1,200 iterations"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return ``' Did you mean "label"?'`` if a known name begins with ``name`` or is similar.
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.data.fields import SampleHandle
+from sparkdl.errors import counted
 from sparkdl.model.layout import Layout
 
 FEW = 5
@@ -124,8 +125,8 @@ class DataIdentity:
             yield f"the data has {total:,} rows here and {before:,} in the checkpoint"
         elif len(self.rows) != len(stored.rows):
             yield (
-                f"the data is in {len(self.rows)} partitions here and in {len(stored.rows)} in the "
-                "checkpoint"
+                f"the data is in {counted(len(self.rows), 'partition')} here and in "
+                f"{len(stored.rows)} in the checkpoint"
             )
         else:
             if self.rows != stored.rows:

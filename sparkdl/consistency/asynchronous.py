@@ -8,7 +8,7 @@ from typing import Any
 
 from sparkdl.consistency.base import MOST, Consistency, problems_of_delay
 from sparkdl.consistency.turns import MOST_GROUPS, commits_of, quorum_of
-from sparkdl.errors import ParameterError, shown
+from sparkdl.errors import ParameterError, counted, shown
 from sparkdl.plain import make_plain
 from sparkdl.replica.iteration import Decisions
 
@@ -65,9 +65,9 @@ class Asynchronous(Consistency):
         groups = self.groups or replicas
         if replicas % groups:
             return (
-                f"consistency={shown(self)} with {replicas} replicas: groups have equally many "
-                "replicas. "
-                "Give groups= a divisor of the number of replicas, or set replicas=."
+                f"consistency={shown(self)} with {counted(replicas, 'replica')}: groups have "
+                "equally many replicas. Give groups= a divisor of the number of replicas, or set "
+                "replicas=."
             )
         if groups % self.quorum:
             return (

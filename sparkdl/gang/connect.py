@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
-from sparkdl.errors import ParameterError, SessionError, StateLostError
+from sparkdl.errors import ParameterError, SessionError, StateLostError, counted
 from sparkdl.gang.control import ControlClient, hosts_and_slots
 from sparkdl.gang.led_task import FAILED, LOG, OUTPUT, PRINTED, SCHEMA, LedTask
 from sparkdl.gang.query_begin import QueryBegin
@@ -248,10 +248,10 @@ def _watched(
         except Exception:
             if silent.is_set():
                 raise SessionError(
-                    f"Spark did not begin with the gang's {ranks} tasks in {SILENT_SECONDS:.0f} s: it "
-                    f"needs {ranks} task slots at once, and this session seems to have fewer, or "
-                    "others use them (also the fit of a client that went away, for some minutes). Ask "
-                    "for fewer ranks, or for more executors or cores."
+                    f"Spark did not begin with the gang's {counted(ranks, 'task')} in "
+                    f"{SILENT_SECONDS:.0f} s: it needs {counted(ranks, 'task slot')} at once, and this "
+                    "session seems to have fewer, or others use them (also the fit of a client that "
+                    "went away, for some minutes). Ask for fewer ranks, or for more executors or cores."
                 ) from None
             raise
         finally:

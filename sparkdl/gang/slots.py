@@ -12,7 +12,7 @@ from pyspark.core.rdd import RDD
 from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
-from sparkdl.errors import ParameterError, SessionError
+from sparkdl.errors import ParameterError, SessionError, counted
 from sparkdl.session import conf_of
 from sparkdl.spark.frames import is_local
 
@@ -139,14 +139,15 @@ def too_few_slots(ranks: int, slots: int, min_slots: int | None = None) -> str:
         slots: The number of slots.
         min_slots: The number that would be enough, if it is not that of the ranks.
     """
-    if min_slots is None:
-        return (
-            f"a gang of {ranks} ranks needs {ranks} task slots at once, and this session has "
-            f"{slots}: ask for at most {slots} ranks, or for more executors or cores."
-        )
+    gang, fewer = (
+        f"a gang of {counted(ranks, 'rank')}",
+        f"at most {counted(slots, 'rank')}, or for ",
+    )
+    if min_slots is not None:
+        gang, fewer = f"{gang} with min_ranks={min_slots}", ""
     return (
-        f"a gang of {ranks} ranks with min_ranks={min_slots} needs {min_slots} task slots at once, and "
-        f"this session has {slots}: ask for more executors or cores."
+        f"{gang} needs {counted(min_slots or ranks, 'task slot')} at once, and this session has "
+        f"{slots}: ask for {fewer}more executors or cores."
     )
 
 

@@ -19,7 +19,7 @@ from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
 from sparkdl.data.records import Names, feature_names, named
 from sparkdl.data.schema import quoted
-from sparkdl.errors import DataError, ParameterError, kind_of, raise_all, shown, wrong_data
+from sparkdl.errors import DataError, ParameterError, counted, kind_of, raise_all, shown, wrong_data
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.model_view import as_html
@@ -29,7 +29,6 @@ from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
 from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
 from sparkdl.loop.history import History
-from sparkdl.loop.history_tables import counted
 from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.metrics.named import Judging, Metrics, resolve, suited
 from sparkdl.metrics.scorer import Scorer

@@ -21,7 +21,7 @@ from sparkdl.data.ragged import Ragged, Rows, concatenate, model_inputs
 from sparkdl.data.records import feature_names, stack_records
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import columns_of
-from sparkdl.errors import DataError, ModelError, ParameterError, UserError
+from sparkdl.errors import DataError, ModelError, ParameterError, UserError, counted
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, PredictRecords
 from sparkdl.infer.shipped_module import Dimensions, device_of
@@ -123,8 +123,8 @@ class Trial:
             raise _Failed(ParameterError(text)) from error
         if not isinstance(finished, torch.Tensor) or not finished.ndim or len(finished) != rows:
             raise ParameterError(
-                f"postprocess returned {described(finished)} for a batch of {rows} rows: it must "
-                f"return a tensor with one value for each row, of shape [{rows}, ...], as "
+                f"postprocess returned {described(finished)} for a batch of {counted(rows, 'row')}: "
+                f"it must return a tensor with one value for each row, of shape [{rows}, ...], as "
                 "partial(torch.argmax, dim=1) does."
             )
         return Output.of(finished), (dimensions, finished.ndim)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import pandas
 
 from sparkdl.codec.html import table, two_columns
+from sparkdl.errors import counted
 from sparkdl.loop.history_files import KINDS
 from sparkdl.loop.history_svg import curves
 
@@ -104,11 +105,6 @@ def as_line(iterations: int, epoch: int, loss: float, stopped: str | None) -> st
         return "no iterations"
     parts = [f"{counted(iterations, 'iteration')} up to epoch {epoch:,}", f"last loss {loss:.4g}"]
     return ", ".join([*parts, *([] if stopped is None else [f"stopped: {stopped}"])])
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 iteration", "1,200 iterations"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def as_html(

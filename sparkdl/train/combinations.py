@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.consistency.base import Consistency
-from sparkdl.errors import nearest, shown
+from sparkdl.errors import counted, nearest, shown
 from sparkdl.loop.triggers import Trigger
 from sparkdl.loop.validation import Validation
 from sparkdl.metrics.named import resolve
@@ -163,8 +163,8 @@ def problems_of_min_ranks(min_ranks: int | None, replicas: int) -> Iterator[str]
     """Yield the problem of a ``min_ranks`` that exceeds the number of replicas."""
     if min_ranks is not None and min_ranks > replicas:
         yield (
-            f"min_ranks={min_ranks} with {replicas} replicas: a gang uses at most one task slot "
-            f"for each replica. Give at most {replicas}."
+            f"min_ranks={min_ranks} with {counted(replicas, 'replica')}: a gang uses at most one "
+            f"task slot for each replica. Give at most {replicas}."
         )
 
 

@@ -23,7 +23,7 @@ from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.registry import EngineInputs, build_engine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, counted
 from sparkdl.infer.checkpoint_model import manifest_of_model
 from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.output import Output
@@ -33,7 +33,6 @@ from sparkdl.loop.callbacks import Callback, added_callbacks, tell_result
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import BEST, Engine
 from sparkdl.loop.history import History
-from sparkdl.loop.history_tables import counted
 from sparkdl.loop.interrupt import Interrupt, interruptible
 from sparkdl.loop.loop import train
 from sparkdl.loop.progress import Progress

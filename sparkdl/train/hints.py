@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sparkdl.data.fields import Field
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, counted
 from sparkdl.model.loss import Loss, call_loss
 from sparkdl.model.model_loss import ModelLoss, inner
 from sparkdl.model.signature import described, for_example
@@ -293,5 +293,5 @@ def check_shapes(
         )
         raise ModelError(
             f'the output has shape {shapes[0]} and the label "{labels[0].name}" {shapes[1]} '
-            f"({rows} rows): torch would broadcast them against each other; {remedy}."
+            f"({counted(rows, 'row')}): torch would broadcast them against each other; {remedy}."
         )

@@ -17,7 +17,7 @@ from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.manifest import RunIdentity
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.errors import CheckpointError, SparkdlError, StalledError
+from sparkdl.errors import CheckpointError, SparkdlError, StalledError, counted
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.engine import Engine
 from sparkdl.loop.history import History
@@ -94,8 +94,8 @@ class Rescue(Callback):
             if self._one_pass:
                 again = "partial_fit(data, resume=path) of a new trainer continues it"
             note = (
-                f"Training had finished, after {state.iteration} iterations. The model is kept in "
-                f"the checkpoint {self._kept(state)}: sparkdl.load(path) loads it, and {again}."
+                f"Training had finished, after {counted(state.iteration, 'iteration')}. The model is "
+                f"kept in the checkpoint {self._kept(state)}: sparkdl.load(path) loads it, and {again}."
             )
         except Exception as failure:
             reason = str(failure).partition("\n")[0].rstrip(".") or type(failure).__name__

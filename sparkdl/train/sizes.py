@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pyspark import SparkContext
 
 from sparkdl.engines.gang.start import too_few
-from sparkdl.errors import ParameterError, raise_all
+from sparkdl.errors import ParameterError, counted, raise_all
 from sparkdl.gang.slots import check_slots
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.memory import left_for_files, left_to_process
@@ -88,9 +88,9 @@ def _check_room(
         free = " and ".join(f"{_gb(room)} in {place}" for place, room in rooms.items())
         raise ParameterError(
             f"the model has {_gb(layout.nbytes)} of weights; two versions of them and the "
-            f"gradients of {replicas} replicas take {_gb(need)} of slabs, but there is only room "
-            f"for {free}. Free some, point spark.sparkdl.slab.dir at a larger directory, or train "
-            "with fewer replicas."
+            f"gradients of {counted(replicas, 'replica')} take {_gb(need)} of slabs, but there is "
+            f"only room for {free}. Free some, point spark.sparkdl.slab.dir at a larger directory, or "
+            "train with fewer replicas."
         )
 
 

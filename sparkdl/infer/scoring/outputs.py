@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.errors import ModelError, ParameterError, shown
+from sparkdl.errors import ModelError, ParameterError, counted, shown
 from sparkdl.infer.output import Output, to_arrow
 from sparkdl.model.signature import Part, described, part_of, parts_of, problems_of_part
 
@@ -83,8 +83,9 @@ def offered_parts(returned: Any, rows: int, name: str) -> dict[str, Part]:
     }
     if not found:
         raise ModelError(
-            f"the model returns {described(returned)} for a batch of {rows} rows, and no part of it is "
-            "a tensor with a row for each: say with outputs=, a function of what it returns."
+            f"the model returns {described(returned)} for a batch of {counted(rows, 'row')}, and no "
+            "part of it is a tensor with a row for each: say with outputs=, a function of what it "
+            "returns."
         )
     if len(found) == 1:
         return {name: next(iter(found))}
@@ -124,8 +125,8 @@ def described_column(name: str, part: Part, values: Any, rows: int) -> OutputCol
     """
     if not isinstance(values, torch.Tensor) or not values.ndim or len(values) != rows:
         raise ModelError(
-            f'output "{name}" is {described(values)} for a batch of {rows} rows: it must be a tensor '
-            f"of shape [{rows}, ...]. Name another part with outputs=, or give a function."
+            f'output "{name}" is {described(values)} for a batch of {counted(rows, "row")}: it must be '
+            f"a tensor of shape [{rows}, ...]. Name another part with outputs=, or give a function."
         )
     column = OutputColumn(name, part, Output.of(values))
     column.output.sql_type  # noqa: B018 - raises if there is none

@@ -168,6 +168,7 @@ def test_turns_that_are_given_up_begin_anew() -> None:
     ("changes", "replicas", "said"),
     [
         ({"groups": 2}, 3, "with 3 replicas: groups have equally many replicas"),
+        ({"groups": 2}, 1, "with 1 replica: groups have equally many replicas"),
         ({"quorum": 2}, 3, "the 3 gradients of an iteration make no whole number of steps"),
         ({"quorum": 2, "staleness": 1}, 4, "the slowest group would wait for others"),
     ],
