@@ -198,26 +198,27 @@ def test_parts_begin_at_multiples_of_64_and_do_not_overlap(rows, arrays) -> None
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["first.weight", "first.bias", "table.weight", "norm.weight"])
+@pytest.mark.parametrize("place", [0, 1, -1])
 @pytest.mark.parametrize("slices", [1, 3])
-def test_the_first_parameter_that_is_not_finite(value, where, slices) -> None:
+def test_the_first_parameter_that_is_not_finite(value, where, place, slices) -> None:
     live = live_of()
     outcome = outcome_of(live, [[1, 2], [3, 4], [5, 6]])
     names = [s.name for s, _ in live.flat.parameters]
     number = names.index(where)
     if where == "table.weight":
-        outcome.gradients.tables[number][1][-1, 3] = value
+        outcome.gradients.tables[number][1][place, 3] = value
     else:
-        outcome.gradients.dense[number].view(-1)[-1] = value
+        outcome.gradients.dense[number].view(-1)[place] = value
     plans, *_, sections = sections_of(live, outcome, slices)
     found = [first_not_finite(p, s) for p, s in zip(plans, sections, strict=True)]
     assert set(found) == ({number} if slices == 1 else {None, number})
 
 
-def test_large_finite_gradients_are_finite() -> None:
-    """Their sum overflows; they do not."""
+@pytest.mark.parametrize("value", [0.0, 3e38, -3e38])
+def test_finite_gradients_are_finite_whatever_their_sum(value: float) -> None:
     plan = SliceSpec(0, 0, 4, (Fragment(0, "parameter", 0, 4),))
-    big = Section(0, 1.0, torch.full((4,), 3e38), torch.empty(0))
-    assert first_not_finite(plan, big) is None
+    section = Section(0, 1.0, torch.full((4,), value), torch.empty(0))
+    assert first_not_finite(plan, section) is None
 
 
 # Norms
