@@ -55,13 +55,11 @@ def encode(
         return {"tensor": keep(value, where)}
     if isinstance(value, np.generic):  # such as a learning rate
         value = value.item()
-    if value is None or isinstance(value, str):
-        return value if value is None else str(value)
-    if isinstance(value, (bool, int)):
-        return value if isinstance(value, bool) else int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    # Subclasses (named tuples, ordered dicts) would come back as something else: refuse them.
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    # Subclasses (enums, named tuples, ordered dicts) would come back as something else: refuse them.
     if type(value) is list:
         return [encode(item, f"{where}[{i}]", keep, leaf) for i, item in enumerate(value)]
     if type(value) in (tuple, torch.Size):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -143,16 +142,13 @@ def _model_of(
     layout = layout_of(module)
     (plan,) = slice_specs(layout, 1)
 
-    def another() -> nn.Module:
-        return copy.deepcopy(module) if isinstance(build, nn.Module) else made()
-
     def trained(files: Sequence[SliceFile], which: str) -> TrainedModel | None:
         state = read_slice_files(uri, files, plan, layout.dtype)
         weights = weights_of(state, which)
         if which == AVERAGE and weights is state.weights:
             return None
         return TrainedModel(
-            module=filled(module if which == CURRENT else another(), weights),
+            module=filled(module if which == CURRENT else made(), weights),
             model=build,
             loss=loss,
             features=described.features,

@@ -46,7 +46,7 @@ from sparkdl.infer.saved_recipe import REMEDY, WithoutName, read_recipe, recipe_
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.model.pickling import dumps
-from sparkdl.model.preparation import passing_buffers
+from sparkdl.model.preparation import passing_buffers, with_shared
 
 logger = logging.getLogger("sparkdl")
 
@@ -156,8 +156,8 @@ def load(
     Args:
         path: The folder of the model; or a checkpoint, or a folder of checkpoints, of which the
             newest whole one is loaded. It may be a URI.
-        model: A module, or a function that builds it, instead of the saved recipe. The function is
-            called with seeded random numbers, as in ``fit``.
+        model: A module, which is copied, or a function that builds it, instead of the saved recipe.
+            The function is called with seeded random numbers, as in ``fit``.
         loss: The loss for ``evaluate``, which a saved model does not contain.
         trust: Allow the folder to run code of its own choice: its pickle, or any function that it
             names. Without it only ``torch.nn.Module`` classes and functions that are annotated
@@ -200,7 +200,8 @@ def _load_here(
             saved.compare(file, WEIGHTS)
             if model is None:
                 take_dtypes(module, file)
-            safetensors.torch.load_model(_apart(module), file)
+            weights = safetensors.torch.load_file(file)
+            _apart(module).load_state_dict(with_shared(weights, module))
         if BUFFERS in saved.manifest.files:
             with mappable(folder / BUFFERS) as file:
                 saved.compare(file, BUFFERS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import asdict
 from typing import Any
 
@@ -84,11 +85,11 @@ def signature_of(saved: Saved, trust: bool) -> Signature:
 def built(build: Any, saved: Saved) -> nn.Module:
     """Return the module to fill with weights.
 
-    ``build`` is the module itself, or a function that makes it, from the saved recipe or from the
-    caller. Raises :class:`sparkdl.ModelError`.
+    ``build`` is a module, which is copied, or a function that makes it, from the saved recipe or from
+    the caller. Raises :class:`sparkdl.ModelError`.
     """
     if isinstance(build, nn.Module):
-        return plain(build)
+        return plain(copy.deepcopy(build))
     folder = saved.folder
     try:
         with seeded(saved.manifest.seed), reports_silenced():  # weights are replaced afterwards

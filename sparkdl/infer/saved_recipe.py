@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import json
 import pickle
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -31,16 +31,14 @@ class WithoutName(ValueError):
 def recipe_by_name(model: Any) -> dict[str, Any]:
     """Return the recipe as an import path and arguments, in JSON. Raises :class:`WithoutName`.
 
-    Arguments can be numbers, text, None, dtypes, classes and functions with a name, partials of
-    these, and lists, tuples and dicts of them.
+    Arguments can be numbers, text, None, dtypes, members of enums, classes and functions with a
+    name, partials of these, and lists, tuples and dicts of them.
     """
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
     while isinstance(model, functools.partial):
         args, kwargs, model = [*model.args, *args], {**model.keywords, **kwargs}, model.func
     name = _name_of(model)
-    if _is_json([args, kwargs]):
-        return {"kind": "name", "name": name, "args": args, "kwargs": kwargs}
     try:
         encoded_args = [
             encode(value, f"its argument {i}", leaf=_leaf) for i, value in enumerate(args, 1)
@@ -50,7 +48,7 @@ def recipe_by_name(model: Any) -> dict[str, Any]:
         }
     except (TypeError, RecursionError) as error:
         raise WithoutName(str(error)) from None
-    return {"kind": "name", "name": name, "args": encoded_args, "kwargs": encoded, "encoded": True}
+    return {"kind": "name", "name": name, "args": encoded_args, "kwargs": encoded}
 
 
 def _name_of(thing: Any) -> str:
@@ -75,14 +73,6 @@ def _name_of(thing: Any) -> str:
     return f"{module}:{name}"
 
 
-def _is_json(value: Any) -> bool:
-    """Return whether JSON preserves the value exactly."""
-    try:
-        return bool(json.loads(json.dumps(value)) == value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-
-
 def _leaf(value: Any, where: str) -> dict[str, Any]:
     """Return an argument that is not a plain value as JSON. Raises TypeError."""
     if isinstance(value, functools.partial):
@@ -92,8 +82,11 @@ def _leaf(value: Any, where: str) -> dict[str, Any]:
             raise TypeError(f"{where} cannot be named: {error}") from None
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, (type, types.FunctionType)):
+    member = isinstance(value, Enum) and value.name in type(value).__members__  # no flags together
+    if member or isinstance(value, (type, types.FunctionType)):
         try:
+            if member:
+                return {"enum": [_name_of(type(value)), value.name]}
             return {"name": _name_of(value)}
         except WithoutName as error:
             raise TypeError(f"{where} cannot be named: {error}") from None
@@ -136,19 +129,23 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
 def _by_name(saved: Saved, recipe: dict[str, Any], trust: bool) -> Any:
     """Return the function that a recipe names. Raises the errors of :func:`read_recipe`."""
     build = _named(saved, recipe["name"], trust)
-    args, kwargs = recipe["args"], recipe["kwargs"]
-    if recipe.get("encoded"):
-        try:
-            args = [decode(value, {}, _reader(saved, trust)) for value in args]
-            kwargs = {
-                key: decode(value, {}, _reader(saved, trust)) for key, value in kwargs.items()
-            }
-        except (TrustError, ModelError):
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ModelError(
-                f"{saved.folder}/{MODEL} is damaged: the arguments of its recipe: {error}."
-            ) from error
+    read = _reader(saved, trust)
+    try:
+        args = [decode(value, {}, read) for value in recipe["args"]]
+        kwargs = {key: decode(value, {}, read) for key, value in recipe["kwargs"].items()}
+    except (TrustError, ModelError):
+        raise
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ImportError,
+        RecursionError,
+    ) as error:
+        raise ModelError(
+            f"{saved.folder}/{MODEL} is damaged: the arguments of its recipe: {error}."
+        ) from error
     return functools.partial(build, *args, **kwargs)
 
 
@@ -180,12 +177,27 @@ def _reader(saved: Saved, trust: bool) -> Callable[[Any], Any]:
             return _by_name(saved, text, trust)
         if kind == "name":
             return _named(saved, text, trust)
+        if kind == "enum":
+            return member_of(text)
         dtype = getattr(torch, text) if kind == "dtype" else None
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"there is no {kind} {text!r}")
         return dtype
 
     return read
+
+
+def member_of(named: Sequence[str]) -> Enum:
+    """Return a member of an enum. Raises ValueError if the name of its class is another thing's.
+
+    Args:
+        named: The name of the class, as ``module:name``, and that of the member.
+    """
+    module, _, name = named[0].partition(":")
+    found = _resolve(module, name)
+    if not isinstance(found, type) or not issubclass(found, Enum):
+        raise ValueError(f"{named[0]} is no enum")
+    return found[named[1]]
 
 
 def _is_named(recipe: dict[str, Any]) -> bool:

@@ -8,6 +8,7 @@ replica, no slice is updated and the scale is halved.
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import replace
 
@@ -18,6 +19,8 @@ from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, next_counters
 from sparkdl.model.options import TrainingOptions
 from sparkdl.replica.iteration import Decisions, Iteration
+
+logger = logging.getLogger("sparkdl")
 
 
 def first_state(options: TrainingOptions) -> TrainState:
@@ -64,6 +67,17 @@ def catch_up(schedule: Schedule, state: TrainState, history: History) -> TrainSt
     previous = previous_state(state, history)
     schedule.catch_up(previous)
     state = replace(state, learning_rates=schedule.learning_rates)
+    rates, recorded = state.learning_rates, [r["learning_rate"] for r in history.last(1)]
+    same = not rates or all(math.isclose(rates[0], rate, rel_tol=1e-6) for rate in recorded)
+    if not same and schedule.changes() is not None:
+        logger.warning(
+            "resume: the schedule gives iteration %d the learning rate %.3g, and the run before had "
+            "%.3g. The schedule, or the number of iterations that it is made for (total_steps), is "
+            "another one now; training continues with the new one.",
+            state.iteration,
+            rates[0],
+            recorded[0],
+        )
     schedule.after(previous, state)
     return state
 

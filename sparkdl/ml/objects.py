@@ -14,7 +14,7 @@ from torch import nn
 
 from sparkdl.codec.safe import decode, encode
 from sparkdl.errors import ModelError, TrustError
-from sparkdl.infer.saved_recipe import WithoutName, is_module_builder, recipe_by_name
+from sparkdl.infer.saved_recipe import WithoutName, is_module_builder, member_of, recipe_by_name
 from sparkdl.loop.triggers import Trigger
 from sparkdl.model.pickling import dumps
 
@@ -110,21 +110,20 @@ def _of_leaf(content: dict[str, Any], trust: bool, path: str) -> Any:
         )
     if content["kind"] == "instance":
         return found()
-    args, kwargs = content["args"], content["kwargs"]
-    if content["kind"] == "trigger":
-        read = functools.partial(_of_leaf, trust=trust, path=path)
-        return found(**{key: decode(value, {}, read) for key, value in kwargs.items()})
-    if content.get("encoded"):
-        read = functools.partial(_of_argument, trust=trust, path=path)
-        args = [decode(value, {}, read) for value in args]
-        kwargs = {key: decode(value, {}, read) for key, value in kwargs.items()}
+    trigger = content["kind"] == "trigger"
+    read = functools.partial(_of_leaf if trigger else _of_argument, trust=trust, path=path)
+    args = [decode(value, {}, read) for value in content["args"]]
+    kwargs = {key: decode(value, {}, read) for key, value in content["kwargs"].items()}
+    if trigger:
+        return found(**kwargs)
     return functools.partial(found, *args, **kwargs) if args or kwargs else found
 
 
-def _of_argument(content: dict[str, str], trust: bool, path: str) -> Any:
-    """Return an argument of a recipe: a dtype, or a class or function by name."""
+def _of_argument(content: dict[str, Any], trust: bool, path: str) -> Any:
+    """Return an argument of a recipe: a dtype, a member of an enum, or what has a name."""
     if "dtype" in content:
         return getattr(torch, content["dtype"])
-    return _of_leaf(
-        {"kind": "name", "name": content["name"], "args": [], "kwargs": {}}, trust, path
-    )
+    if "enum" in content:
+        return member_of(content["enum"])
+    plain: dict[str, Any] = {"kind": "name", "name": content.get("name"), "args": [], "kwargs": {}}
+    return _of_leaf(content.get("recipe", plain), trust, path)

@@ -93,7 +93,8 @@ def layout_of(module: nn.Module) -> Layout:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ModelError(
-                f'parameter "{name}" is lazy and has no shape yet: run the model once in model().'
+                f'parameter "{name}" is lazy and has no shape yet: give the layer its sizes, or '
+                "let the function given as model= call the module once on an example."
             )
         if parameter.is_meta:
             raise ModelError(
@@ -123,7 +124,8 @@ def layout_of(module: nn.Module) -> Layout:
     for name, buffer in module.named_buffers():
         if isinstance(buffer, nn.parameter.UninitializedBuffer):
             raise ModelError(
-                f'buffer "{name}" is lazy and has no shape yet: run the model once in model().'
+                f'buffer "{name}" is lazy and has no shape yet: give the layer its sizes, or '
+                "let the function given as model= call the module once on an example."
             )
         if buffer.is_floating_point() and buffer.element_size() <= dtype.itemsize:
             place(name, "average", buffer, buffer.numel())

@@ -54,6 +54,16 @@ def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) ->
                 parameter.requires_grad_(trains)
 
 
+def with_shared(weights: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
+    """Return ``weights`` with all names of tensors that have several in ``module``.
+
+    A safetensors file has one of them.
+    """
+    own = module.state_dict(keep_vars=True)
+    given = {id(own[name]): value for name, value in weights.items() if name in own}
+    return {**{name: given[id(t)] for name, t in own.items() if id(t) in given}, **weights}
+
+
 def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: bool) -> None:
     """Load ``weights`` into ``module``.
 
@@ -68,6 +78,7 @@ def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: b
     """
     own = module.state_dict()
     weights = {name if name in own else name.replace(WRAPPED, ""): w for name, w in weights.items()}
+    weights = with_shared(weights, module)
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
             raise ModelError(

@@ -204,9 +204,11 @@ def loss_hint(
         called = "loss(output, label)" if targets else "loss(output)"
         return f" It is called as {called}."
     if "size" in str(error) and targets and output.shape != targets[0].shape:
-        return (
-            _classes_hint(output, targets[0]) or " Give the model an output of the label's shape."
+        classes = (
+            "" if targets[0].is_floating_point() else " For class numbers use CrossEntropyLoss."
         )
+        shape = f" Give the model an output of the label's shape.{classes}"
+        return _classes_hint(output, targets[0]) or shape
     if isinstance(error, (RuntimeError, IndexError, ValueError)):
         return label_hint(error, targets, labels)
     return ""

@@ -69,15 +69,17 @@ COLUMNS = [
         "string column",
         lambda fit: fit(fit.good(), features="s"),
         DataError,
-        'feature column "s" is of type string: convert text to numbers first, for example with '
-        "pyspark.ml.feature.StringIndexer, or cast it if it holds numbers.",
+        'feature column "s" is of type string: tokenize text with columns={...: '
+        "sparkdl.Text(tokenizer)}, number categories with pyspark.ml.feature.StringIndexer, or cast "
+        "it if it holds numbers.",
     ),
     Mistake(
         "array of strings",
         lambda fit: fit(fit.features("array<string>", ["a"])),
         DataError,
-        'feature column "features" is of type array<string>: convert text to numbers first, for '
-        "example with pyspark.ml.feature.StringIndexer, or cast it if it holds numbers.",
+        'feature column "features" is of type array<string>: tokenize text with columns='
+        "{...: sparkdl.Text(tokenizer)}, number categories with pyspark.ml.feature.StringIndexer, or "
+        "cast it if it holds numbers.",
     ),
     Mistake(
         "timestamp column",

@@ -368,7 +368,8 @@ MODELS = [
         "lazy parameters",
         lambda fit: fit(fit.good(), model=lambda: nn.LazyLinear(1)),
         ModelError,
-        'parameter "weight" is lazy and has no shape yet: run the model once in model().',
+        'parameter "weight" is lazy and has no shape yet: give the layer its sizes, or let '
+        "the function given as model= call the module once on an example.",
     ),
     Mistake(
         "complex parameters",

@@ -46,8 +46,9 @@ USES = [
         "transform of strings",
         lambda t: t.model.transform(t.features("string", "a")),
         DataError,
-        'feature column "features" is of type string: convert text to numbers first, for example '
-        "with pyspark.ml.feature.StringIndexer, or cast it if it holds numbers.",
+        'feature column "features" is of type string: tokenize text with columns={...: '
+        "sparkdl.Text(tokenizer)}, number categories with pyspark.ml.feature.StringIndexer, or cast "
+        "it if it holds numbers.",
     ),
     Mistake(
         "batch size",

@@ -103,8 +103,8 @@ def _numeric(name: str, data_type: DataType, float_dtype: str) -> Column | str:
     shown = data_type.simpleString()
     if type_name in ("string", "varchar", "char"):
         return (
-            f"is of type {shown}: convert text to numbers first, for example with "
-            "pyspark.ml.feature.StringIndexer, or cast it if it holds numbers."
+            f"is of type {shown}: tokenize text with columns={{...: sparkdl.Text(tokenizer)}}, number "
+            "categories with pyspark.ml.feature.StringIndexer, or cast it if it holds numbers."
         )
     return (
         f"is of type {shown}, which cannot become a tensor: use numbers, arrays of numbers or "

@@ -282,8 +282,8 @@ TYPES = {**{name: kind for name, (kind, *_) in TENSORS.items()}, **OTHERS}
 SCHEMA = sql.StructType([sql.StructField(name, kind) for name, kind in TYPES.items()])
 THE_COLUMNS = f"The DataFrame has: {', '.join(TYPES)}."
 TEXT = (
-    "is of type char(3): convert text to numbers first, for example with "
-    "pyspark.ml.feature.StringIndexer, or cast it if it holds numbers."
+    "is of type char(3): tokenize text with columns={...: sparkdl.Text(tokenizer)}, number "
+    "categories with pyspark.ml.feature.StringIndexer, or cast it if it holds numbers."
 )
 DATES = (
     "is of type array<date>, which cannot become a tensor: use numbers, arrays of numbers or "

@@ -25,6 +25,7 @@ from sparkdl.loop.advance import (
     FIRST_SCALE,
     GROWTH_ITERATIONS,
     advance,
+    catch_up,
     describe,
     first_state,
     next_iteration,
@@ -137,6 +138,26 @@ def test_next_iteration() -> None:
     assert found.hyperparameters[0]["lr"] == 0.125
     assert found.description == "sparkdl: epoch 3 · iteration 12 · loss 0.5"
     assert describe(TrainState()) == "sparkdl: epoch 1 · iteration 1"  # there is no loss yet
+
+
+@pytest.mark.parametrize(("gamma", "warned"), [(0.5, 0), (0.25, 1), (None, 0)])
+def test_a_schedule_that_is_another_one_on_resuming_is_told(
+    gamma: float | None, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not another learning rate without a schedule, which is the user's choice."""
+    module, history = nn.Linear(2, 2), History()
+    for number in (1, 2, 3):
+        history.append(TrainState(iteration=number, learning_rates=(0.5**number,)), number)
+    recipe = Recipe(module, nn.MSELoss(), partial(torch.optim.SGD, lr=0.5), 0)
+    make = gamma and partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=gamma)
+    schedule = Schedule(OptimizerSpec.of(recipe, list(module.parameters()), module), make)
+    catch_up(schedule, TrainState(iteration=3, iterations_per_epoch=9, position=3), history)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    if warned:
+        text = (
+            "gives iteration 3 the learning rate 0.0312, and the run before had 0.125. The schedule"
+        )
+        assert text in caplog.messages[0]
 
 
 @pytest.mark.parametrize("trigger", [sparkdl.every(3), sparkdl.every_epoch()], ids=str)

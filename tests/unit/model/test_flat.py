@@ -127,7 +127,10 @@ SHARED = (
     'parameters "a" and "b" share memory but are two objects: to tie them, assign the same '
     "nn.Parameter to both places."
 )
-LAZY = "is lazy and has no shape yet: run the model once in model()."
+LAZY = (
+    "is lazy and has no shape yet: give the layer its sizes, or let the function given as model= call "
+    "the module once on an example."
+)
 NORM = nn.LazyBatchNorm1d(affine=False)
 COMPLEX = "torch.complex64: only parameters of a real floating-point type can be trained."
 
