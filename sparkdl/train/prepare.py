@@ -128,6 +128,11 @@ def prepare(
         trainer.consistency_model.outer_optimizer,
     )
     _tell_of_compilation(trainer)
+    if trainer.engine != "gang":
+        ignored = {"strategy": trainer.strategy != "ddp", "mesh": trainer.mesh}
+        for name in (name for name, given in ignored.items() if given):
+            text = '%s= is for engine="gang" and has no effect with engine="%s".'
+            logger.warning(text, name, trainer.engine)
     payload = pickled(recipe)
     if trainer.engine != "local":
         tell_of_changed_constants(recipe, trainer.columns)
