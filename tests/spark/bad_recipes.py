@@ -71,6 +71,13 @@ class SharedMemory(nn.Module):
         self.other = nn.Parameter(self.one.data)
 
 
+def tied_by_view() -> nn.Module:
+    """A module whose copies are no longer tied."""
+    module = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2), nn.Flatten(0))
+    module[1].weight = nn.Parameter(module[0].weight.t())
+    return module
+
+
 class ReturnsNothing(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 1)
@@ -383,6 +390,13 @@ MODELS = [
         ModelError,
         'parameters "one" and "other" share memory but are two objects: to tie them, assign the '
         "same nn.Parameter to both places.",
+    ),
+    Mistake(
+        "parameters of a module that share memory",
+        lambda fit: fit(fit.good(), model=tied_by_view()),
+        ModelError,
+        'parameters "0.weight" and "1.weight" share memory but are two objects: to tie them, assign '
+        "the same nn.Parameter to both places.",
     ),
     Mistake(
         "model of half precision",
