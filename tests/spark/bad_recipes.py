@@ -119,6 +119,12 @@ class Normed(Embedded):
         self.table = nn.Embedding(3, 1, max_norm=1.5)
 
 
+class Counted(Embedded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 1, scale_grad_by_freq=True)
+
+
 class Force(ReturnsNothing):
     def forward(self, x: torch.Tensor) -> Any:
         x = x.detach().requires_grad_()
@@ -307,6 +313,15 @@ MODELS = [
         '"table" has max_norm=1.5: torch then changes the weights of the rows that are looked up, '
         "and each replica would change its own copy. Leave it out, and scale the embeddings in "
         "forward.",
+        jobs=3,
+    ),
+    Mistake(
+        "gradients that are divided by counts",
+        lambda fit: fit(fit.features("int", 0, 1, 2, 0, 1, 2), model=Counted),
+        ModelError,
+        '"table" has scale_grad_by_freq=True: torch then divides by how often a row occurs in a '
+        "mini-batch, and each replica or micro-batch would count its own. Leave it out, or train "
+        "with replicas=1 and accumulate=1.",
         jobs=3,
     ),
     Mistake(
