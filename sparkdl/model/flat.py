@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.model.layout import TensorRange, layout_of, local
+from sparkdl.model.layout import TensorRange, layout_of, local, one_place_each
 from sparkdl.process.memory import forget_values
 
 Form = tuple[tuple[int, ...], torch.dtype]
@@ -66,14 +66,6 @@ def _in_form(segment: TensorRange, owner: nn.Module, attribute: str) -> torch.Te
         built = segment.shape, segment.dtype
         raise ModelError(changed_form(segment.name, built, form_of(buffer)))
     return None
-
-
-def one_place_each(tensor: torch.Tensor) -> bool:
-    """Return whether every element has its own place in memory, unlike in an expanded tensor."""
-    return tensor.layout != torch.strided or all(
-        stride > 0 or length <= 1
-        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
 
 
 def filled(module: nn.Module, weights: torch.Tensor) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import nn
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import ModelError
+from sparkdl.model.preparation import WRAPPED
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,13 @@ def layout_of(module: nn.Module) -> Layout:
     trainable.sort(key=lambda item: id(item[1]) in tables)
     if not trainable:
         raise ModelError(_NOTHING.format(sum(1 for _ in module.parameters())))
-    memory: dict[int, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout != torch.strided:
+            raise ModelError(
+                f'"{name}" is sparse ({tensor.layout}), and what workers exchange is dense: make it '
+                "dense, with .to_dense(). A constant may stay sparse as a plain attribute of the "
+                "module, which forward moves to the device of its input."
+            )
     for name, parameter in ((name, local(parameter)) for name, parameter in trainable):
         if parameter.is_complex() or not parameter.is_floating_point():
             raise ModelError(
@@ -101,11 +108,10 @@ def layout_of(module: nn.Module) -> Layout:
                 f'parameter "{name}" is on the device "meta" and has no values: build the model on '
                 "the CPU."
             )
-        first = memory.setdefault(parameter.untyped_storage().data_ptr(), name)
-        if first != name and parameter.numel():
+        if not one_place_each(parameter):
             raise ModelError(
-                f'parameters "{first}" and "{name}" share memory but are two objects: to tie them, '
-                "assign the same nn.Parameter to both places."
+                f'parameter "{name}" is an expanded tensor, whose elements share memory: make it '
+                "nn.Parameter(tensor.clone(memory_format=torch.contiguous_format))."
             )
     wide = any(p.dtype == torch.float64 for _, p in trainable)
     dtype = torch.float64 if wide else torch.float32
@@ -132,7 +138,52 @@ def layout_of(module: nn.Module) -> Layout:
         else:
             nbytes = buffer.numel() * buffer.element_size()
             place(name, "exact", buffer, math.ceil(nbytes / dtype.itemsize))
-    return Layout(tuple(segments), dtype, position)
+    layout = Layout(tuple(segments), dtype, position)
+    check_memory(module, layout)
+    return layout
+
+
+def check_memory(module: nn.Module, layout: Layout) -> None:
+    """Raise an error if a trained parameter shares memory with another one, or with a buffer.
+
+    Args:
+        module: The module, or the one that it was copied from: copies of tensors share no memory.
+        layout: The layout of the module.
+
+    Raises:
+        ModelError: Two tensors share memory.
+    """
+    named = {
+        name.replace(WRAPPED, ""): local(tensor)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+    }
+    found = [(named[s.name].data_ptr(), s) for s in layout.segments if s.length and s.name in named]
+    last, end = None, 0
+    for start, segment in sorted(found, key=lambda item: item[0]):
+        if last is not None and start < end and "parameter" in (last.kind, segment.kind):
+            one, other = sorted((last, segment), key=layout.segments.index)
+            if other.kind == "parameter":
+                raise ModelError(
+                    f'parameters "{one.name}" and "{other.name}" share memory but are two objects: '
+                    "to tie them, assign the same nn.Parameter to both places."
+                )
+            raise ModelError(
+                f'buffer "{other.name}" shares memory with the parameter "{one.name}", and in '
+                "training each has its own: let forward use the parameter, or register a .clone()."
+            )
+        tensor = named[segment.name]
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        stop = start + (1 + sum((n - 1) * step for n, step in steps)) * tensor.element_size()
+        if stop > end:
+            last, end = segment, stop
+
+
+def one_place_each(tensor: torch.Tensor) -> bool:
+    """Return whether every element has its own place in memory, unlike in an expanded tensor."""
+    return tensor.layout != torch.strided or all(
+        stride > 0 or length <= 1
+        for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def sparse_tables(module: nn.Module) -> set[int]:

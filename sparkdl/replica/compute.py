@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from sparkdl.model.flat import one_place_each
-from sparkdl.model.layout import local
+from sparkdl.model.layout import local, one_place_each
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import loss_of
 from sparkdl.model.step import named_losses

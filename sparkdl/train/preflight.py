@@ -22,6 +22,7 @@ from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.output import Output
 from sparkdl.model.loss import loss_of, masses_of
+from sparkdl.model.model_loss import PerReplica, is_own_loss
 from sparkdl.model.recipe import Recipe, bytes_of
 from sparkdl.model.step import ALONE, is_step
 from sparkdl.parallel.plan import ParallelPlan, parallel_of
@@ -34,7 +35,7 @@ from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.recipes import build_model
-from sparkdl.train.repeats import tell_of_hidden_state, tell_of_own_draws
+from sparkdl.train.repeats import tell_of_hidden_state, tell_of_mixed_rows, tell_of_own_draws
 from sparkdl.train.trainer import Trainer
 
 
@@ -98,6 +99,10 @@ def preflight(
         with seeded(trainer.seed):
             batch = preview_batch(how, looked_at, augment=True)
     sums = gives_sums(model.module, recipe, batch, looked_at[labels], averaged)
+    if averaged and not (isinstance(recipe.loss, PerReplica) or is_own_loss(recipe.loss)):
+        tell_of_mixed_rows(model.module, recipe, batch)
+    if averaged:
+        check_frequencies(model.module)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
@@ -207,6 +212,18 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
 def _cut(rows: int, count: int) -> list[int]:
     """Return the sizes of ``count`` nearly equal parts of ``rows``."""
     return [rows * (i + 1) // count - rows * i // count for i in range(count)]
+
+
+def check_frequencies(module: nn.Module) -> None:
+    """Raise :class:`ModelError` if a trained table divides gradients by counts in a mini-batch."""
+    for name, table in module.named_modules():
+        counts = isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.scale_grad_by_freq
+        if counts and table.weight.requires_grad:
+            raise ModelError(
+                f'"{name}" has scale_grad_by_freq=True: torch then divides by how often a row occurs '
+                "in a mini-batch, and each replica or micro-batch would count its own. Leave it "
+                "out, or train with replicas=1 and accumulate=1."
+            )
 
 
 def check_writes(module: nn.Module, recipe: Recipe, batch: Batch, before: dict[str, int]) -> None:

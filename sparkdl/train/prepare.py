@@ -21,7 +21,7 @@ from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.schedule import Schedule
 from sparkdl.metrics.named import resolve
-from sparkdl.model.layout import Layout, layout_of
+from sparkdl.model.layout import Layout, check_memory, layout_of
 from sparkdl.model.preparation import passing_buffers
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compare import Description, describe
@@ -139,6 +139,8 @@ def prepare(
     check_columns(trainer.columns)
     module = build_model(payload, reported=True)
     layout = layout_of(module)
+    if isinstance(trainer.model, nn.Module):
+        check_memory(trainer.model, layout)
     built = {} if trainer.engine == "local" else describe(module)
     check_options(options, module, layout)
     check_compression(recipe, layout)

@@ -75,7 +75,7 @@ def losses_of_output(
     The loss is computed in float64 if that works. The function is None if the rows of the output
     cannot be told apart.
     """
-    tensors = list(_leaves(output))
+    tensors = list(leaves(output))
     if not all(isinstance(t, torch.Tensor) for t in tensors):
         return None, 0.0
     of_rows = [t for t in tensors if t.ndim]
@@ -144,13 +144,13 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _leaves(output: Any) -> Iterator[Any]:
+def leaves(output: Any) -> Iterator[Any]:
     """Yield the values inside nested dicts, tuples and lists, except for numbers and text."""
     if isinstance(output, Mapping):
         output = list(output.values())
     if isinstance(output, (tuple, list)):
         for value in output:
-            yield from _leaves(value)
+            yield from leaves(value)
     elif not isinstance(output, (int, float, str, type(None))):
         yield output
 

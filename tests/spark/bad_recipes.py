@@ -71,6 +71,13 @@ class SharedMemory(nn.Module):
         self.other = nn.Parameter(self.one.data)
 
 
+def tied_by_view() -> nn.Module:
+    """A module whose copies are no longer tied."""
+    module = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2), nn.Flatten(0))
+    module[1].weight = nn.Parameter(module[0].weight.t())
+    return module
+
+
 class ReturnsNothing(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 1)
@@ -110,6 +117,12 @@ class Normed(Embedded):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(3, 1, max_norm=1.5)
+
+
+class Counted(Embedded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(3, 1, scale_grad_by_freq=True)
 
 
 class Force(ReturnsNothing):
@@ -303,6 +316,15 @@ MODELS = [
         jobs=3,
     ),
     Mistake(
+        "gradients that are divided by counts",
+        lambda fit: fit(fit.features("int", 0, 1, 2, 0, 1, 2), model=Counted),
+        ModelError,
+        '"table" has scale_grad_by_freq=True: torch then divides by how often a row occurs in a '
+        "mini-batch, and each replica or micro-batch would count its own. Leave it out, or train "
+        "with replicas=1 and accumulate=1.",
+        jobs=3,
+    ),
+    Mistake(
         "a forward that writes to constants",
         lambda fit: fit(fit.good(), model=Momentum),
         ModelError,
@@ -384,6 +406,13 @@ MODELS = [
         ModelError,
         'parameters "one" and "other" share memory but are two objects: to tie them, assign the '
         "same nn.Parameter to both places.",
+    ),
+    Mistake(
+        "parameters of a module that share memory",
+        lambda fit: fit(fit.good(), model=tied_by_view()),
+        ModelError,
+        'parameters "0.weight" and "1.weight" share memory but are two objects: to tie them, assign '
+        "the same nn.Parameter to both places.",
     ),
     Mistake(
         "model of half precision",

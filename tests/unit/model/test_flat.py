@@ -141,6 +141,35 @@ def shared(*parts: slice) -> nn.Module:
     return nn.ParameterDict({name: nn.Parameter(memory[part]) for name, part in named})
 
 
+ALIASED = (
+    'buffer "kept" shares memory with the parameter "weight", and in training each has its own: let '
+    "forward use the parameter, or register a .clone()."
+)
+SPARSE = (
+    '"kept" is sparse (torch.sparse_{}), and what workers exchange is dense: make it dense, with '
+    ".to_dense(). A constant may stay sparse as a plain attribute of the module, which forward moves "
+    "to the device of its input."
+)
+EXPANDED = (
+    'parameter "0" is an expanded tensor, whose elements share memory: make it '
+    "nn.Parameter(tensor.clone(memory_format=torch.contiguous_format))."
+)
+
+
+def aliased(kept: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    module = nn.Linear(3, 2)
+    made = kept(module.weight)
+    if isinstance(made, nn.Parameter):
+        module.register_parameter("kept", made)
+    else:
+        module.register_buffer("kept", made)
+    return module
+
+
+def constant_parameter(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -150,11 +179,24 @@ def shared(*parts: slice) -> nn.Module:
         (partial(nn.Sequential, nn.Linear(2, 2), NORM), f'buffer "1.running_mean" {LAZY}'),
         (lambda: nn.Linear(1, 1, dtype=torch.complex64), f'parameter "weight" is {COMPLEX}'),
         (lambda: shared(slice(0, 6), slice(3, 6)), SHARED),
-        (lambda: shared(slice(0, 3), slice(3, 6)), SHARED),
+        (lambda: shared(slice(0, 4), slice(3, 6)), SHARED),
+        (lambda: aliased(lambda weight: weight.data), ALIASED),
+        (lambda: aliased(lambda weight: weight.data[1]), ALIASED),
+        (lambda: aliased(lambda weight: torch.eye(3).to_sparse()), SPARSE.format("coo")),
+        (lambda: aliased(lambda weight: torch.eye(3).to_sparse_csr()), SPARSE.format("csr")),
+        (lambda: aliased(constant_parameter), SPARSE.format("coo")),
+        (lambda: nn.ParameterList([torch.zeros(1, 4).expand(3, 4)]), EXPANDED),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_what_is_refused(make: Callable[[], nn.Module], message: str) -> None:
     assert message_of(ModelError, layout_of, make()) == message
+
+
+def test_parts_of_one_memory_that_do_not_overlap_are_apart() -> None:
+    flat = FlatModule(shared(slice(0, 3), slice(3, 6)))
+    flat.flat.copy_(torch.arange(len(flat.flat)))
+    assert [p.tolist() for _, p in flat.parameters] == [[0, 1, 2], [16, 17, 18]]
 
 
 # Views

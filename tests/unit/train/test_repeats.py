@@ -17,7 +17,7 @@ from sparkdl.data.batches import Batch, BatchSpec, preview_batch
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import seeded
 from sparkdl.train.preflight import check_writes, parameter_sums
-from sparkdl.train.repeats import tell_of_hidden_state, tell_of_own_draws
+from sparkdl.train.repeats import tell_of_hidden_state, tell_of_mixed_rows, tell_of_own_draws
 
 ROWS = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
@@ -89,6 +89,69 @@ def test_hidden_state_of_a_model_is_told(name: str, caplog: pytest.LogCaptureFix
     tell_of_hidden_state(module, Recipe(make, torch.sum, torch.optim.SGD, 0), Batch([ROWS], []))
     assert len(caplog.messages) == told
     assert all("another output when the same rows pass again" in m for m in caplog.messages)
+    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+
+
+class Through(nn.Linear):
+    """A layer of what ``change`` makes of the rows."""
+
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor], outputs: int = 2) -> None:
+        super().__init__(4, outputs)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.change(x))
+
+
+class Padded(nn.Module):
+    """A transformer of rows that are padded with 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = (x.abs() * 4).long().clamp(max=8)
+        words[:, 0] = 1
+        return self.layer(self.table(words), src_key_padding_mask=words == 0)
+
+
+class Experts(nn.Module):
+    """Each row goes to the best of many experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 8), nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        best = self.gate(x).argmax(1, keepdim=True)
+        return {"y": self.experts(x).gather(1, best), "balance": self.gate(x).mean(0).var()}
+
+
+MIXING: dict[str, tuple[Callable[[], nn.Module], bool]] = {
+    "a mean": (lambda: Through(lambda x: x - x.mean(0)), True),
+    "the largest": (lambda: Through(lambda x: x / x.abs().max()), True),
+    "a softmax": (lambda: Through(lambda x: x.softmax(0)), True),
+    "the first dimension as time": (lambda: nn.Sequential(nn.LSTM(4, 3)), True),
+    "draws": (lambda: Through(lambda x: x + torch.randn_like(x)), False),
+    "always six rows": (lambda: Through(lambda x: x.reshape(6, 4) - x.mean(0)), False),
+    "no row each": (lambda: nn.Sequential(nn.Linear(4, 2), nn.Flatten(0)), False),
+    "experts": (Experts, False),
+    "padding": (Padded, False),
+    **{name: (make, False) for name, (make, _) in MODELS.items()},
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_rows_that_depend_on_others_are_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, told = MIXING[name]
+    torch.manual_seed(0)
+    module = make()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    tell_of_mixed_rows(module, Recipe(make, torch.sum, torch.optim.SGD, 0), Batch([ROWS], []))
+    assert len(caplog.messages) == told
+    assert all("depends on the other rows of its mini-batch" in m for m in caplog.messages)
     assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
 
 
