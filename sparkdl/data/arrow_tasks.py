@@ -19,7 +19,7 @@ from sparkdl.data.partition_join import WrittenRows, join_partition
 from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import quoted
-from sparkdl.errors import DataError, raise_all
+from sparkdl.errors import DataError, in_quotes, raise_all
 from sparkdl.session import is_connected
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.frames import send
@@ -147,11 +147,34 @@ def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
     )
 
 
-def columns_named(data: DataFrame, name: str) -> list[str]:
-    """Return the columns that Spark matches with ``name``; by default, it ignores case."""
+def columns_named(data: DataFrame, name: str, among: Sequence[str] | None = None) -> list[str]:
+    """Return the columns, or those ``among`` others, that Spark matches with ``name``.
+
+    By default, Spark ignores case.
+    """
+    names = data.columns if among is None else among
     if data.sparkSession.conf.get("spark.sql.caseSensitive", "false") == "true":
-        return [column for column in data.columns if column == name]
-    return [column for column in data.columns if column.lower() == name.lower()]
+        return [column for column in names if column == name]
+    return [column for column in names if column.lower() == name.lower()]
+
+
+def check_new_columns(data: DataFrame, names: Sequence[str], how: str, who: str = "") -> None:
+    """Raise :class:`DataError` for a new column with the name of another, as Spark compares names.
+
+    Args:
+        data: The DataFrame that gets the columns.
+        names: Their names.
+        how: The end of the advice to choose another name.
+        who: The beginning of the message.
+    """
+    for name in names:
+        if taken := columns_named(data, name):
+            found = f'the DataFrame already has a column "{taken[0]}": drop it, or'
+        elif len(same := columns_named(data, name, names)) > 1:
+            found = f"new columns would have one name, {' and '.join(map(in_quotes, same))}:"
+        else:
+            continue
+        raise DataError(f"{who}{found} choose another name{how}.")
 
 
 def check_unambiguous(data: DataFrame, names: Sequence[str]) -> None:

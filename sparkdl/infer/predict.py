@@ -12,7 +12,7 @@ import torch
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, functions
 
-from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
+from sparkdl.data.arrow_tasks import check_new_columns, check_unambiguous
 from sparkdl.data.columns.base import Column, Specs
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field, with_fields
@@ -246,11 +246,7 @@ def predict_dataframe(
                 f'feature column "{column.name}" is of type {kind}, and the model was trained on '
                 f"{field}. {_GIVE}"
             )
-    if taken := columns_named(data, prediction_col):
-        raise DataError(
-            f'the DataFrame already has a column "{taken[0]}": drop it, or choose another '
-            "name with prediction_col=."
-        )
+    check_new_columns(data, [prediction_col], " with prediction_col=")
     body: PredictColumn = accompanied(
         PredictColumn(module, inputs, batch_size, finish, dimensions, signature)
     )

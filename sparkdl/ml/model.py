@@ -14,7 +14,8 @@ from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import Column, DataFrame, functions
 from torch import nn
 
-from sparkdl.errors import DataError, ParameterError
+from sparkdl.data.arrow_tasks import check_new_columns
+from sparkdl.errors import ParameterError
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.ml.outputs import as_numbers, nothing_like
@@ -124,11 +125,7 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         trained, names = self._renamed(), self._outputs()
-        if taken := [name for name in names if name in dataset.columns]:
-            raise DataError(
-                f'{type(self).__name__}: the DataFrame already has a column "{taken[0]}": drop it, or '
-                "choose another name for the output."
-            )
+        check_new_columns(dataset, names, " for the output", f"{type(self).__name__}: ")
         scores, valid = f"{self.uid}_output", f"{self.uid}_valid"
         how = self.getOrDefault(self.handleInvalid)
         rows = dataset

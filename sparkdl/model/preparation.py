@@ -11,7 +11,7 @@ import fnmatch
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -231,29 +231,37 @@ class _Checkpointed:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if self._counts and not torch.compiler.is_compiling():  # compiled, it has no such pass
-            kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _buffers_aside(module))
+            kwargs["context_fn"] = lambda: (contextlib.nullcontext(), _BuffersAsBefore(module))
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-@contextlib.contextmanager
-def _buffers_aside(module: nn.Module) -> Iterator[None]:
-    """Replace the module's buffers with copies inside the block.
+_Held = list[tuple[nn.Module, dict[str, torch.Tensor | None]]]
+"""Modules, and for each its own buffers by name."""
 
-    So a recomputed forward pass does not count twice in running statistics.
+
+class _BuffersAsBefore:
+    """A block in which a module has copies of the buffers that it had when this object was made.
+
+    So the recomputation of a forward pass reads what the pass has read, and changes nothing.
     """
-    places = [
-        (owner, name, buffer)
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
-    ]
-    for owner, name, buffer in places:
-        owner._buffers[name] = buffer.clone()
-    try:
-        yield
-    finally:
-        for owner, name, buffer in places:
-            owner._buffers[name] = buffer
+
+    def __init__(self, module: nn.Module) -> None:
+        self._before = _copied([(part, part._buffers) for part in module.modules()])
+
+    def __enter__(self) -> None:
+        self._after: _Held = [(part, part._buffers) for part, _ in self._before]
+        for part, buffers in _copied(self._before):  # a second backward needs them once more
+            part._buffers = buffers
+
+    def __exit__(self, *_: object) -> None:
+        for part, buffers in self._after:
+            part._buffers = buffers
+
+
+def _copied(held: _Held) -> _Held:
+    """Return the modules with a copy of each buffer, one for a buffer that several share."""
+    copies = {id(b): b.clone() for _, own in held for b in own.values() if b is not None}
+    return [(part, {name: copies.get(id(b)) for name, b in own.items()}) for part, own in held]
 
 
 def _some(names: Iterable[str]) -> str:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -51,7 +52,8 @@ def step_slice(
             evaluates it.
 
     Raises:
-        ModelError: An optimizer evaluates the loss more than once.
+        ModelError: An optimizer evaluates the loss more than once, or the state is of one with other
+            hyperparameters.
     """
     fragments = {p.number: p for p in plan.parameters if p.length}
     tensors = {n: _view(state.weights, p) for n, p in fragments.items()}
@@ -70,7 +72,10 @@ def step_slice(
                 others = _where_stepped(group, tensor, state.others[number])
                 optimizer.state[tensor] = {**own, **others}
                 held[number] = own
-        with torch.sparse.check_sparse_tensor_invariants(False):  # else Adagrad's step warns
+        with (
+            _missing_told(optimizer),
+            torch.sparse.check_sparse_tensor_invariants(False),  # else Adagrad's step warns
+        ):
             if wants_loss(type(optimizer)):  # type: ignore[arg-type]
                 optimizer.step(evaluate_once(loss, type(optimizer).__name__))
             else:
@@ -82,6 +87,23 @@ def step_slice(
         tensor.grad = None
         if tensor.data_ptr() != places[number]:  # replaced instead of written in place
             _view(state.weights, fragments[number]).copy_(tensor)
+
+
+@contextlib.contextmanager
+def _missing_told(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Raise ModelError for an entry that the block misses in the state of an earlier step."""
+    given = {name for state in optimizer.state.values() for name in state}
+    try:
+        yield
+    except KeyError as error:
+        (name,) = error.args or (None,)
+        if not given or not isinstance(name, str) or name in given:
+            raise
+        raise ModelError(
+            f'optimizer {type(optimizer).__name__} misses "{name}" in its state, which was made with '
+            "other hyperparameters: train with those of the run that this one continues, or take "
+            "its weights alone, with fit(data, start=model, optimizer_state=False)."
+        ) from error
 
 
 def _view(flat: torch.Tensor, fragment: Fragment) -> torch.Tensor:

@@ -117,7 +117,7 @@ class GroupModels:
         template = self._template
         if template.output is None:
             raise ParameterError("the model's output is not one tensor: choose it with output=.")
-        _check_groups(data, self.by)
+        _group_columns(data, self.by)
         if taken := columns_named(data, prediction_col):
             raise DataError(f'the DataFrame already has a column "{taken[0]}": drop it.')
         features, _ = columns_of(
@@ -178,7 +178,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         raise wrong_data("fit_groups", data, "a DataFrame")
     names = (by,) if isinstance(by, str) else tuple(by)
     raise_all(ParameterError, list(_problems_of(trainer, names)))
-    _check_groups(data, names)
+    names = _group_columns(data, names)
     trainer = replace(trainer, engine="local", replicas=1, slices=1)
     tasks = PlainTasks.of(data)
     model = prepare(trainer, None)
@@ -209,8 +209,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     parts = TASKS_PER_SLOT * tasks.slots
     grouped = data.select(*chosen).repartition(parts, *keys).groupBy(*keys)
     table = grouped.applyInArrow(fit, schema)
-    for name, key in zip(names, keys, strict=True):
-        table = table.withColumnRenamed(key, name)
+    table = table.toDF(*names, *table.columns[len(names) :])
     with tasks.running("training the groups"):
         template = _tried(trainer, data, names, model, tasks.slab)
         table = table.persist()
@@ -233,15 +232,21 @@ def _problems_of(trainer: Trainer, by: Sequence[str]) -> Iterator[str]:
             yield f"{one.name}= has no meaning for fit_groups: leave it out of this trainer."
 
 
-def _check_groups(data: DataFrame, by: Sequence[str]) -> None:
-    """Raise DataError if a column of the groups is missing."""
+def _group_columns(data: DataFrame, by: Sequence[str]) -> tuple[str, ...]:
+    """Return the DataFrame's own names of the groups' columns; raise DataError if one is missing."""
     problems = [
         f'by names "{name}", and the DataFrame has no such column.{nearest(name, data.columns)}'
         for name in by
         if not columns_named(data, name)
     ]
+    problems += [
+        f'by names "{name}", which is a column of the result too: rename the column.'
+        for name in by
+        if name.lower() in RESULT.split()[::2]
+    ]
     raise_all(DataError, problems)
     check_unambiguous(data, by)
+    return tuple(columns_named(data, name)[0] for name in by)
 
 
 def _tried(

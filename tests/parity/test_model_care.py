@@ -28,6 +28,7 @@ from feature_runs import (
 from launch import in_turn
 from mistakes import message_of
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import sparkdl
@@ -203,10 +204,32 @@ def blocks():
     return nn.Sequential(first, second, nn.Linear(WIDTH, CLASSES)).double()
 
 
-@pytest.mark.parametrize("patterns", [["0"], ["[01]"]], ids=str)
-def test_activation_checkpointing_gives_the_same_bits(patterns):
-    """Dropout's draws in the second pass are those of the first; running statistics count a batch
-    once, though it goes forward twice."""
+class Annealed(Counted):
+    """It reads buffers that each pass changes, in place and by another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(WIDTH))
+        spectral_norm(self.layer)
+        self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        if self.training:
+            self.step += 1
+            self.scale = self.scale * 0.9
+        return super().forward(x) * (1 - 0.5**self.step) * self.scale
+
+
+def annealed():
+    return nn.Sequential(Annealed(), Annealed(), nn.Linear(WIDTH, CLASSES)).double()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "patterns"), [(blocks, ["0"]), (blocks, ["[01]"]), (annealed, ["[01]"])]
+)
+def test_activation_checkpointing_gives_the_same_bits(blocks, patterns):
+    """Dropout's draws in the second pass are those of the first, and so are the buffers that it
+    reads; running statistics count a batch once, though it goes forward twice."""
     sizes = (24, 16)  # which leave no mini-batch of a single row
     parts = Parts.of(sizes)
     PASSES.clear()

@@ -109,7 +109,8 @@ def test_several_columns_make_a_group(
     series: Any, trainer: sparkdl.Trainer, slabs: Callable[..., list[str]]
 ) -> None:
     some = series.where("series != 'c'")
-    found = sparkdl.fit_groups(some, by=["series", "part 2"], trainer=trainer)
+    found = sparkdl.fit_groups(some, by=["SERIES", "part 2"], trainer=trainer)
+    assert found.by == ("series", "part 2"), "the DataFrame's own names"
     assert slabs() == []
     rows = found.table.collect()
     assert sorted((row.series, row["part 2"], row.rows) for row in rows) == [
@@ -127,6 +128,11 @@ def test_mistakes_are_told_before_any_group_is_trained(
     fit = partial(sparkdl.fit_groups, series)
     with pytest.raises(sparkdl.DataError, match=r'no such column\. Did you mean "series"'):
         fit(by="serie", trainer=trainer)
+    for name in ("Error", "rows", "weights"):
+        with pytest.raises(
+            sparkdl.DataError, match=f'"{name}", which is a column of the result too'
+        ):
+            sparkdl.fit_groups(series.withColumnRenamed("series", name), name, trainer)
     with pytest.raises(sparkdl.ParameterError, match=r"(?s)2 problems:.*callbacks= has no meaning"):
         fit(by="series", trainer=replace(trainer, ema=0.9, callbacks=[sparkdl.Callback()]))
     with pytest.raises(sparkdl.DataError, match='feature column "words" is missing'):

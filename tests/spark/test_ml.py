@@ -32,7 +32,7 @@ from pyspark.ml.tuning import (
     ParamGridBuilder,
     TrainValidationSplit,
 )
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import DataFrame, SparkSession, functions
 from pyspark.sql.types import DoubleType, IntegerType, StructType
 from torch import nn
 
@@ -507,6 +507,11 @@ def test_mistakes_with_models(table: DataFrame, tmp_path: Path) -> None:
     model = classifier(maxEpochs=1).fit(table)
     assert refused(lambda: model.transform(model.transform(table)), sparkdl.DataError) == (
         'TorchClassificationModel: the DataFrame already has a column "rawPrediction": drop it, or '
+        "choose another name for the output."
+    )
+    upper = table.withColumn("PREDICTION", functions.lit(0))
+    assert refused(lambda: model.transform(upper), sparkdl.DataError) == (
+        'TorchClassificationModel: the DataFrame already has a column "PREDICTION": drop it, or '
         "choose another name for the output."
     )
     assert refused(lambda: model.copy({model.thresholds: [0.5]}).transform(table)) == (

@@ -463,6 +463,18 @@ MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
         lambda df, path: sparkdl.predict(df, NET, "x", prediction_col="Number"),
         'the DataFrame already has a column "number"',
     ),
+    "the name of the errors": (
+        lambda df, path: sparkdl.predict(
+            df, NET, "x", prediction_col="ERROR", handle_invalid="keep"
+        ),
+        'new columns would have one name, "ERROR" and "error": choose another name, with predict',
+    ),
+    "one name but for case": (
+        lambda df, path: sparkdl.predict(
+            df, Several(), "x", outputs={"A": "total", "a": "doubled"}
+        ),
+        'new columns would have one name, "A" and "a": choose another name',
+    ),
     "a precision": (
         lambda df, path: sparkdl.predict(df, NET, "x", precision="int4"),
         "precision='int4': use one of fp32, bf16, fp16.",

@@ -12,10 +12,10 @@ import torch
 from pyspark.sql import DataFrame, functions
 from torch import nn
 
-from sparkdl.data.arrow_tasks import columns_named
+from sparkdl.data.arrow_tasks import check_new_columns
 from sparkdl.data.columns.base import Column
 from sparkdl.data.schema import quoted
-from sparkdl.errors import DataError, ParameterError, shown
+from sparkdl.errors import ParameterError, shown
 from sparkdl.infer.predict import arrow_udf
 from sparkdl.infer.scoring.forward import check_options
 from sparkdl.infer.scoring.outputs import OutputColumn
@@ -78,16 +78,12 @@ class Inference:
         """Return the data with the columns of predictions.
 
         Raises:
-            DataError: A column of this name exists.
+            DataError: A column of this name exists, or two new ones have the same.
         """
         names = [column.name for column in self.task.outputs]
         keep = self.options.handle_invalid == "keep"
-        for name in [*names, *([self.options.error_col] if keep else [])]:
-            if taken := columns_named(data, name):
-                raise DataError(
-                    f'the DataFrame already has a column "{taken[0]}": drop it, or choose another '
-                    "name, with prediction_col=, outputs= or error_col=."
-                )
+        fields = [*names, *([self.options.error_col] if keep else [])]
+        check_new_columns(data, fields, ", with prediction_col=, outputs= or error_col=")
         inputs = [functions.col(quoted(column.name)) for column in self.task.columns]
         # not deterministic: Spark would compute it again for each filter on a prediction
         computed = self.udf().asNondeterministic()(*inputs)
@@ -96,11 +92,8 @@ class Inference:
         found = data.withColumn(HELD, computed)
         if self.options.handle_invalid == "skip":
             found = found.where(functions.col(HELD)[self.task.error_col].isNull())
-        fields = [*names, *([self.options.error_col] if keep else [])]
-        return found.select(
-            *[functions.col(quoted(name)) for name in data.columns],
-            *[functions.col(HELD)[name].alias(name) for name in fields],
-        )
+        columns = [functions.col(HELD)[name].alias(name) for name in fields]
+        return found.select("*", *columns).drop(HELD)
 
     def identity(self) -> str:
         """Return a digest of weights, columns and options, which is the same in another process."""

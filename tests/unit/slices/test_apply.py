@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn, optim
 
+import sparkdl
 from sparkdl.engines.shuffle.store import first_version, next_version
 from sparkdl.model.flat import FlatModule
 from sparkdl.model.options import TrainingOptions
@@ -193,6 +194,34 @@ def test_others_may_be_anything_with_tensors_in_it() -> None:
     assert found.pop("text") == wanted.pop("text")
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)  # dtypes too
     found["lists"][0].add_(1)  # its own memory, and writable
+
+
+@pytest.mark.parametrize(
+    ("kind", "other", "missing"),
+    [
+        (optim.Adam, {"amsgrad": True}, "max_exp_avg_sq"),
+        (optim.RMSprop, {"centered": True}, "grad_avg"),
+        (optim.RMSprop, {"momentum": 0.9}, "momentum_buffer"),
+        (optim.SGD, {"momentum": 0.9}, None),  # it makes that when it needs it
+    ],
+)
+def test_state_of_other_hyperparameters(kind: Any, other: dict[str, Any], missing: Any) -> None:
+    flat, before, (plan,) = parts_of(Net(), kind)
+    _, after, _ = parts_of(Net(), partial(kind, **other))
+    (state,) = states_of(flat, [plan])
+    step_slice(plan, state, gradient_of(plan), frozenset(), before)
+    weights = state.weights.clone()
+    if missing is None:
+        step_slice(plan, state, gradient_of(plan, 1), frozenset(), after)
+        return
+    with pytest.raises(sparkdl.ModelError) as caught:
+        step_slice(plan, state, gradient_of(plan, 1), frozenset(), after)
+    assert str(caught.value) == (
+        f'optimizer {kind.__name__} misses "{missing}" in its state, which was made with other '
+        "hyperparameters: train with those of the run that this one continues, or take its weights "
+        "alone, with fit(data, start=model, optimizer_state=False)."
+    )
+    assert torch.equal(state.weights, weights)
 
 
 @pytest.mark.parametrize("kind", [optim.Adam, optim.RMSprop, partial(optim.SGD, momentum=0.9)])

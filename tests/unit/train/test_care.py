@@ -11,6 +11,7 @@ import pytest
 import torch
 from mistakes import message_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import sparkdl
 from sparkdl.errors import ModelError
@@ -182,6 +183,44 @@ def test_checkpointed_modules_compute_twice_and_give_the_same_gradients() -> Non
         assert module.second.passes == (3 if patterns else 2), "without gradients: once"
     assert all(torch.equal(a, b) for a, b, c in zip(*found.values(), strict=True))
     assert all(torch.equal(a, c) for a, b, c in zip(*found.values(), strict=True))
+
+
+class Halving(nn.Module):
+    """It reads a buffer that each of its passes halves, and that another module has too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(3, 3), nn.Module()
+        self.register_buffer("scale", torch.ones(()))
+        self.other.register_buffer("scale", self.scale)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.other.scale /= 2
+        return torch.tanh(self.layer(x) * self.scale.clone())
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Halving()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, self.inner(x), use_reentrant=False)
+
+
+def test_each_recomputation_reads_the_buffers_of_its_pass() -> None:
+    """Of one pass among several, inside another one, and in a second backward."""
+    x, found = torch.randn(5, 3), []
+    for patterns in ((), ("0",)):
+        torch.manual_seed(0)
+        module = nn.Sequential(Twice(), nn.Linear(3, 2))
+        call = prepared_forward(module, TrainingOptions(activation_checkpointing=patterns))
+        loss = call(x).sum() + call(2 * x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert module[0].inner.scale is module[0].inner.other.scale
+        found.append([*(p.grad for p in module.parameters()), module[0].inner.scale])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_checkpointed_module_goes_with_its_last_user() -> None:
