@@ -15,10 +15,12 @@ import datetime
 import fcntl
 import functools
 import gc
+import importlib
 import os
 import shutil
 import socket
 import struct
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -227,6 +229,10 @@ def leave(failed: bool = False) -> None:
     for thing in gc.get_objects():
         if issubclass(type(thing), DistributedDataParallel):
             thing.reducer = thing.logger = None
+    if "torch.distributed.tensor" in sys.modules:
+        # Its cache holds meshes, and they hold their groups: connections, and a thread that polls.
+        with contextlib.suppress(ImportError, AttributeError):
+            importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
     if not dist.is_initialized():  # a user's function may have destroyed the group
         return
     if failed and "nccl" in dist.get_backend_config():

@@ -129,7 +129,7 @@ def prepare(
     )
     _tell_of_compilation(trainer)
     if trainer.engine != "gang":
-        ignored = {"strategy": trainer.strategy != "ddp", "mesh": trainer.mesh}
+        ignored = {"strategy": trainer.strategy != type(trainer).strategy, "mesh": trainer.mesh}
         for name in (name for name, given in ignored.items() if given):
             text = '%s= is for engine="gang" and has no effect with engine="%s".'
             logger.warning(text, name, trainer.engine)

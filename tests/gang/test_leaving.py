@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import weakref
@@ -14,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.gang import process_group
@@ -132,6 +135,27 @@ def test_a_reducer_goes_before_the_process_group(tmp_path):
     process_group.leave()
     assert reducer() is None
     assert not dist.is_initialized()
+
+
+def pollers() -> int:
+    """The threads of Gloo's groups in this process."""
+    names = (path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm"))
+    return sum(name == "gloo_tcp_loop" for name in names)
+
+
+def test_tensors_on_a_mesh_keep_no_group(tmp_path):
+    """torch caches how to compute with them, by their mesh."""
+    before = pollers()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard-of-this-test",))
+    module = fully_shard(nn.Linear(3, 2), mesh=mesh)
+    module(torch.ones(4, 3)).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    assert pollers() > before
+    del module, mesh
+    process_group.leave()
+    gc.collect()
+    assert pollers() == before
 
 
 @pytest.mark.parametrize(
