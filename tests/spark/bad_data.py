@@ -60,8 +60,9 @@ COLUMNS = [
         lambda fit: fit(fit.good(), features=["featres", "n", "s"], label="labels"),
         DataError,
         '3 problems:\n  - feature column "featres" is missing. Did you mean "features"? The '
-        'DataFrame has: features, label, n, s.\n  - feature column "s" is of type string: convert '
-        "text to numbers first, for example with pyspark.ml.feature.StringIndexer, or cast it if "
+        'DataFrame has: features, label, n, s.\n  - feature column "s" is of type string: '
+        "tokenize text with columns={...: sparkdl.Text(tokenizer)}, number categories with "
+        "pyspark.ml.feature.StringIndexer, or cast it if "
         'it holds numbers.\n  - label column "labels" is missing. Did you mean "label"? The '
         "DataFrame has: features, label, n, s. To train without a label, set label=None.",
     ),
