@@ -139,10 +139,8 @@ def too_few_slots(ranks: int, slots: int, min_slots: int | None = None) -> str:
         slots: The number of slots.
         min_slots: The number that would be enough, if it is not that of the ranks.
     """
-    gang, fewer = (
-        f"a gang of {counted(ranks, 'rank')}",
-        f"at most {counted(slots, 'rank')}, or for ",
-    )
+    gang = f"a gang of {counted(ranks, 'rank')}"
+    fewer = f"at most {counted(slots, 'rank')}, or for "
     if min_slots is not None:
         gang, fewer = f"{gang} with min_ranks={min_slots}", ""
     return (

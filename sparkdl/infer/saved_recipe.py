@@ -65,7 +65,7 @@ def _name_of(thing: Any) -> str:
     if not module or module == "__main__":
         raise WithoutName(f'"{name}" is defined in the program or notebook itself')
     try:
-        found = _resolve(module, name)
+        found = resolved(f"{module}:{name}")
     except (ImportError, AttributeError) as error:
         raise WithoutName(f'"{module}:{name}" cannot be imported ({error})') from None
     if found is not thing:
@@ -151,9 +151,8 @@ def _by_name(saved: Saved, recipe: dict[str, Any], trust: bool) -> Any:
 
 def _named(saved: Saved, named: str, trust: bool) -> Any:
     """Return the class or function with this name. Raises the errors of :func:`read_recipe`."""
-    module, _, name = named.partition(":")
     try:
-        found = _resolve(module, name)
+        found = resolved(named)
     except Exception as error:  # importing the module may raise anything
         raise ModelError(
             f'{saved.folder} names the model "{named}", which cannot be imported ({error}). Put '
@@ -193,8 +192,7 @@ def member_of(named: Sequence[str]) -> Enum:
     Args:
         named: The name of the class, as ``module:name``, and that of the member.
     """
-    module, _, name = named[0].partition(":")
-    found = _resolve(module, name)
+    found = resolved(named[0])
     if not isinstance(found, type) or not issubclass(found, Enum):
         raise ValueError(f"{named[0]} is no enum")
     return found[named[1]]
@@ -225,7 +223,9 @@ def is_module_builder(found: Any) -> bool:
     return isinstance(returned, type) and issubclass(returned, nn.Module)
 
 
-def _resolve(module: str, name: str) -> Any:
+def resolved(named: str) -> Any:
+    """Return what an import path names, as ``module:name``. Raises what importing the module raises."""
+    module, _, name = named.partition(":")
     found: Any = importlib.import_module(module)
     for part in name.split("."):
         found = getattr(found, part)

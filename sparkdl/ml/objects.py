@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import pickle
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,13 @@ from torch import nn
 
 from sparkdl.codec.safe import decode, encode
 from sparkdl.errors import ModelError, TrustError
-from sparkdl.infer.saved_recipe import WithoutName, is_module_builder, member_of, recipe_by_name
+from sparkdl.infer.saved_recipe import (
+    WithoutName,
+    is_module_builder,
+    member_of,
+    recipe_by_name,
+    resolved,
+)
 from sparkdl.loop.triggers import Trigger
 from sparkdl.model.pickling import dumps
 
@@ -98,10 +103,7 @@ def _is_plainly(kind: type[nn.Module], value: nn.Module) -> bool:
 
 def _of_leaf(content: dict[str, Any], trust: bool, path: str) -> Any:
     """Return the object that :func:`_leaf` wrote."""
-    module, _, name = content["name"].partition(":")
-    found: Any = importlib.import_module(module)
-    for part in name.split("."):
-        found = getattr(found, part)
+    found = resolved(content["name"])
     harmless = isinstance(found, type) and issubclass(found, (torch.optim.Optimizer, Trigger))
     if not trust and not harmless and not is_module_builder(found):
         raise TrustError(

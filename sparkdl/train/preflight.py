@@ -99,10 +99,10 @@ def preflight(
         with seeded(trainer.seed):
             batch = preview_batch(how, looked_at, augment=True)
     sums = gives_sums(model.module, recipe, batch, looked_at[labels], averaged)
-    if averaged and not (isinstance(recipe.loss, PerReplica) or is_own_loss(recipe.loss)):
-        tell_of_mixed_rows(model.module, recipe, batch)
     if averaged:
         check_frequencies(model.module)
+        if not (isinstance(recipe.loss, PerReplica) or is_own_loss(recipe.loss)):
+            tell_of_mixed_rows(model.module, recipe, batch)
     metrics = list(validation.scorer.higher_is_better) if validation else []
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:

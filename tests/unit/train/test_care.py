@@ -209,7 +209,7 @@ class Twice(nn.Module):
 
 
 def test_each_recomputation_reads_the_buffers_of_its_pass() -> None:
-    """Of one pass among several, inside another one, and in a second backward."""
+    """There are two passes before a backward, one module is inside another, and backward runs twice."""
     x, found = torch.randn(5, 3), []
     for patterns in ((), ("0",)):
         torch.manual_seed(0)
