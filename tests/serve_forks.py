@@ -19,7 +19,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from fork_server import PATHS
+from fork_server import PATHS, parents
 
 READ_AT_START = (
     *("OMP_NUM_THREADS", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONWARNINGS"),
@@ -214,6 +214,11 @@ def _import_everything() -> None:
 
     for module in ("launch", *MODULES):
         importlib.import_module(module)
+    from sparkdl.slab import root
+
+    root.parent = lambda pid: parents().get(
+        pid
+    )  # the holder of slabs is an executor, not this process
     for module in ("pyspark.sql.connect.session", *MODELS_AND_METRICS):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

@@ -26,7 +26,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.checkpoint.store import holds_checkpoints
-from sparkdl.codec.files import is_uri, mappable
+from sparkdl.codec.files import mappable
 from sparkdl.errors import ModelError, ParameterError, kind_of
 from sparkdl.infer.remote_model import downloaded, holds_model, local_path, uploaded
 from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
@@ -70,7 +70,7 @@ def save(
         UserError: The model cannot be saved.
         CheckpointError: The URI cannot be written to.
     """
-    here = local_path(os.fspath(path)) if is_uri(path) else Path(path)
+    here = local_path(path)
     if here is None:
         uri = os.fspath(path)
         with uploaded(uri, overwrite) as folder:
@@ -172,7 +172,7 @@ def load(
         CheckpointError: There is no checkpoint that can be read.
         FileNotFoundError: There is no model in the folder.
     """
-    here = local_path(os.fspath(path)) if is_uri(path) else Path(path)
+    here = local_path(path)
     if here is None and holds_model(os.fspath(path)):
         with downloaded(os.fspath(path)) as folder:
             return _load_here(folder, model, loss, trust)

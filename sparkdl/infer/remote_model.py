@@ -7,14 +7,16 @@ writes, or else to one that checkpoints reach (:mod:`sparkdl.checkpoint.file_sys
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 from sparkdl.checkpoint.files import Folder
+from sparkdl.codec.files import is_uri
 from sparkdl.codec.redaction import without_credentials
-from sparkdl.errors import CheckpointError, UserError
+from sparkdl.errors import CheckpointError, ParameterError, UserError
 from sparkdl.infer.hadoop_folder import HadoopFolder
 from sparkdl.infer.saved_model import BUFFERS, HISTORY, MODEL, PICKLE, WEIGHTS
 
@@ -62,9 +64,18 @@ class CheckpointFolder:
         self._folder.delete(name)
 
 
-def local_path(uri: str) -> Path | None:
-    """Return the path of this machine that a ``file:`` URI names; None for any other URI."""
-    folder = Folder.of(uri)
+def local_path(path: str | os.PathLike[str]) -> Path | None:
+    """Return the folder of this machine that a path or a ``file:`` URI names; None for another URI.
+
+    Raises:
+        ParameterError: ``path`` is empty.
+    """
+    text = os.fspath(path)
+    if not text:
+        raise ParameterError("the path of the model is empty: name a folder.")
+    if not is_uri(text):
+        return Path(text).expanduser()
+    folder = Folder.of(text)
     return None if "://" in folder.uri else Path(folder.uri)
 
 

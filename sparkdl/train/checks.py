@@ -232,13 +232,15 @@ def _wrong_names(trainer: Any) -> Iterator[str]:
     for name, value in (("features", trainer.features), ("label", trainer.label)):
         names = [value] if isinstance(value, str) else value
         if name == "features" and isinstance(value, Mapping):
-            if not all(isinstance(keyword, str) and keyword.isidentifier() for keyword in value):
+            names = list(value.values())
+            if not all(isinstance(one, str) for one in (*value, *names)) or not all(
+                keyword.isidentifier() for keyword in value
+            ):
                 yield (
-                    f"features={shown(value)}: give a mapping from the parameters of forward to "
-                    "columns."
+                    f"features={shown(value)}: give a mapping from each parameter of forward to "
+                    "the name of a column."
                 )
                 continue
-            names = list(value.values())
         if name == "label" and value is None:
             continue
         if not isinstance(names, (list, tuple)) or not all(isinstance(n, str) for n in names):

@@ -72,11 +72,7 @@ class PlainState:
             if once.get((whose, place)) == value:
                 continue
             if whose == "model":
-                raise ModelError(
-                    f'forward changes "{place}" in each pass, but it is neither a parameter nor a '
-                    "buffer: each worker would have its own value, and the trained model would "
-                    f"have none. {self._remedy(place)}"
-                )
+                raise self._changes(place)
             logger.warning(
                 'the loss changes its "%s" in each call, and each worker has its own copy. If the '
                 "value of the loss depends on it, keep it in a buffer of the model and let the "
@@ -85,26 +81,37 @@ class PlainState:
             )
 
     def check_made(
-        self, other: Callable[[nn.Module], object], build: Callable[[], nn.Module]
+        self,
+        run: Callable[[], object],
+        other: Callable[[nn.Module], object],
+        build: Callable[[], nn.Module],
     ) -> None:
-        """Raise an error if the first pass made a value from its rows and kept it.
+        """Raise an error if the first pass made a value from its rows that later passes depend on.
 
         Each worker would make its own value, from the rows that it sees first. A value that is the
-        same for all rows, such as a mask or a table of positions, is allowed.
+        same for all rows, such as a mask or a table of positions, is allowed, and so is one that
+        only the rows of the last pass decide, such as its activations.
 
         Args:
+            run: Repeats the pass that was made since this object was created.
             other: Makes a pass over other rows of the same shapes.
             build: Builds the module anew.
 
         Raises:
-            ModelError: The model keeps such a value.
+            ModelError: The model has such a value.
         """
         now = self._held()
         made = {place for place, value in now.items() if self._before.get(place) is None and value}
         if not made:
             return
+        buffers = self._carried()
+        before = self._after(run, buffers)
         other(self._module)
         after = self._held()
+        again = self._after(run, buffers)
+        for place in sorted(made):
+            if place[0] == "model" and again[place] != before[place]:  # such as a running mean
+                raise self._changes(place[1])
         kept = {place for place in made if place[0] == "model" and after[place] == now[place]}
         if not kept:
             return
@@ -118,6 +125,13 @@ class PlainState:
                     "would make its own, from the rows that it sees first. Compute it beforehand, "
                     "and pass it to the model's __init__."
                 )
+
+    def _changes(self, place: str) -> ModelError:
+        return ModelError(
+            f'forward changes "{place}" in each pass, but it is neither a parameter nor a buffer '
+            "that has a tensor from the start: each worker would have its own value, and the trained "
+            f"model would have none. {self._remedy(place)}"
+        )
 
     def _remedy(self, place: str) -> str:
         path, _, name = place.rpartition(".")

@@ -82,6 +82,7 @@ def preflight(
     output = run()
     state.check(run)
     state.check_made(
+        run,
         functools.partial(_first_row_only, recipe, batch.inputs),
         functools.partial(build_model, model.payload),
     )

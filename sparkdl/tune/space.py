@@ -109,7 +109,7 @@ class Choice:
         labels: list[Shown] = []
         for number, option in enumerate(values):
             simple = option is None or isinstance(option, (bool, int, float, str))
-            label = option if simple else describe(option)
+            label = option if simple and option == option else describe(option)  # nan is not nan
             labels.append(f"{label} ({number})" if _holds(labels, label) else label)
         return Choice(values, tuple(labels))
 

@@ -59,7 +59,10 @@ def all_rows(cluster: Cluster) -> dict[str, Row]:
         passes = 9 * changes.get("local_steps", 1)
         lost = [at(job="fb", iteration=passes, partition=0).delete_slabs()]
         if cluster.executors:
-            lost.append(at(job="fb", iteration=passes, partition=1).kill_executor())
+            apart = (
+                cluster.replicas - 1
+            )  # on another executor than partition 0, which says what it did
+            lost.append(at(job="fb", iteration=passes, partition=apart).kill_executor())
         found[f"begun again, {name}"] = Row(lost, changes, snapshots=False)
     return found
 

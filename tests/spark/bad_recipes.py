@@ -337,10 +337,11 @@ MODELS = [
         "a counter that is no buffer",
         lambda fit: fit(fit.good(), model=Counting),
         ModelError,
-        'forward changes "0.passes" in each pass, but it is neither a parameter nor a buffer: each '
-        "worker would have its own value, and the trained model would have none. If the model "
-        "needs it, make it a buffer: call register_buffer with a tensor in __init__, and change "
-        "that in forward. If it does not, as with a measured time, remove it, or list it in the "
+        'forward changes "0.passes" in each pass, but it is neither a parameter nor a buffer that '
+        "has a tensor from the start: each worker would have its own value, and the trained model "
+        "would have none. If the model needs it, make it a buffer: call register_buffer with a "
+        "tensor in __init__, and change that in forward. If it does not, as with a measured time, "
+        "remove it, or list it in the "
         'module\'s class: sparkdl_no_state = ("passes",).',
         jobs=3,
     ),

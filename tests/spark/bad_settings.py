@@ -31,8 +31,8 @@ PARAMETERS = [
         "keywords that are none",
         lambda fit: fit(fit.good(), features={"input ids": "features"}),
         ParameterError,
-        "features={'input ids': 'features'}: give a mapping from the parameters of forward to "
-        "columns.",
+        "features={'input ids': 'features'}: give a mapping from each parameter of forward to the "
+        "name of a column.",
     ),
     Mistake(
         "keywords for a pipeline",

@@ -395,6 +395,11 @@ def test_a_grid_and_optuna_tell_that_trials_are_more_than_there_are_values(
         assert told in caplog.text
 
 
+def test_a_choice_may_hold_what_equals_nothing() -> None:
+    choice = tune.choice([math.nan, 1.0])
+    assert [repr(choice.value(label)) for label in choice.labels] == ["nan", "1.0"]
+
+
 @pytest.mark.parametrize("bounds", [(1, 1), (2, 1), ("a", 1), (0, math.inf)])
 def test_ranges_have_two_ends(bounds: tuple[Any, Any]) -> None:
     with pytest.raises(sparkdl.ParameterError, match="give two numbers"):

@@ -663,6 +663,19 @@ def test_a_pickle_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monk
         load(folder, trust=True)
 
 
+def test_a_path_may_begin_at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert trained_on(Net).save("~/model") == tmp_path / "model"
+    assert files(tmp_path / "model") == WITHOUT_PICKLE
+    assert load("~/model").history is not None
+
+
+def test_an_empty_path_is_told() -> None:
+    told = "the path of the model is empty: name a folder."
+    assert message_of(ParameterError, trained_on(Net).save, "") == told
+    assert message_of(ParameterError, load, "") == told
+
+
 # Overwriting
 
 

@@ -126,8 +126,9 @@ def test_state_is_told(name: str) -> None:
         )
     )
     assert str(caught.value) == (
-        f'forward changes "{place}" in each pass, but it is neither a parameter nor a buffer: each '
-        f"worker would have its own value, and the trained model would have none. {remedy}"
+        f'forward changes "{place}" in each pass, but it is neither a parameter nor a buffer that '
+        "has a tensor from the start: each worker would have its own value, and the trained model "
+        f"would have none. {remedy}"
     )
 
 
@@ -255,4 +256,26 @@ def test_what_is_made_of_the_first_rows_is_told(
     module(inputs)
     outcome = pytest.raises(ModelError, match=f'makes "{where}" from the rows of its first call')
     with outcome if told else contextlib.nullcontext():
-        state.check_made(lambda each: each(others), build)
+        state.check_made(partial(module, inputs), lambda each: each(others), build)
+
+
+class RunningMean(OfFirstRows):
+    """Begins with the mean of the first rows, so that passes over the same rows do not change it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mean, old = x.detach().mean(0), getattr(self, self.where)
+        setattr(self, self.where, mean if old is None else old.lerp(mean, 0.1))
+        return self.linear(x - getattr(self, self.where))
+
+
+@pytest.mark.parametrize("where", ["plain", "buffer", "passing"])
+def test_a_running_mean_that_begins_with_none_is_told(where: str) -> None:
+    inputs, others = torch.randn(5, 2), torch.randn(5, 2)
+    build = partial(RunningMean, scale, where, False)
+    module = build()
+    state = PlainState(module)
+    run = partial(module, inputs)
+    run()
+    state.check(run)
+    with pytest.raises(ModelError, match=f'forward changes "{where}" in each pass'):
+        state.check_made(run, lambda each: each(others), build)
