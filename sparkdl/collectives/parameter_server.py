@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -213,13 +212,8 @@ class ParameterServer(KeyOperations):
     def __enter__(self) -> ParameterServer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if kind is None:
             self.close()
         else:
             self.abandon()

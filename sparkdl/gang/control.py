@@ -20,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from pyspark.errors import PySparkException
@@ -72,12 +71,7 @@ class ControlServer:
         ).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._over.set()  # the thread ends by itself; rank 0 need not wait for it
 
     def _serve(self, listener: Listener) -> None:

@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -230,9 +231,7 @@ def leave(failed: bool = False) -> None:
         if issubclass(type(thing), DistributedDataParallel):
             thing.reducer = thing.logger = None
     if "torch.distributed.tensor" in sys.modules:
-        # Its cache holds meshes, and they hold their groups: connections, and a thread that polls.
-        with contextlib.suppress(ImportError, AttributeError):
-            importlib.import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        _forget_meshes()
     if not dist.is_initialized():  # a user's function may have destroyed the group
         return
     if failed and "nccl" in dist.get_backend_config():
@@ -240,6 +239,24 @@ def leave(failed: bool = False) -> None:
             dist.distributed_c10d._abort_process_group()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+_CACHES_OF_MESHES = (
+    "debug._clear_sharding_prop_cache",
+    "_redistribute.clear_redistribute_planner_cache",
+    "_redistribute._gen_transform_infos.cache_clear",
+    "_collective_utils.MeshTopoInfo.build_from_mesh.cache_clear",
+    "_sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear",
+)
+
+
+def _forget_meshes() -> None:
+    """Clear torch's caches of operations with DTensors. They hold meshes, and these hold their groups:
+    connections, and a thread that polls."""
+    for cache in _CACHES_OF_MESHES:
+        module, _, clear = cache.partition(".")
+        with contextlib.suppress(ImportError, AttributeError):  # another version of torch
+            attrgetter(clear)(importlib.import_module(f"torch.distributed.tensor.{module}"))()
 
 
 def interface_of(address: str) -> str:

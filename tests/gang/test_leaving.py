@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.gang import process_group
@@ -151,8 +152,10 @@ def test_tensors_on_a_mesh_keep_no_group(tmp_path):
     module = fully_shard(nn.Linear(3, 2), mesh=mesh)
     module(torch.ones(4, 3)).sum().backward()
     torch.optim.SGD(module.parameters(), lr=0.1).step()
+    cut = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    product = (cut @ cut).redistribute(mesh, [Replicate()])
     assert pollers() > before
-    del module, mesh
+    del module, mesh, cut, product
     process_group.leave()
     gc.collect()
     assert pollers() == before
