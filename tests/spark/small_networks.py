@@ -24,6 +24,10 @@ def network() -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+
+
 def same(one: nn.Module, other: nn.Module) -> bool:
     """Return whether all parameters and buffers are equal to the bit."""
     here, there = one.state_dict(), other.state_dict()

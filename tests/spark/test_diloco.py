@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 from launch import soak_but
-from small_networks import SAMPLES, LosesSlabs, close, network, same
+from pyspark import cloudpickle
+from small_networks import SAMPLES, LosesSlabs, close, network, normed, same
 from torch import nn
 
 import sparkdl
 
 pytestmark = pytest.mark.spark
+cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 ROWS, STEPS, ROUNDS = 8, 2, 4
 INNER = partial(torch.optim.AdamW, lr=0.05)
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -62,10 +65,6 @@ def plain(keep: bool = True) -> nn.Module:
             parameter.grad = old - sum(end.detach() for end in ended) / len(SAMPLES)
         outer.step()
     return shared
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
 
 
 def counted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

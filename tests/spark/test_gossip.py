@@ -17,7 +17,7 @@ import pytest
 import torch
 from launch import soak_but
 from pyspark import cloudpickle
-from small_networks import close, network, same
+from small_networks import close, network, normed, same
 from torch import nn
 
 import sparkdl
@@ -38,10 +38,6 @@ OPTIMIZERS = {
     "Adam": partial(torch.optim.Adam, lr=0.05),
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=0.01),
 }
-
-
-def normed() -> nn.Module:
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
 
 
 def trainer(topology: str | None = "ring", **changes: Any) -> sparkdl.Trainer:
