@@ -144,6 +144,7 @@ def pollers() -> int:
     return sum(name == "gloo_tcp_loop" for name in names)
 
 
+@pytest.mark.linux
 def test_tensors_on_a_mesh_keep_no_group(tmp_path):
     """torch caches how to compute with them, by their mesh."""
     before = pollers()

@@ -372,7 +372,7 @@ class Bomb:
         self.mark = mark
 
     def __reduce__(self) -> Any:
-        return open, (str(self.mark), "w")
+        return Path.touch, (self.mark,)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -398,6 +398,6 @@ def test_the_pickle_of_a_recipe_is_opened_with_trust_alone(place: Place) -> None
         load(place.target)
     load(place.target, model=lambda: Net())
     assert not mark.exists()
-    with pytest.raises(ModelError, match="TextIOWrapper' object is not callable"):
+    with pytest.raises(ModelError, match="NoneType' object is not callable"):
         load(place.target, trust=True)
     assert mark.exists()

@@ -93,6 +93,7 @@ def test_where_nothing_says_there_is_room(tmp_path: Path, monkeypatch) -> None:
     assert not is_scarce(1 << 60, 4)
 
 
+@pytest.mark.linux
 def test_what_this_machine_says() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < left_for_files() < left_to_machine()

@@ -129,7 +129,7 @@ sys.stdin.read()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="sessions share the processor on Linux only")
+@pytest.mark.linux  # sessions share the processor there only
 @pytest.mark.parametrize("end", [subprocess.Popen.kill, lambda daemon: daemon.stdin.close()])
 def test_a_worker_is_a_session_and_ends_with_its_daemon(end: Any) -> None:
     """What a worker forks, such as processes that load data, belongs to its session."""
