@@ -25,12 +25,11 @@ from torch import nn
 
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import changed_form, form_of
+from sparkdl.usercode.content import NO_STATE
 
 logger = logging.getLogger("sparkdl")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
-NO_STATE = "sparkdl_no_state"
-"""The attribute, of a module or its class, that names other attributes that no result depends on."""
 _NOT_LOOKED_INTO = (type, types.FunctionType, types.MethodType, types.ModuleType, weakref.ref)
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH = 8

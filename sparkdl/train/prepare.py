@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sparkdl.codec.files import mappable
-from sparkdl.errors import DataError, ParameterError, SessionError
+from sparkdl.errors import DataError, ModelError, ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.schedule import Schedule
@@ -141,6 +141,7 @@ def prepare(
     layout = layout_of(module)
     if isinstance(trainer.model, nn.Module):
         check_memory(trainer.model, layout)
+        _check_hooks(trainer.model)
     built = {} if trainer.engine == "local" else describe(module)
     check_options(options, module, layout)
     check_compression(recipe, layout)
@@ -154,6 +155,17 @@ def prepare(
         part.check_model(module, layout, optimizer, options)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)
     return PreparedModel(recipe, payload, module, layout, built, optimizer, schedule, outer)
+
+
+def _check_hooks(module: nn.Module) -> None:
+    """Raise ModelError if a parameter has a hook on its gradient, which no copy of it would have."""
+    for name, parameter in module.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise ModelError(
+                f'the model is an instance of a module, and its "{name}" has a hook on the gradient, '
+                "which the copies that train would not have: pass a function that builds the module "
+                "and registers the hook."
+            )
 
 
 def _tell_of_compilation(trainer: Trainer) -> None:

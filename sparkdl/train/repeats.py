@@ -32,10 +32,11 @@ def tell_of_hidden_state(module: nn.Module, recipe: Recipe, batch: Batch) -> Non
         recipe: The model, the loss and their options.
         batch: Some rows.
     """
-    inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
     module.train()
     found = []
     for _ in range(2):
+        given = (batch.inputs, batch.targets)
+        inputs, targets = ([t.clone() for t in to_tensors(arrays)] for arrays in given)
         with buffers_kept(module), seeded(recipe.seed):  # a forward may compute gradients
             output = recipe.signature.call_for_loss(recipe.loss, module, inputs, targets)
             found.append(comparable(output))

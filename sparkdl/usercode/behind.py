@@ -17,7 +17,7 @@ from torch import nn
 
 from sparkdl.usercode.code import codes_in
 
-_OUR_OWN = {"sparkdl", "pyspark", "torch", "__main__"}
+_LIBRARY_NAMES = {"sparkdl", "pyspark", "torch", "builtins"}
 _LIBRARIES = ("site-packages", "dist-packages")
 _GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
 _CLOSED = {"torch", "numpy", "pandas", "pyarrow", "pyspark", "py4j"}
@@ -80,7 +80,7 @@ def _behind(value: Any, imports: bool) -> Iterator[Any]:
         if _goes_by_name(value):
             yield sys.modules[value.__module__]
         else:
-            yield from _globals_of(value, imports)
+            yield from globals_of(value, imports)
     elif isinstance(value, type):
         for kind in value.__mro__:
             if _goes_by_name(kind):
@@ -117,7 +117,7 @@ def _goes_by_name(value: types.FunctionType | type) -> bool:
     return found is value
 
 
-def _globals_of(function: types.FunctionType, imports: bool) -> Iterator[Any]:
+def globals_of(function: types.FunctionType, imports: bool = False) -> Iterator[Any]:
     """Yield what a function that travels by value refers to.
 
     These are its closure, its defaults, the globals that its code names and, with ``imports``, the
@@ -158,12 +158,21 @@ def _by_value(module: types.ModuleType) -> bool:
 def is_own(module: types.ModuleType) -> bool:
     """Return whether the module is one of the user's own files and travels by name."""
     name, file = module.__name__, getattr(module, "__file__", None)
-    top = name.partition(".")[0]
-    if not file or not file.endswith(".py") or top in _OUR_OWN or top in sys.stdlib_module_names:
+    if not file or not file.endswith(".py") or name == "__main__" or is_library(name):
         return False
-    parts = Path(file).parts
-    library = any(part in _LIBRARIES for part in parts) or file.startswith(_library_folders())
-    return not library and not _by_value(module) and sys.modules.get(name) is module
+    return not _by_value(module) and sys.modules.get(name) is module
+
+
+def is_library(name: str | None) -> bool:
+    """Return whether the module of this name is not one of the user's."""
+    top = (name or "").partition(".")[0]
+    if top in _LIBRARY_NAMES or top in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(name or ""), "__file__", None)
+    if not file or name == "__main__":  # a library may have started the program
+        return False
+    inside = any(part in _LIBRARIES for part in Path(file).parts)
+    return inside or file.startswith(_library_folders())
 
 
 @functools.cache

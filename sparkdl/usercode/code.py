@@ -24,7 +24,7 @@ def functions_of(module: types.ModuleType) -> dict[str, str]:
     plain = (importlib.machinery.SourceFileLoader, zipimport.zipimporter)
     if type(loader) not in plain:
         return {}
-    return {name: _digest(function.__code__) for name, function in defined(module)}
+    return {name: digest_of_code(function.__code__) for name, function in defined(module)}
 
 
 def defined(module: types.ModuleType) -> Iterator[tuple[str, types.FunctionType]]:
@@ -72,7 +72,7 @@ def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from codes_in(constant)
 
 
-def _digest(code: types.CodeType) -> str:
+def digest_of_code(code: types.CodeType) -> str:
     """Return a digest of what the code does, independent of its location."""
     digest = hashlib.blake2b(digest_size=4)
     for one in codes_in(code):
@@ -95,4 +95,4 @@ def codes_of_file(module: types.ModuleType) -> set[str]:
         code = compile(inspect.getsource(module), str(module.__file__), "exec", dont_inherit=True)
     except (OSError, TypeError, SyntaxError):
         return set()
-    return {_digest(one) for one in codes_in(code)}
+    return {digest_of_code(one) for one in codes_in(code)}

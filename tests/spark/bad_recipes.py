@@ -71,6 +71,12 @@ class SharedMemory(nn.Module):
         self.other = nn.Parameter(self.one.data)
 
 
+def hooked() -> nn.Module:
+    module = nn.Linear(2, 1)
+    module.weight.register_hook(lambda gradient: gradient * 0)
+    return module
+
+
 def tied_by_view() -> nn.Module:
     """A module whose copies are no longer tied."""
     module = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 2), nn.Flatten(0))
@@ -407,6 +413,14 @@ MODELS = [
         ModelError,
         'parameters "one" and "other" share memory but are two objects: to tie them, assign the '
         "same nn.Parameter to both places.",
+    ),
+    Mistake(
+        "a hook on the gradient of an instance",
+        lambda fit: fit(fit.good(), model=hooked()),
+        ModelError,
+        'the model is an instance of a module, and its "weight" has a hook on the gradient, which '
+        "the copies that train would not have: pass a function that builds the module and registers "
+        "the hook.",
     ),
     Mistake(
         "parameters of a module that share memory",

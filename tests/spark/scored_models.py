@@ -55,6 +55,15 @@ class Elements(nn.Module):
         return ids * 10, ids.sum(1) / lengths
 
 
+class Plus(nn.Module):
+    def __init__(self, amount: float) -> None:
+        super().__init__()
+        self.amount = amount
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.amount
+
+
 class Fails(nn.Module):
     """A model that fails on a number, as long as a file is there, and notes how many rows it saw."""
 

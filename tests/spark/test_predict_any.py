@@ -17,7 +17,7 @@ import small_text
 import torch
 import transformers
 from launch import soak_but
-from scored_models import Elements, Ends, Fails, Several, Tokenized
+from scored_models import Elements, Ends, Fails, Plus, Several, Tokenized
 from torch import nn
 
 import sparkdl
@@ -346,6 +346,27 @@ def test_a_failed_job_goes_on_where_it_was(spark: SparkSession, tmp_path: Path) 
     assert values(write()) == values(result)
     assert write(partitions=4, overwrite=True).count() == 100
     assert len(list((tmp_path / "out").glob("*.parquet"))) == 4
+
+
+def test_a_folder_for_the_predictions_alone(spark: SparkSession, tmp_path: Path) -> None:
+    """Its name may be a pattern, some partitions without rows; the rows are not read from there."""
+    data = spark.range(3).selectExpr("id AS number", "float(id) AS x", "'text' AS kept")
+    write = partial(sparkdl.predict, features="x", path=tmp_path / "out[1]{a,b}")
+    result = write(data, partial(Plus, 1.0))
+    assert result.count() == write(data, partial(Plus, 1.0)).count() == 3
+    assert write(data.where("false"), Plus(1.0), overwrite=True).count() == 0
+    result = write(data, Plus(1.0), partitions=2, overwrite=True)
+    assert values(result) == [1.0, 2.0, 3.0]
+    with pytest.raises(sparkdl.ParameterError, match="holds other predictions"):
+        write(data, Plus(2.0), partitions=2)
+    with pytest.raises(sparkdl.ParameterError, match="the rows to predict are read from there"):
+        write(result.drop("prediction"), Plus(1.0), overwrite=True)
+    assert values(result) == [1.0, 2.0, 3.0]
+    data.write.parquet(str(tmp_path / "in"))
+    for overwrite in (True, False):
+        told = r"holds something else .*: give path= a folder of its own"
+        with pytest.raises(sparkdl.ParameterError, match=told):
+            sparkdl.predict(data, Plus(1.0), "x", path=tmp_path / "in", overwrite=overwrite)
 
 
 def test_rows_that_are_skipped_count_as_rows_of_a_file(

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import re
 from dataclasses import dataclass, replace
+from functools import partial
+from types import FunctionType
 from typing import Any
 
-import torch
 from pyspark.sql import DataFrame, functions
 from torch import nn
 
@@ -18,16 +16,13 @@ from sparkdl.data.schema import quoted
 from sparkdl.errors import ParameterError, shown
 from sparkdl.infer.predict import arrow_udf
 from sparkdl.infer.scoring.forward import check_options
-from sparkdl.infer.scoring.outputs import OutputColumn
 from sparkdl.infer.scoring.parts import write_parts
-from sparkdl.infer.scoring.programs import tensors_of
 from sparkdl.infer.scoring.task import ScoreRows
 from sparkdl.plain import plain
 from sparkdl.usercode import accompanied
-from sparkdl.usercode.code import codes_in
+from sparkdl.usercode.content import content_digest
 
 HANDLING = ("error", "skip", "keep")
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 HELD = "sparkdl_predictions"
 """The column that holds the predictions before each gets a column of its own."""
 
@@ -96,18 +91,11 @@ class Inference:
         return found.select("*", *columns).drop(HELD)
 
     def identity(self) -> str:
-        """Return a digest of weights, columns and options, which is the same in another process."""
-        digest, task = hashlib.blake2b(digest_size=8), self.task
-        for name, tensor in sorted(tensors_of(self.module).items()):
-            whole = tensor.detach().cpu().contiguous()
-            digest.update(f"{name} {whole.dtype} {tuple(whole.shape)} ".encode())
-            digest.update(whole.reshape(-1).view(torch.uint8).numpy().data)
-        options = replace(self.options, batch_size=1)
-        described = [repr(self.module), repr(options), *task.signature.inputs]
-        described += [f"{column.name} {column.dtype} {_spec(column)}" for column in task.columns]
-        described += [_part(column) for column in task.outputs]
-        digest.update(_ADDRESS.sub("", repr(described)).encode())
-        return digest.hexdigest()
+        """Return a digest of model, columns and options, which is the same in another process."""
+        task, options = self.task, replace(self.options, batch_size=1)
+        columns = [(column.name, column.dtype, _spec(column)) for column in task.columns]
+        outputs = [(column.name, column.part, column.labels) for column in task.outputs]
+        return content_digest((self.module, options, task.signature, columns, outputs))[:16]
 
     def compute(self, data: DataFrame, path: Any, partitions: int, overwrite: bool) -> DataFrame:
         """Return the data with predictions: lazily, or as read from ``path`` once it is there."""
@@ -122,24 +110,11 @@ class Inference:
         return write_parts(data, scored.applied, path, partitions, overwrite, identity, reason)
 
 
-def _spec(column: Column) -> str:
-    """Return the specification of a column as text, with its tokenizer if it is one of text."""
+def _spec(column: Column) -> Any:
+    """Return the specification of a column, or its description with its tokenizer if it is of text."""
     try:
-        return "" if column.spec is None else repr(column.spec.to_json(column.name))
+        described = None if column.spec is None else column.spec.to_json(column.name)
     except ParameterError:  # its function has no name
-        return repr(column.spec)
-
-
-def _part(column: OutputColumn) -> str:
-    """Return a column as text that changes with the code of its function."""
-    part, given = column.part, ""
-    while isinstance(part, functools.partial):
-        given += f"{part.args} {part.keywords} "
-        part = part.func
-    code = getattr(part, "__code__", None)
-    shown = part if isinstance(part, (str, int)) else getattr(part, "__qualname__", type(part))
-    body = ""
-    for one in () if code is None else codes_in(code):
-        constants = [value for value in one.co_consts if not isinstance(value, type(code))]
-        body += f"{one.co_code.hex()} {one.co_names} {constants}"
-    return f"{column.name} {shown} {given}{body} {column.labels}"
+        return column.spec
+    held = vars(column.spec).values() if column.spec is not None else ()
+    return described, [one for one in held if isinstance(one, (FunctionType, partial, nn.Module))]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import mmap
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, functions
+from pyspark.sql.pandas.types import to_arrow_schema
+from pyspark.sql.types import StructType
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.data.arrow_tasks import content_hash, partition_of
@@ -28,6 +31,8 @@ _SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
 """The key under which Spark finds the schema that it wrote, with the types of users."""
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})-([0-9a-f]{16})-([0-9a-f]{16})\.parquet")
 """The name of a file: the partition, their number, the digest of the model, and that of the rows."""
+_PATTERN = re.compile(r"[\[\]{}*?\\]")
+"""What makes a path a pattern for Hadoop; a backslash before it takes it literally."""
 _HASH = "sparkdl_hash"
 """The column with the hash of a row while it is written."""
 
@@ -80,7 +85,9 @@ def write_parts(
     hashed = content_hash(data)
     scored = score(data.repartition(partitions, hashed))
     folder.make()
-    finished = _finished(folder, partitions, identity, overwrite)
+    finished, others = _finished(folder, partitions, identity, overwrite)
+    if others:
+        _delete(folder, others, data)
     if finished:
         _check_rows(folder, data, partitions, finished)
     missing = sorted(set(range(partitions)) - finished.keys())
@@ -93,32 +100,53 @@ def write_parts(
         with reading_explained("writing predictions"):
             written = scored.withColumn(_HASH, hashed).mapInArrow(task, "name string").collect()
         _delete_others(folder, {row.name for row in written}, missing)
-    return data.sparkSession.read.schema(schema).parquet(folder.uri)
+    return data.sparkSession.read.schema(schema).parquet(_as_read(folder))
 
 
 def _finished(
     folder: Folder, partitions: int, identity: str, overwrite: bool
-) -> dict[int, re.Match[str]]:
-    """Return the names of the partitions that are there, once those of other predictions are gone.
+) -> tuple[dict[int, re.Match[str]], list[str]]:
+    """Return the names of the partitions that are there, and those of other predictions.
 
     Raises:
-        ParameterError: There are other predictions, which may not be deleted.
+        ParameterError: There are other predictions, which may not be deleted, or other files.
     """
     finished: dict[int, re.Match[str]] = {}
+    others = []
     for name in folder.entries():
         found = _PART.fullmatch(name)
         if found is None:
-            continue
-        if (int(found[2]), found[3]) == (partitions, identity) and not overwrite:
+            if name[0] not in "._":  # Spark would read it with the predictions
+                raise ParameterError(
+                    f'"{folder}" holds something else ("{name}"): give path= a folder of its own.'
+                )
+        elif (int(found[2]), found[3]) == (partitions, identity) and not overwrite:
             finished[int(found[1])] = found
         elif overwrite:
-            folder.delete(name)
+            others.append(name)
         else:
             raise ParameterError(
                 f'"{folder}" holds other predictions ({name}), of another model, other options or '
                 "another number of partitions: give another path, or overwrite=True."
             )
-    return finished
+    return finished, others
+
+
+def _delete(folder: Folder, names: Sequence[str], data: DataFrame) -> None:
+    """Delete other predictions. Raises ParameterError if ``data`` reads them."""
+    if {uri.rpartition("/")[2] for uri in data.inputFiles()} & {*names}:
+        raise ParameterError(
+            f'overwrite=True would delete what is in "{folder}", and the rows to predict are read '
+            "from there: give another path."
+        )
+    for name in names:
+        folder.delete(name)
+
+
+def _as_read(folder: Folder) -> str:
+    """Return the path by which Spark reads a folder: on this file system, and without patterns."""
+    uri = folder.uri if "://" in folder.uri else f"file://{folder.uri}"
+    return _PATTERN.sub(r"\\\g<0>", uri)
 
 
 def _check_rows(
@@ -204,9 +232,9 @@ class WritePart:
                     schema = batch.schema.with_metadata({_SCHEMA: self.schema})
                     writer = pq.ParquetWriter(file.name, schema, coerce_timestamps="us")
                 writer.write_batch(batch.replace_schema_metadata(writer.schema.metadata))
-            if writer is None:
-                # a partition without rows is complete, too
-                pq.write_table(pa.table({}), file.name)
+            if writer is None:  # a partition without rows is complete, too
+                kinds = to_arrow_schema(StructType.fromJson(json.loads(self.schema)))
+                pq.write_table(kinds.empty_table(), file.name, coerce_timestamps="us")
             else:
                 writer.close()
             place = f"part-{partition:05}-of-{self.partitions:05}"

@@ -68,6 +68,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
         False,
     ),
     "gradients of its inputs": (lambda: Gradients(4, 2), False),
+    "inputs that it changes in place": (lambda: Through(lambda x: x.mul_(2)), False),
     "layers of torch": (
         lambda: nn.Sequential(
             parametrizations.spectral_norm(nn.Linear(4, 8)),
