@@ -99,7 +99,7 @@ def as_classes(data: DataFrame, name: str, weights: bool) -> DataFrame:
                 "TorchRegressor for numbers."
             ),
         )
-        wrong = label.isNotNull() & (label != functions.floor(label))
+        wrong = label.isNotNull() & (label % 1 != 0)  # floor would overflow at infinity
         whole = functions.when(wrong, mistake(text).cast("bigint"))
         return data.withColumn(name, whole.otherwise(label.cast("bigint")))
     return data.withColumn(name, label.cast("bigint"))

@@ -495,6 +495,10 @@ def test_mistakes_in_the_data(table: DataFrame) -> None:
             )
     without = validated.fit(unknown.where("id <> 3"))
     assert weights(validated.setHandleInvalid("skip").fit(unknown)) == weights(without)
+    infinite = table.withColumn("label", functions.lit(float("inf")))
+    assert 'label column "label" holds Infinity, and class numbers are whole' in refused(
+        lambda: classifier().fit(infinite), sparkdl.DataError
+    )
     assert 'feature column "x" is missing' in refused(
         lambda: classifier(featuresCol="x").fit(table), sparkdl.DataError
     )
