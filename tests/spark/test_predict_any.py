@@ -362,6 +362,8 @@ def test_a_folder_for_the_predictions_alone(spark: SparkSession, tmp_path: Path)
     with pytest.raises(sparkdl.ParameterError, match="the rows to predict are read from there"):
         write(result.drop("prediction"), Plus(1.0), overwrite=True)
     assert values(result) == [1.0, 2.0, 3.0]
+    with pytest.raises(sparkdl.DataError, match='column "kept" is ambiguous'):
+        write(data.selectExpr("*", "kept"), Plus(1.0))
     data.write.parquet(str(tmp_path / "in"))
     for overwrite in (True, False):
         told = r"holds something else .*: give path= a folder of its own"

@@ -22,7 +22,7 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.types import StructType
 
 from sparkdl.checkpoint.files import Folder
-from sparkdl.data.arrow_tasks import content_hash, partition_of
+from sparkdl.data.arrow_tasks import check_unambiguous, content_hash, partition_of
 from sparkdl.errors import DataError, ParameterError, shown
 from sparkdl.plain import plain
 from sparkdl.spark.failures import reading_explained
@@ -81,6 +81,7 @@ def write_parts(
             "path= is for data with an end, and this is a stream: write the result of predict with "
             "writeStream and its checkpointLocation, which goes on after a failure, too."
         )
+    check_unambiguous(data, data.columns)
     folder = Folder.of(path)
     hashed = content_hash(data)
     scored = score(data.repartition(partitions, hashed))
