@@ -13,9 +13,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to import `jobs` from anywhere
 
 import torch
+from pyspark.errors import AnalysisException
 
 from jobs import console, datasets
 from jobs.saved import add_arguments, load
+from sparkdl import ParameterError
 from sparkdl.data.schema import quoted
 
 
@@ -46,7 +48,14 @@ def main() -> None:
         mode = "overwrite" if arguments.overwrite else "errorifexists"
         if arguments.overwrite:
             datasets.check_apart(data, arguments.output, saved.folder)
-        datasets.write(predicted, arguments.output, arguments.output_format, mode)
+        try:
+            datasets.write(predicted, arguments.output, arguments.output_format, mode)
+        except AnalysisException as error:
+            if error.getCondition() != "PATH_ALREADY_EXISTS":
+                raise
+            raise ParameterError(
+                f"{arguments.output} already exists: give --overwrite, or another --output."
+            ) from None
         written = datasets.read(spark, arguments.output, arguments.output_format, {})
         shown = [quoted(c) for c in written.columns if c not in saved.trained.features]
         print(f"{written.count():,} rows with the column {arguments.column}; the first of them:\n")

@@ -53,9 +53,12 @@ def load(
     import_from_here()
     if trust and config.get("model"):
         Component.of(config["model"]).resolve()  # its file may be in a place only the run knows
-    trained = sparkdl.load(
-        model, loss=_loss(config, loss, trust, run) if needs_loss else None, trust=trust
-    )
+    try:
+        trained = sparkdl.load(
+            model, loss=_loss(config, loss, trust, run) if needs_loss else None, trust=trust
+        )
+    except sparkdl.TrustError as error:
+        raise sparkdl.TrustError(f"{error} For this script, that is --trust.") from None
     for module in trained.module.modules():
         ship(type(module).__module__)
     # best/ and ema/ of a run are written into themselves, what is of its model into the run

@@ -138,8 +138,8 @@ def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
     """
     if data.isStreaming:
         raise DataError(
-            "the DataFrame is a stream, which never ends: write it to a table, and train on that "
-            "table. Only trained.transform works on a stream."
+            "the DataFrame is a stream, which never ends: write it to a table and pass that, or pass "
+            "each of its batches, in writeStream.foreachBatch. Only predictions work on a stream."
         )
     check_unambiguous(data, [column.name for column in columns])
     return data.select(

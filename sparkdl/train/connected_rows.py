@@ -27,6 +27,14 @@ if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 
+def in_session_of(data: DataFrame, other: Any) -> Any:
+    """Return the rows of ``other`` in the session of ``data``: ``foreachBatch`` gives batches of a
+    session of their own."""
+    if not isinstance(other, DataFrame) or other.sparkSession is data.sparkSession:
+        return other
+    return type(other)(other._plan, data.sparkSession)  # type: ignore[call-arg, attr-defined]
+
+
 @dataclass(frozen=True)
 class ConnectedRows:
     """The rows of a fit, with a partition for each rank.
@@ -65,7 +73,8 @@ class ConnectedRows:
             fields: list[Any] = [
                 Field(c.name, c.dtype, ()) if c.spec is None else None for c in columns
             ]
-            theirs = replace(training, data=trainer.validation.data, fields=tuple(fields))
+            held = in_session_of(data, trainer.validation.data)
+            theirs = replace(training, data=held, fields=tuple(fields))
             try:
                 other, columns = chosen_columns(theirs)
             except DataError as error:

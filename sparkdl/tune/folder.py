@@ -1,8 +1,8 @@
 """The folder of a search, from which a search goes on whose driver has ended.
 
-``search.json`` says what is searched, and ``data.json`` on which data. Each finished trial has a file
-``trial-000007.json``, and the best one so far ``model-000007.safetensors``, which is written before.
-A file appears only when it is complete.
+``search.json`` says what is searched, and ``data.json`` on which data, for each way to read it. Each
+finished trial has a file ``trial-000007.json``, and the best one so far
+``model-000007.safetensors``, which is written before. A file appears only when it is complete.
 """
 
 from __future__ import annotations
@@ -98,18 +98,28 @@ class SearchFolder:
         found._read_trials(trials, set(entries))
         return found
 
-    def check_data(self, handles: Sequence[SampleHandle]) -> None:
-        """Raise ParameterError if earlier trials of this search had other data."""
-        data = DataIdentity.of(handles)
-        if DATA not in self._folder.entries():
-            self._folder.write(DATA, _json(to_plain(data, DataIdentity)))
-            return
-        stored = from_plain(_read(self._folder, DATA), DataIdentity)
-        if stored != data:
-            raise ParameterError(
-                f"{self._folder} holds a search on other data, of {sum(stored.rows):,} rows; this data "
-                f"has {sum(data.rows):,}. Give a folder of its own, or the same data."
-            )
+    def check_data(
+        self, reading: str, training: Sequence[SampleHandle], validation: Sequence[SampleHandle]
+    ) -> None:
+        """Raise ParameterError if earlier trials of this search had other data.
+
+        Args:
+            reading: The way in which the trial reads the data.
+            training: The samples to train on.
+            validation: The samples to validate with.
+        """
+        there = _read(self._folder, DATA) if DATA in self._folder.entries() else {}
+        here = {"data": DataIdentity.of(training), "validation data": DataIdentity.of(validation)}
+        for what, data in here.items() if reading in there else ():
+            stored = from_plain(there[reading][what], DataIdentity)
+            if stored != data:
+                raise ParameterError(
+                    f"{self._folder} holds a search on other {what}, of {sum(stored.rows):,} rows; "
+                    f"this {what} has {sum(data.rows):,}. Give a folder of its own, or the same data."
+                )
+        if reading not in there:
+            plain = {what: to_plain(data, DataIdentity) for what, data in here.items()}
+            self._folder.write(DATA, _json({**there, reading: plain}))
 
     def add(self, outcome: TrialOutcome) -> None:
         """Write a finished trial, with its model if it is the best one."""

@@ -64,7 +64,7 @@ class OneByOne:
             placed = self._placements.of(trainer, arguments)
         except (ModelError, ParameterError) as error:
             return Ended(TrialOutcome(failed(number, arguments, error)))
-        self._placements.check_data()
+        self._placements.check_data(arguments)
         if pruning is not None:
             trainer = replace(trainer, callbacks=[*trainer.callbacks, pruning])
         try:

@@ -278,7 +278,8 @@ def _described(
     told = describe_trainer(trainer)
     for name in ("callbacks", "validation", "checkpoint"):
         told.pop(name, None)
-    options = algorithm
+    validation, options = trainer.validation, algorithm
+    assert validation is not None
     if isinstance(algorithm, Optuna):
         options = f"optuna, {describe(algorithm.sampler)}, {describe(algorithm.pruner)}"
     return {
@@ -287,5 +288,6 @@ def _described(
         "algorithm": str(options),
         "trials run": "side by side" if together else "one after another",
         "seed": str(seed),
+        "validation": describe([validation.every, validation.best]),
         **{f"trainer.{name}": text for name, text in told.items()},
     }

@@ -80,7 +80,7 @@ class SideBySide:
             placed = self._placements.of(trainer, arguments)
         except (ModelError, ParameterError) as error:
             return Ended(TrialOutcome(failed(number, arguments, error)))
-        self._placements.check_data()
+        self._placements.check_data(arguments)
         setup, files = self._setup(placed)
         task = RunTrial(setup, files, number, arguments, pruning, best, self._logged)
         shown = " · ".join(f"{name} {value}" for name, value in arguments.items())

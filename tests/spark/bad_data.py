@@ -111,8 +111,8 @@ COLUMNS = [
             fit.spark.readStream.format("rate").load().selectExpr("value features", "value label")
         ),
         DataError,
-        "the DataFrame is a stream, which never ends: write it to a table, and train on that "
-        "table. Only trained.transform works on a stream.",
+        "the DataFrame is a stream, which never ends: write it to a table and pass that, or pass "
+        "each of its batches, in writeStream.foreachBatch. Only predictions work on a stream.",
     ),
     Mistake(
         "two columns of one name",

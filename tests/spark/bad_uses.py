@@ -83,8 +83,8 @@ USES = [
             t.spark.readStream.format("rate").load().selectExpr("array(1.0) features", "1.0 label")
         ),
         DataError,
-        "the DataFrame is a stream, which never ends: write it to a table, and train on that "
-        "table. Only trained.transform works on a stream.",
+        "the DataFrame is a stream, which never ends: write it to a table and pass that, or pass "
+        "each of its batches, in writeStream.foreachBatch. Only predictions work on a stream.",
     ),
     Mistake(
         "evaluate nothing",

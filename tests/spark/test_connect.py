@@ -301,6 +301,13 @@ def test_groups_have_the_bits_of_a_classic_session(done: Any, data: DataFrame) -
 
 
 @pytest.mark.soak
+@needs("streamed")
+def test_a_batch_of_a_stream_has_the_bits_of_a_classic_session(done: Any, data: DataFrame) -> None:
+    """Also where the trainer validates."""
+    assert done == digest(connected_fits.fits(data)["mixed"].partial_fit(data).module)
+
+
+@pytest.mark.soak
 @needs("search")
 def test_a_search_has_the_values_of_a_classic_session(done: Any, data: DataFrame) -> None:
     classic = connected_fits.search(data)

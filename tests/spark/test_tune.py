@@ -202,11 +202,18 @@ def test_a_search_goes_on_from_its_folder(
         assert result.best_model.history.losses == whole.best_model.history.losses
     with pytest.raises(sparkdl.ParameterError, match="another search: seed is 3 here and 0 there"):
         search(path=tmp_path / "search", seed=3)
-    with pytest.raises(sparkdl.ParameterError, match="on other data, of 200 rows"):
-        tune.search(
-            own, frames[1], SPACE, metric="accuracy", trials=7, algorithm=algorithm,
-            path=tmp_path / "search", parallel=2,
-        )  # fmt: skip
+    fewer = replace(own.validation, data=frames[1].limit(20))
+    rarely = replace(own.validation, every=sparkdl.every(3))
+    for given, data, told in (
+        (own, frames[1], "on other data, of 200 rows"),
+        (replace(own, validation=fewer), frames[0], "on other validation data, of .* has 20"),
+        (replace(own, validation=rarely), frames[0], "another search: validation is"),
+    ):
+        with pytest.raises(sparkdl.ParameterError, match=told):
+            tune.search(
+                given, data, SPACE, metric="accuracy", trials=7, algorithm=algorithm,
+                path=tmp_path / "search", parallel=2,
+            )  # fmt: skip
 
 
 @pytest.mark.soak

@@ -280,6 +280,21 @@ def groups(data: Any) -> dict[str, Any]:
     return result
 
 
+def streamed(spark: Any, folder: Path, data: Any) -> str:
+    """The digest of a model that learns from a batch of a stream, whose session is not the client's."""
+    kept = str(folder / "streamed")
+    trainer = replace(connected_fits.fits(data)["mixed"], checkpoint=sparkdl.Checkpoint(kept))
+
+    def learn(batch: Any, number: int) -> None:
+        trainer.partial_fit(batch, resume="latest")
+
+    data.write.parquet(str(folder / "stream"))
+    rows = spark.readStream.schema(data.schema).parquet(str(folder / "stream"))
+    query = rows.writeStream.foreachBatch(learn).trigger(availableNow=True)
+    query.option("checkpointLocation", str(folder / "query")).start().awaitTermination()
+    return digest(sparkdl.load(kept, model=connected_fits.Mixed).module)
+
+
 def search(data: Any) -> dict[str, Any]:
     """A search, whose trials run side by side."""
     found = connected_fits.search(data)
@@ -456,6 +471,7 @@ PARTS: dict[str, Callable[[Any, Path, Any, dict[str, Any]], Any]] = {
     "logged": lambda spark, folder, data, given: logged(folder, data),
     "refused": lambda spark, folder, data, given: refused(spark, data),
     "groups": lambda spark, folder, data, given: groups(data),
+    "streamed": lambda spark, folder, data, given: streamed(spark, folder, data),
     "search": lambda spark, folder, data, given: search(data),
     "texts": lambda spark, folder, data, given: texts(spark, given["texts"], given["bert"]),
     "readme": lambda spark, folder, data, given: readme(spark),

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from sparkdl.codec.files import mappable, path_here
-from sparkdl.errors import ModelError, ParameterError, kind_of
+from sparkdl.errors import ModelError, ParameterError, TrustError, kind_of
 from sparkdl.infer.persistence import load
 from sparkdl.infer.scoring.programs import as_module
 from sparkdl.infer.trained_model import TrainedModel
@@ -154,7 +154,11 @@ def _read_path(path: Path, stamps: Any, head: str | None) -> ModelSource:
 
 def _of_folder(path: Path, head: str | None) -> ModelSource:
     if (path / "model.json").exists() and not (path / "config.json").exists():
-        trained = load(path)
+        try:
+            trained = load(path)
+        except TrustError as error:
+            there = "These are arguments of sparkdl.load, whose result is a model for scoring, too."
+            raise TrustError(f"{error} {there}") from None
         return ModelSource(trained.module, trained.model, trained=trained)
     if not (path / "config.json").exists():
         raise ModelError(
