@@ -53,10 +53,9 @@ def load(
     import_from_here()
     if trust and config.get("model"):
         Component.of(config["model"]).resolve()  # its file may be in a place only the run knows
+    found = _loss(config, loss, trust, run) if needs_loss else None
     try:
-        trained = sparkdl.load(
-            model, loss=_loss(config, loss, trust, run) if needs_loss else None, trust=trust
-        )
+        trained = sparkdl.load(model, loss=found, trust=trust)
     except sparkdl.TrustError as error:
         raise sparkdl.TrustError(f"{error} For this script, that is --trust.") from None
     for module in trained.module.modules():

@@ -439,6 +439,11 @@ def test_other_formats_and_models_of_a_file(work: Path) -> None:
     assert (done.status, done.err) == (0, "")
     content = json.loads((work / folder / "evaluation.json").read_text())
     assert content["loss"] == pytest.approx(content["mae"])
+    source = work / "mine/line.py"
+    source.write_text(source.read_text().replace(" -> nn.Module", ""))
+    refused = job("predict", *predict, cwd=work)
+    assert (refused.status, refused.out) == (2, "")
+    assert refused.err.endswith(" or pass trust=True. For this script, that is --trust.")
 
 
 def test_data_that_are_not_there(tmp_path: Path, run_here: Callable[..., Done]) -> None:
