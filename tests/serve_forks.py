@@ -216,9 +216,7 @@ def _import_everything() -> None:
         importlib.import_module(module)
     from sparkdl.slab import root
 
-    root.parent = lambda pid: parents().get(
-        pid
-    )  # the holder of slabs is an executor, not this process
+    root.parent = lambda pid: parents().get(pid)  # slabs are an executor's, not this process's
     for module in ("pyspark.sql.connect.session", *MODELS_AND_METRICS):
         with contextlib.suppress(ImportError):
             importlib.import_module(module)

@@ -32,14 +32,7 @@ NO_STATE = "sparkdl_no_state"
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _HELD = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_OF_ALL_CLASSES = {
-    "__module__",
-    "__doc__",
-    "__dict__",
-    "__weakref__",
-    "__annotations__",
-    "_abc_impl",
-}
+_OF_ALL_CLASSES = frozenset(vars(type("_", (), {}))) | {"__annotations__", "_abc_impl"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 _SHOWN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SIMPLE = (bool, int, float, str, torch.dtype)
@@ -114,14 +107,15 @@ class _Contents:
         ignored = getattr(value, NO_STATE, ())
         ignored = {*_OF_ALL_MODULES, *([ignored] if isinstance(ignored, str) else ignored)}
         own = [(n, v) for n, v in vars(value).items() if n not in ignored]
+        shown = ""
         if is_library(type(value).__module__):
-            plain = [(n, v) for n, v in own if isinstance(v, _SIMPLE) and "path" not in n]
-            own = plain + [(n, v) for n, v in own if n == "_program"]
-        held = [(n, v) for kind in _HELD for n, v in vars(value)[kind].items()]
+            program = [(n, v) for n, v in own if n == "_program"]
+            own = program + [(n, v) for n, v in own if isinstance(v, _SIMPLE) and "path" not in n]
+            shown = _plain(value.extra_repr())
+        held = [pair for kind in _HELD for pair in vars(value)[kind].items()]
         hooks = [one for kind in _HOOKS for one in vars(value)[kind].values()]
-        shown = value.extra_repr() if is_library(type(value).__module__) else ""
         parts = self._named([*sorted(own, key=lambda pair: pair[0]), *held])
-        return [self.digest(type(value)), _plain(shown), *parts, *map(self.digest, hooks)]
+        return [self.digest(type(value)), shown, *parts, *map(self.digest, hooks)]
 
     def _of_object(self, value: Any) -> list[str | bytes]:
         kind = type(value)

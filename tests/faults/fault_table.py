@@ -59,9 +59,7 @@ def all_rows(cluster: Cluster) -> dict[str, Row]:
         passes = 9 * changes.get("local_steps", 1)
         lost = [at(job="fb", iteration=passes, partition=0).delete_slabs()]
         if cluster.executors:
-            apart = (
-                cluster.replicas - 1
-            )  # on another executor than partition 0, which says what it did
+            apart = cluster.replicas - 1  # not beside partition 0, whose task says what it did
             lost.append(at(job="fb", iteration=passes, partition=apart).kill_executor())
         found[f"begun again, {name}"] = Row(lost, changes, snapshots=False)
     return found

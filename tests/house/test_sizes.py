@@ -11,7 +11,7 @@ from launch import ROOT
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 375,
-    "lines": 64_826,
+    "lines": 64_820,
     "modules of more than 300 lines": 2,
     "lines of the longest module": 445,
     "percent of lines in the largest room": 19,

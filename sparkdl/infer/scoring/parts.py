@@ -32,7 +32,7 @@ _SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
 _PART = re.compile(r"part-(\d{5})-of-(\d{5})-([0-9a-f]{16})-([0-9a-f]{16})\.parquet")
 """The name of a file: the partition, their number, the digest of the model, and that of the rows."""
 _PATTERN = re.compile(r"[\[\]{}*?\\]")
-"""What makes a path a pattern for Hadoop; a backslash before it takes it literally."""
+"""The characters that make a path a pattern for Hadoop; with a backslash before, they do not."""
 _HASH = "sparkdl_hash"
 """The column with the hash of a row while it is written."""
 

@@ -118,7 +118,7 @@ MADE: dict[str, Callable[[int], Any]] = {
 
 
 def digests() -> list[str]:
-    """Of all that is made with 1, as a process finds them."""
+    """The digests of all that is made with 1, as this process computes them."""
     torch.manual_seed(0)
     return [content_digest([make(1)]) for make in MADE.values()]
 
