@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import io
+import tokenize
 from collections import Counter
 from pathlib import Path
 
@@ -12,12 +14,46 @@ PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 375,
     "lines": 64_820,
-    "modules of more than 300 lines": 2,
-    "lines of the longest module": 445,
+    "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 19,
     "modules with a single importer": 70,
     "docstrings that begin with Of, What, Whether or Where": 0,
 }
+# Lines of code of each room: without docstrings, comments and blank lines.
+CODE = {
+    "checkpoint": 1272,
+    "codec": 510,
+    "collectives": 2526,
+    "consistency": 796,
+    "data": 2864,
+    "engines": 7763,
+    "gang": 2250,
+    "infer": 3542,
+    "loop": 2057,
+    "metrics": 661,
+    "ml": 1165,
+    "model": 1236,
+    "parallel": 1169,
+    "process": 476,
+    "replica": 1234,
+    "slab": 493,
+    "slices": 1712,
+    "spark": 995,
+    "summaries": 863,
+    "train": 4681,
+    "tune": 1887,
+    "usercode": 588,
+    "": 946,  # the modules at the top
+}
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def modules() -> dict[str, Path]:
@@ -43,9 +79,29 @@ def imported(tree: ast.AST, known: set[str]) -> set[str]:
 
 def fragments(tree: ast.AST) -> int:
     """Docstrings that are no sentence."""
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
-    return sum(text.split(" ")[0] in ("Of", "What", "Whether", "Where") for text in found)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+    firsts = [(ast.get_docstring(node) or "").split(" ")[0] for node in nodes]
+    return sum(first in ("Of", "What", "Whether", "Where") for first in firsts)
+
+
+def lines_of_code(text: str) -> int:
+    """How many lines hold a token that is no docstring."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(lines)
+
+
+def code_of_rooms() -> Counter[str]:
+    rooms: Counter[str] = Counter()
+    for path in PACKAGE.rglob("*.py"):
+        room, *rest = path.relative_to(PACKAGE).parts
+        rooms[room if rest else ""] += lines_of_code(path.read_text())
+    return rooms
 
 
 def figures() -> dict[str, float]:
@@ -61,8 +117,7 @@ def figures() -> dict[str, float]:
     return {
         "modules": len(paths),
         "lines": total,
-        "modules of more than 300 lines": sum(number > 300 for number in lines.values()),
-        "lines of the longest module": max(lines.values()),
+        "modules of more than 600 lines": sum(number > 600 for number in lines.values()),
         "percent of lines in the largest room": round(100 * max(rooms.values()) / total),
         "modules with a single importer": sum(importers[name] == 1 for name in paths),
         "docstrings that begin with Of, What, Whether or Where": sum(
@@ -74,3 +129,7 @@ def figures() -> dict[str, float]:
 def test_no_figure_rises() -> None:
     found = figures()
     assert {name: value for name, value in found.items() if value > AT_MOST[name]} == {}
+
+
+def test_no_room_grows() -> None:
+    assert {room: n for room, n in code_of_rooms().items() if n > CODE.get(room, 0)} == {}
