@@ -18,6 +18,7 @@ from typing import Any
 import sparkdl
 from sparkdl import ParameterError
 from sparkdl.errors import nearest
+from sparkdl.usercode.behind import is_library
 
 
 @dataclass(frozen=True)
@@ -139,17 +140,14 @@ def place_of(cause: BaseException | None) -> str:
 def ship(module: str) -> None:
     """Let functions and classes of ``module`` travel by value if it is not installed.
 
-    Executors have the modules in site-packages, but not those of this folder.
+    Executors have what pip installed, wherever it lies, but not the modules of this folder.
     """
     from pyspark import cloudpickle
 
     package = sys.modules.get(module.partition(".")[0])
-    if package is None or package.__name__ in ("__main__", "sparkdl"):
+    if package is None or package.__name__ == "__main__" or is_library(module):
         return
-    if (
-        not _installed(package)
-        and package.__name__ not in cloudpickle.list_registry_pickle_by_value()
-    ):
+    if package.__name__ not in cloudpickle.list_registry_pickle_by_value():
         cloudpickle.register_pickle_by_value(package)
 
 
@@ -158,21 +156,6 @@ def import_from_here() -> None:
     here = os.getcwd()
     if here not in sys.path:
         sys.path.append(here)
-
-
-def _installed(package: ModuleType) -> bool:
-    places = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
-    files = (
-        [package.__file__]
-        if getattr(package, "__file__", None)
-        else getattr(package, "__path__", [])
-    )
-    return package.__name__ in sys.builtin_module_names or any(
-        Path(file).resolve().is_relative_to(Path(place).resolve())
-        for file in files
-        if file
-        for place in places
-    )
 
 
 def _import(name: str) -> ModuleType:

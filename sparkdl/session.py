@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from sparkdl.compat import UNIX_SOCKETS
 from sparkdl.errors import SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sparkdl")
 _warned: set[str] = set()
 DAEMON = "spark.python.daemon.module"
+SOCKETS = "spark.python.unix.domain.socket.enabled"
 _ANOTHERS_DAEMON = (
     "slower than necessary: %s=%s is another library's, and stays as it is (%s). It can import "
     "torch before it forks: with sparkdl.daemon.preload()."
@@ -181,7 +183,7 @@ def context_of(data: Any) -> SparkContext:
         DataError: ``data`` is neither.
         SessionError: It belongs to a Spark Connect session, or to a session that was stopped.
     """
-    from pyspark.core.rdd import RDD
+    from pyspark import RDD
     from pyspark.sql import DataFrame
 
     if isinstance(data, RDD):
@@ -257,7 +259,8 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
     Return the keys that are missing.
     """
     conf = conf_of(context)
-    missing = [key for key in NEEDED_FOR_SPEED if conf.get(key, "") != SPARK_SETTINGS[key][0]]
+    needed = [key for key in NEEDED_FOR_SPEED if UNIX_SOCKETS or key != SOCKETS]
+    missing = [key for key in needed if conf.get(key, "") != SPARK_SETTINGS[key][0]]
     if missing and context.applicationId not in _warned:
         _warned.add(context.applicationId)
         for key in missing:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 
 from sparkdl.data.fields import Field, SampleHandle, check_total_weight
 from sparkdl.data.ragged import Rows

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pyarrow as pa
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.arrow_tasks import (

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from py4j.protocol import Py4JError
-from pyspark import SparkContext, StorageLevel
-from pyspark.core.rdd import RDD
+from pyspark import RDD, SparkContext, StorageLevel
 from pyspark.errors import PySparkException
 
 from sparkdl.errors import TrainingError

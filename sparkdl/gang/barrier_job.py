@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 from py4j.protocol import Py4JError
-from pyspark import SparkContext
-from pyspark.core.rdd import RDD
+from pyspark import RDD, SparkContext
 from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import StateLostError, TrainingError

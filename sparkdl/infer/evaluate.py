@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyspark import cloudpickle
-from pyspark.core.rdd import RDD
+from pyspark import RDD, cloudpickle
 from pyspark.sql import DataFrame
 
 from sparkdl.data.arrow_tasks import select_columns

@@ -12,6 +12,7 @@ import torch
 from pyspark import TaskContext
 from pyspark.sql import DataFrame, functions
 
+from sparkdl.compat import arrow_udf
 from sparkdl.data.arrow_tasks import check_new_columns, check_unambiguous
 from sparkdl.data.columns.base import Column, Specs
 from sparkdl.data.columns.numeric import to_numpy
@@ -251,29 +252,6 @@ def predict_dataframe(
         PredictColumn(module, inputs, batch_size, finish, dimensions, signature)
     )
     # not deterministic: Spark would compute it again for each filter on a prediction
-    udf = arrow_udf(body, len(inputs), output.sql_type).asNondeterministic()
+    types = [data.schema[column.name].dataType for column in inputs]
+    udf = arrow_udf(body, types, output.sql_type).asNondeterministic()
     return data.withColumn(prediction_col, udf(*[functions.col(quoted(c.name)) for c in inputs]))
-
-
-def arrow_udf(body: Body, count: int, sql_type: str) -> Any:
-    """Return a function of ``count`` columns that Spark computes with ``body``."""
-    return functions.arrow_udf(
-        _over_columns(body) if count > 1 else _over_column(body),  # type: ignore[call-overload]
-        returnType=sql_type,
-    )
-
-
-def _over_column(body: Body) -> Callable[[Iterator[pa.Array]], Iterator[pa.Array]]:
-    def predict(batches: Iterator[pa.Array]) -> Iterator[pa.Array]:
-        return body(batches)
-
-    return predict
-
-
-def _over_columns(
-    body: Body,
-) -> Callable[[Iterator[tuple[pa.Array, ...]]], Iterator[pa.Array]]:
-    def predict(batches: Iterator[tuple[pa.Array, ...]]) -> Iterator[pa.Array]:
-        return body(batches)
-
-    return predict

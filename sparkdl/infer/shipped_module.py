@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from pyspark import SparkContext
-from pyspark.core.rdd import RDD
+from pyspark import RDD, SparkContext
 from torch import nn
 
 from sparkdl.data.ragged import Rows, dense, model_inputs

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from pyspark.sql import DataFrame, functions
 from torch import nn
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 import torch
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 

@@ -18,7 +18,7 @@ from sparkdl.model.signature import Part, problems_of_part
 from sparkdl.plain import make_plain
 
 if TYPE_CHECKING:
-    from pyspark.core.rdd import RDD
+    from pyspark import RDD
     from pyspark.sql import DataFrame
 
 EVERY_EPOCH = EveryEpoch()

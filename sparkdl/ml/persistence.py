@@ -22,6 +22,7 @@ from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, 
 from pyspark.sql import SparkSession
 from torch import nn
 
+from sparkdl.compat import for_metadata
 from sparkdl.errors import ModelError, ParameterError, SessionError, TrustError, UserError
 from sparkdl.infer.hadoop_folder import HadoopFolder
 from sparkdl.infer.persistence import load, save
@@ -91,7 +92,7 @@ class ModelWriter(_Writer):
             folder = Path(scratch) / FOLDER
             save(instance.trained, folder, shown=f"{path}/{FOLDER}")
             told = {"labels": list(instance._labels)}
-            DefaultParamsWriter.saveMetadata(instance, path, self.sparkSession, told)
+            DefaultParamsWriter.saveMetadata(instance, path, for_metadata(self.sparkSession), told)
             target.upload(folder, FOLDER)
 
 
@@ -140,7 +141,8 @@ class EstimatorWriter(_Writer):
         told = instance.copy()
         for name in OBJECTS:  # the class knows their defaults
             told._defaultParamMap.pop(told.getParam(name), None)
-        DefaultParamsWriter.saveMetadata(told, path, self.sparkSession, {"objects": named}, plain)
+        session = for_metadata(self.sparkSession)
+        DefaultParamsWriter.saveMetadata(told, path, session, {"objects": named}, plain)
         if why is None:
             return
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
@@ -195,7 +197,7 @@ class EstimatorReader(MLReader[Any]):
 
 def _metadata(path: str, session: SparkSession, cls: type) -> dict[str, Any]:
     """Return the metadata of a folder. Raises ParameterError if it is of another class."""
-    metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(path, session)
+    metadata: dict[str, Any] = DefaultParamsReader.loadMetadata(path, for_metadata(session))
     found, wanted = metadata["class"], f"{cls.__module__}.{cls.__name__}"
     if found != wanted:
         name = str(found).rpartition(".")[2]

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from py4j.protocol import Py4JError
-from pyspark import SparkContext
-from pyspark.core.broadcast import Broadcast
+from pyspark import Broadcast, SparkContext
 
 PIECE_BYTES = 64 << 20
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from py4j.protocol import Py4JError
-from pyspark import SparkContext
-from pyspark.core.rdd import RDD
+from pyspark import RDD, SparkContext
 from pyspark.serializers import NoOpSerializer
 
+from sparkdl.compat import to_seq
 from sparkdl.session import conf_of
 from sparkdl.spark.frames import map_frames, zip_frames
 
@@ -100,15 +100,14 @@ def executors(context: SparkContext) -> list[Executor]:
 def task_per_executor(context: SparkContext, chosen: Sequence[Executor | None]) -> RDD:
     """Return an RDD of one empty frame per partition, each with a preferred location or with none."""
     jvm: Any = context._jvm
-    scala = jvm.scala.jdk.javaapi.CollectionConverters
     pairs = jvm.java.util.ArrayList()
     for executor in chosen:
         places = jvm.java.util.ArrayList()
         if executor is not None and executor.place is not None:
             places.add(executor.place)
-        pairs.add(jvm.scala.Tuple2(b"", scala.asScala(places).toSeq()))
+        pairs.add(jvm.scala.Tuple2(b"", to_seq(jvm, places)))
     tag = jvm.scala.reflect.ClassTag.apply(jvm.java.lang.Class.forName("[B"))
-    made = context._jsc.sc().makeRDD(scala.asScala(pairs).toSeq(), tag)
+    made = context._jsc.sc().makeRDD(to_seq(jvm, pairs), tag)
     return RDD(jvm.org.apache.spark.api.java.JavaRDD.fromRDD(made, tag), context, NoOpSerializer())
 
 

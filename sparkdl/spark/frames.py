@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from py4j.protocol import Py4JError
-from pyspark import SparkContext, TaskContext
-from pyspark.core.rdd import RDD, PipelinedRDD
+from pyspark import RDD, SparkContext, TaskContext
 from pyspark.serializers import NoOpSerializer, PairDeserializer, pack_long
-from pyspark.util import _load_from_socket
+
+from sparkdl.compat import load_from_socket, pipelined_rdd, to_seq
 
 Frames = Iterable[bytes]
 _FILES = "spark.shuffle.sort.bypassMergeThreshold"
@@ -60,7 +60,7 @@ def map_frames(rdd: RDD, task: Callable[[int, Any], Frames], barrier: bool = Fal
         task: The function that yields the frames of a partition.
         barrier: Whether all tasks run at once, and can wait for each other.
     """
-    mapped = PipelinedRDD(rdd, _Located(task), isFromBarrier=barrier)
+    mapped = pipelined_rdd()(rdd, _Located(task), isFromBarrier=barrier)
     mapped._bypass_serializer = True
     mapped._jrdd_deserializer = NoOpSerializer()
     return mapped
@@ -143,10 +143,10 @@ def some_partitions(rdd: RDD, partitions: Iterable[int]) -> RDD:
     """Return an RDD of frames with some partitions of ``rdd``, which keep their numbers in tasks."""
     jvm = rdd.ctx._jvm
     assert jvm is not None
-    numbers = jvm.java.util.HashSet()
+    numbers = jvm.java.util.ArrayList()
     for partition in partitions:
         numbers.add(partition)
-    wanted = jvm.scala.jdk.javaapi.CollectionConverters.asScala(numbers).toSet()  # is a function
+    wanted = to_seq(jvm, numbers).toSet()  # is a function
     source = rdd._jrdd.rdd()
     pruned = jvm.org.apache.spark.rdd.PartitionPruningRDD.create(source, wanted)
     named = jvm.org.apache.spark.api.java.JavaRDD(pruned, source.elementClassTag())
@@ -206,12 +206,12 @@ class RunningJob:
             return [bytes(found.get(i)) for i in range(self._count)]
         jvm = self._context._jvm
         assert jvm is not None
-        iterator = jvm.scala.jdk.javaapi.CollectionConverters.asScala(found.iterator())
+        iterator = to_seq(jvm, found).iterator()
         return _served(jvm.PythonRDD.serveIterator(iterator, "sparkdl-frames"))
 
 
 def _served(address: Any) -> list[bytes]:
-    stream: Any = _load_from_socket(address, NoOpSerializer())
+    stream: Any = load_from_socket(address, NoOpSerializer())
     managed = stream if hasattr(stream, "__enter__") else contextlib.nullcontext(stream)  # < 4.3
     with managed as frames:
         return list(frames)

@@ -9,6 +9,7 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
 
+from sparkdl.compat import cancel_group
 from sparkdl.spark.failures import WAITED
 
 MOST = 8
@@ -94,4 +95,4 @@ class Watchdog:
             f"{WAITED} {self._seconds:g} s for {whom}. Nothing happened in that time. If {who}, "
             "raise spark.sparkdl.timeout.seconds."
         )
-        self._context._jsc.sc().cancelJobGroup(self._group, reason)
+        cancel_group(self._context, self._group, reason)

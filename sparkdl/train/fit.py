@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 

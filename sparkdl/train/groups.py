@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, functions
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 
+from sparkdl.compat import apply_in_arrow
 from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
 from sparkdl.data.samples import materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema
@@ -146,9 +147,10 @@ class GroupModels:
             return task(rows, models)
 
         keys = [quoted(name) for name in self.by]
-        groups = self.table.select(*keys, "weights").groupBy(*keys)
+        models = self.table.select(*keys, "weights")
         schema = StructType([*data.schema.fields]).add(prediction_col, kind)
-        return data.groupBy(*keys).cogroup(groups).applyInArrow(predict, schema)
+        both = data.groupBy(*keys).cogroup(models.groupBy(*keys))
+        return apply_in_arrow(both, predict, schema, data.schema, models.schema)
 
     def unpersist(self) -> None:
         """Release the table's memory; what uses it afterwards trains the groups again."""
@@ -207,8 +209,8 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         + _parse_datatype_string(RESULT).fields  # type: ignore[attr-defined]
     )
     parts = TASKS_PER_SLOT * tasks.slots
-    grouped = data.select(*chosen).repartition(parts, *keys).groupBy(*keys)
-    table = grouped.applyInArrow(fit, schema)
+    rows = data.select(*chosen).repartition(parts, *keys)
+    table = apply_in_arrow(rows.groupBy(*keys), fit, schema, rows.schema)
     table = table.toDF(*names, *table.columns[len(names) :])
     with tasks.running("training the groups"):
         template = _tried(trainer, data, names, model, tasks.slab)

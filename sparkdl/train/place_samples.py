@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.data.fields import Field

@@ -6,8 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pyspark import SparkContext
-from pyspark.core.rdd import RDD
+from pyspark import RDD, SparkContext
 from pyspark.sql import DataFrame, SparkSession
 
 from sparkdl.data.sample_set import SampleSet

@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
 from torch import nn

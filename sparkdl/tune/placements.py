@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.train.placed_samples import PlacedSamples

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.codec.describe import describe, describe_trainer

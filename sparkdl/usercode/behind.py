@@ -5,11 +5,13 @@ from __future__ import annotations
 import dis
 import functools
 import os
+import re
 import sys
 import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from torch import nn
 
 from sparkdl.usercode.code import codes_in
 
-_LIBRARY_NAMES = {"sparkdl", "pyspark", "torch", "builtins"}
 _LIBRARIES = ("site-packages", "dist-packages")
 _GLOBALS = ("LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL")
 _CLOSED = {"torch", "numpy", "pandas", "pyarrow", "pyspark", "py4j"}
 """Packages whose objects hold none of the user's functions."""
+_LIBRARY_NAMES = _CLOSED | {"sparkdl", "safetensors", "tqdm", "builtins"}
 _MOST = 10_000
 """Containers longer than this hold data and are not searched."""
 _ENOUGH = 200_000
@@ -172,7 +174,23 @@ def is_library(name: str | None) -> bool:
     if not file or name == "__main__":  # a library may have started the program
         return False
     inside = any(part in _LIBRARIES for part in Path(file).parts)
-    return inside or file.startswith(_library_folders())
+    return (
+        inside or file.startswith(_library_folders()) or top in _installed_beside(name or "", file)
+    )
+
+
+def _installed_beside(name: str, file: str) -> frozenset[str]:
+    """Return the modules that pip installed into the folder from which this one was imported."""
+    path = Path(os.path.abspath(file))
+    levels = name.count(".") + (path.stem == "__init__")
+    return _installed_in(str(path.parents[min(levels, len(path.parents) - 1)]))
+
+
+@functools.cache
+def _installed_in(folder: str) -> frozenset[str]:
+    records = [one.read_text("RECORD") for one in distributions(path=[folder])]
+    lines = (line for record in records if record for line in record.splitlines())
+    return frozenset(re.split("[/,]", line)[0].removesuffix(".py") for line in lines)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ was loaded.
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import importlib.machinery
 import inspect
@@ -13,6 +14,9 @@ import types
 import zipimport
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+_PLACE = ("__firstlineno__", "__static_attributes__")
+"""The names that Python notes in a class body from 3.13 on: its line, and what methods assign."""
 
 
 def functions_of(module: types.ModuleType) -> dict[str, str]:
@@ -76,11 +80,28 @@ def digest_of_code(code: types.CodeType) -> str:
     """Return a digest of what the code does, independent of its location."""
     digest = hashlib.blake2b(digest_size=4)
     for one in codes_in(code):
-        constants = [_constant(c) for c in one.co_consts if not isinstance(c, types.CodeType)]
         names = (one.co_names, one.co_varnames, one.co_freevars, one.co_argcount, one.co_flags)
+        if _PLACE[0] in one.co_names:
+            digest.update(repr((names, _without_place(one))).encode())
+            continue
+        constants = [_constant(c) for c in one.co_consts if not isinstance(c, types.CodeType)]
         digest.update(one.co_code)
         digest.update(repr((names, constants)).encode())
     return digest.hexdigest()
+
+
+def _without_place(body: types.CodeType) -> list[tuple[str, str]]:
+    """Return the instructions of a class body but for those that store its line (from Python 3.13 on).
+
+    The line may share a constant with the body, so that the numbers of constants depend on it.
+    """
+    steps = list(dis.get_instructions(body))
+    noted = {i for i, step in enumerate(steps) if step.argval in _PLACE}
+    return [
+        (step.opname, _constant(step.argval))
+        for i, step in enumerate(steps)
+        if not {i, i + 1} & noted and not isinstance(step.argval, types.CodeType)
+    ]
 
 
 def _constant(value: Any) -> str:

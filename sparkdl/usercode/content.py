@@ -32,7 +32,13 @@ NO_STATE = "sparkdl_no_state"
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _HELD = ("_parameters", "_buffers", "_modules")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_OF_ALL_CLASSES = frozenset(vars(type("_", (), {}))) | {"__annotations__", "_abc_impl"}
+
+
+class _Empty: ...
+
+
+_ANNOTATIONS = {"__annotations__", "__annotate_func__", "__annotations_cache__"}  # the latter: 3.14
+_OF_ALL_CLASSES = frozenset(vars(_Empty)) | _ANNOTATIONS | {"_abc_impl"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...))
 _SHOWN = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SIMPLE = (bool, int, float, str, torch.dtype)

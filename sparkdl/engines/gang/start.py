@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from pyspark.resource import ResourceProfile
 
 from sparkdl.data.fields import SampleHandle

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.messages import (

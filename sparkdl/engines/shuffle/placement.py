@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 
 from sparkdl.engines.resources import MAX_SUBMISSIONS, compute_again
 from sparkdl.engines.shuffle.faults import MOVED, SAMPLES_FOREIGN, raise_unrecoverable

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.forms import STAGE_SECONDS, IterationRdds, run_job

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.engines.delivery import Wanted, bring, most_at_once, not_here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 
 from sparkdl.consistency.turns import Turn
 from sparkdl.engines.shuffle.group_tasks import Headers, KeepGradients, TakeTurn, TurnMessage

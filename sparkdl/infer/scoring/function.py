@@ -69,7 +69,7 @@ def register_function(
     if features is not None:
         arguments["features" if use is predict else "text"] = features
     found: Inference = prepared(example, model, options=options, **{**defaults, **arguments})
-    return example.sparkSession.udf.register(name, found.udf())
+    return example.sparkSession.udf.register(name, found.udf(example))
 
 
 def _predicting(

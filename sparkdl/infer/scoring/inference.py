@@ -10,11 +10,11 @@ from typing import Any
 from pyspark.sql import DataFrame, functions
 from torch import nn
 
+from sparkdl.compat import arrow_udf
 from sparkdl.data.arrow_tasks import check_new_columns
 from sparkdl.data.columns.base import Column
 from sparkdl.data.schema import quoted
 from sparkdl.errors import ParameterError, shown
-from sparkdl.infer.predict import arrow_udf
 from sparkdl.infer.scoring.forward import check_options
 from sparkdl.infer.scoring.parts import write_parts
 from sparkdl.infer.scoring.task import ScoreRows
@@ -65,9 +65,10 @@ class Inference:
     options: Options
     module: nn.Module
 
-    def udf(self) -> Any:
-        """Return the work as a function of columns."""
-        return arrow_udf(accompanied(self.task), len(self.task.columns), self.task.sql_type)
+    def udf(self, example: DataFrame) -> Any:
+        """Return the work as a function of columns of the types that ``example`` has."""
+        types = [example.schema[column.name].dataType for column in self.task.columns]
+        return arrow_udf(accompanied(self.task), types, self.task.sql_type)
 
     def applied(self, data: DataFrame) -> DataFrame:
         """Return the data with the columns of predictions.
@@ -81,7 +82,7 @@ class Inference:
         check_new_columns(data, fields, ", with prediction_col=, outputs= or error_col=")
         inputs = [functions.col(quoted(column.name)) for column in self.task.columns]
         # not deterministic: Spark would compute it again for each filter on a prediction
-        computed = self.udf().asNondeterministic()(*inputs)
+        computed = self.udf(data).asNondeterministic()(*inputs)
         if len(names) == 1 and self.task.error_col is None:
             return data.withColumn(names[0], computed)
         found = data.withColumn(HELD, computed)

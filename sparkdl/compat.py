@@ -1,0 +1,212 @@
+"""The differences between the versions of Spark that sparkdl runs on; no other module asks for one.
+
+A name that all of them have in the same place (``from pyspark import RDD``) is used from there. What
+a version cannot do is a row of the table in ``docs/guide/versions.md``.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pyspark
+
+from sparkdl.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark import SparkContext
+    from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType, StructType
+
+OLDEST, NEWEST = (3, 5), (4, 3)
+"""The versions that the tests run on, and those between them."""
+VERSION = tuple(int(number) for number in pyspark.__version__.split(".")[:2])
+UNIX_SOCKETS = VERSION >= (4, 1)
+"""Python workers may talk to the JVM over Unix sockets."""
+ARROW_FUNCTIONS = VERSION >= (4, 1)
+"""``functions.arrow_udf`` and ``applyInArrow`` of grouped data are there in full."""
+CONNECT = VERSION >= (4, 0)
+"""The client of Spark Connect has what training needs."""
+_EXACT = 2**53
+"""The whole numbers that a float of 64 bits tells apart."""
+
+
+def pipelined_rdd() -> Any:
+    """Return the class ``PipelinedRDD``."""
+    from pyspark import rdd
+
+    return rdd.PipelinedRDD
+
+
+def load_from_socket(address: Any, serializer: Any) -> Any:
+    """Return the items that the JVM serves at ``address``."""
+    try:
+        from pyspark.util import _load_from_socket
+    except ImportError:  # 3.5
+        from pyspark.rdd import _load_from_socket
+    return _load_from_socket(address, serializer)
+
+
+def to_seq(jvm: Any, items: Any) -> Any:
+    """Return a Java list as a ``Seq`` of Scala 2.12 or 2.13."""
+    return jvm.PythonUtils.toSeq(items)
+
+
+def cancel_group(context: SparkContext, group: str, reason: str) -> None:
+    """Cancel the jobs of a group, and let Spark report ``reason``."""
+    scala = context._jsc.sc()
+    if VERSION >= (4, 0):
+        scala.cancelJobGroup(group, reason)
+        return
+    tracker = context.statusTracker()
+    for job in set(tracker.getActiveJobsIds()).intersection(tracker.getJobIdsForGroup(group)):
+        scala.cancelJob(job, reason)
+
+
+def for_metadata(session: Any) -> Any:
+    """Return what ``pyspark.ml`` writes and reads metadata with: the session, or its context on 3.5."""
+    return session if VERSION >= (4, 0) else session.sparkContext
+
+
+def untried() -> str | None:
+    """Return a sentence if this version of Spark is none that the tests run on."""
+    if OLDEST <= VERSION <= NEWEST:
+        return None
+    oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+    return (
+        f"sparkdl is tested with Spark {oldest} to {newest}, and this is Spark {pyspark.__version__}: "
+        f"what it does here is not known."
+    )
+
+
+def arrow_udf(
+    body: Callable[[Iterator[Any]], Iterator[pa.Array]], types: Sequence[DataType], sql_type: str
+) -> Any:
+    """Return a function of columns whose Arrow arrays ``body`` maps to arrays of ``sql_type``.
+
+    ``body`` takes an iterator of arrays, or of tuples where there are several columns. Before Spark
+    4.1 pandas is between Spark and Arrow, which costs a copy.
+    """
+    import pyarrow as pa
+    from pyspark.sql import functions
+
+    if not ARROW_FUNCTIONS:
+        return _pandas_udf(body, types, sql_type)
+    several = len(types) > 1
+
+    def predict(batches):  # type: ignore[no-untyped-def]
+        return body(batches)
+
+    predict.__annotations__ = {
+        "batches": Iterator[tuple[pa.Array, ...]] if several else Iterator[pa.Array],
+        "return": Iterator[pa.Array],
+    }
+    return functions.arrow_udf(predict, returnType=sql_type)  # type: ignore[call-overload]
+
+
+def _pandas_udf(body: Callable[..., Any], types: Sequence[DataType], sql_type: str) -> Any:
+    import pandas as pd
+    from pyspark.sql import SparkSession, functions
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    kinds, several = [to_arrow_type(kind) for kind in types], len(types) > 1
+    zone = None
+    if any("timestamp[us, tz" in str(kind) for kind in kinds):
+        zone = SparkSession.active().conf.get("spark.sql.session.timeZone")
+
+    def predict(batches):  # type: ignore[no-untyped-def]
+        from sparkdl.compat import from_pandas, to_pandas
+
+        arrays = (
+            tuple(
+                from_pandas(values, kind, zone) for values, kind in zip(batch, kinds, strict=True)
+            )
+            if several
+            else from_pandas(batch, kinds[0], zone)
+            for batch in batches
+        )
+        yield from map(to_pandas, body(arrays))
+
+    taken = typing.Tuple[pd.Series, ...] if several else pd.Series  # noqa: UP006 - 3.5 knows no other
+    predict.__annotations__ = {
+        "batches": typing.Iterator[taken],  # type: ignore[valid-type]
+        "return": typing.Iterator[pd.Series],
+    }
+    return functions.pandas_udf(predict, returnType=sql_type)  # type: ignore[call-overload]
+
+
+def from_pandas(values: Any, kind: pa.DataType, zone: str | None = None) -> pa.Array:
+    """Return what Spark made a pandas Series (or DataFrame, of a struct) of as Arrow again.
+
+    pandas has no null in a column of floats: NaN counts as null.
+
+    Raises:
+        DataError: pandas has lost which numbers they were.
+    """
+    import pandas as pd
+    import pyarrow as pa
+
+    if isinstance(values, pd.DataFrame):
+        fields = [from_pandas(values[field.name], field.type, zone) for field in kind]
+        return pa.StructArray.from_arrays(fields, fields=list(kind))
+    if pa.types.is_integer(kind) and values.dtype.kind == "f" and (values.abs() >= _EXACT).any():
+        raise DataError(
+            "a column of whole numbers has nulls beside numbers above 2**53, which pandas cannot "
+            "hold: leave out the rows with nulls, or use Spark 4.1 or newer."
+        )
+    if pa.types.is_timestamp(kind) and kind.tz is not None and values.dt.tz is None:
+        values = values.dt.tz_localize(zone)  # raises at the hour that a clock shows twice
+    return pa.array(values, type=kind, from_pandas=True)
+
+
+def to_pandas(values: pa.Array) -> Any:
+    """Return an Arrow array as the Series (or DataFrame, of a struct) that Spark takes."""
+    import pandas as pd
+    import pyarrow as pa
+
+    if not pa.types.is_struct(values.type):
+        return values.to_pandas()
+    names = [field.name for field in values.type]
+    columns = zip(names, values.flatten(), strict=True)
+    return pd.DataFrame({name: column.to_pandas() for name, column in columns})
+
+
+def apply_in_arrow(
+    grouped: Any, task: Callable[..., pa.Table], schema: StructType, *inputs: StructType
+) -> DataFrame:
+    """Return ``grouped.applyInArrow``, also of groups that go together; pandas is between on 3.5.
+
+    ``task`` takes the key and a table of the one schema of ``inputs``, or a table of each.
+    """
+    if VERSION >= (4, 0):
+        return grouped.applyInArrow(task, schema)
+    from pyspark.sql.pandas.types import to_arrow_schema
+
+    taken, result = [to_arrow_schema(one) for one in inputs], to_arrow_schema(schema)
+
+    def of_group(key, rows):  # type: ignore[no-untyped-def]
+        import pyarrow as pa
+
+        from sparkdl.compat import table_from_pandas
+
+        scalars = tuple(
+            pa.scalar(value, field.type) for value, field in zip(key, result, strict=False)
+        )
+        return task(scalars, table_from_pandas(rows, taken[0])).cast(result).to_pandas()
+
+    def of_two(left, right):  # type: ignore[no-untyped-def]
+        from sparkdl.compat import table_from_pandas
+
+        return task(*map(table_from_pandas, (left, right), taken)).cast(result).to_pandas()
+
+    return grouped.applyInPandas(of_group if len(inputs) == 1 else of_two, schema)
+
+
+def table_from_pandas(rows: Any, schema: pa.Schema) -> pa.Table:
+    """Return the rows of a group as Spark has them."""
+    import pyarrow as pa
+
+    columns = [from_pandas(rows[field.name], field.type) for field in schema]
+    return pa.Table.from_arrays(columns, schema=schema)

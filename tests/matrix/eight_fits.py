@@ -1,0 +1,117 @@
+"""Script: the digests of eight fits, predictions and a pipeline, equal on every version of Spark.
+
+    python tests/matrix/eight_fits.py FOLDER [--resume OTHER]
+
+FOLDER keeps a checkpoint of the last fit. With ``--resume`` that fit goes on from the checkpoint that
+another version left in OTHER. The last line of the output is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pyspark
+import torch
+from pyspark.ml import Pipeline
+from torch import nn
+
+import sparkdl
+from sparkdl.ml import TorchClassifier
+
+WIDTH, CLASSES = 8, 4
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, CLASSES))
+
+
+def with_state() -> nn.Module:
+    layers = [nn.Linear(WIDTH, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3)]
+    return nn.Sequential(*layers, nn.Linear(32, CLASSES))
+
+
+def trainer(model: Any = with_state, **changes: Any) -> sparkdl.Trainer:
+    values = {
+        "model": model,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.AdamW, lr=1e-2),
+        "batch_size": 32,
+        "replicas": 2,
+        "slices": 3,
+        "stop": sparkdl.max_iteration(12),
+        "seed": 11,
+    }
+    return sparkdl.Trainer(**{**values, **changes})
+
+
+FITS: dict[str, sparkdl.Trainer] = {
+    "local": trainer(engine="local"),
+    "shuffle": trainer(),
+    "shuffle, clipped by norm": trainer(plain, clip_norm=0.5),
+    "shuffle, accumulated and averaged": trainer(accumulate=2, ema=0.9),
+    "gang": trainer(engine="gang", slices=2),
+    "gang, zero1": trainer(plain, engine="gang", slices=2, strategy="zero1"),
+    "shuffle, compressed": trainer(plain, wire="bf16"),
+}
+RESUMED = "shuffle, from a checkpoint"
+
+
+def hexdigest(*parts: bytes) -> str:
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
+
+
+def digest(module: nn.Module) -> str:
+    return hexdigest(*(value.numpy().tobytes() for value in module.state_dict().values()))
+
+
+def rows(spark: Any) -> Any:
+    """Numbers without a random generator of Spark's, which may differ between versions."""
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(160, WIDTH, generator=generator)
+    labels = torch.randint(CLASSES, (160,), generator=generator)
+    pairs = list(zip(features.tolist(), labels.tolist(), strict=True))
+    return spark.createDataFrame(pairs, "features array<float>, label long")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--resume", type=Path)
+    given = parser.parse_args()
+    spark = sparkdl.session(
+        "local[2]", **{"spark.ui.enabled": "false", "spark.sparkdl.progress": "false"}
+    )
+    df = rows(spark)
+    digests = {name: digest(one.fit(df).module) for name, one in FITS.items()}
+
+    folder = given.resume or given.folder
+    half = trainer(stop=sparkdl.max_iteration(6), checkpoint=sparkdl.Checkpoint(str(folder)))
+    if given.resume is None:
+        half.fit(df)
+    whole = trainer().fit(df, resume=str(folder))
+    digests[RESUMED] = digest(whole.module)
+
+    predicted = [row.prediction for row in whole.transform(df).select("prediction").collect()]
+    digests["transform"] = hexdigest(json.dumps(predicted).encode())
+    scored = sparkdl.predict(df, whole.module, outputs={"best": lambda out: out.argmax(1)})
+    digests["predict"] = hexdigest(json.dumps([row.best for row in scored.collect()]).encode())
+    stage = TorchClassifier(
+        model=plain,
+        optimizer=partial(torch.optim.Adam, lr=0.01),
+        replicas=2,
+        stop=sparkdl.max_iteration(4),
+    )
+    pipeline = Pipeline(stages=[stage]).fit(df)
+    classes = [row.prediction for row in pipeline.transform(df).select("prediction").collect()]
+    digests["pipeline"] = hexdigest(json.dumps(classes).encode())
+    spark.stop()
+    print(json.dumps({"spark": pyspark.__version__, "digests": digests}))
+
+
+if __name__ == "__main__":
+    main()
