@@ -59,7 +59,7 @@ class LiveReplica:
         """
         module = recipe.build()
         _check_new(module)
-        return LiveReplica.around(recipe, FlatModule(module, device))
+        return LiveReplica.around(recipe, FlatModule(module, device, recipe.options.buffers))
 
     @staticmethod
     def around(recipe: Recipe, flat: FlatModule, device: torch.device | None = None) -> LiveReplica:

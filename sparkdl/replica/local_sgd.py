@@ -53,6 +53,7 @@ def several_steps(
     """
     flat, layout, options = live.flat.flat, live.flat.layout, live.recipe.options
     begin = flat[: whole.plan.dense_length].clone()
+    buffers = flat[layout.buffers_start :].clone()
     state = replace(state, weights=flat)
     total, total_weight, count = 0.0, 0.0, 0
     named: Losses = {}
@@ -78,6 +79,7 @@ def several_steps(
         if stops is not None and stops(number + 1):
             break
     difference = flat[: whole.plan.dense_length] - begin
+    flat[layout.buffers_start :].copy_(buffers)  # the present ones are in the module
     if options.outer:
         difference.neg_()
     gradients = Gradients(

@@ -7,13 +7,16 @@ global norm.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from sparkdl.model.buffers import MAX, MEAN, MIN, SUM, Rule, values_in
 from sparkdl.model.layout import Layout
+from sparkdl.process.determinism import seeded
 from sparkdl.slices.section import NOTHING, OWN, SPARE, Section, SparseRows
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState, unpack
@@ -253,32 +256,64 @@ def average(
                     place.add_(c.arrays[name][fragment.start : fragment.stop], alpha=share)
 
 
-def merge_buffers(plan: SliceSpec, sections: Sequence[Section], weights: torch.Tensor) -> None:
-    """Merge the buffers of the replicas.
+def merge_buffers(
+    plan: SliceSpec, sections: Sequence[Section], weights: torch.Tensor, seed: int = 0
+) -> None:
+    """Merge the buffers of the replicas by their rules, see :mod:`sparkdl.model.buffers`.
 
-    Floating-point buffers become the weighted average, computed as the first + the sum of weighted
-    differences, so that values that are equal on all replicas keep their bits (infinities too).
-    Other buffers are the first replica's. A replica with weight 0 has not run a forward pass and is
-    ignored.
+    A replica with weight 0 has not run a forward pass and is ignored. If all have, nothing changes.
 
     Args:
         plan: The slice.
         sections: The sections of all replicas.
-        weights: The slice of the flat vector, in which the buffers are written to their places.
+        weights: The slice of the flat vector, with the buffers as they were, which are changed.
+        seed: The seed of the random draws of functions.
     """
-    ordered = sorted(sections, key=lambda section: section.replica)
-    ordered = [c for c in ordered if c.weight] or ordered
-    total = sum(c.weight for c in ordered)
-    for fragment in plan.fragments:
+    ordered = sorted((c for c in sections if c.weight), key=lambda section: section.replica)
+    single = [c for c in ordered if not c.repeats]
+    for fragment in plan.fragments if ordered else ():
         if fragment.kind == "parameter":
             continue
+        counted = ordered if fragment.rule == MEAN else single
         place = slice(fragment.start - plan.buffers_start, fragment.stop - plan.buffers_start)
-        first = ordered[0].buffers[place]
-        merged = weights[fragment.start : fragment.stop]
-        merged.copy_(first)
-        if fragment.kind == "average" and total:
-            for item in ordered[1:]:
-                values = item.buffers[place]
-                # -0.0: adding it changes no bit, not even that of a -0.0
-                difference = torch.where(values == first, -0.0, values - first)
-                merged.add_(difference, alpha=item.weight / total)
+        kind, dtype = fragment.kind, fragment.dtype
+        values = [values_in(c.buffers[place], kind, dtype) for c in counted]
+        merged = values_in(weights[fragment.start : fragment.stop], kind, dtype)
+        if callable(fragment.rule) and len(values) > 1:
+            count, shape = math.prod(fragment.shape), fragment.shape
+            stacked = torch.stack([each[:count].view(shape).to(dtype) for each in values])
+            with seeded(seed):
+                merged[:count].view(shape).copy_(fragment.rule(stacked))
+        else:
+            merge_values(fragment.rule, values, [c.weight for c in counted], merged)
+
+
+def merge_values(
+    rule: Rule, values: Sequence[torch.Tensor], weights: Sequence[float], merged: torch.Tensor
+) -> None:
+    """Merge the values of replicas, in their order, by a rule that is no function or has one value.
+
+    A mean is computed as the first + the sum of weighted differences, so that values that are equal
+    on all replicas keep their bits. It is infinite where a value is, never NaN unless one is.
+
+    Args:
+        rule: The rule.
+        values: The values; what replicas have added for the rule "sum".
+        weights: The weight of each.
+        merged: The value before, which is changed.
+    """
+    first, *others = values
+    if rule == SUM:
+        merged.add_(functools.reduce(torch.add, others, first))
+        return
+    merged.copy_(first)
+    total = sum(weights)
+    for other, weight in zip(others, weights[1:], strict=True):
+        if rule == MEAN:
+            same = (other == first) | (merged.isinf() & ~other.isnan())
+            # -0.0: adding it changes no bit, not even that of a -0.0
+            merged.add_(torch.where(same, -0.0, other - first), alpha=weight / total)
+        elif rule == MIN:
+            torch.minimum(merged, other, out=merged)
+        elif rule == MAX:
+            torch.maximum(merged, other, out=merged)

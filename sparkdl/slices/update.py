@@ -221,7 +221,7 @@ class SliceUpdater:
                 self._step(block, state, part, sections, hyperparameters, loss)
                 if not whole:
                     keep_block(self.plan, block, state, new)
-        merge_buffers(self.plan, sections, new.weights)
+        merge_buffers(self.plan, sections, new.weights, seed)
         applied = ReducedGradient(memory, part.absent, part.tables)
         return UpdateResult(norm, histograms_of(shown, new.weights, applied))
 

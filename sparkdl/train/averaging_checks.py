@@ -65,8 +65,13 @@ def is_averaged(parallel: ParallelPlan, counts: Sequence[int], accumulate: int) 
         counts: The number of rows of each replica.
         accumulate: The number of micro-batches.
     """
+    return have_copies(parallel, counts) or accumulate > 1 or parallel.micro_batches > 1
+
+
+def have_copies(parallel: ParallelPlan, counts: Sequence[int]) -> bool:
+    """Return whether several copies of the model have rows, of which ``counts`` are each replica's."""
     copies = [sum(counts[rank] for rank in group) for group in parallel.mesh.model_groups]
-    return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.micro_batches > 1
+    return sum(map(bool, copies)) > 1
 
 
 def rows_for_loss(loss: Loss, rows: Sequence[Rows], more: Sequence[Rows]) -> Sequence[Rows]:

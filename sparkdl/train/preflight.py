@@ -28,7 +28,7 @@ from sparkdl.model.step import ALONE, is_step
 from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.mini_batch import to_tensors
-from sparkdl.train.averaging_checks import gives_sums, is_averaged, rows_for_loss
+from sparkdl.train.averaging_checks import gives_sums, have_copies, is_averaged, rows_for_loss
 from sparkdl.train.hints import shape_of, text_of
 from sparkdl.train.place_samples import batch_spec
 from sparkdl.train.plain_state import PlainState
@@ -37,6 +37,7 @@ from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.recipes import build_model
 from sparkdl.train.repeats import tell_of_hidden_state, tell_of_mixed_rows, tell_of_own_draws
 from sparkdl.train.trainer import Trainer
+from sparkdl.train.undeclared_buffers import UndeclaredBuffers
 
 
 def preflight(
@@ -78,7 +79,7 @@ def preflight(
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
     before = parameter_sums(model.module)
     run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
-    state = PlainState(model.module, recipe.loss)
+    state, buffers = PlainState(model.module, recipe.loss), UndeclaredBuffers(model.module, recipe)
     output = run()
     state.check(run)
     state.check_made(
@@ -94,6 +95,8 @@ def preflight(
     for part in parallel.parts.values():
         part.check_rows(model.module, samples.fields)
     check_single_rows(model.module, recipe, batch, plan, limit, parallel)
+    if have_copies(parallel, samples.counts):
+        buffers.tell(tried)
     averaged = is_averaged(parallel, samples.counts, trainer.accumulate)
     looked_at = rows_for_loss(recipe.loss, samples.preview, samples.more)
     if looked_at is not samples.preview:
@@ -285,7 +288,7 @@ def _compare(module: nn.Module, before: dict[str, int], step: bool) -> list[str]
             raise ModelError(
                 f'forward writes to "{name}", a parameter with requires_grad=False: such '
                 "parameters are treated as constants, and each worker would change its own copy. "
-                "Make it a buffer (register_buffer): buffers are averaged over the replicas and "
-                "saved with the model."
+                "Make it a buffer (register_buffer): replicas agree on buffers, which are saved "
+                "with the model."
             )
     return changed

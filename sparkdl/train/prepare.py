@@ -138,7 +138,7 @@ def prepare(
         tell_of_changed_constants(recipe, trainer.columns)
     check_columns(trainer.columns)
     module = build_model(payload, reported=True)
-    layout = layout_of(module)
+    layout = layout_of(module, options.buffers)
     if isinstance(trainer.model, nn.Module):
         check_memory(trainer.model, layout)
         _check_hooks(trainer.model)

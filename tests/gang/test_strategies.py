@@ -79,6 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nothing counts": {"loss": IGNORING, "batch_size": 1, "model": without_norm},
     "a frozen layer": {"freeze": ["0"]},
     "updates left out": {"model": models.fragile, "on_nan": "skip"},
+    "buffers that follow rules": {"model": models.remembering, "accumulate": 2},
 }
 FORWARD: dict[str, Any] = {"model": models.Own, "strategy": "pipeline"}
 ROWS: dict[str, dict[str, Any]] = {

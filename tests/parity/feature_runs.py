@@ -298,8 +298,8 @@ def copies(
 ) -> tuple[list[Tensors], list[float]]:
     """Plain PyTorch: M copies of the module, each on its part of the global batch.
 
-    Gradients and floating buffers are averaged by sample count; other buffers are those of the
-    first replica that has samples. Random draws are seeded as the semantics say. There is no step where
+    Gradients and running statistics are averaged by sample count, and other buffers follow the rules
+    of their module. Random draws are seeded as the semantics say. There is no step where
     nothing in a global batch ``counts``. ``sent``: what is averaged of a gradient, in which iteration,
     of which replica and parameter.
     """
@@ -321,7 +321,7 @@ def copies(
                 many.append((len(part) / total, live))
                 mean += float(value.detach()) * len(part) / total
             if many:
-                _average(module, many)
+                _average(module, many, derive_seed(trainer.seed, "update", t))
                 clipped(trainer, module)
                 optimizer.step()
             steps.append(snapshot(module))
@@ -330,16 +330,30 @@ def copies(
 
 
 @torch.no_grad()
-def _average(module: nn.Module, many: list[tuple[float, nn.Module]]) -> None:
+def _average(module: nn.Module, many: list[tuple[float, nn.Module]], seed: int) -> None:
     for name, parameter in module.named_parameters():
         gradients = [(w, live.get_parameter(name).grad) for w, live in many]
         given = [grad * w for w, grad in gradients if grad is not None]
         parameter.grad = sum(given) if given else None
     for name, buffer in module.named_buffers():
-        if buffer.is_floating_point():
-            buffer.copy_(sum(live.get_buffer(name) * w for w, live in many))
+        path, _, own = name.rpartition(".")
+        rules = getattr(module.get_submodule(path), "sparkdl_buffers", {})
+        rule = rules.get(own, "mean" if own.startswith("running_") else "first")
+        values, weights = [live.get_buffer(name) for _, live in many], [w for w, _ in many]
+        if rule == "mean":
+            buffer.copy_(sum(v * w for v, w in zip(values, weights, strict=True)))
+        elif callable(rule):
+            with seeded(seed):
+                buffer.copy_(rule(torch.stack(values)) if len(values) > 1 else values[0])
         else:
-            buffer.copy_(many[0][1].get_buffer(name))
+            stacked = torch.stack(values)
+            merged = {
+                "first": lambda s: s[0],
+                "min": lambda s: s.amin(0),
+                "max": lambda s: s.amax(0),
+                "sum": lambda s, b=buffer: b + (s - b).sum(0),
+            }[rule]
+            buffer.copy_(merged(stacked))
 
 
 def several_steps(

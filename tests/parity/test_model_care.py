@@ -27,6 +27,7 @@ from feature_runs import (
 )
 from launch import in_turn
 from mistakes import message_of
+from remembering import Codes
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.swa_utils import get_ema_avg_fn
@@ -347,3 +348,44 @@ def check(histogram, values, exactly):
     assert histogram.largest == pytest.approx(values.max(), rel=1e-10)
     assert histogram.total == pytest.approx(values.sum(), rel=1e-9, abs=1e-12)
     assert histogram.squares == pytest.approx((values**2).sum(), rel=1e-9)
+
+
+# Buffers that replicas agree on by rules
+
+WAYS = {
+    "slices": {"slices": 3},
+    "clip_norm": {"clip_norm": 0.1},
+    "accumulate": {"accumulate": 3},
+    "local_steps": {"local_steps": 2},
+    "DiLoCo": {"consistency": sparkdl.DiLoCo(inner_steps=2)},
+    "stale": {"consistency": sparkdl.StaleSynchronous(staleness=2)},
+    "asynchronous": {"consistency": sparkdl.Asynchronous()},
+    "skip": {"on_nan": "skip", "ema": 0.9},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sum_loses_no_row(way):
+    """Nor does a range, where each iteration goes on from the last one."""
+    parts, run = Parts.of((22, 0, 21)), {"replicas": 3, "stop": sparkdl.max_epoch(2)}
+    model = partial(nn.Sequential, Codes(WIDTH), nn.Linear(WIDTH, CLASSES))
+    seen = fit_here(trainer_of(parts.counts, model=model, **{**run, **WAYS[way]}), parts)
+    buffers, rows = seen.trained.module[0], np.array([r.features for p in parts.records for r in p])
+    assert int(buffers.rows) == float(buffers.mass) == 2 * len(rows)
+    assert sum(record["samples"] for record in seen.trained.history) == 2 * len(rows)
+    if way not in ("stale", "asynchronous"):
+        assert torch.equal(buffers.low, torch.from_numpy(rows.min(0)).float())
+        assert torch.equal(buffers.high.float(), torch.from_numpy(rows.max(0)).float())
+        assert buffers.signs.tolist() == (rows > 2.0).any(0).tolist()
+
+
+def test_with_gossip_each_replica_keeps_what_is_first():
+    """The result has what replica 0 has, and the mean of what is averaged."""
+    parts = Parts.of((22, 21))
+    rules = {"0.centre": "mean", "0.*": "first"}
+    model = partial(nn.Sequential, Codes(WIDTH), nn.Linear(WIDTH, CLASSES))
+    how = {"buffers": rules, "consistency": sparkdl.Gossip(topology="complete")}
+    seen = fit_here(trainer_of(parts.counts, model=model, **how), parts)
+    buffers, rows = seen.trained.module[0], sum(r["samples"] for r in seen.trained.history)
+    assert 0.4 * rows < int(buffers.rows) < 0.6 * rows
+    assert not torch.equal(buffers.centre, buffers.codes)

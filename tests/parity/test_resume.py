@@ -18,6 +18,7 @@ from launch import in_turn, soak_but
 from mistakes import message_of
 from parity_models import CLASSES, WIDTH, dropped_out
 from pyspark import cloudpickle
+from remembering import Codes
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
@@ -37,11 +38,12 @@ ITERATIONS = 20  # 51 rows in batches of 9: six iterations an epoch, the last on
 
 
 def everything() -> nn.Module:
-    """Random draws, running statistics, and a buffer that counts."""
+    """Random draws, running statistics, a buffer that counts, and buffers of every rule."""
     return nn.Sequential(
         nn.Linear(WIDTH, 16),
         nn.BatchNorm1d(16),
         nn.Tanh(),
+        Codes(16),
         nn.Dropout(0.3),
         nn.Linear(16, CLASSES),
     )

@@ -336,7 +336,7 @@ MODELS = [
         ModelError,
         'forward writes to "target.weight", a parameter with requires_grad=False: such parameters '
         "are treated as constants, and each worker would change its own copy. Make it a buffer "
-        "(register_buffer): buffers are averaged over the replicas and saved with the model.",
+        "(register_buffer): replicas agree on buffers, which are saved with the model.",
         jobs=3,
     ),
     Mistake(
@@ -355,8 +355,8 @@ MODELS = [
         "a buffer that takes another form",
         lambda fit: fit(fit.good(), model=Growing),
         ModelError,
-        'forward makes the buffer "seen" [2] float32, but __init__ made it [1] float32: buffers '
-        "are averaged over the replicas, so their shape and type must not change. Give it its "
+        'forward makes the buffer "seen" [2] float32, but __init__ made it [1] float32: replicas '
+        "exchange buffers, so their shape and type must not change. Give it its "
         "final form in __init__ (for the longest input, say). If it is only a cache, register it "
         "with persistent=False.",
         jobs=3,

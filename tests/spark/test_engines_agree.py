@@ -16,6 +16,7 @@ import torch
 from launch import in_turn, soak_but
 from noisy import Noisy
 from pyspark import cloudpickle
+from remembering import Codes
 from structured import ModelOutput
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -43,6 +44,10 @@ def model() -> nn.Module:
 
 def smooth() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def remembering() -> nn.Module:
+    return nn.Sequential(Codes(WIDTH), smooth())
 
 
 class Tagged(nn.Module):
@@ -209,6 +214,12 @@ CASES = {
         "optimizer": sparse_and_dense,
         "clip_norm": 0.05,
         "wire": "bf16",
+    },
+    "buffers that follow rules, clip_norm": {
+        "model": remembering,
+        "buffers": {"0.silent": lambda values: values[-1]},
+        "clip_norm": 0.3,
+        "slices": 3,
     },
     "wire bf16": {"wire": "bf16"},
     "wire fp16": {"wire": "fp16", "clip_norm": 0.3},
