@@ -79,11 +79,24 @@ def _of_modules(names: list[str], owners: Mapping[str, nn.Module], patterns: Any
                 break
             path, _, last = path.rpartition(".")
             within = f"{last}.{within}"
-        for kind in type(owner).__mro__:
-            known = _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}", {})
-            if attribute in known:
-                yield known[attribute]
-                break
+        known = known_rule(owner, attribute)
+        if known is not None:
+            yield known
+
+
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that has a buffer, and the name of the buffer there."""
+    path, _, attribute = name.rpartition(".")
+    return module.get_submodule(path), attribute
+
+
+def known_rule(owner: nn.Module, attribute: str) -> Rule | None:
+    """Return the rule that the table has for a buffer of ``owner``, or None."""
+    for kind in type(owner).__mro__:
+        known = _KNOWN.get(f"{kind.__module__}.{kind.__qualname__}", {})
+        if attribute in known:
+            return known[attribute]
+    return None
 
 
 def problems_of_rules(rules: Any, what: str) -> Iterator[str]:

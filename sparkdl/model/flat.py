@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.model.buffers import SUM, Rule, values_in
+from sparkdl.model.buffers import SUM, Rule, owner_of, values_in
 from sparkdl.model.layout import TensorRange, layout_of, local, one_place_each
 from sparkdl.process.memory import forget_values
 
@@ -112,9 +112,7 @@ class FlatModule:
                     parameter.data = view
                 self.parameters.append((segment, parameter))
             else:
-                path, _, attribute = segment.name.rpartition(".")
-                owner = module.get_submodule(path)
-                self._buffers.append((segment, owner, attribute))
+                self._buffers.append((segment, *owner_of(module, segment.name)))
         self.save_buffers(self.flat)
 
     def _place(self, segment: TensorRange) -> torch.Tensor:

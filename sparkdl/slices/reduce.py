@@ -271,6 +271,7 @@ def merge_buffers(
     """
     ordered = sorted((c for c in sections if c.weight), key=lambda section: section.replica)
     single = [c for c in ordered if not c.repeats]
+    means = []
     for fragment in plan.fragments if ordered else ():
         if fragment.kind == "parameter":
             continue
@@ -284,8 +285,14 @@ def merge_buffers(
             stacked = torch.stack([each[:count].view(shape).to(dtype) for each in values])
             with seeded(seed):
                 merged[:count].view(shape).copy_(fragment.rule(stacked))
+        elif fragment.rule == MEAN and len(values) > 1:
+            _average(values, [c.weight for c in counted], merged)
+            means.append((values, merged))
         else:
-            merge_values(fragment.rule, values, [c.weight for c in counted], merged)
+            merge_values(fragment.rule, values, [], merged)
+    if means and not torch.stack([merged.isfinite().all() for _, merged in means]).all():
+        for values, merged in means:
+            merge_values(MEAN, values, [c.weight for c in ordered], merged)
 
 
 def merge_values(
@@ -293,13 +300,10 @@ def merge_values(
 ) -> None:
     """Merge the values of replicas, in their order, by a rule that is no function or has one value.
 
-    A mean is computed as the first + the sum of weighted differences, so that values that are equal
-    on all replicas keep their bits. It is infinite where a value is, never NaN unless one is.
-
     Args:
         rule: The rule.
         values: The values; what replicas have added for the rule "sum".
-        weights: The weight of each.
+        weights: The weight of each, for a mean.
         merged: The value before, which is changed.
     """
     first, *others = values
@@ -307,13 +311,31 @@ def merge_values(
         merged.add_(functools.reduce(torch.add, others, first))
         return
     merged.copy_(first)
-    total = sum(weights)
-    for other, weight in zip(others, weights[1:], strict=True):
-        if rule == MEAN:
-            same = (other == first) | (merged.isinf() & ~other.isnan())
-            # -0.0: adding it changes no bit, not even that of a -0.0
-            merged.add_(torch.where(same, -0.0, other - first), alpha=weight / total)
-        elif rule == MIN:
+    if rule == MEAN and others:
+        _average(values, weights, merged, infinite=True)
+    for other in others:
+        if rule == MIN:
             torch.minimum(merged, other, out=merged)
         elif rule == MAX:
             torch.maximum(merged, other, out=merged)
+
+
+def _average(
+    values: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    merged: torch.Tensor,
+    infinite: bool = False,
+) -> None:
+    """Write the weighted mean as the first value + the sum of weighted differences.
+
+    So values that are equal on all replicas keep their bits. If values may be ``infinite``, so is their
+    mean, which would be the difference of infinities, NaN, otherwise.
+    """
+    first, total = values[0], sum(weights)
+    merged.copy_(first)
+    for other, weight in zip(values[1:], weights[1:], strict=True):
+        same = other == first
+        if infinite:
+            same |= merged.isinf() & ~other.isnan()
+        # -0.0: adding it changes no bit, not even that of a -0.0
+        merged.add_(torch.where(same, -0.0, other - first), alpha=weight / total)

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
-from sparkdl.model.buffers import rules_of
+from sparkdl.model.buffers import known_rule, owner_of
 from sparkdl.model.flat import changed_form, form_of
 from sparkdl.model.model_loss import PerReplica
 from sparkdl.model.step import StepLoss
@@ -57,7 +57,7 @@ class PlainState:
             (held, name, form_of(buffer), _digest_of(buffer))
             for held in _modules_of(loss)
             for name, buffer in held.named_buffers()
-            if name not in rules_of(held, {})
+            if known_rule(*owner_of(held, name)) is None  # passes need no running statistics
         ]
         self._before = self._held()
 

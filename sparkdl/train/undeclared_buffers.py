@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 from sparkdl.data.batches import Batch
-from sparkdl.model.buffers import ATTRIBUTE, MAX, MEAN, MIN, SUM, problem_of_rule, rules_of
+from sparkdl.model.buffers import (
+    ATTRIBUTE,
+    MAX,
+    MEAN,
+    MIN,
+    SUM,
+    owner_of,
+    problem_of_rule,
+    rules_of,
+)
 from sparkdl.model.flat import form_of
 from sparkdl.model.recipe import Recipe, bytes_of
 from sparkdl.process.determinism import seeded
@@ -75,14 +84,14 @@ class UndeclaredBuffers:
         )
 
     def _buffer(self, name: str) -> torch.Tensor | None:
-        path, _, attribute = name.rpartition(".")
-        return self._module.get_submodule(path)._buffers.get(attribute)
+        owner, attribute = owner_of(self._module, name)
+        return owner._buffers.get(attribute)
 
     def _after(self, names: list[str], batch: Batch, low: int, high: int) -> Values | None:
         """Return buffers after a pass over some rows; None if there is none, or they fail."""
         for name, content in self._before.items():
-            path, _, attribute = name.rpartition(".")
-            self._module.get_submodule(path)._buffers[attribute] = content.clone()
+            owner, attribute = owner_of(self._module, name)
+            owner._buffers[attribute] = content.clone()
         inputs, targets = (
             [tensor[low:high] for tensor in to_tensors(arrays)]
             for arrays in (batch.inputs, batch.targets)
