@@ -57,13 +57,14 @@ class UndeclaredBuffers:
         cuts = (0, rows), (0, rows // 2), (rows // 2, rows)
         with buffers_kept(self._module):
             results = [self._after(changed, batch, low, high) for low, high in cuts]
-        whole, *halves = (found for found in results if found is not None)
-        known = len(halves) == 2
-        if known:
+        if all(results):
+            whole, *halves = results
             changed = [n for n in changed if any(_differ(whole[n], half[n]) for half in halves)]
+            fitting = {n: self._fitting(n, whole, halves, rows) for n in changed}
+        else:
+            fitting = dict.fromkeys(changed, "")
         if not changed:
             return
-        fitting = {n: self._fitting(n, whole, halves, rows) if known else "" for n in changed}
         # a rule for a part of what belongs together, such as a queue and its place, would part it
         alone = {n.rpartition(".")[0] for n, rule in fitting.items() if not rule}
         fitting = {n: rule for n, rule in fitting.items() if n.rpartition(".")[0] not in alone}
@@ -87,8 +88,8 @@ class UndeclaredBuffers:
         owner, attribute = owner_of(self._module, name)
         return owner._buffers.get(attribute)
 
-    def _after(self, names: list[str], batch: Batch, low: int, high: int) -> Values | None:
-        """Return buffers after a pass over some rows; None if there is none, or they fail."""
+    def _after(self, names: list[str], batch: Batch, low: int, high: int) -> Values:
+        """Return buffers after a pass over some rows; none if it fails, or changes their form."""
         for name, content in self._before.items():
             owner, attribute = owner_of(self._module, name)
             owner._buffers[attribute] = content.clone()
@@ -101,11 +102,11 @@ class UndeclaredBuffers:
             with seeded(recipe.seed):  # a forward may compute gradients
                 recipe.signature.call_for_loss(recipe.loss, self._module.train(), inputs, targets)
         except Exception:  # too few rows, for example
-            return None
+            return {}
         for name in names:
             buffer = self._buffer(name)
             if buffer is None or form_of(buffer) != form_of(self._before[name]):
-                return None
+                return {}
             found[name] = buffer.detach().clone()
         return found
 

@@ -113,7 +113,7 @@ def test_a_gang_trains_as_one_process_with_all_samples(parts, strategy, sizes):
         assert apart.history.losses != pytest.approx(here.history.losses, rel=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", sparkdl.DDP(bucket_cap_mb=1e-4), "zero1"], ids=str)
+@pytest.mark.parametrize("strategy", ["ddp", sparkdl.DDP(bucket_cap_mb=1e-4), "fsdp"], ids=str)
 def test_rows_without_weight_count_in_the_statistics(parts, strategy):
     """Also where a rank has no others: its layers have gradients through the statistics alone."""
     rows, whole = parts(14, 8), parts(22)
