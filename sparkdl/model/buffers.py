@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, in_quotes, nearest
+from sparkdl.process.determinism import seeded
 
 Rule: TypeAlias = str | Callable[[torch.Tensor], torch.Tensor]
 """One of :data:`RULES`, or a function of the replicas' values, stacked, that returns one value."""
@@ -165,7 +166,8 @@ def problem_of_rule(buffer: torch.Tensor, rule: Rule) -> str:
 def _problem_of_function(buffer: torch.Tensor, rule: Callable[[torch.Tensor], torch.Tensor]) -> str:
     values = torch.stack([buffer.detach().cpu()] * 2)
     try:
-        found = rule(values)
+        with seeded(0):
+            found = rule(values)
     except Exception as error:
         return f"it fails on two values {list(values.shape)}: {type(error).__name__}: {error}"
     if not isinstance(found, torch.Tensor) or found.shape != buffer.shape:

@@ -21,6 +21,7 @@ from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.schedule import Schedule
 from sparkdl.metrics.named import resolve
+from sparkdl.model.buffers import check_rules
 from sparkdl.model.layout import Layout, check_memory, layout_of
 from sparkdl.model.preparation import passing_buffers
 from sparkdl.model.recipe import Recipe
@@ -138,6 +139,7 @@ def prepare(
         tell_of_changed_constants(recipe, trainer.columns)
     check_columns(trainer.columns)
     module = build_model(payload, reported=True)
+    check_rules(module, options.buffers, gossip=options.topology is not None)
     layout = layout_of(module, options.buffers)
     if isinstance(trainer.model, nn.Module):
         check_memory(trainer.model, layout)

@@ -14,7 +14,6 @@ from torch import nn
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.columns.base import Specs
 from sparkdl.errors import ModelError, cannot_travel, nearest, wrong_argument
-from sparkdl.model.buffers import check_rules
 from sparkdl.model.layout import Layout, TensorRange, layout_of
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.pickling import dumps
@@ -176,7 +175,6 @@ def check_options(options: TrainingOptions, module: nn.Module, layout: Layout) -
         ModelError: An option does not work with this model.
     """
     check_modules(module, options.activation_checkpointing)
-    check_rules(module, options.buffers, gossip=options.topology is not None)
     tables = [segment.name for segment in layout.segments if segment.sparse]
     if options.steps_on_replicas and tables:
         what = f"local_steps={options.local_steps}"

@@ -154,6 +154,11 @@ NO_RULES: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
         '0.sparkdl_buffers: "codes" has the rule "frist": give "first", "mean", "min", "max", "sum", '
         'or a function of the stacked values. Did you mean "first"?',
     ),
+    "no mapping of a class": (
+        type("Odd", (Codes,), {"sparkdl_buffers": ["codes"]})(),
+        {},
+        "model.sparkdl_buffers: give a mapping from names, or patterns such as",
+    ),
     "a mean of booleans": (
         Codes(),
         {"ready": "mean"},
