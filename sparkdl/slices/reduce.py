@@ -338,4 +338,5 @@ def _average(
         if infinite:
             same |= merged.isinf() & ~other.isnan()
         # -0.0: adding it changes no bit, not even that of a -0.0
-        merged.add_(torch.where(same, -0.0, other - first), alpha=weight / total)
+        difference = torch.where(same, -0.0, other - first)
+        merged.add_(difference, alpha=weight / total)

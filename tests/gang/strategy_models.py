@@ -65,7 +65,9 @@ def normed() -> nn.Module:
 
 
 def remembering() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), Seen(16), nn.Linear(16, CLASSES))
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 8), Seen(8), nn.Linear(8, CLASSES)
+    )
 
 
 def in_place() -> nn.Module:

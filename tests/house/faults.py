@@ -216,9 +216,27 @@ FAULTS = {
     ),
     "buffers of all replicas count alike": Fault(
         "slices/reduce.py",
-        "merged.add_(difference, alpha=item.weight / total)",
-        "merged.add_(difference, alpha=1 / len(ordered))",
+        "merged.add_(difference, alpha=weight / total)",
+        "merged.add_(difference, alpha=1 / len(values))",
         "unit/slices/test_reduce.py",
+    ),
+    "a rank of a divided model counts again": Fault(
+        "slices/reduce.py",
+        "single = [c for c in ordered if not c.repeats]",
+        "single = ordered",
+        "unit/slices/test_reduce.py",
+    ),
+    "what was there counts again in each sum": Fault(
+        "model/flat.py",
+        "now.sub_(before)",
+        "now.sub_(0 * before)",
+        "unit/model/test_flat.py",
+    ),
+    "statistics are those of rows with weight": Fault(
+        "engines/gang/strategies/summed.py",
+        "return share, 0.0 if idle() else 1.0",
+        "return share, 1.0 if share else 0.0",
+        "gang/test_batchnorm.py",
     ),
     "what a pass makes of a buffer is not sent": Fault(
         "model/flat.py",
