@@ -268,22 +268,29 @@ def plainly(
     counts: Callable[[Part], bool] = bool,
     norms: list[float | None] | None = None,
 ) -> tuple[list[Tensors], list[float]]:
-    """Plain PyTorch: tensors by name and loss after each iteration. There is no step, and no loss,
-    where nothing in a global batch ``counts``. ``norms``: to note those of the gradients."""
+    """Plain PyTorch: tensors by name, of ``eval()`` if the optimizer has it, and loss after each
+    iteration. There is no step, and no loss, where nothing in a global batch ``counts``. ``norms``:
+    to note those of the gradients."""
     recipe, module, loss = begun(trainer, loss)
     many = optimizers(module) if optimizers else [recipe.build_optimizer(module)]
     schedules = [trainer.schedule(one) for one in many if trainer.schedule]
+    trains = [getattr(one, "train", int) for one in many]
+    evaluates = [getattr(one, "eval", int) for one in many]
     steps, losses, norms = [], [], [] if norms is None else norms
     with one_thread():
         for t in range(ITERATIONS):
             part, value = whole(trainer, parts, t), torch.tensor(math.nan)
             if counts(part):
+                for train in trains:
+                    train()
                 module.zero_grad(set_to_none=True)
                 value = loss(module, part)
                 value.backward()
                 norms.append(clipped(trainer, module))
                 for one in [*many, *schedules]:
                     one.step()
+                for evaluate in evaluates:
+                    evaluate()
             steps.append(snapshot(module))
             losses.append(float(value.detach()))
     return steps, losses
