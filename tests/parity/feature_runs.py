@@ -359,6 +359,8 @@ def several_steps(
     ``mass`` of the parts, and the moments of those that had a gradient."""
     recipe, module, loss = begun(trainer, loss)
     optimizer = recipe.build_optimizer(module)
+    train, evaluate = (getattr(optimizer, name, int) for name in ("train", "eval"))
+    train()
     steps, losses = [], []
     with one_thread():
         for t in range(ITERATIONS):
@@ -385,7 +387,9 @@ def several_steps(
                 for name, tensor in tensors_of(module).items():
                     tensor.copy_(sum(tensors_of(live)[name] * w for w, live, _, _ in many))
             _average_moments(optimizer, [(w, own, used) for w, _, own, used in many])
+            evaluate()
             steps.append(snapshot(module))
+            train()
             losses.append(mean)
     return steps, losses
 
@@ -395,6 +399,7 @@ def _average_moments(
 ) -> None:
     """Average the moments of each parameter over those that used it; step counts are the first's."""
     state = optimizer.state_dict()
+    state["param_groups"] = many[0][1].state_dict()["param_groups"]
     for number in {number for *_, used in many for number in used}:
         users = [
             (w, own.state_dict()["state"].get(number, {}))
