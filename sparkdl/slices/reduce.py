@@ -19,7 +19,7 @@ from sparkdl.model.layout import Layout
 from sparkdl.process.determinism import seeded
 from sparkdl.slices.section import NOTHING, OWN, SPARE, Section, SparseRows
 from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState, unpack
+from sparkdl.slices.state import GROUP, SliceState, unpack
 from sparkdl.slices.tree_sum import Term, tree_sum
 
 NORM_EPSILON = 1e-6
@@ -217,7 +217,7 @@ def average(
 
     The weights become the mean of the replicas' weights. The optimizer state of a parameter becomes
     the mean over the replicas that had a gradient for it; state that has no mean is taken from the
-    first of these.
+    first of these. Where none had one, only the numbers of its parameter group have changed.
 
     Args:
         plan: The slice.
@@ -237,6 +237,13 @@ def average(
             and fragment.number in unpacked[c.replica][1]
         ]
         if not stepped:
+            _, others = next(iter(unpacked.values()), ({}, {}))
+            group = {
+                k: v for k, v in others.get(fragment.number, {}).items() if k.startswith(GROUP)
+            }
+            if group:
+                state.held.setdefault(fragment.number, ())
+                state.others[fragment.number] = {**state.others.get(fragment.number, {}), **group}
             continue
         held, others = unpacked[stepped[0].replica]
         state.held[fragment.number] = held[fragment.number]

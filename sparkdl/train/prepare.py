@@ -33,6 +33,7 @@ from sparkdl.train.recipes import (
     check_closures,
     check_columns,
     check_compression,
+    check_evaluated,
     check_options,
     pickled,
     plan_optimizer,
@@ -153,6 +154,7 @@ def prepare(
         outer = plan_optimizer(recipe.for_slices, module, trainer.slices, "outer_optimizer")
     optimizer = plan_optimizer(recipe, module, None if outer else trainer.slices)
     check_closures(trainer.consistency_model, optimizer, *([] if outer is None else [outer]))
+    check_evaluated(trainer.consistency_model, options, optimizer)
     for part in trainer.parts.values():
         part.check_model(module, layout, optimizer, options)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)

@@ -30,6 +30,7 @@ from gang_training import (
 )
 from gang_training import trainer_of as any_trainer
 from launch import in_turn, soak_but
+from own_optimizers import ScheduleFree
 from pyspark import cloudpickle
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -80,6 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "a frozen layer": {"freeze": ["0"]},
     "updates left out": {"model": models.fragile, "on_nan": "skip"},
     "buffers that follow rules": {"model": models.remembering, "accumulate": 2},
+    "schedule-free": {"optimizer": partial(ScheduleFree, lr=0.3), "ema": 0.8},
 }
 FORWARD: dict[str, Any] = {"model": models.Own, "strategy": "pipeline"}
 ROWS: dict[str, dict[str, Any]] = {
@@ -151,7 +153,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 VALIDATED = [
-    *(f"{word}, with care" for word in STRATEGIES),
+    *(f"{word}, {option}" for word in STRATEGIES for option in ("with care", "schedule-free")),
     *("tensor, a transformer layer", "tensor, inputs by keyword", "pipeline, interleaved"),
     *("pipeline, a forward of its own", "pipeline, a forward of its own, with care"),
 ]
@@ -163,6 +165,7 @@ SPARED = [
     *(f"{word}, nothing counts" for word in ("ddp in buckets", "zero1", "tensor")),
     *(f"{word}, a frozen layer" for word in ("ddp in buckets", "zero1", "fsdp", "pipeline")),
     *(f"{word}, updates left out" for word in ("ddp in buckets", "fsdp", "tensor")),
+    *(f"{word}, schedule-free" for word in ("ddp in buckets", "zero1")),
     *("fsdp, its own loss", "fsdp, gathered once", "tensor, shards of one rank"),
     *("tensor, copies of layers that are whole", "pipeline, one micro-batch"),
     *("pipeline, all forward, then all backward", "pipeline, whole tensors"),

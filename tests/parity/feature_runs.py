@@ -268,22 +268,29 @@ def plainly(
     counts: Callable[[Part], bool] = bool,
     norms: list[float | None] | None = None,
 ) -> tuple[list[Tensors], list[float]]:
-    """Plain PyTorch: tensors by name and loss after each iteration. There is no step, and no loss,
-    where nothing in a global batch ``counts``. ``norms``: to note those of the gradients."""
+    """Plain PyTorch: tensors by name, of ``eval()`` if the optimizer has it, and loss after each
+    iteration. There is no step, and no loss, where nothing in a global batch ``counts``. ``norms``:
+    to note those of the gradients."""
     recipe, module, loss = begun(trainer, loss)
     many = optimizers(module) if optimizers else [recipe.build_optimizer(module)]
     schedules = [trainer.schedule(one) for one in many if trainer.schedule]
+    trains = [getattr(one, "train", int) for one in many]
+    evaluates = [getattr(one, "eval", int) for one in many]
     steps, losses, norms = [], [], [] if norms is None else norms
     with one_thread():
         for t in range(ITERATIONS):
             part, value = whole(trainer, parts, t), torch.tensor(math.nan)
             if counts(part):
+                for train in trains:
+                    train()
                 module.zero_grad(set_to_none=True)
                 value = loss(module, part)
                 value.backward()
                 norms.append(clipped(trainer, module))
                 for one in [*many, *schedules]:
                     one.step()
+                for evaluate in evaluates:
+                    evaluate()
             steps.append(snapshot(module))
             losses.append(float(value.detach()))
     return steps, losses
@@ -366,6 +373,8 @@ def several_steps(
     ``mass`` of the parts, and the moments of those that had a gradient."""
     recipe, module, loss = begun(trainer, loss)
     optimizer = recipe.build_optimizer(module)
+    train, evaluate = (getattr(optimizer, name, int) for name in ("train", "eval"))
+    train()
     steps, losses = [], []
     with one_thread():
         for t in range(ITERATIONS):
@@ -392,7 +401,9 @@ def several_steps(
                 for name, tensor in tensors_of(module).items():
                     tensor.copy_(sum(tensors_of(live)[name] * w for w, live, _, _ in many))
             _average_moments(optimizer, [(w, own, used) for w, _, own, used in many])
+            evaluate()
             steps.append(snapshot(module))
+            train()
             losses.append(mean)
     return steps, losses
 
@@ -402,6 +413,7 @@ def _average_moments(
 ) -> None:
     """Average the moments of each parameter over those that used it; step counts are the first's."""
     state = optimizer.state_dict()
+    state["param_groups"] = many[0][1].state_dict()["param_groups"]
     for number in {number for *_, used in many for number in used}:
         users = [
             (w, own.state_dict()["state"].get(number, {}))

@@ -28,6 +28,7 @@ from feature_runs import (
     trainer_of,
 )
 from launch import in_turn
+from own_optimizers import ScheduleFree
 from torch import nn
 
 import sparkdl
@@ -101,8 +102,9 @@ def test_micro_batches_add_up_to_the_mini_batch(accumulate, cut):
     [
         (2, partial(torch.optim.Adam, lr=1e-2)),
         (3, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        (2, partial(ScheduleFree, lr=0.3)),
     ],
-    ids=["adam", "sgd"],
+    ids=["adam", "sgd", "schedule-free"],
 )
 @cuts
 def test_local_steps(sizes, slices, local_steps, optimizer):
@@ -115,24 +117,26 @@ class Branched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = mlp()
         self.rare = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
+        self.inner = mlp()
 
     def forward(self, inputs):
         output = self.inner(inputs)
         return output + self.rare(inputs) if (inputs[:, 0] > 100).any() else output
 
 
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.Adam, lr=1e-2), ScheduleFree])
 @pytest.mark.parametrize(
     ("users", "slices"), [({0}, 1), ({1}, 3), ({0, 2}, 3), ({1, 2}, 1), (set(), 3)], ids=str
 )
-def test_local_steps_of_a_part_that_not_all_replicas_use(users, slices):
+def test_local_steps_of_a_part_that_not_all_replicas_use(users, slices, optimizer):
     """Nobody who had no gradient for it has a say in its optimizer state."""
     parts = Parts.of((16, 15, 12))
     for replica in users:
         for sample in parts.records[replica]:
             sample.features[0] = 101.0
-    trainer = trainer_of((16, 15, 12), slices, model=Branched, local_steps=2)
+    sizes, changes = (16, 15, 12), {"model": Branched, "local_steps": 2, "optimizer": optimizer}
+    trainer = trainer_of(sizes, slices, **changes)
     as_plain_torch(trainer, parts, reference=several_steps)
 
 

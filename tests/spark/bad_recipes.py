@@ -28,6 +28,7 @@ from bad_inputs import (
     two_classes,
     vector_loss,
 )
+from own_optimizers import ScheduleFree
 from pyspark import cloudpickle
 from torch import nn
 
@@ -877,6 +878,25 @@ LOSSES = [
     ),
 ]
 
+
+class LooksAhead(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure):
+        (p, *_) = self.param_groups[0]["params"]
+        p.add_(p.grad)
+        closure()
+
+
+class Tag(torch.Tensor):
+    pass
+
+
+class Tagged(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["kept"] = p.as_subclass(Tag)
+
+
 ONE_LBFGS = partial(torch.optim.LBFGS, max_iter=1)
 OPTIMIZERS = [
     Mistake(
@@ -951,6 +971,39 @@ OPTIMIZERS = [
             ("LBFGS", torch.optim.SGD, sparkdl.DiLoCo(outer_optimizer=ONE_LBFGS)),
         ]
     ],
+    *[
+        Mistake(
+            f"schedule-free in {type(model).__name__}",
+            lambda fit, model=model, how=how: fit(
+                fit.good(), optimizer=ScheduleFree, consistency=model, **how
+            ),
+            ModelError,
+            f"optimizer ScheduleFree with consistency={type(model).__name__}: the weights that count "
+            "are those of its eval(), which depend on its state, and with this model each replica "
+            "keeps a state of its own. Use an optimizer without eval(), such as torch.optim.AdamW, or "
+            "consistency=sparkdl.Synchronous().",
+        )
+        for model, how in [
+            (sparkdl.DiLoCo(), {}),
+            (sparkdl.Gossip(), {"engine": "local"}),
+        ]
+    ],
+    Mistake(
+        "an optimizer that moves the weights before it evaluates the loss",
+        lambda fit: fit(fit.good(), optimizer=LooksAhead),
+        ModelError,
+        "optimizer LooksAhead moves the weights before it evaluates the loss, but an iteration is a "
+        "single pass, at the weights with which it begins: use an optimizer whose step takes no "
+        "closure, such as torch.optim.AdamW.",
+    ),
+    Mistake(
+        "an optimizer whose state is more than its values",
+        lambda fit: fit(fit.good(), optimizer=Tagged),
+        ModelError,
+        'optimizer Tagged keeps "kept" of its state in a tensor of the class Tag, of which slices and '
+        "checkpoints would keep the values alone: use an optimizer whose state is plain tensors, such "
+        "as torch.optim.AdamW.",
+    ),
     Mistake(
         "SparseAdam on dense gradients",
         lambda fit: fit(fit.good(), optimizer=torch.optim.SparseAdam),

@@ -15,6 +15,7 @@ import pytest
 import torch
 from launch import in_turn, soak_but
 from noisy import Noisy
+from own_optimizers import ScheduleFree
 from pyspark import cloudpickle
 from remembering import Codes
 from structured import ModelOutput
@@ -32,6 +33,7 @@ cloudpickle.register_pickle_by_value(sys.modules[ModelOutput.__module__])
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 WIDTH, CLASSES, NAMES = 6, 3, 40
+SCHEDULE_FREE = partial(ScheduleFree, lr=0.5)
 IGNORING = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]), ignore_index=2)
 SCHEMA = "features array<double>, tags array<long>, words array<long>, label long, weight double"
 
@@ -244,6 +246,12 @@ CASES = {
     "skip, clip_norm": {"on_nan": "skip", "model": Fragile, "clip_norm": 0.3},
     "ema": {"ema": 0.9, "clip_norm": 0.3},
     "ema, local_steps": {"ema": 0.9, "local_steps": 2, "model": smooth},
+    "schedule-free": {"optimizer": SCHEDULE_FREE, "ema": 0.5, "clip_norm": 0.3},
+    "schedule-free, local_steps": {
+        "optimizer": SCHEDULE_FREE,
+        "local_steps": 2,
+        "model": smooth,
+    },
     "weights": {"weight": "weight", "class_weights": [0.5, 2.0, 1.0]},
     "labels that the loss ignores and weighs": {"loss": IGNORING, "batch_size": 3, "model": smooth},
     "a sum and its count, clip_norm": {
@@ -295,7 +303,7 @@ SPARED = [
     *("compression PowerSGD", "skip, clip_norm", "precision bf16", "augment", "sequences"),
     *("a sum and its count, clip_norm", "a sum and its count, local_steps"),
     *("regularisers", "weights", "wire fp16", "compression, tables", "clip_norm, N == M"),
-    *("skip, compression", "a sum and its count, accumulate"),
+    *("skip, compression", "a sum and its count, accumulate", "schedule-free, local_steps"),
     "inputs by keyword, an output of several fields",
 ]
 """Tried in another test, or part of another case: they soak here."""

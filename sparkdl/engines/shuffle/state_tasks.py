@@ -148,19 +148,22 @@ class PublishWeights:
 
 
 @dataclass(frozen=True)
-class SaveBestWeights:
-    """Body over the owner RDD: copy the slice's weights, for longer than the next iterations.
+class CopyWeights:
+    """Body over the owner RDD: copy the slice's weights that count, for longer than the next
+    iterations.
 
-    Yields the copy's pickled :class:`SliceHandle`. The previous copy is given up.
+    Yields the copy's pickled :class:`SliceHandle`. The previous copy of the same role is given up.
     """
 
     states: tuple[SliceHandle, ...]
+    role: str
     submission: int
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         pool = open_pool(run.slab)
-        yield pickle.dumps(copy_weights(pool, self.states[partition], self.submission))
+        copy = copy_weights(pool, self.states[partition], self.role, self.submission)
+        yield pickle.dumps(copy)
         finish_task()
 
 
