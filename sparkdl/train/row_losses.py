@@ -108,8 +108,10 @@ def _of_rows(loss: Loss, output: Any, known: MiniBatch, labels: Sequence[Rows]) 
         for n, padded in enumerate(dense([rows[numbers] for rows in labels])):
             length = padded.shape[1] if lengths[n] else 0
             if length < lengths[n]:
-                some.targets[n] = some.targets[n][:, :length]
-                mine = _mapped(mine, _Cut(lengths[n], length))
+                rule = labels[n].padding  # type: ignore[union-attr]
+                cut = _Cut(lengths[n], length, lengths[n] - length if rule.side == "left" else 0)
+                some.targets[n] = some.targets[n].narrow(1, cut.start, length)
+                mine = _mapped(mine, cut)
         with seeded(seed):
             return _sum(loss, mine, some)
 
@@ -122,10 +124,11 @@ class _Cut:
 
     longest: int
     length: int
+    start: int
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         places = [d for d in range(1, tensor.ndim) if tensor.shape[d] == self.longest]
-        return tensor.narrow(places[0], 0, self.length) if len(places) == 1 else tensor
+        return tensor.narrow(places[0], self.start, self.length) if len(places) == 1 else tensor
 
 
 def _rows(batch: MiniBatch, numbers: np.ndarray) -> MiniBatch:
