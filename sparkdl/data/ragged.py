@@ -180,7 +180,7 @@ class RowLengths:
     lengths: np.ndarray
     left: bool = False
 
-    def of_rows(self, rows: slice) -> RowLengths:
+    def of_rows(self, rows: slice | np.ndarray) -> RowLengths:
         """Return those of some rows."""
         return RowLengths(self.lengths[rows], self.left)
 

@@ -79,7 +79,7 @@ class MiniBatch:
         weights = self.weights.double()
         return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())
 
-    def rows(self, cut: slice) -> MiniBatch:
+    def rows(self, cut: slice | np.ndarray) -> MiniBatch:
         """Return some of the samples, padded to the longest of them."""
         lengths = [None if known is None else known.of_rows(cut) for known in self.lengths]
         tensors = [

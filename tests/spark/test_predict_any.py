@@ -18,7 +18,7 @@ import small_text
 import torch
 import transformers
 from launch import soak_but
-from scored_models import Elements, Ends, Fails, Plus, Several, Tokenized
+from scored_models import Elements, Ends, Fails, Plus, Several, Tokenized, word_lengths
 from torch import nn
 
 import sparkdl
@@ -211,14 +211,12 @@ def test_rows_are_sorted_by_length_and_come_back_in_order(
 
 def test_texts_padded_on_the_left(texts: DataFrame) -> None:
     """Predictions for each token are those of the text's own tokens, whatever side is filled up."""
-    text = sparkdl.Text(_numbers, mask=False, lengths=True, padding=-7, padding_side="left")
+    text = sparkdl.Text(word_lengths, mask=False, lengths=True, padding=-7, padding_side="left")
     how = {"columns": {"text": text}, "outputs": {"each": 0}, "batch_size": 8}
     rows = sparkdl.predict(texts, Elements(), "text", **how).collect()
-    assert [row.each for row in rows] == [[10 * n for n in _numbers([row.text])[0]] for row in rows]
-
-
-def _numbers(texts: list[str]) -> list[list[int]]:
-    return [[len(word) for word in text.split()] for text in texts]
+    assert [row.each for row in rows] == [
+        [10 * n for n in word_lengths([row.text])[0]] for row in rows
+    ]
 
 
 def test_a_filter_on_predictions_does_not_compute_them_twice(points: DataFrame) -> None:
