@@ -98,6 +98,8 @@ class SampleHandle:
         checksum: A checksum of the set of rows.
         extremes: The extremes of the integer fields, the weight and the row lengths.
         problem: The reason why the partition could not be written.
+        repeats: The equal rows, if they are many beside the others: the place of the first in the
+            order, and their number; see [Note: equal rows].
     """
 
     node_id: str
@@ -108,6 +110,7 @@ class SampleHandle:
     fields: tuple[Field, ...]
     extremes: tuple[Extreme, ...] = ()
     problem: BadRow | None = None
+    repeats: tuple[tuple[int, int], ...] = ()
 
 
 NO_ROWS = "the data is empty: it has no rows."

@@ -23,6 +23,7 @@ from sparkdl.data.arrow_tasks import (
     ship_batches,
 )
 from sparkdl.data.columns.base import Column, Specs
+from sparkdl.data.equal_rows import DeletePartitions, RepeatedRows
 from sparkdl.data.fields import Field, SampleHandle, check_handles
 from sparkdl.data.partition_join import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
@@ -119,18 +120,18 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
         DataError: A row, or the data as a whole, cannot become samples.
     """
     if isinstance(source.data, DataFrame):
-        rdd, moved = _write_table(source)
+        written, moved = _write_table(source)
     else:
         _check_specs(source)
         records = _redistribute(source)
-        rdd, moved = (
+        written, moved = (
             map_frames(records, accompanied(source.records_task)),
             records is not source.data,
         )
-    rdd = persist(rdd)
-    with stage_name(rdd.ctx, "write samples into slabs"):
-        handles = [pickle.loads(frame) for frame in collect_frames(rdd)]
+    rdd = persist(written)
+    handles = _handles(rdd)
     if moved:
+        rdd, handles = _spread(source, written, rdd, handles, persist)
         forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
     check_handles(handles, source.noun)
     preview = Preview.of(handles)
@@ -139,18 +140,61 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     return _sample_set(source, rdd, handles, preview.join(parts))
 
 
+def _handles(rdd: RDD) -> list[SampleHandle]:
+    with stage_name(rdd.ctx, "write samples into slabs"):
+        return [pickle.loads(frame) for frame in collect_frames(rdd)]
+
+
+def _spread(
+    source: Source,
+    written: RDD,
+    rdd: RDD,
+    handles: list[SampleHandle],
+    persist: Callable[[RDD], RDD],
+) -> tuple[RDD, list[SampleHandle]]:
+    """Return the persisted ``written`` and its handles, after equal rows were spread, if many are.
+
+    See [Note: equal rows]. Partitions are written again from the same shuffle.
+    """
+    repeated = RepeatedRows.of(handles)
+    if repeated is None:
+        return rdd, handles
+    preview = repeated.preview()
+    with stage_name(rdd.ctx, "spread equal rows"):
+        task = repeated.spread(source.slab, rdd.ctx.runJob(rdd, preview, list(preview.rows)))
+        stay = isinstance(source.data, DataFrame) and is_local(rdd.ctx)  # rows stay, see JoinParts
+        rdd.ctx.runJob(rdd, DeletePartitions(rows=not stay))
+    rdd.unpersist()
+    rdd = persist(map_frames(written, task))
+    return rdd, _handles(rdd)
+
+
+def _spread_here(source: Source, handles: list[SampleHandle]) -> list[SampleHandle]:
+    """Return the handles after equal rows were spread, if many are, in this process."""
+    repeated = RepeatedRows.of(handles)
+    if repeated is None:
+        return handles
+    preview = repeated.preview()
+    parts = [preview.read(home, handles[home]) for home in preview.rows]
+    task = repeated.spread(source.slab, parts)
+    return [task.changed(partition, handle) for partition, handle in enumerate(handles)]
+
+
 def materialize_here(source: Source) -> SampleSet:
     """Write every partition in this process, for the local engine.
 
     Otherwise like :func:`materialize`.
     """
     if isinstance(source.data, DataFrame):
-        handles = _bring_table(source)
+        handles, moved = _bring_table(source)
     else:
         _check_specs(source)
-        collected = _redistribute(source).glom().collect()
+        records = _redistribute(source)
+        collected, moved = records.glom().collect(), records is not source.data
         task_of_records = source.records_task
         handles = [pickle.loads(next(task_of_records(m, part))) for m, part in enumerate(collected)]
+    if moved:
+        handles = _spread_here(source, handles)
     check_handles(handles, source.noun)
     preview = Preview.of(handles)
     first = [preview.read(partition, handles[partition]) for partition in preview.rows]
@@ -210,10 +254,12 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
     return joined, True
 
 
-def _bring_table(source: Source) -> list[SampleHandle]:
-    """Write a DataFrame's partitions in this process and return their handles."""
+def _bring_table(source: Source) -> tuple[list[SampleHandle], bool]:
+    """Write a DataFrame's partitions in this process; return their handles, and whether rows changed
+    partitions."""
     chosen, columns = chosen_columns(source)
-    if partitions_of_rdds(chosen) == source.replicas:
+    stay = partitions_of_rdds(chosen) == source.replicas
+    if stay:
         chosen = chosen.select("*", functions.spark_partition_id().alias("partition"))
     else:
         chosen = in_few_tasks(chosen, source.replicas)
@@ -226,7 +272,7 @@ def _bring_table(source: Source) -> list[SampleHandle]:
     for number, found in batches.items():
         for partition, part in enumerate(task.parts(number, found)):
             parts[partition].append(part)
-    return [join_partition(source.slab, some) for some in parts]
+    return [join_partition(source.slab, some) for some in parts], not stay
 
 
 def chosen_columns(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:

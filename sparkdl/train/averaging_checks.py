@@ -112,7 +112,7 @@ def gives_sums(
     loss, inputs, targets = recipe.loss, to_tensors(batch.inputs), to_tensors(batch.targets)
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
     weights = weigh(targets, own, recipe.options)
-    known = MiniBatch(inputs, targets, weights, masses_of(loss, targets))
+    known = MiniBatch(inputs, targets, weights, masses_of(loss, targets), batch.lengths)
     with torch.no_grad(), seeded(recipe.seed):
         module.train()
         call, part = recipe.signature.call_for_loss, recipe.signature.for_loss

@@ -27,7 +27,7 @@ from sparkdl.model.recipe import Recipe, bytes_of
 from sparkdl.model.step import ALONE, is_step
 from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.mini_batch import to_tensors
+from sparkdl.replica.mini_batch import MiniBatch, to_tensors
 from sparkdl.train.averaging_checks import gives_sums, have_copies, is_averaged, rows_for_loss
 from sparkdl.train.hints import shape_of, text_of
 from sparkdl.train.place_samples import batch_spec
@@ -192,8 +192,9 @@ def check_single_rows(
 
 def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str, Exception] | None:
     """Return what fails with one row ("model" or "loss"), why, and the error; None if neither fails."""
-    one = [[array[:1] for array in arrays] for arrays in (batch.inputs, batch.targets)]
-    inputs, targets = map(to_tensors, one)
+    several = to_tensors(batch.inputs), to_tensors(batch.targets)
+    one = MiniBatch(*several, lengths=batch.lengths).rows(slice(1))
+    inputs, targets = one.inputs, one.targets
     module.train()
     with seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those about shapes: the results are right

@@ -21,6 +21,7 @@ from remembering import Codes
 from structured import ModelOutput
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import sparkdl
 from sparkdl.engines.local.engine import LocalEngine
@@ -74,6 +75,21 @@ class Words(nn.Module):
 
     def forward(self, words, lengths):
         return self.out(torch.tanh(self.words(words).sum(1) / lengths[:, None]))
+
+
+class Packed(nn.Module):
+    """Recurrent over packed sequences, beside the padded ones: both must be as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NAMES, 5, padding_idx=0)
+        self.cells, self.out = nn.GRU(5, 5, batch_first=True), nn.Linear(5, CLASSES)
+
+    def forward(self, words, lengths):
+        words = self.words(words)
+        packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
+        read, _ = pad_packed_sequence(self.cells(packed)[0], batch_first=True)
+        return self.out((read + words).sum(1) / lengths[:, None])
 
 
 class Named(nn.Module):
@@ -269,6 +285,12 @@ CASES = {
         "features": "words",
         "columns": {"words": sparkdl.Sequence(lengths=True)},
         "bucketing": 16,
+    },
+    "packed sequences, accumulate": {
+        "model": Packed,
+        "features": "words",
+        "columns": {"words": sparkdl.Sequence(lengths=True)},
+        "accumulate": 3,
     },
     "inputs by keyword, an output of several fields": {
         "model": Named,

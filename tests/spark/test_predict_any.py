@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ import small_text
 import torch
 import transformers
 from launch import soak_but
-from scored_models import Elements, Ends, Fails, Plus, Several, Tokenized
+from scored_models import Elements, Ends, Fails, Plus, Several, Tokenized, word_lengths
 from torch import nn
 
 import sparkdl
@@ -208,6 +209,16 @@ def test_rows_are_sorted_by_length_and_come_back_in_order(
     assert shapes == [f"(10, {length})" for length in longest]
 
 
+def test_texts_padded_on_the_left(texts: DataFrame) -> None:
+    """Predictions for each token are those of the text's own tokens, whatever side is filled up."""
+    text = sparkdl.Text(word_lengths, mask=False, lengths=True, padding=-7, padding_side="left")
+    how = {"columns": {"text": text}, "outputs": {"each": 0}, "batch_size": 8}
+    rows = sparkdl.predict(texts, Elements(), "text", **how).collect()
+    assert [row.each for row in rows] == [
+        [10 * n for n in word_lengths([row.text])[0]] for row in rows
+    ]
+
+
 def test_a_filter_on_predictions_does_not_compute_them_twice(points: DataFrame) -> None:
     scored = sparkdl.predict(points, NET, "x").where("prediction[0] > 0")
     plan = scored._jdf.queryExecution().executedPlan().toString()
@@ -235,8 +246,12 @@ def test_texts_are_classified(texts: DataFrame, folder: Path) -> None:
 
 @pytest.mark.parametrize("pooling", soak_but(["mean", "last"], ["mean", "cls", "max", "last"]))
 def test_texts_are_embedded(texts: DataFrame, folder: Path, pooling: str) -> None:
-    scored = sparkdl.embed(texts, folder, pooling=pooling, normalize=pooling != "last")
     model, tokenizer = small_text.classifier().bert, small_text.tokenizer()
+    given = copy.deepcopy(tokenizer)
+    given.padding_side = "left" if pooling == "last" else "right"
+    scored = sparkdl.embed(
+        texts, folder, pooling=pooling, normalize=pooling != "last", tokenizer=given
+    )
     rows = []
     for text in TEXTS:
         with torch.no_grad():
@@ -263,9 +278,11 @@ def test_a_module_that_changes_is_sent_again(points: DataFrame) -> None:
     same(after, torch.tensor(before) + 1)
 
 
-@pytest.mark.parametrize("option", [{"precision": "bf16"}, {"quantize": "int8"}], ids=str)
+@pytest.mark.parametrize("option", [{"precision": "bf16"}, {"quantize": "int8"}, {}], ids=str)
 def test_lower_precision_is_close(points: DataFrame, option: dict[str, str]) -> None:
-    found = torch.tensor(values(sparkdl.predict(points, NET, "x", **option)))
+    """Also of a module whose weights torch has packed, so that its state is not tensors alone."""
+    packed = torch.ao.quantization.quantize_dynamic(NET, {nn.Linear}, dtype=torch.qint8)
+    found = torch.tensor(values(sparkdl.predict(points, NET if option else packed, "x", **option)))
     expected = NET(torch.from_numpy(POINTS)).detach()
     assert not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
