@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,10 +32,12 @@ from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.records import Names, Sample, record_array, split_record
 from sparkdl.data.sample_set import SampleSet, fields_of_handles, sample_set
 from sparkdl.data.schema import read_schema
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError
 from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.frames import (
     collect_frames,
+    compute_again,
     forget_last_shuffle,
     is_local,
     map_frames,
@@ -54,6 +57,10 @@ __all__ = [
     "select_columns",
     "split_record",
 ]
+
+
+MAX_READINGS = 16
+"""The number of times that samples are written if their slabs are deleted each time."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
 
     Raises:
         DataError: A row, or the data as a whole, cannot become samples.
+        TrainingError: The slabs are deleted again and again, or Spark fails.
     """
     if isinstance(source.data, DataFrame):
         rdd, moved = _write_table(source)
@@ -128,15 +136,25 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
             records is not source.data,
         )
     rdd = persist(rdd)
-    with stage_name(rdd.ctx, "write samples into slabs"):
-        handles = [pickle.loads(frame) for frame in collect_frames(rdd)]
-    if moved:
-        forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
-    check_handles(handles, source.noun)
-    preview = Preview.of(handles)
-    with stage_name(rdd.ctx, "look at the first samples"):
-        parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
-    return _sample_set(source, rdd, handles, preview.join(parts))
+
+    def read() -> SampleSet:
+        with stage_name(rdd.ctx, "write samples into slabs"):
+            handles = [pickle.loads(frame) for frame in collect_frames(rdd)]
+        if moved:
+            forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
+        check_handles(handles, source.noun)
+        preview = Preview.of(handles)
+        with stage_name(rdd.ctx, "look at the first samples"):
+            parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
+        return _sample_set(source, rdd, handles, preview.join(parts))
+
+    for _ in range(MAX_READINGS):
+        try:
+            with reading_explained():
+                return read()
+        except StateLostError:
+            compute_again(rdd)
+    raise deleted_without_end("reading the data", source.slab)
 
 
 def materialize_here(source: Source) -> SampleSet:
@@ -144,6 +162,13 @@ def materialize_here(source: Source) -> SampleSet:
 
     Otherwise like :func:`materialize`.
     """
+    for _ in range(MAX_READINGS):
+        with contextlib.suppress(StaleReferenceError, FileNotFoundError):
+            return _read_here(source)
+    raise deleted_without_end("reading the data", source.slab)
+
+
+def _read_here(source: Source) -> SampleSet:
     if isinstance(source.data, DataFrame):
         handles = _bring_table(source)
     else:
@@ -155,6 +180,15 @@ def materialize_here(source: Source) -> SampleSet:
     preview = Preview.of(handles)
     first = [preview.read(partition, handles[partition]) for partition in preview.rows]
     return _sample_set(source, None, handles, preview.join(first))
+
+
+def deleted_without_end(doing: str, slab: SlabConfig) -> TrainingError:
+    """Return the error to raise if samples are gone each time that they have been written."""
+    return TrainingError(
+        f"{doing}: the samples were written {MAX_READINGS} times, and each time tasks found nothing of "
+        f'them in spark.sparkdl.slab.dir="{slab.directory}". Something deletes the folders '
+        '"sparkdl-*" there again and again: exclude them, or name another directory.'
+    )
 
 
 def _sample_set(
