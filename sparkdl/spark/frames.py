@@ -238,7 +238,8 @@ def forget_shuffles(rdd: RDD) -> None:
 def forget_last_shuffle(rdd: RDD, only_frames: bool = False) -> None:
     """Delete the files of the shuffle that ``rdd`` reads, but not of those behind it.
 
-    Those may be a user's, and a job of another thread that reads one would find it empty.
+    Those may be a user's, and a job of another thread that reads one would find it empty. In local
+    mode this waits: deleted later, they would be missing in a job that has made them anew.
 
     Args:
         rdd: The RDD.
@@ -253,7 +254,7 @@ def forget_last_shuffle(rdd: RDD, only_frames: bool = False) -> None:
                 if not only_frames or dependency.partitioner().equals(
                     _partitioner(rdd.ctx, read.getNumPartitions())
                 ):
-                    cleaner.get().doCleanupShuffle(dependency.shuffleId(), False)
+                    cleaner.get().doCleanupShuffle(dependency.shuffleId(), is_local(rdd.ctx))
                 break
             read = dependency.rdd()
 
