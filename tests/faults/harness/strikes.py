@@ -8,13 +8,12 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import fork_server
 
 from harness import processes
-from harness.slabs import slabs_apart
+from harness.slabs import all_slabs
 
 LOOK_SECONDS = 0.005
 WITHIN_SECONDS = 0.1
@@ -104,7 +103,7 @@ class Strikes(threading.Thread):
         return self._kill(pid for pid, above in daemons.items() if above in chosen)
 
     def _slabs(self) -> bool:
-        found = slabs_apart() or sorted(Path("slabs").glob("sparkdl-*"))
+        found = all_slabs()
         if found:
             shutil.rmtree(self._draw.choice(found), ignore_errors=True)
         return bool(found)
