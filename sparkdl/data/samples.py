@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 
-MAX_READINGS = 16
+MAX_READINGS = 8
 """The number of times that samples are written if their slabs are deleted each time."""
 
 
