@@ -85,7 +85,7 @@ def fit_moved(spark, **changes) -> dict:
     df = moved(spark)
     validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(2))
     return faulty.outcome(
-        faulty.trainer(2, (), 4, batch_size=16, validation=validation, **changes).fit(df)
+        faulty.trainer(2, (), 3, batch_size=16, validation=validation, **changes).fit(df)
     )
 
 
