@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,10 +33,12 @@ from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.records import Names, Sample, record_array, split_record
 from sparkdl.data.sample_set import SampleSet, fields_of_handles, sample_set
 from sparkdl.data.schema import read_schema
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError
 from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.frames import (
     collect_frames,
+    compute_again,
     forget_last_shuffle,
     is_local,
     map_frames,
@@ -55,6 +58,10 @@ __all__ = [
     "select_columns",
     "split_record",
 ]
+
+
+MAX_READINGS = 8
+"""The number of times that samples are written if their slabs are deleted each time."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +125,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
 
     Raises:
         DataError: A row, or the data as a whole, cannot become samples.
+        TrainingError: The slabs are deleted again and again, or Spark fails.
     """
     if isinstance(source.data, DataFrame):
         written, moved = _write_table(source)
@@ -128,16 +136,29 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
             map_frames(records, accompanied(source.records_task)),
             records is not source.data,
         )
-    rdd = persist(written)
-    handles = _handles(rdd)
-    if moved:
-        rdd, handles = _spread(source, written, rdd, handles, persist)
-        forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
-    check_handles(handles, source.noun)
-    preview = Preview.of(handles)
-    with stage_name(rdd.ctx, "look at the first samples"):
-        parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
-    return _sample_set(source, rdd, handles, preview.join(parts))
+    rdd, to_spread = persist(written), moved
+
+    def read() -> SampleSet:
+        nonlocal rdd, to_spread
+        handles = _handles(rdd)
+        if to_spread:
+            rdd, handles = _spread(source, written, rdd, handles, persist)
+            to_spread = False
+        if moved:
+            forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
+        check_handles(handles, source.noun)
+        preview = Preview.of(handles)
+        with stage_name(rdd.ctx, "look at the first samples"):
+            parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
+        return _sample_set(source, rdd, handles, preview.join(parts))
+
+    for _ in range(MAX_READINGS):
+        try:
+            with reading_explained():
+                return read()
+        except StateLostError:
+            compute_again(rdd)
+    raise deleted_without_end("reading the data", source.slab)
 
 
 def _handles(rdd: RDD) -> list[SampleHandle]:
@@ -185,6 +206,13 @@ def materialize_here(source: Source) -> SampleSet:
 
     Otherwise like :func:`materialize`.
     """
+    for _ in range(MAX_READINGS):
+        with contextlib.suppress(StaleReferenceError, FileNotFoundError):
+            return _read_here(source)
+    raise deleted_without_end("reading the data", source.slab)
+
+
+def _read_here(source: Source) -> SampleSet:
     if isinstance(source.data, DataFrame):
         handles, moved = _bring_table(source)
     else:
@@ -199,6 +227,15 @@ def materialize_here(source: Source) -> SampleSet:
     preview = Preview.of(handles)
     first = [preview.read(partition, handles[partition]) for partition in preview.rows]
     return _sample_set(source, None, handles, preview.join(first))
+
+
+def deleted_without_end(doing: str, slab: SlabConfig) -> TrainingError:
+    """Return the error to raise if samples are gone each time that they have been written."""
+    return TrainingError(
+        f"{doing}: the samples were written {MAX_READINGS} times, and each time tasks found nothing of "
+        f'them in spark.sparkdl.slab.dir="{slab.directory}". Something deletes the folders '
+        '"sparkdl-*" there again and again: exclude them, or name another directory.'
+    )
 
 
 def _sample_set(

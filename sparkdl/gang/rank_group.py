@@ -20,6 +20,7 @@ from sparkdl.gang.channel import Channel, ChannelError
 from sparkdl.gang.command_queue import RESULT
 from sparkdl.gang.rank_output import OUTPUT
 from sparkdl.gang.rank_task import ERROR, Command, Failure, Introduction
+from sparkdl.spark.failures import deleted
 
 LOST = "lost"
 """The kind that stands for a message if the rank is gone."""
@@ -57,7 +58,7 @@ class RankGroup(ABC):
         Raises:
             sparkdl.TrainingError: If the command fails, with the traceback of the first rank that
                 fails.
-            sparkdl.StateLostError: If a rank is lost.
+            sparkdl.StateLostError: If a rank is lost, or finds slabs deleted.
             sparkdl.StalledError: If a rank takes too long.
         """
 
@@ -217,9 +218,9 @@ class ConnectedRanks(RankGroup):
         own = [(rank, failure) for rank, failure in failures.items() if not failure.by_group]
         if own:
             rank, failure = own[0]
-            raise TrainingError(
-                f"{doing}: {noun} {rank} on {hosts[rank]} failed. {failure.kind}: "
-                f"{failure.text.partition(chr(10))[0]}\n{failure.trace}"
+            reason = f"{failure.kind}: {failure.text.partition(chr(10))[0]}"
+            raise (StateLostError if deleted(reason) else TrainingError)(
+                f"{doing}: {noun} {rank} on {hosts[rank]} failed. {reason}\n{failure.trace}"
             )
         if lost:
             names = ", ".join(f"{rank} on {hosts[rank]}" for rank in sorted(lost))

@@ -192,6 +192,7 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
         ModelError: The executors lack a module of the user, or have another version of it, or the
             model fails on rows.
         SessionError: The executors run another version of Python, or a Spark Connect session ended.
+        StateLostError: The tasks found slabs deleted.
         StalledError: Nothing happened in the job.
         TrainingError: The job failed for another reason.
     """
@@ -204,10 +205,9 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
             raise ModelError(f"{doing}: {mistake[1]}") from None
         if told := _IN_ROWS.search(text):
             raise _MISTAKES[told[1]](f"{doing}: {told[2].strip()}") from None
-        if isinstance(error, Py4JError) or "sparkdl.errors." in text:
-            reason = of_query(explain(text))
-            kind = StalledError if reason.startswith(WAITED) else TrainingError
-            raise kind(f"{doing}: {reason}") from None
+        reason = of_query(explain(text))
+        if isinstance(error, Py4JError) or "sparkdl.errors." in text or deleted(reason):
+            raise _kind(reason)(f"{doing}: {reason}") from None
         reason = explain(text) if of_python(text) else of_query(text)
         raise DataError(
             "the data cannot be read: "
@@ -237,8 +237,17 @@ the user's model."""
 _LABEL = re.compile(r"^\[[A-Z_.0-9]+\] | SQLSTATE: \w+.*$")
 
 
-_DELETED = f"{StaleReferenceError.__name__}:"
-"""The text in the error of a task that reads what has been deleted or overwritten."""
+_DELETED = re.compile(
+    rf"{StaleReferenceError.__name__}:|Could not compute split, block rdd_"
+    r"|FileNotFoundError: [^\n]*/sparkdl-[^/\n]+-[0-9a-f]{16}\b"
+)
+"""The error of a task that misses what was deleted or overwritten: a slab, a file in a slab root, or a
+stored block, which another fit on the same samples has just had written again."""
+
+
+def deleted(reason: str) -> bool:
+    """Return whether a task failed because slabs were deleted."""
+    return _DELETED.search(reason.partition("\n")[0]) is not None
 
 
 @contextlib.contextmanager
@@ -265,4 +274,4 @@ def faults_explained(doing: str) -> Iterator[None]:
 def _kind(reason: str) -> type[TrainingError]:
     if reason.startswith(WAITED):
         return StalledError
-    return StateLostError if _DELETED in reason.partition("\n")[0] else TrainingError
+    return StateLostError if deleted(reason) else TrainingError

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from py4j.protocol import Py4JError
-from pyspark import SparkContext, TaskContext
+from pyspark import SparkContext, StorageLevel, TaskContext
 from pyspark.core.rdd import RDD, PipelinedRDD
 from pyspark.serializers import NoOpSerializer, PairDeserializer, pack_long
 from pyspark.util import _load_from_socket
@@ -86,12 +86,16 @@ def shuffle_frames(keyed: RDD, num_partitions: int, few_bytes: bool = False) -> 
     jvm = keyed.ctx._jvm
     assert jvm is not None
     pairs = jvm.PairwiseRDD(keyed._jrdd.rdd()).asJavaPairRDD()
-    partitioner = jvm.PythonPartitioner(num_partitions, _PARTITIONER_ID)
-    sent = pairs.partitionBy(partitioner)
+    sent = pairs.partitionBy(_partitioner(keyed.ctx, num_partitions))
     if few_bytes and num_partitions > FEW_FILES:
         with _one_file_a_task(keyed.ctx):
             sent.rdd().dependencies()  # registers the shuffle
     return RDD(jvm.PythonRDD.valueOfPair(sent), keyed.ctx, NoOpSerializer())
+
+
+def _partitioner(context: SparkContext, num_partitions: int) -> Any:
+    assert context._jvm is not None
+    return context._jvm.PythonPartitioner(num_partitions, _PARTITIONER_ID)
 
 
 @contextlib.contextmanager
@@ -231,20 +235,43 @@ def forget_shuffles(rdd: RDD) -> None:
         rdd._jrdd.rdd().cleanShuffleDependencies(False)
 
 
-def forget_last_shuffle(rdd: RDD) -> None:
+def forget_last_shuffle(rdd: RDD, only_frames: bool = False) -> None:
     """Delete the files of the shuffle that ``rdd`` reads, but not of those behind it.
 
-    Those may be a user's, and a job of another thread that reads one would find it empty.
+    Those may be a user's, and a job of another thread that reads one would find it empty. In local
+    mode this waits: deleted later, they would be missing in a job that has made them anew.
+
+    Args:
+        rdd: The RDD.
+        only_frames: Delete them only if they are of :func:`shuffle_frames`.
     """
     with contextlib.suppress(Py4JError):
         read = rdd._jrdd.rdd()
         cleaner = read.context().cleaner()
-        while cleaner.isDefined():
+        while cleaner.isDefined() and read.dependencies().nonEmpty():
             dependency = read.dependencies().head()
             if dependency.getClass().getSimpleName() == "ShuffleDependency":
-                cleaner.get().doCleanupShuffle(dependency.shuffleId(), False)
+                if not only_frames or dependency.partitioner().equals(
+                    _partitioner(rdd.ctx, read.getNumPartitions())
+                ):
+                    cleaner.get().doCleanupShuffle(dependency.shuffleId(), is_local(rdd.ctx))
                 break
             read = dependency.rdd()
+
+
+def compute_again(rdd: RDD) -> None:
+    """Unpersist ``rdd`` so that it is recomputed; it is persisted again as it is computed.
+
+    Frames that it reads from a shuffle are recomputed too, because they may refer to what is gone.
+
+    Outside local mode, this does not wait: an executor that has just died does not answer for two
+    minutes. A block that is removed too late, after it was recomputed, is computed once more. In
+    local mode blocks are read without their lineage, so none may be removed too late; there the
+    call blocks, and no executor can die.
+    """
+    rdd.unpersist(blocking=is_local(rdd.ctx))
+    forget_last_shuffle(rdd, only_frames=True)
+    rdd.persist(StorageLevel.MEMORY_AND_DISK)
 
 
 @contextlib.contextmanager

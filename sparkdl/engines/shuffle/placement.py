@@ -8,7 +8,8 @@ from typing import Any
 
 from pyspark.core.rdd import RDD
 
-from sparkdl.engines.resources import MAX_SUBMISSIONS, compute_again
+from sparkdl.data.samples import deleted_without_end
+from sparkdl.engines.resources import MAX_SUBMISSIONS, write_again
 from sparkdl.engines.shuffle.faults import MOVED, SAMPLES_FOREIGN, raise_unrecoverable
 from sparkdl.engines.shuffle.messages import NodeCopies
 from sparkdl.engines.shuffle.replica_context import (
@@ -28,11 +29,11 @@ from sparkdl.replica.run import ReplicaHandle
 from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import (
     collect_and_forget,
+    compute_again,
     is_local,
     map_frames,
     shuffle_frames,
     stage_name,
-    store_frames,
     stored_frames,
     zip_frames,
 )
@@ -94,12 +95,14 @@ class Placement:
         """Build every replica where its samples are, and note its node."""
         for _ in range(MAX_SUBMISSIONS):
             with stage_name(self._context, "set up replicas"):
-                pairs = zip_frames(self._replicas, self.samples)
+                pairs = zip_frames(self._replicas, self._light(self.samples))
                 checked = self.pickled(map_frames(pairs, CheckReplica(self._built)))
             node_ids, found, here = zip(*checked, strict=True)
             if all(here):
                 break
             self._write_again(self.samples)
+        else:
+            raise deleted_without_end("setting up the replicas", self._run.slab)
         check_same(found)
         self.replica_nodes = node_ids
 
@@ -264,6 +267,8 @@ class Placement:
             if submission:  # the first time, the task may just have been sent to a less busy node
                 raise_unrecoverable(faults, doing)
             self.resolve(faults, samples)
+        if is_local(self._context):  # there is no other node
+            raise deleted_without_end(doing, self._run.slab)
         raise TrainingError(
             f"{doing}: after {MAX_SUBMISSIONS} submissions tasks still find "
             f"themselves on other nodes than their data: {sorted({f.kind for f in faults})}."
@@ -279,14 +284,6 @@ class Placement:
             self._write_again(samples)
 
     def _write_again(self, samples: RDD) -> None:
-        """Have each partition of the samples written again, on the node where it is read.
-
-        In local mode this happens at once, because tasks read stored blocks there, see
-        :func:`sparkdl.spark.frames.stored_frames`. Otherwise it happens when the partitions are
-        read.
-        """
-        compute_again(samples)
+        """Have each partition of the samples written again; see :func:`write_again`."""
         self._stored.pop(samples, None)
-        if is_local(self._context):
-            with faults_explained("writing the samples again"):
-                store_frames(samples)
+        write_again(samples, self._run.slab)

@@ -176,6 +176,31 @@ def test_a_query_that_was_cancelled_is_no_fault_of_the_data(explained: Any) -> N
         raise PySparkException(said)
 
 
+@pytest.mark.parametrize("explained", [reading_explained, partial(faults_explained, "training")])
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ("sparkdl.errors.StaleReferenceError: slab /dev/shm/a was deleted", True),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: '/tmp/sparkdl-local-1-{}/a'",
+            True,
+        ),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: '/data/sparkdl-run/a.png'",
+            False,
+        ),
+        ("sparkdl.errors.SlabFullError: no room in /tmp/sparkdl-local-1-{}", False),
+    ],
+)
+def test_deleted_slabs_are_lost_state(explained: Any, said: str, lost: bool) -> None:
+    """As are stored blocks. Files of the user's are not."""
+    task = f"Traceback (most recent call last):\n  some\n{said.format('0f' * 8)}"
+    for text in (task, "java: Could not compute split, block rdd_3_0 of RDD 5 not found"):
+        with pytest.raises(sparkdl.SparkdlError) as caught, explained():
+            raise PySparkException(text)
+        assert isinstance(caught.value, sparkdl.StateLostError) == (lost or text is not task)
+
+
 @pytest.mark.parametrize(
     ("stopped", "raised", "told"),
     [
