@@ -182,5 +182,4 @@ class ShuffleEngine:
         return ""
 
     def forget(self) -> None:
-        self._chooser.forget()
         self._versions.forget()

@@ -68,7 +68,7 @@ class Placement:
         )
         self.few_bytes = spec.layout.nbytes <= FEW_BYTES
         self.replica_nodes: tuple[str, ...] = ()
-        self._stored: dict[RDD, RDD] = {}
+        self._zipped: dict[RDD, RDD] = {}
         context = self._context = resources.context
         if len(recipe) > INLINE_BYTES:
             source = RecipeSource(None, resources.broadcast([recipe]))
@@ -95,7 +95,7 @@ class Placement:
         """Build every replica where its samples are, and note its node."""
         for _ in range(MAX_SUBMISSIONS):
             with stage_name(self._context, "set up replicas"):
-                pairs = zip_frames(self._replicas, self._light(self.samples))
+                pairs = self._with_samples(self.samples)
                 checked = self.pickled(map_frames(pairs, CheckReplica(self._built)))
             node_ids, found, here = zip(*checked, strict=True)
             if all(here):
@@ -125,6 +125,7 @@ class Placement:
         Samples that are still where they were written stay there.
         """
         self.replica_nodes = ()
+        self._zipped.clear()
         for rdd in {self._replicas, self.slice_rdd, self.slices_counted, *self._recounted.values()}:
             compute_again(rdd)
 
@@ -141,13 +142,6 @@ class Placement:
     def tasks_without_weights(self, task: ReplicaTask) -> RDD:
         """Return the RDD of a task that needs no weights at every replica."""
         return map_frames(zip_frames(self._replicas, self.samples), AtReplicas(task, ()))
-
-    def tasks_by_message(self, task: ReplicaTask) -> RDD:
-        """Return the RDD of a task at every replica, with all weights on its node.
-
-        The task finds the version to compute on in the job's message.
-        """
-        return map_frames(zip_frames(self._replicas, self._light(self.samples)), AtReplicas(task))
 
     def zipped_with_slices(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
         """Run a task over (frame, owner) pairs, and return its unpickled results.
@@ -182,7 +176,6 @@ class Placement:
         states: tuple[SliceHandle, ...],
         copies: NodeCopies,
         checksums: tuple[int, ...] | None = None,
-        posted: bool = False,
     ) -> RDD:
         """Return the RDD of a task at every replica, with a version as references or bytes.
 
@@ -192,19 +185,16 @@ class Placement:
             states: The version of every slice to compute on.
             copies: The copies that nodes have of other nodes' slices of that version.
             checksums: The checksums of the samples, if they are not the training samples.
-            posted: Whether the tasks find the version in the job's message.
         """
-        given = None if posted else states
         if self.has_all_weights(states, copies):
-            pairs = zip_frames(self._replicas, self._light(samples))
-            body = AtReplicas(task, given, checksums, {} if posted else copies)
-            return map_frames(pairs, body)
-        publish = PublishWeights(given, self.replica_nodes, everything=self.everything_travels)
+            body = AtReplicas(task, states, checksums, copies)
+            return map_frames(self._with_samples(samples), body)
+        publish = PublishWeights(states, self.replica_nodes, everything=self.everything_travels)
         published = shuffle_frames(
             map_frames(self.slice_rdd, publish), self._run.replicas, self.few_bytes
         )
         padded = self._padded(samples, (self._run.slices,) * self._run.replicas)
-        arrived = AtReplicasWithWeights(task, given, checksums)
+        arrived = AtReplicasWithWeights(task, states, checksums)
         return map_frames(zip_frames(padded, published), arrived)
 
     @property
@@ -213,18 +203,13 @@ class Placement:
         return self._run.slices
 
     @property
-    def fit(self) -> str:
-        """Return the key of the run, by which its tasks find their message."""
-        return self._run.key
-
-    @property
     def everything_travels(self) -> bool:
         """Return whether replicas need the optimizer state beside the weights."""
         return self._options.averages
 
     def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
         """Return the replicas with their samples; ``counts`` gives the number of records of each."""
-        return map_frames(zip_frames(self._replicas, self._light(samples)), PadFrames(counts))
+        return map_frames(self._with_samples(samples), PadFrames(counts))
 
     def has_all_weights(self, states: tuple[SliceHandle, ...], copies: NodeCopies) -> bool:
         """Return whether every replica has all slices, or copies of them, on its node."""
@@ -234,13 +219,17 @@ class Placement:
             for n, state in enumerate(states)
         )
 
-    def _light(self, samples: RDD) -> RDD:
-        """Return the persisted samples; in local mode without their lineage, to keep tasks small."""
+    def _with_samples(self, samples: RDD) -> RDD:
+        """Return the replicas with their samples, which are persisted.
+
+        In local mode the samples come without their lineage, to keep tasks small, and once for all
+        iterations. Elsewhere an RDD knows only the executors that there were when it was made.
+        """
         if not is_local(self._context):
-            return samples
-        if samples not in self._stored:
-            self._stored[samples] = stored_frames(samples)
-        return self._stored[samples]
+            return zip_frames(self._replicas, samples)
+        if samples not in self._zipped:
+            self._zipped[samples] = zip_frames(self._replicas, stored_frames(samples))
+        return self._zipped[samples]
 
     def single_node(self, states: tuple[SliceHandle, ...]) -> bool:
         """Return whether all replicas and all slices are on one node."""
@@ -276,6 +265,7 @@ class Placement:
 
     def resolve(self, faults: list[Fault], samples: RDD) -> None:
         """Prepare the next submission after tasks have reported faults."""
+        self._zipped.clear()
         moved = {fault.partition: fault.node_id for fault in faults if fault.kind == MOVED}
         self.replica_nodes = tuple(
             moved.get(i, node_id) for i, node_id in enumerate(self.replica_nodes)
@@ -285,5 +275,5 @@ class Placement:
 
     def _write_again(self, samples: RDD) -> None:
         """Have each partition of the samples written again; see :func:`write_again`."""
-        self._stored.pop(samples, None)
+        self._zipped.pop(samples, None)
         write_again(samples, self._run.slab)
