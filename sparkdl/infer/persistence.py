@@ -4,8 +4,8 @@ The folder has ``model.safetensors`` (the plain state_dict), ``model.json`` (the
 seed, the columns, the output, and how a metric reads it) and ``history.json``. If the model has
 buffers that are not in the state_dict, ``buffers.safetensors`` has them. If the recipe can be
 imported by name, no pickle is written. Otherwise ``recipe.pkl`` holds it, which :func:`load` opens
-only with ``trust=True``. ``model.json`` is written last and has a checksum of each of the other
-files. The checksums find damage, not forgery.
+only with ``trust=True``. ``model.json`` has a checksum of each of the other files. The checksums find
+damage, not forgery. A model that is replaced can be read at every moment: [Note: replacing a model].
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ from sparkdl.infer.saved_model import (
     WEIGHTS,
     Saved,
     file_checksum,
+    is_draft,
+    is_staged,
     load_buffers,
     save_buffers,
+    staged_name,
     take_dtypes,
 )
 from sparkdl.infer.saved_recipe import REMEDY, WithoutName, read_recipe, recipe_by_name
@@ -93,6 +96,7 @@ def _save_here(trained: TrainedModel, folder: Path, overwrite: bool, shown: str)
     pickled = dumps(trained.model) if why is not None else b""
     buffers = passing_buffers(trained.module)
     folder.mkdir(parents=True, exist_ok=True)
+    before = os.listdir(folder)
     files = {
         WEIGHTS: _place(folder / WEIGHTS, functools.partial(_save_weights, trained.module)),
         HISTORY: _place(folder / HISTORY, trained.history.save),
@@ -109,10 +113,13 @@ def _save_here(trained: TrainedModel, folder: Path, overwrite: bool, shown: str)
             why,
             REMEDY,
         )
-    for name in {PICKLE, BUFFERS} - files.keys():
-        (folder / name).unlink(missing_ok=True)
     text = json.dumps({**content, "files": files}, indent=1) + "\n"
-    _place(folder / MODEL, lambda draft: draft.write_text(text))
+    manifest = _place(folder / MODEL, lambda draft: draft.write_text(text))
+    for name, checksum in {MODEL: manifest, **files}.items():
+        os.replace(folder / staged_name(name, checksum), folder / name)
+    for name in before:
+        if is_staged(name) or is_draft(name) or name in {PICKLE, BUFFERS} - files.keys():
+            (folder / name).unlink(missing_ok=True)
     return folder
 
 
@@ -196,14 +203,14 @@ def _load_here(
     build = model if model is not None else read_recipe(saved, trust)
     module = built(build, saved)
     try:
-        with mappable(folder / WEIGHTS) as file:
+        with mappable(saved.place(WEIGHTS)) as file:
             saved.compare(file, WEIGHTS)
             if model is None:
                 take_dtypes(module, file)
             weights = safetensors.torch.load_file(file)
             _apart(module).load_state_dict(with_shared(weights, module))
         if BUFFERS in saved.manifest.files:
-            with mappable(folder / BUFFERS) as file:
+            with mappable(saved.place(BUFFERS)) as file:
                 saved.compare(file, BUFFERS)
                 load_buffers(module, file, folder)
     except ModelError:
@@ -236,15 +243,15 @@ def _history(saved: Saved) -> History:
 
 
 def _place(path: Path, write: Callable[[Path], Any]) -> str:
-    """Let ``write`` make a file beside ``path``, rename it to ``path``, and return its checksum.
+    """Let ``write`` make a file beside ``path``, under its staged name, and return its checksum.
 
     A file or link that has the name already is replaced, and never written through.
     """
     draft = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.part{path.suffix}")
     try:
         write(draft)
-        found = file_checksum(draft)
-        os.replace(draft, path)
+        checksum = file_checksum(draft, sync=True)
+        os.replace(draft, path.with_name(staged_name(path.name, checksum)))
     finally:
         draft.unlink(missing_ok=True)
-    return found
+    return checksum

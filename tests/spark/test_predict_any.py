@@ -22,6 +22,7 @@ from scored_models import Elements, Ends, Fails, Plus, Several, Tokenized, word_
 from torch import nn
 
 import sparkdl
+from sparkdl.checkpoint.files import Folder
 from sparkdl.data.arrow_tasks import partition_of
 from sparkdl.data.fields import Field
 from sparkdl.infer.output import Output
@@ -363,6 +364,53 @@ def test_a_failed_job_goes_on_where_it_was(spark: SparkSession, tmp_path: Path) 
     assert values(write()) == values(result)
     assert write(partitions=4, overwrite=True).count() == 100
     assert len(list((tmp_path / "out").glob("*.parquet"))) == 4
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+def test_predictions_that_replace_others_leave_the_old_or_the_new_ones(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a reader is told, for the moment in which files change places; a later call goes on."""
+    data = spark.range(3).selectExpr("id AS number", "float(id) AS x")
+    write = partial(sparkdl.predict, data, features="x", partitions=1, overwrite=True)
+    old, new = [1.0, 2.0, 3.0], [3.0, 4.0, 5.0]
+    seen, steps, killed = [], 0, True
+    while killed:
+        folder = tmp_path / f"after-{steps}"
+        write(Plus(1.0), path=folder)
+        left = steps
+
+        def step(done: Callable[..., None], *args: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            done(*args)
+
+        with monkeypatch.context() as patched:
+            for name in ("write", "move", "delete"):
+                done = getattr(Folder, name)
+                patched.setattr(Folder, name, lambda *args, done=done: step(done, *args))
+            try:
+                write(Plus(3.0), path=folder)
+                killed = False
+            except Killed:
+                pass
+        try:
+            found = sorted(row.prediction for row in spark.read.parquet(str(folder)).collect())
+            assert found in (old, new)
+            seen.append("old" if found == old else "new")
+        except Exception as error:
+            named = "predictions-are-being-replaced" in str(error)
+            seen.append("told" if named else str(error))
+            assert values(write(Plus(3.0), path=folder, overwrite=False)) == new
+        assert values(write(Plus(3.0), path=folder)) == new
+        assert [path.name[:5] for path in folder.iterdir() if path.name[0] != "."] == ["part-"]
+        steps += 1
+    assert seen == ["old", "told", "told", "told", "new"]
 
 
 def test_a_folder_for_the_predictions_alone(spark: SparkSession, tmp_path: Path) -> None:
