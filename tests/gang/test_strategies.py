@@ -91,6 +91,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "zero1, its own loss": {**OWN, "strategy": "zero1"},
     "fsdp, its own loss": {**OWN, "strategy": "fsdp"},
     "fsdp, gathered once": {"strategy": FSDP(units=["0", "2"], reshard_after_forward=False)},
+    "fsdp, a single number, with care": {
+        **{"strategy": UNITS, "model": models.tempered, "clip_norm": 0.1, "ema": 0.8},
+        **CARE,
+    },
+    "tensor, a single number": {"strategy": "tensor", "model": models.tempered, "clip_norm": 0.1},
     "fsdp, kept by the executor": {
         "strategy": FSDP(units=["0", "2"], cpu_offload=True),
         "clip_value": 0.02,
