@@ -91,6 +91,13 @@ def in_place() -> nn.Module:
     )
 
 
+def resting() -> nn.Module:
+    """The norm stays in evaluation mode, with its statistics."""
+    made = normed()
+    made[3].eval().requires_grad_(False).running_mean.normal_()
+    return made
+
+
 class Fragile(nn.Module):
     """Its gradient is not a number where a score is high; what it puts out is what goes in."""
 

@@ -65,6 +65,7 @@ STRATEGIES: dict[str, Any] = {
     "tensor": "tensor",
     "pipeline": "pipeline",
 }
+RESTING = "a norm in evaluation mode"
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "with care": {
@@ -79,6 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nothing counts": {"loss": IGNORING, "batch_size": 1, "model": without_norm},
     "a frozen layer": {"freeze": ["0"]},
     "updates left out": {"model": models.fragile, "on_nan": "skip"},
+    RESTING: {"model": models.resting},
 }
 FORWARD: dict[str, Any] = {"model": models.Own, "strategy": "pipeline"}
 ROWS: dict[str, dict[str, Any]] = {
@@ -155,7 +157,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 VALIDATED = [
-    *(f"{word}, with care" for word in STRATEGIES),
+    *(f"{word}, {option}" for word in STRATEGIES for option in ("with care", RESTING)),
     *("tensor, a transformer layer", "tensor, inputs by keyword", "pipeline, interleaved"),
     *("pipeline, a forward of its own", "pipeline, a forward of its own, with care"),
 ]
@@ -167,6 +169,7 @@ SPARED = [
     *(f"{word}, nothing counts" for word in ("ddp in buckets", "zero1", "tensor")),
     *(f"{word}, a frozen layer" for word in ("ddp in buckets", "zero1", "fsdp", "pipeline")),
     *(f"{word}, updates left out" for word in ("ddp in buckets", "fsdp", "tensor")),
+    *(f"{word}, {RESTING}" for word in ("zero1", "tensor")),
     *("fsdp, its own loss", "fsdp, gathered once", "tensor, shards of one rank"),
     *("tensor, copies of layers that are whole", "pipeline, one micro-batch"),
     *("pipeline, all forward, then all backward", "pipeline, whole tensors"),

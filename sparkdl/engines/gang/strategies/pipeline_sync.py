@@ -226,7 +226,8 @@ class PipelineSync(CopySync):
     def _taken(self, scale: float) -> Gradients:
         """Return the gradients of this rank's pipeline stages."""
         settle(self._live)
-        sum_whole(self._live, [self._shard])
+        if self._gathers:
+            sum_whole(self._live, [self._shard])
         found = take_gradients(self._live).dense
         if scale != 1.0:
             for gradient in found:
