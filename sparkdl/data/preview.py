@@ -51,7 +51,7 @@ class Preview:
         rows = {first: [i % handles[first].num_rows for i in range(FIRST_ROWS)]}
         best: dict[tuple[int, int, bool], tuple[int, Extreme]] = {}
         for partition, handle in enumerate(handles):
-            for found in handle.extremes:
+            for found in (extreme for extreme in handle.extremes if extreme.tried):
                 key = (found.field, found.sign, found.of_length)
                 if key not in best or found.exceeds(best[key][1].value):
                     best[key] = (partition, found)

@@ -17,6 +17,7 @@ from sparkdl.data.arrow_tasks import (
     WriteParts,
     address_parts,
     content_hash,
+    files_of,
     first_field,
     in_few_tasks,
     partitions_of_rdds,
@@ -31,6 +32,7 @@ from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.records import Names, Sample, record_array, split_record
+from sparkdl.data.row_errors import BadRow
 from sparkdl.data.sample_set import SampleSet, fields_of_handles, sample_set
 from sparkdl.data.schema import read_schema
 from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError
@@ -111,6 +113,10 @@ class Source:
         """Return the word by which messages call a part of a sample."""
         return "column" if isinstance(self.data, DataFrame) else "field"
 
+    def place_of(self, problem: BadRow) -> str:
+        """Return the files of a bad row; see :func:`sparkdl.data.arrow_tasks.files_of`."""
+        return files_of(self.data, problem) if isinstance(self.data, DataFrame) else ""
+
 
 def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     """Write the data into slabs as ``source.replicas`` partitions, and check every row on the way.
@@ -146,7 +152,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
             to_spread = False
         if moved:
             forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
-        check_handles(handles, source.noun)
+        check_handles(handles, source.noun, source.place_of)
         preview = Preview.of(handles)
         with stage_name(rdd.ctx, "look at the first samples"):
             parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
@@ -223,7 +229,7 @@ def _read_here(source: Source) -> SampleSet:
         handles = [pickle.loads(next(task_of_records(m, part))) for m, part in enumerate(collected)]
     if moved:
         handles = _spread_here(source, handles)
-    check_handles(handles, source.noun)
+    check_handles(handles, source.noun, source.place_of)
     preview = Preview.of(handles)
     first = [preview.read(partition, handles[partition]) for partition in preview.rows]
     return _sample_set(source, None, handles, preview.join(first))

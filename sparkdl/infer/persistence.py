@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,20 @@ def _save_here(trained: TrainedModel, folder: Path, overwrite: bool, shown: str)
     return folder
 
 
-def _save_weights(module: nn.Module, draft: Path) -> None:
-    """Write the state_dict as a safetensors file. Raises :class:`ModelError` for a non-tensor in it."""
+def not_tensors(module: nn.Module) -> Iterator[str]:
+    """Yield why the state_dict cannot be written, for each value in it that is no tensor."""
     for name, value in module.state_dict().items():
         if not isinstance(value, torch.Tensor):
-            raise ModelError(
+            yield (
                 f'state_dict() has "{name}", {kind_of(value)}, but a safetensors file can hold '
                 "only tensors: let get_extra_state() return a tensor, or register a buffer."
             )
+
+
+def _save_weights(module: nn.Module, draft: Path) -> None:
+    """Write the state_dict as a safetensors file. Raises :class:`ModelError` for a non-tensor in it."""
+    for problem in not_tensors(module):
+        raise ModelError(problem)
     save_model(_apart(copy.deepcopy(module)) if _views(module) else module, str(draft))
 
 

@@ -114,7 +114,6 @@ def gives_sums(
     weights = weigh(targets, own, recipe.options)
     known = MiniBatch(inputs, targets, weights, masses_of(loss, targets), batch.lengths)
     with torch.no_grad(), seeded(recipe.seed):
-        module.train()
         call, part = recipe.signature.call_for_loss, recipe.signature.for_loss
         with torch.enable_grad():  # a forward or a step may compute gradients
             returned = call(loss, module, inputs, targets)

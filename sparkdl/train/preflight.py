@@ -29,7 +29,7 @@ from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.mini_batch import MiniBatch, to_tensors
 from sparkdl.train.averaging_checks import gives_sums, have_copies, is_averaged, rows_for_loss
-from sparkdl.train.hints import shape_of, text_of
+from sparkdl.train.hints import check_labels, shape_of, text_of
 from sparkdl.train.place_samples import batch_spec
 from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import PreparedModel
@@ -69,6 +69,9 @@ def preflight(
             "this data have the same length: declare the column that varies in length, "
             'columns={"...": sparkdl.Sequence()}, or leave bucketing out.'
         )
+    check_labels(trainer.objective, samples)
+    if validation is not None:
+        check_labels(trainer.objective, validation.samples, "validation data: ")
     how = replace(batch_spec(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         tried = batch = preview_batch(how, samples.preview, augment=True)
@@ -107,7 +110,7 @@ def preflight(
         check_frequencies(model.module)
         if not (isinstance(recipe.loss, PerReplica) or is_own_loss(recipe.loss)):
             tell_of_mixed_rows(model.module, recipe, batch)
-    metrics = list(validation.scorer.higher_is_better) if validation else []
+    metrics = validation.scorer.higher_is_better if validation else {}
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
         check_scorer(model.module, recipe.signature, validation)
@@ -129,7 +132,6 @@ def _first_row_only(recipe: Recipe, inputs: Sequence[np.ndarray], module: nn.Mod
     """Run forward on a batch of the same size in which every row is the first one."""
     rows = np.zeros(len(inputs[0]), np.int64)
     tensors = to_tensors([array[rows] for array in inputs])
-    module.train()
     with torch.no_grad(), seeded(recipe.seed), contextlib.suppress(Exception):
         recipe.signature.bound(module)(*tensors)
 
@@ -195,7 +197,6 @@ def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str,
     several = to_tensors(batch.inputs), to_tensors(batch.targets)
     one = MiniBatch(*several, lengths=batch.lengths).rows(slice(1))
     inputs, targets = one.inputs, one.targets
-    module.train()
     with seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those about shapes: the results are right
         try:
@@ -263,7 +264,7 @@ def check_writes(module: nn.Module, recipe: Recipe, batch: Batch, before: dict[s
     before = parameter_sums(module)
     inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
     with seeded(0), contextlib.suppress(Exception):  # it need not work with all weights
-        recipe.signature.call_for_loss(recipe.loss, module.train(), inputs, targets)
+        recipe.signature.call_for_loss(recipe.loss, module, inputs, targets)
     for name in [*written, *_compare(module, before, step)][:1]:
         logging.getLogger("sparkdl").warning(
             'forward writes to "%s", a trained parameter: each replica writes to a copy, and updates '

@@ -18,6 +18,7 @@ from torch import nn
 from sparkdl.codec.files import mappable
 from sparkdl.errors import DataError, ModelError, ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
+from sparkdl.infer.persistence import not_tensors
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.schedule import Schedule
 from sparkdl.metrics.named import resolve
@@ -140,6 +141,8 @@ def prepare(
         tell_of_changed_constants(recipe, trainer.columns)
     check_columns(trainer.columns)
     module = build_model(payload, reported=True)
+    if problem := next(not_tensors(module), None):
+        logger.warning("the trained model could not be saved: %s", problem)
     check_rules(module, options.buffers, gossip=options.topology is not None)
     layout = layout_of(module, options.buffers)
     if isinstance(trainer.model, nn.Module):

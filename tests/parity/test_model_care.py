@@ -93,6 +93,94 @@ def test_unfreeze_reaches_what_the_model_itself_froze():
     assert set(fit_here(trainer, Parts.of(SIZES)).steps[0]) == {"2.weight", "2.bias"}
 
 
+# Modes
+
+
+class Pretrained(nn.Module):
+    """A backbone with statistics and dropout, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm, drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, 8), norm, drop, nn.Linear(8, 8))
+        self.head = nn.Linear(8, CLASSES)
+        norm.running_mean.normal_()
+        self.double()
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.backbone(x)))
+
+
+class Overridden(Pretrained):
+    def train(self, mode=True):
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+
+def evaluated(change=None, kind=Pretrained):
+    module = kind()
+    if change is not None:
+        change(module)
+    return module
+
+
+def frozen_backbone(module):
+    module.backbone.eval().requires_grad_(False)
+
+
+def norms_and_dropout(module):
+    """The statistics stay, the rest of the norm trains."""
+    module.backbone[1].eval()
+    module.backbone[2].eval()
+
+
+def whole_model(module):
+    """As a library loads it."""
+    module.eval()
+    module.backbone[2].p = 0.0
+
+
+def loaded_backbone(module):
+    """Likewise, in a module of one's own: it trains, so it is in training mode."""
+    module.backbone.eval()
+    module.backbone[2].p = 0.0
+
+
+MODES = {
+    "a frozen backbone": (partial(evaluated, frozen_backbone), frozen_backbone, ()),
+    "some layers": (partial(evaluated, norms_and_dropout), norms_and_dropout, ()),
+    "a train of its own": (partial(evaluated, kind=Overridden), lambda _: None, ()),
+    "the whole model": (partial(evaluated, whole_model), lambda _: None, ()),
+    "the whole model, some of it frozen": (
+        *(partial(evaluated, whole_model), lambda _: None, ["backbone"]),
+    ),
+    "a part that trains": (partial(evaluated, loaded_backbone), lambda _: None, ()),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modules_keep_the_mode_in_which_they_arrive(name, caplog):
+    """As in a loop that calls ``train()`` and evaluates these; validations change nothing."""
+    model, after_train, freeze = MODES[name]
+    sizes = SIZES if "the whole" not in name and "part" not in name else (43,)
+    parts = Parts.of(sizes)
+    validation = sparkdl.Validation(parts, every=sparkdl.every(1))
+    trainer = trainer_of(sizes, 2, model=model, freeze=freeze, validation=validation)
+    seen = fit_here(trainer, parts)
+
+    def loss(module, part):
+        module.train()
+        after_train(module)
+        return plain_loss(trainer, module, part)
+
+    steps, losses = plainly(trainer, parts, loss)
+    assert_close(seen.steps, steps)
+    assert seen.losses == pytest.approx(losses)
+    told = "batch norms arrive in evaluation mode" in caplog.text
+    assert told == (name in ("the whole model, some of it frozen", "a part that trains"))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -792,6 +792,42 @@ LOSSES = [
         jobs=6,
     ),
     Mistake(
+        "a label beyond a loss, in a late row",
+        lambda fit: fit(
+            fit.labels("double", *[0.0, 1.0] * 4, 1.5, 0.0),
+            model=lambda: nn.Sequential(scalar_model(), nn.Sigmoid()),
+            loss=nn.BCELoss(),
+        ),
+        ModelError,
+        '"label" goes from 0 to 1.5, and BCELoss takes labels from 0 to 1: make them 0 and 1, or '
+        "use CrossEntropyLoss for class numbers and MSELoss for measurements.",
+        jobs=3,
+    ),
+    Mistake(
+        "labels of signs for probabilities, in the validation data alone",
+        lambda fit: fit(
+            fit.labels("double", 0.0, 1.0, 0.0, 1.0),
+            loss=partial(nn.functional.binary_cross_entropy_with_logits),
+            validation=sparkdl.Validation(fit.labels("double", 1.0, -1.0, 1.0, 1.0)),
+        ),
+        ModelError,
+        'validation data: "label" goes from -1 to 1, and BCEWithLogitsLoss takes labels from 0 to '
+        "1: make them 0 and 1, or use CrossEntropyLoss for class numbers and MSELoss for "
+        "measurements.",
+        jobs=6,
+    ),
+    Mistake(
+        "an RDD of probabilities for signs",
+        lambda fit: fit(
+            fit.spark.sparkContext.parallelize([([1.0, 2.0], float(i % 2)) for i in range(6)], 2),
+            loss=nn.SoftMarginLoss(),
+        ),
+        ModelError,
+        '"label" goes from 0 to 1, and SoftMarginLoss takes labels of -1 and 1: make them -1 and 1: '
+        'df.withColumn("label", df["label"] * 2 - 1) does if they are 0 and 1.',
+        jobs=2,
+    ),
+    Mistake(
         "integer labels for BCE",
         lambda fit: fit(fit.labels("int", 0, 1), loss=nn.BCEWithLogitsLoss()),
         ModelError,

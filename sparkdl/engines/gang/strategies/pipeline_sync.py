@@ -28,7 +28,7 @@ from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.mesh_groups import MeshGroups
 from sparkdl.engines.gang.model_group import ModelGroup, NodeLocalRows
 from sparkdl.engines.gang.rank_messages import gathered_counts
-from sparkdl.engines.gang.strategies.fsdp import let_go
+from sparkdl.engines.gang.strategies.fsdp import let_go, sum_whole
 from sparkdl.engines.gang.strategies.pipeline_schedules import Schedules, as_tuple
 from sparkdl.engines.gang.strategies.pipeline_stages import PipelineBuild, StageRelay
 from sparkdl.engines.gang.strategies.summed import CopySync
@@ -79,7 +79,8 @@ class PipelineSync(CopySync):
         self._stages = dict(zip(staged.placement.stages(rank), staged.stages, strict=True))
         self._pipe, self._alike = groups.along("pipe"), groups.along("data")
         mesh = staged.placement.mesh
-        self._gathers = groups.along("shard") is not None
+        self._shard = groups.along("shard")
+        self._gathers = self._shard is not None
         together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
         self._model_group = ModelGroup(mesh, rank, together, staged.live, self._spare, near)
         self._in_turn = StageRelay(staged.placement, self._stages, rank, together, staged.live)
@@ -227,6 +228,8 @@ class PipelineSync(CopySync):
     def _taken(self, scale: float) -> Gradients:
         """Return the gradients of this rank's pipeline stages."""
         settle(self._live)
+        if self._gathers:
+            sum_whole(self._live, [self._shard])
         found = take_gradients(self._live).dense
         if scale != 1.0:
             for gradient in found:
