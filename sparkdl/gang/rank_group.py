@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import selectors
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -20,6 +19,8 @@ from sparkdl.gang.channel import Channel, ChannelError
 from sparkdl.gang.command_queue import RESULT
 from sparkdl.gang.rank_output import OUTPUT
 from sparkdl.gang.rank_task import ERROR, Command, Failure, Introduction
+from sparkdl.process.output import print_escaped
+from sparkdl.spark.failures import limit_hint
 
 LOST = "lost"
 """The kind that stands for a message if the rank is gone."""
@@ -217,9 +218,10 @@ class ConnectedRanks(RankGroup):
         own = [(rank, failure) for rank, failure in failures.items() if not failure.by_group]
         if own:
             rank, failure = own[0]
+            first = failure.text.partition("\n")[0]
             raise TrainingError(
-                f"{doing}: {noun} {rank} on {hosts[rank]} failed. {failure.kind}: "
-                f"{failure.text.partition(chr(10))[0]}\n{failure.trace}"
+                f"{doing}: {noun} {rank} on {hosts[rank]} failed. {failure.kind}: {first}"
+                f"{limit_hint(f'{failure.kind}: {first}')}\n{failure.trace}"
             )
         if lost:
             names = ", ".join(f"{rank} on {hosts[rank]}" for rank in sorted(lost))
@@ -246,7 +248,7 @@ class ConnectedRanks(RankGroup):
 
     def _print(self, rank: int, text: str) -> None:
         for line in text.split("\n"):
-            print(f"[rank {rank}] {line}", file=sys.stdout)
+            print_escaped(f"[rank {rank}] {line}")
 
 
 class ArrivedRanks:
