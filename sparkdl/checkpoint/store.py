@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparkdl.checkpoint.files import Folder, unfinished
-from sparkdl.checkpoint.manifest import INCOMPLETE, MANIFEST, Manifest, StoredFile, checksum
+from sparkdl.checkpoint.manifest import INCOMPLETE, MANIFEST, Manifest, StoredFile
 from sparkdl.checkpoint.slice_io import read_checked, write_probe
+from sparkdl.codec.files import checksum
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 
 logger = logging.getLogger("sparkdl")

@@ -10,6 +10,7 @@ damage, not forgery. A model that is replaced can be read at every moment: [Note
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -26,7 +27,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.checkpoint.store import holds_checkpoints
-from sparkdl.codec.files import mappable
+from sparkdl.codec.files import mappable, with_checksum
 from sparkdl.errors import ModelError, ParameterError, kind_of
 from sparkdl.infer.remote_model import downloaded, holds_model, local_path, uploaded
 from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
@@ -113,8 +114,8 @@ def _save_here(trained: TrainedModel, folder: Path, overwrite: bool, shown: str)
             why,
             REMEDY,
         )
-    text = json.dumps({**content, "files": files}, indent=1) + "\n"
-    manifest = _place(folder / MODEL, lambda draft: draft.write_text(text))
+    text = json.dumps(with_checksum({**content, "files": files}), indent=1) + "\n"
+    manifest = _place(folder / MODEL, lambda draft: draft.write_text(text, encoding="utf-8"))
     for name, checksum in {MODEL: manifest, **files}.items():
         os.replace(folder / staged_name(name, checksum), folder / name)
     for name in before:
@@ -209,16 +210,15 @@ def _load_here(
     build = model if model is not None else read_recipe(saved, trust)
     module = built(build, saved)
     try:
-        with mappable(saved.place(WEIGHTS)) as file:
-            saved.compare(file, WEIGHTS)
+        with contextlib.ExitStack() as block:
+            file = _file(saved, WEIGHTS, block)
             if model is None:
                 take_dtypes(module, file)
             weights = safetensors.torch.load_file(file)
             _apart(module).load_state_dict(with_shared(weights, module))
         if BUFFERS in saved.manifest.files:
-            with mappable(saved.place(BUFFERS)) as file:
-                saved.compare(file, BUFFERS)
-                load_buffers(module, file, folder)
+            with contextlib.ExitStack() as block:
+                load_buffers(module, _file(saved, BUFFERS, block), folder)
     except ModelError:
         raise
     except (OSError, ValueError) as error:
@@ -239,6 +239,16 @@ def _load_here(
         seed=saved.manifest.seed,
         judging=saved.manifest.judging,
     )
+
+
+def _file(saved: Saved, name: str, block: contextlib.ExitStack) -> str:
+    """Return the path of a file until the block ends. Raises ModelError if it is not the saved one."""
+    try:
+        file = block.enter_context(mappable(saved.place(name)))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{saved.folder}/{name} cannot be read: {error}.") from error
+    saved.compare(file, name)
+    return file
 
 
 def _history(saved: Saved) -> History:

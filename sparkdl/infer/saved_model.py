@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from sparkdl.codec.files import MAX_JSON_BYTES, parse_json, read_plain
+from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, parse_json, read_plain
 from sparkdl.codec.records import from_plain
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError
@@ -207,6 +207,8 @@ def _content(folder: Path, name: str) -> dict[str, Any]:
             f"{folder}/{MODEL} is not a {FORMAT} of version {VERSION} "
             f"(format {found.get('format')!r}, version {found.get('version')!r})."
         )
+    if is_changed(found):
+        raise ModelError(f"{folder}/{MODEL} is not the file that was saved: its checksum differs.")
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from sparkdl.errors import (
     TrainingError,
     UserError,
 )
+from sparkdl.session import conf_of
 from sparkdl.spark.frames import PLACE
 from sparkdl.usercode.travel import REMEDY
 
@@ -37,6 +39,7 @@ _TRACE = re.compile(r"Traceback \(most recent call last\):\n.*?(?=\n\s*at |\n ?S
 _WORKER = re.compile(r'^  File "[^"\n]*/pyspark\.zip/pyspark/.*\n(?:    .*\n)*', re.M)
 """A frame of PySpark's worker in a traceback."""
 _NOT_STARTED = re.compile(r"Error from python worker:\n(?P<said>.*?)\n *PYTHONPATH was:", re.S)
+_NO_MEMORY = re.compile(r"(?i)cannot allocate memory|can't allocate memory|MemoryError|worker died")
 _VERSIONS = re.compile(
     r"Python in worker has different version: (?P<executors>[\d.]+\d) than that in driver: "
     r"(?P<driver>[\d.]+\d)"
@@ -95,6 +98,7 @@ def explain(text: str) -> str:
         first = after[0] if after else lines[-1]
         if missing := _MISSING.match(first):
             first += f'. The executors have no module "{missing[1]}". {REMEDY}'
+        first += limit_hint(first)
         return f"{where}{first}\n" + "\n".join(lines)
     if place:  # no Python error: take Spark's text after the name of the task
         first = text[place.end() :].lstrip(": ").partition("\n")[0]
@@ -106,7 +110,29 @@ def explain(text: str) -> str:
     reason = _JAVA_CLASS.sub("", first.strip())
     if reason.startswith("Python worker exited unexpectedly"):
         reason = "The Python worker died: it was killed, ran out of memory, or crashed."
+        reason += limit_hint(reason)
     return where + reason
+
+
+def limit_hint(text: str) -> str:
+    """Return the remedy if a process may have died of a limit of its address space, else ""."""
+    if not _NO_MEMORY.search(text):
+        return ""
+    context = SparkContext._active_spark_context
+    limit = None if context is None else conf_of(context).get("spark.executor.pyspark.memory")
+    if limit:
+        whose = (
+            f"spark.executor.pyspark.memory={limit} limits the address space of each Python worker"
+        )
+    elif (soft := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        whose = f"ulimit -v limits the address space of a process to {soft / 2**30:.3g} GiB"
+    else:
+        return ""
+    start = "" if text.endswith((".", "!")) else "."
+    return (
+        f"{start} {whose}, of which Python and torch take 1 GiB without any model, and maps of shared "
+        "memory count too: raise or unset it."
+    )
 
 
 def _interpreters(text: str) -> str:

@@ -255,7 +255,7 @@ def _pooling_of(folder: Path | None) -> str:
     """Return the pooling that a folder of sentence-transformers says, else "mean"."""
     try:
         assert folder is not None
-        told = json.loads((folder / "1_Pooling" / "config.json").read_text())
+        told = json.loads((folder / "1_Pooling" / "config.json").read_text(encoding="utf-8"))
     except (AssertionError, OSError, ValueError):
         return "mean"
     names = {"cls": "cls_token", "max": "max_tokens", "last": "lasttoken"}

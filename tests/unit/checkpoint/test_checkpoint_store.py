@@ -21,9 +21,10 @@ from torch import nn
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import ModelIdentity
-from sparkdl.checkpoint.manifest import MANIFEST, Best, Manifest, StoredFile, checksum
+from sparkdl.checkpoint.manifest import MANIFEST, Best, Manifest, StoredFile
 from sparkdl.checkpoint.slice_io import read_slice_files, try_probe, write_slice
 from sparkdl.checkpoint.store import HISTORY, CheckpointStore
+from sparkdl.codec.files import checksum
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.model.layout import layout_of
 from sparkdl.slices.spec import slice_specs

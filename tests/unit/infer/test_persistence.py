@@ -561,6 +561,7 @@ def tamper(folder: Path, **recipe: Any) -> None:
     path = folder / "model.json"
     content = json.loads(path.read_text())
     content["recipe"] = {"kind": "name", "args": [], "kwargs": {}, **recipe}
+    del content["checksum"]
     path.write_text(json.dumps(content))
 
 
@@ -822,6 +823,7 @@ def test_how_the_model_is_called_comes_back(tmp_path: Path, part: Any) -> None:
     folder = trained_on(make_net, signature=signature).save(tmp_path)
     assert load(folder, trust=callable(part)).signature == signature
     content = json.loads((folder / "model.json").read_text())
+    del content["checksum"]
     if callable(part):
         with pytest.raises(TrustError, match="names the function"):
             load(folder)
