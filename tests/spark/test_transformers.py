@@ -38,7 +38,7 @@ LABELS = [int("good" in text.split()) for text in TEXTS]
 VOCABULARY = {word: n for n, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
 
 
-def tokenizer(side: str = "right") -> Any:
+def tokenizer() -> Any:
     """A tokenizer of words between [CLS] and [SEP]."""
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(VOCABULARY, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -47,9 +47,7 @@ def tokenizer(side: str = "right") -> Any:
     )
     names = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]"}
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        padding_side=side,
-        **{f"{name}_token": token for name, token in names.items()},
+        tokenizer_object=made, **{f"{name}_token": token for name, token in names.items()}
     )
 
 
@@ -113,24 +111,13 @@ TRAINER = sparkdl.Trainer(
 )
 NEXT = sparkdl.Text(tokenizer(), max_length=8, padding=-100)
 CAUSAL = replace(TRAINER, model=causal, label="next", columns={**TRAINER.columns, "next": NEXT})
-LEFT = replace(
-    CAUSAL,
-    accumulate=3,
-    columns={
-        "text": sparkdl.Text(tokenizer("left"), max_length=8),
-        "next": sparkdl.Text(tokenizer("left"), max_length=8, padding=-100),
-    },
-)
-"""Padded on the left, and in micro-batches, each with a longest row of its own."""
 
 
-def plain_loop(
-    module: nn.Module, labels: torch.Tensor | None = None, side: str = "right"
-) -> list[float]:
+def plain_loop(module: nn.Module, labels: torch.Tensor | None = None) -> list[float]:
     """Train as a user of transformers would, and return the losses."""
-    batch = tokenizer(side)(
-        TEXTS, truncation=True, max_length=8, padding=True, return_tensors="pt"
-    ).to("cpu")
+    batch = tokenizer()(TEXTS, truncation=True, max_length=8, padding=True, return_tensors="pt").to(
+        "cpu"
+    )
     ids, mask = batch["input_ids"], batch["attention_mask"]
     labels = ids.masked_fill(mask == 0, -100) if labels is None else labels
     optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.05)
@@ -160,7 +147,6 @@ IN_CI = [
     ("adapter", ENGINES[1]),
     ("adapter", ENGINES[3]),
     ("causal", ENGINES[0]),
-    ("left", ENGINES[0]),
     ("causal", ENGINES[2]),
 ]
 
@@ -168,9 +154,7 @@ IN_CI = [
 @pytest.mark.gang
 @pytest.mark.parametrize(
     ("task", "engine"),
-    soak_but(
-        IN_CI, [(task, engine) for task in ("adapter", "causal", "left") for engine in ENGINES]
-    ),
+    soak_but(IN_CI, [(task, engine) for task in ("adapter", "causal") for engine in ENGINES]),
     ids=lambda given: "-".join(given.values()) if isinstance(given, dict) else given,
 )
 def test_the_same_as_a_plain_loop(reviews: DataFrame, task: str, engine: dict[str, str]) -> None:
@@ -178,12 +162,9 @@ def test_the_same_as_a_plain_loop(reviews: DataFrame, task: str, engine: dict[st
     if task == "adapter":
         module, found = with_adapter(), replace(TRAINER, **engine).fit(reviews)
         losses = plain_loop(module, torch.tensor(LABELS))
-    elif task == "causal":
+    else:
         module, found = causal(), replace(CAUSAL, **engine).fit(reviews)
         losses = plain_loop(module)
-    else:
-        module, found = causal(), replace(LEFT, **engine).fit(reviews)
-        losses = plain_loop(module, side=task)
     assert found.history.losses == pytest.approx(losses, rel=1e-4)
     assert losses[-1] < losses[0]
     state = found.module.state_dict()
