@@ -486,7 +486,6 @@ def soak_fits(count: int, seed: int, only: str, results: Path) -> list[dict[str,
         left = [fit for fit in fits if fit.number not in known]
         if not left:
             break
-        left.sort(key=lambda fit: fit.place)
         batch = [fit for fit in left if fit.place == left[0].place][:BATCH]
         given = {
             "fits": [list(asdict(fit).values()) for fit in batch],
