@@ -30,6 +30,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -485,7 +486,6 @@ def soak_fits(count: int, seed: int, only: str, results: Path) -> list[dict[str,
         left = [fit for fit in fits if fit.number not in known]
         if not left:
             break
-        left.sort(key=lambda fit: fit.place)
         batch = [fit for fit in left if fit.place == left[0].place][:BATCH]
         given = {
             "fits": [list(asdict(fit).values()) for fit in batch],
@@ -557,6 +557,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help='of "CONFIGURATION on PLACE: KIND", a regex')
     parser.add_argument("--results", type=Path, default=Path("soak.jsonl"), help="of many fits")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))  # and with it what it has started
     if options.fits:
         found = soak_fits(options.fits, options.seed, options.only, options.results)
         print(table(found))

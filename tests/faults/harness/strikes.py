@@ -53,6 +53,8 @@ class Strikes(threading.Thread):
     def run(self) -> None:
         before = 0
         for kind, iterations, seconds in self._plan:
+            if self._stopped.is_set():
+                break
             self._stopped.wait(seconds)
             while self._iterations() < before + iterations and not self._stopped.is_set():
                 self._stopped.wait(LOOK_SECONDS)
