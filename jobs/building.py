@@ -67,6 +67,10 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
         "columns": {
             name: of(f"data.columns.{name}", column.make) for name, column in data.columns.items()
         },
+        "buffers": {
+            name: of(f"care.buffers.{name}", rule.resolve) if isinstance(rule, Component) else rule
+            for name, rule in care.buffers.items()
+        },
         "weights": care.weights and of("care.weights", lambda: weights_file(care.weights)),
         "callbacks": [of("callbacks", callback.make) for callback in config.callbacks],
     }

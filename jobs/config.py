@@ -91,6 +91,7 @@ _FLAT = {
     ("data", "options"),
     ("gradients", "l1"),
     ("gradients", "l2"),
+    ("care", "buffers"),
     ("tune", "space"),
 }
 

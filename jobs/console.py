@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import logging
 import os
 import signal
@@ -34,6 +35,8 @@ def run(job: Callable[[], None]) -> NoReturn:
 
     The status is 0, 2 with ``error: ...`` for a mistake of the user, 130 after an interrupt, or 1
     for a fault."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr's: not every console has all letters
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         job()
     except (Exception, KeyboardInterrupt) as error:

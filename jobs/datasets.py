@@ -13,12 +13,14 @@ from jobs.spark_errors import told
 from sparkdl import ParameterError
 from sparkdl.data.arrow_tasks import content_hash
 from sparkdl.errors import nearest
+from sparkdl.infer.hadoop_folder import HadoopFolder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
 _SHARES = 1 << 20
 _SEED = "seed of jobs.datasets.split"
+_FILES = ("avro", "csv", "json", "orc", "parquet", "text")
 _DEFAULTS = {"csv": {"header": "true", "inferSchema": "true"}}
 
 
@@ -30,8 +32,15 @@ def read(spark: SparkSession, path: str, format: str, options: dict[str, Any]) -
 
 
 def write(data: DataFrame, path: str, format: str, mode: str) -> None:
-    """Write ``data`` so that :func:`read` needs no options."""
-    data.write.mode(mode).format(format).options(**_DEFAULTS.get(format, {})).save(path)
+    """Write ``data`` so that :func:`read` needs no options; files replace others when complete."""
+    writer = data.write.mode(mode).format(format).options(**_DEFAULTS.get(format, {}))
+    if mode != "overwrite" or format not in _FILES:
+        writer.save(path)
+        return
+    spark = data.sparkSession
+    configuration = spark._jsparkSession.sessionState().newHadoopConf()
+    with HadoopFolder.at(path, spark._jvm, configuration).replacing() as new:
+        writer.save(new)
 
 
 def check_apart(data: DataFrame, output: str, kept: Path) -> None:

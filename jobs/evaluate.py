@@ -48,7 +48,7 @@ def main() -> None:
         **found,
     }
     print(console.table({"samples": count, **found}), flush=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"\n{path}")
 
 

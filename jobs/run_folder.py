@@ -103,7 +103,9 @@ class RunFolder(Callback):
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        (self.path / "summary.json").write_text(
+            json.dumps(summary, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 def models_of(trained: TrainedModel) -> dict[str, TrainedModel]:

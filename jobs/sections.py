@@ -184,6 +184,9 @@ class CareSection:
     """The parameters that are not trained: names or patterns."""
     unfreeze: list[str] = field(default_factory=list)
     """Exceptions from ``freeze``."""
+    buffers: dict[str, str | Component] = field(default_factory=dict)
+    """How replicas agree on buffers, by pattern of their names: first, mean, min, max, sum, or a
+    function under ``use``."""
     activation_checkpointing: list[str] = field(default_factory=list)
     """The submodules whose activations are computed again in backward."""
     compile: bool | dict[str, Any] = False

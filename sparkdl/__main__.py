@@ -79,7 +79,9 @@ def _java() -> str:
     if path is None:
         return "not found: install Java 17 or newer, on PATH or in JAVA_HOME"
     try:
-        done = subprocess.run([path, "-version"], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(
+            [path, "-version"], capture_output=True, encoding="utf-8", errors="replace", timeout=30
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{path} cannot be started: {error}"
     lines = (done.stderr or done.stdout).splitlines() or ["it says no version"]
@@ -108,7 +110,7 @@ def _spark_settings() -> Iterator[tuple[str, str]]:
         yield "spark-defaults.conf", f"none in {folder}"
         return
     yield "spark-defaults.conf", str(path)
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         key, _, value = line.strip().replace("=", " ", 1).partition(" ")
         if key.startswith((PREFIX, "spark.pyspark", "spark.master")) or key in NEEDED_FOR_SPEED:
             yield key, REDACTED if is_secret(key, value) else without_credentials(value.strip())

@@ -14,6 +14,11 @@ import pyspark
 
 from sparkdl.errors import DataError
 
+try:
+    from pyspark.core.rdd import PipelinedRDD as PipelinedRDD
+except ImportError:  # 3.5
+    from pyspark.rdd import PipelinedRDD as PipelinedRDD
+
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark import SparkContext
@@ -31,13 +36,6 @@ CONNECT = VERSION >= (4, 0)
 """The client of Spark Connect has what training needs."""
 _EXACT = 2**53
 """The whole numbers that a float of 64 bits tells apart."""
-
-
-def pipelined_rdd() -> Any:
-    """Return the class ``PipelinedRDD``."""
-    from pyspark import rdd
-
-    return rdd.PipelinedRDD
 
 
 def load_from_socket(address: Any, serializer: Any) -> Any:

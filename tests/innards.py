@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import fork_server
 from pyspark import SparkContext
+
+POOLS = re.compile(
+    r".*QueryStage|block-manager-|Executor task|map-output-|shuffle-|task-result-getter|rpc-|Attach"
+)
+"""Threads of Spark's pools, which come with work, up to a bound of Spark's, and stay a minute."""
 
 
 def shuffles(context: SparkContext) -> int:
@@ -42,6 +48,19 @@ def jobs(context: SparkContext) -> int:
 def persisted(context: SparkContext) -> int:
     """RDDs marked as persisted."""
     return context._jsc.getPersistentRDDs().size()
+
+
+def threads(context: SparkContext) -> list[str]:
+    """Names of the JVM's threads without their numbers, apart from those of :data:`POOLS`."""
+    assert context._jvm is not None
+    text = context._jvm.java.lang.Thread.getAllStackTraces().keySet().toString()
+    names = re.findall(r"Thread\[(?:#\d+,)?(.*?),\d+,", text)
+    return sorted(re.sub(r"\d+", "N", name) for name in names if not POOLS.match(name))
+
+
+def py4j_objects(context: SparkContext) -> int:
+    """Objects that the JVM holds for Python."""
+    return context._gateway.java_gateway_server.getGateway().getBindings().size()
 
 
 def collect_garbage(context: SparkContext) -> None:

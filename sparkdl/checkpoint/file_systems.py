@@ -54,6 +54,11 @@ class Local:
                     listed.append(_entry(entry))
         return listed
 
+    def move(self, path: str, target: str) -> None:
+        """Give a file another path."""
+        os.replace(path, target)
+        _sync_folder(os.path.dirname(target))
+
     def delete(self, path: str) -> None:
         """Delete a file; it may be deleted already."""
         with contextlib.suppress(FileNotFoundError):
@@ -115,6 +120,10 @@ class Remote:
             (info.base_name, kinds.get(info.type, "other"), info.size or 0)
             for info in self._system.get_file_info(selector)
         ]
+
+    def move(self, path: str, target: str) -> None:
+        """Give a file another path; an object store copies it."""
+        self._system.move(path, target)
 
     def delete(self, path: str) -> None:
         """Delete a file; it may be deleted already."""

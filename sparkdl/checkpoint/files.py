@@ -21,7 +21,7 @@ from sparkdl.codec.redaction import without_credentials
 from sparkdl.errors import CheckpointError
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)", re.DOTALL)
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _PART = re.compile(r"\.([A-Za-z0-9._-]+)\.[0-9a-f]{16}\.part")
 
 
@@ -49,6 +49,9 @@ class Backend(Protocol):
 
     def entries(self, path: str) -> list[tuple[str, str, int]]:
         """Return name, kind and size of the entries of a folder; [] if it does not exist."""
+
+    def move(self, path: str, target: str) -> None:
+        """Give a file another path, which no file has."""
 
     def delete(self, path: str) -> None:
         """Delete a file."""
@@ -125,6 +128,13 @@ class Folder:
         with _explained("read", f"{self}/{name}"):
             backend, path = self._open()
             return backend.read(f"{path}/{name}", limit)
+
+    def move(self, name: str, target: Folder) -> None:
+        """Move a file into another folder of the same file system, which has no file of this name."""
+        check_name(name)
+        with _explained("move", f"{self}/{name}"):
+            backend, path = self._open()
+            backend.move(f"{path}/{name}", f"{target._open()[1]}/{name}")
 
     def entries(self) -> dict[str, Entry]:
         """Return the entries of the folder by name; empty if the folder does not exist."""

@@ -3,7 +3,6 @@ checkpoint."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from sparkdl.checkpoint.identity import (
     first_few,
 )
 from sparkdl.codec.describe import redact
-from sparkdl.codec.files import MAX_JSON_BYTES, parse_json
+from sparkdl.codec.files import MAX_JSON_BYTES, json_checksum, parse_json
 from sparkdl.codec.records import from_plain, to_plain
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.loop.state import Validated
@@ -34,14 +33,9 @@ CONSTANTS = ("replicas", "batch_size", "local_steps", "consistency", "seed")
 """The constants that a resumed run must have in common with the checkpoint."""
 
 
-def checksum(data: bytes) -> str:
-    """Return the 20-byte BLAKE2b digest in hexadecimal digits."""
-    return hashlib.blake2b(data, digest_size=20).hexdigest()
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """A file of a checkpoint: its plain name, size in bytes and :func:`checksum`."""
+    """A file of a checkpoint: its plain name, size in bytes and checksum."""
 
     name: str
     nbytes: int
@@ -151,7 +145,7 @@ class Manifest:
             raise CheckpointError(f"the manifest cannot be written: {error}.") from error
         content["config"] = redact(self.config)
         content = {"format": FORMAT, "version": VERSION, **content}
-        content["checksum"] = checksum(_canonical(content))
+        content["checksum"] = json_checksum(content)
         data = (json.dumps(content, indent=1, allow_nan=False) + "\n").encode()
         if len(data) > MAX_JSON_BYTES:
             raise CheckpointError(
@@ -199,7 +193,7 @@ class Manifest:
                 f"version {VERSION}"
             )
         try:
-            if content.pop("checksum", None) != checksum(_canonical(content)):
+            if content.pop("checksum", None) != json_checksum(content):
                 raise DamagedCheckpoint("its manifest was changed (its checksum differs)")
             manifest: Manifest = from_plain(content, Manifest)
             manifest = replace(manifest, consistency=consistency_text(manifest.consistency))
@@ -248,10 +242,6 @@ class Manifest:
             *constant_differences(here, {name: getattr(self, name) for name in here}),
             *first_few(data.differences(self.data)),
         ]
-
-
-def _canonical(content: Mapping[str, Any]) -> bytes:
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ import safetensors.torch
 import torch
 
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.manifest import ReplicaFile, SliceFile, StoredFile, checksum
-from sparkdl.codec.files import parse_tensors
+from sparkdl.checkpoint.manifest import ReplicaFile, SliceFile, StoredFile
+from sparkdl.codec.files import checksum, parse_tensors
 from sparkdl.codec.packed import ByParameter
 from sparkdl.codec.safe import STORABLE
 from sparkdl.errors import CheckpointError, DamagedCheckpoint

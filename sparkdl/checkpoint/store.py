@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sparkdl.checkpoint.files import Folder, unfinished
-from sparkdl.checkpoint.manifest import INCOMPLETE, MANIFEST, Manifest, StoredFile, checksum
+from sparkdl.checkpoint.manifest import INCOMPLETE, MANIFEST, Manifest, StoredFile
 from sparkdl.checkpoint.slice_io import read_checked, write_probe
+from sparkdl.codec.files import checksum
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 
 logger = logging.getLogger("sparkdl")
@@ -41,7 +42,21 @@ NOT_SHARED = "The path must be on a file system that the driver and all executor
 _FOLDER = re.compile(r"iteration-(\d{10,})-([0-9a-f]{12})[0-9a-f]{8}")
 _OWN = re.compile(
     r"manifest\.json|history\.safetensors|[a-z]+-\d{5,}-[0-9a-f]{16}\.safetensors|probe-[0-9a-f]{16}"
+    r"|piece-\d{5,}"
 )
+_RESULT = re.compile(r"result-([0-9a-f]{12})[0-9a-f]{8}")
+RESULT_HOURS = 24
+"""The age at which the result of a client that went away is deleted."""
+
+
+def result_name() -> str:
+    """Return the name of the folder of a new result, which lies beside the checkpoints for a while."""
+    return f"result-{_milliseconds():012x}{secrets.token_hex(4)}"
+
+
+def piece_name(number: int) -> str:
+    """Return the name of a file of a result."""
+    return f"piece-{number:05d}"
 
 
 def holds_checkpoints(folder: Path) -> bool:
@@ -105,6 +120,8 @@ class CheckpointStore:
     def prepare(self) -> None:
         """Create the folder and write into it, so that a path that is not writable fails early.
 
+        Results in it whose clients went away are deleted.
+
         Raises:
             CheckpointError: It is not writable.
         """
@@ -113,6 +130,12 @@ class CheckpointStore:
             self._root.delete(write_probe(self._root.uri))
         except CheckpointError as error:
             raise CheckpointError(f"{error} {_WRITABLE}") from None
+        oldest = _milliseconds() - RESULT_HOURS * 3_600_000
+        with contextlib.suppress(CheckpointError):
+            for name in self._root.entries():
+                match = _RESULT.fullmatch(name)
+                if match and int(match[1], 16) < oldest:
+                    self.discard(self._root.folder(name).uri)
 
     def tell_of_another_run(self, keep: int | None) -> None:
         """Log a warning if :meth:`prune` will delete checkpoints of another run.
@@ -153,7 +176,7 @@ class CheckpointStore:
         slices."""
         self._root.make()
         last = max((stamp for stamp, _ in self._folders()), default=0)
-        stamp = max(time.time_ns() // 1_000_000, last + 1)
+        stamp = max(_milliseconds(), last + 1)
         name = f"iteration-{iteration:010d}-{stamp:012x}{secrets.token_hex(4)}"
         folder = self._root.folder(name)
         folder.make()
@@ -284,6 +307,10 @@ class CheckpointStore:
             if match and entry.kind == "folder":
                 found.append((int(match.group(2), 16), self._root.folder(name)))
         return found
+
+
+def _milliseconds() -> int:
+    return time.time_ns() // 1_000_000
 
 
 def _stamp(item: tuple[int, Folder]) -> tuple[int, str]:

@@ -7,12 +7,13 @@ the callers turn both into their own errors. Nothing here runs code from a file.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import math
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -100,6 +101,32 @@ def parse_json(data: bytes, finite: bool = False) -> Any:
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def checksum(data: bytes | memoryview) -> str:
+    """Return the 20-byte BLAKE2b digest in hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=20).hexdigest()
+
+
+def json_checksum(content: Mapping[str, Any]) -> str:
+    """Return the checksum of a JSON object without its key "checksum", which is to hold it."""
+    rest = {name: value for name, value in content.items() if name != "checksum"}
+    return checksum(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode())
+
+
+def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a JSON object as it will be read, with its :func:`json_checksum`."""
+    plain = json.loads(json.dumps(content))
+    return {**plain, "checksum": json_checksum(plain)}
+
+
+def is_changed(content: Any) -> bool:
+    """Return whether a JSON object differs from what was written; without a checksum it does not."""
+    return (
+        isinstance(content, dict)
+        and "checksum" in content
+        and content["checksum"] != json_checksum(content)
+    )
 
 
 def parse_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -20,13 +20,24 @@ import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from sparkdl.codec.files import MAX_JSON_BYTES, is_uri, mappable, parse_json, read_plain
+from sparkdl.codec.files import (
+    MAX_JSON_BYTES,
+    checksum,
+    is_changed,
+    is_uri,
+    mappable,
+    parse_json,
+    read_plain,
+    with_checksum,
+)
 from sparkdl.codec.safe import STORABLE, decode, encode
 from sparkdl.collectives.arguments import name_of
 from sparkdl.collectives.key_range import KeyRange, KeySpec, MakeOptimizer
 from sparkdl.errors import CheckpointError, ParameterError, kind_of, shown
 
 MANIFEST, FORMAT = "parameter_server.json", 1
+_CHECKSUMS = "checksums"
+"""The key of the tensors' checksums, beside the states of an owner's file."""
 _DTYPES = {name_of(dtype): dtype for dtype in STORABLE}
 
 
@@ -94,7 +105,7 @@ class Manifest:
                         "all ranks see"
                     )
             draft = self.folder / f".{MANIFEST}-{self.name}"
-            draft.write_text(json.dumps(content))
+            draft.write_text(json.dumps(with_checksum(content)), encoding="utf-8")
             draft.replace(self.folder / MANIFEST)
             for other in self.folder.glob("owner-*-of-*-*.safetensors"):
                 if other.name not in names:
@@ -107,10 +118,12 @@ class Manifest:
         Raises:
             CheckpointError: There is none, or it is damaged.
         """
-        with _explained("load", folder):
+        with _explained("load", folder), _naming(MANIFEST):
             found = parse_json(read_plain(folder / MANIFEST, MAX_JSON_BYTES))
             if not isinstance(found, dict) or found.get("format") != FORMAT:
                 raise ValueError(f"it is not of format {FORMAT}")
+            if is_changed(found):
+                raise ValueError("its checksum differs")
             owners = int(found["owners"])
             keys = [
                 KeySpec.shared(
@@ -142,12 +155,20 @@ def write_ranges(path: Path, ranges: Mapping[int, KeyRange]) -> None:
         return where
 
     with _explained("save", path.parent):
-        states = {}
+        states: dict[str, Any] = {}
         for number, its in ranges.items():
             keep(its.values, _values(number))
             states[str(number)] = encode(its.state, f"{number}/state", keep)
         path.parent.mkdir(parents=True, exist_ok=True)
-        safetensors.torch.save_file(tensors, path, {"states": json.dumps(states)})
+        states[_CHECKSUMS] = {name: _checksum(tensor) for name, tensor in tensors.items()}
+        text = json.dumps(with_checksum(states))
+        safetensors.torch.save_file(tensors, path, {"states": text})
+
+
+def _checksum(tensor: torch.Tensor) -> str:
+    """Return the checksum of a tensor's dtype, shape and bytes."""
+    plain = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{name_of(tensor.dtype)} {list(tensor.shape)} {checksum(plain.data)}"
 
 
 def _values(number: int) -> str:
@@ -198,7 +219,8 @@ class _Files:
             its = old.range_of(place)
             start, stop = max(its.start, wanted.start), min(its.stop, wanted.stop)
             if start < stop:
-                parts.append((start, self._part(place, old, slice(start, stop))))
+                with _naming(self._saved.file_of(place).name):
+                    parts.append((start, self._part(place, old, slice(start, stop))))
         parts.sort(key=lambda part: part[0])
         values = torch.cat([values for _, (values, _) in parts])
         return values, _joined(old, [state for _, (_, state) in parts])
@@ -209,9 +231,12 @@ class _Files:
         cut = slice(wanted.start - its.start, wanted.stop - its.start)
         # copies, because the others lie in the file
         tensors = {name: file.get_tensor(name).clone() for name in names[str(old.number)]}
+        for name, tensor in tensors.items():
+            if states.get(_CHECKSUMS, {}).get(name) not in (None, _checksum(tensor)):
+                raise ValueError(f"the checksum of {name} differs")
         values = tensors[_values(old.number)]
         if tuple(values.shape) != old.range_shape(place) or values.dtype != old.dtype:
-            raise ValueError(f"the values of {old.name!r} in the file of owner {place} are others")
+            raise ValueError(f"the values of {old.name!r} are others")
         state = decode(states[str(old.number)], tensors)
         if wanted != its:
             count = len(values)
@@ -226,6 +251,8 @@ class _Files:
             for name in file.keys():  # noqa: SIM118
                 names.setdefault(name.partition("/")[0], []).append(name)
             states = parse_json((file.metadata() or {})["states"].encode())
+            if is_changed(states):
+                raise ValueError("the checksum of its states differs")
             self._files[place] = file, states, names
         return self._files[place]
 
@@ -262,6 +289,16 @@ def _not_shared(old: KeySpec, name: str, one: Any) -> ValueError:
         f'the optimizer\'s "{name}" of {old.name!r} is {kind_of(one)}, which cannot be shared out to '
         "other owners: use as many as there were"
     )
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Name the file in the error of a block that reads it."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
+        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{name}: {what or kind_of(error)}") from error
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import torch
 
 from sparkdl.consistency.base import Consistency
 from sparkdl.errors import nearest, shown
+from sparkdl.model.buffers import MEAN
 from sparkdl.model.layout import Layout
 
 DISTANCE = "replica_distance"
@@ -94,9 +95,12 @@ All replicas do alike, so the matrix of the weights is doubly stochastic."""
 
 
 def averaged_parts(layout: Layout) -> list[slice]:
-    """Return the parts of a flat vector that are averaged: parameters and floating-point buffers."""
-    averaged = [s for s in layout.segments if s.kind == "average"]
-    return [slice(0, layout.buffers_start), *(slice(s.start, s.stop) for s in averaged)]
+    """Return the parts of a flat vector that are averaged: parameters, and buffers of rule "mean".
+
+    Each replica keeps its own of all other buffers, and the result has those of replica 0.
+    """
+    buffers = (s for s in layout.segments if s.kind == "average" and s.rule == MEAN)
+    return [slice(0, layout.buffers_start), *(slice(s.start, s.stop) for s in buffers)]
 
 
 @torch.no_grad()

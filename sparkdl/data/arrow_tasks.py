@@ -9,6 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 from pyspark import TaskContext
+from pyspark.errors import PySparkException
 from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, functions
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
@@ -17,7 +18,7 @@ from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.partition_join import WrittenRows, join_partition
 from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
-from sparkdl.data.row_errors import RowError
+from sparkdl.data.row_errors import BadRow, RowError
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, in_quotes, raise_all
 from sparkdl.session import is_connected
@@ -55,14 +56,22 @@ class WriteDataFrame:
             RowError: A row cannot become a sample.
         """
         names = [column.name for column in self.columns]
+        labels = [i for i, column in enumerate(self.columns) if column.label]
         for batch in batches:
             for part in self._parts(batch, writer):
-                arrays = [
-                    to_numpy(part.column(i), column, writer.num_rows)
-                    for i, column in enumerate(self.columns)
-                ]
                 split = part.num_columns > len(names)
-                writer.add(names, arrays, part.column(len(names)).to_numpy() if split else None)
+                partitions = part.column(len(names)).to_numpy() if split else None
+                try:
+                    arrays = [
+                        to_numpy(part.column(i), column, writer.num_rows)
+                        for i, column in enumerate(self.columns)
+                    ]
+                    writer.add(names, arrays, partitions, labels)
+                except RowError as error:
+                    name, row = error.problem.column, error.problem.row - writer.num_rows
+                    if name in names and row in range(part.num_rows):
+                        error.note_value(part.column(names.index(name))[row].as_py())
+                    raise
 
     def _parts(self, batch: pa.RecordBatch, writer: PartitionWriter) -> Iterator[pa.RecordBatch]:
         """Cut the batch where its tensors may be much larger than its columns, as for images."""
@@ -145,6 +154,28 @@ def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
     return data.select(
         *[functions.col(quoted(c.name)).alias(f"c{i}") for i, c in enumerate(columns)]
     )
+
+
+PATH = "path"
+"""The column with the path of a row's file, as ``spark.read.format("binaryFile")`` names it."""
+
+
+def files_of(data: DataFrame, problem: BadRow) -> str:
+    """Return the paths of the rows that have the value of a bad row, in brackets; "" if none is known.
+
+    They are in a column :data:`PATH`, or Spark knows from which file it reads a row.
+    """
+    if problem.digest is None:
+        return ""
+    value = functions.sha2(functions.col(quoted(problem.column)), 256)
+    strings = [field.name for field in data.schema if field.dataType.typeName() == "string"]
+    path = PATH if PATH in strings else "_metadata.file_path"
+    try:
+        rows = data.where(value == problem.digest).select(path).limit(4).collect()
+    except PySparkException:  # it was not read from files, or cannot be read again
+        return ""
+    paths = [str(row[0]) for row in rows if row[0] is not None]
+    return f" ({', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''})" if paths else ""
 
 
 def columns_named(data: DataFrame, name: str, among: Sequence[str] | None = None) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 from sparkdl.data.columns.convert import masked
 from sparkdl.data.epoch import derive_seed, drawn, generator, permutation, remembered
 from sparkdl.data.fields import Field
-from sparkdl.data.ragged import Ragged, Rows, dense, model_inputs
+from sparkdl.data.ragged import Ragged, RowLengths, Rows, dense, model_inputs, padded_lengths
 from sparkdl.errors import ParameterError, kind_of
 from sparkdl.process.determinism import steadily
 
@@ -67,11 +67,13 @@ class Batch:
             its sequences if its padding asks for them.
         targets: The labels, which the loss compares with.
         weights: Floats of shape (rows,), or None.
+        lengths: The lengths of the rows of each input, then of each label, that is padded.
     """
 
     inputs: list[np.ndarray]
     targets: list[np.ndarray]
     weights: np.ndarray | None = None
+    lengths: Sequence[RowLengths | None] = ()
 
 
 def visit_order(
@@ -163,11 +165,9 @@ def fields_to_batch(batch_spec: BatchSpec, fields: Sequence[Rows]) -> Batch:
     labels = batch_spec.num_features + batch_spec.num_labels
     weights = fields[labels] if batch_spec.weighted else None
     assert not isinstance(weights, Ragged)
-    return Batch(
-        model_inputs(fields[: batch_spec.num_features]),
-        dense(fields[batch_spec.num_features : labels]),
-        weights,
-    )
+    features, targets = fields[: batch_spec.num_features], fields[batch_spec.num_features : labels]
+    lengths = [*padded_lengths(features), *padded_lengths(targets, labels=True)]
+    return Batch(model_inputs(features), dense(targets), weights, lengths)
 
 
 def _at_place(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import TypeVar
@@ -56,13 +56,14 @@ def dtype_as(dtype: str, field: Field | None) -> str:
 class Extreme:
     """The smallest or largest value of a field, and a row that has it.
 
-    Integer fields, the weight, and the row lengths of fields of varying length have extremes.
+    Integer fields, labels, the weight, and the row lengths of fields of varying length have extremes.
 
     Attributes:
         field: The number of the field.
         sign: -1 for the smallest value, 1 for the largest.
         row: The row that has the value.
         of_length: ``value`` is the length of the row in a field of varying length.
+        tried: The model is tried on the row before training starts.
     """
 
     field: int
@@ -70,6 +71,7 @@ class Extreme:
     value: float
     row: int
     of_length: bool = False
+    tried: bool = True
 
     def exceeds(self, value: float) -> bool:
         """Return whether this extreme is more extreme than ``value``."""
@@ -96,8 +98,10 @@ class SampleHandle:
         order_path: The file with the canonical order of the partition's rows: their places in the
             segments, taken one after another.
         checksum: A checksum of the set of rows.
-        extremes: The extremes of the integer fields, the weight and the row lengths.
+        extremes: The extremes of the integer fields, the labels, the weight and the row lengths.
         problem: The reason why the partition could not be written.
+        repeats: The equal rows, if they are many beside the others: the place of the first in the
+            order, and their number; see [Note: equal rows].
     """
 
     node_id: str
@@ -108,18 +112,24 @@ class SampleHandle:
     fields: tuple[Field, ...]
     extremes: tuple[Extreme, ...] = ()
     problem: BadRow | None = None
+    repeats: tuple[tuple[int, int], ...] = ()
 
 
 NO_ROWS = "the data is empty: it has no rows."
 
 
-def check_handles(handles: Sequence[SampleHandle], noun: str) -> None:
-    """Raise :class:`DataError` for a problem of one partition, or of all of them together."""
+def check_handles(
+    handles: Sequence[SampleHandle], noun: str, locate: Callable[[BadRow], str] = lambda _: ""
+) -> None:
+    """Raise :class:`DataError` for a problem of one partition, or of all of them together.
+
+    ``locate`` returns what is known about the place of a row besides its partition.
+    """
     for partition, handle in enumerate(handles):
         problem = handle.problem
         if problem is not None:
             number = partition if problem.partition is None else problem.partition
-            raise DataError(problem.message(f"partition {number}", noun))
+            raise DataError(problem.message(f"partition {number}{locate(problem)}", noun))
     filled = [(i, handle) for i, handle in enumerate(handles) if handle.num_rows]
     if not filled:
         raise DataError(NO_ROWS)

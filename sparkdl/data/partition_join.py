@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -15,7 +15,7 @@ from sparkdl.data.fields import Extreme, Field, RowFile, SampleHandle
 from sparkdl.data.partition_files import write_all
 from sparkdl.data.partition_reader import MappedPartition
 from sparkdl.data.row_errors import SAME_SHAPE, BadRow
-from sparkdl.data.row_order import canonical_order, checksum
+from sparkdl.data.row_order import canonical_order, checksum, ties
 from sparkdl.errors import SlabFullError
 from sparkdl.slab.root import Root, SlabConfig, open_private, open_root
 
@@ -70,19 +70,17 @@ def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHa
     hashes = _joined([part.hashes for part in parts]).astype(np.uint64, copy=False)
     fields = parts[0].fields if parts else ()
     rows = MappedPartition.map(segments, "", fields)
-    order = places[
-        canonical_order(
-            hashes,
-            lambda numbers: rows.contents(places[numbers]),
-            COMPARE_BYTES // max((part.row_bytes for part in parts), default=1) or 1,
-        )
-    ]
+    at_once = COMPARE_BYTES // max((part.row_bytes for part in parts), default=1) or 1
+    ranking = canonical_order(hashes, lambda numbers: rows.contents(places[numbers]), at_once)
+    order = places[ranking]
+    repeats = tuple(_repeats(hashes, ranking, lambda where: rows.contents(order[where]), at_once))
+    del ranking
     extremes: Extremes = {}
     for part, begin in zip(parts, begins, strict=True):
         for extreme in part.extremes:
             keep_extreme(extremes, replace(extreme, row=extreme.row + begin))
     order_path = where_there_is_room(
-        root, lambda folder: _save(folder, order), len(order), order.nbytes
+        root, lambda folder: save_order(folder, order), len(order), order.nbytes
     )
     return SampleHandle(
         node_id=root.node_id,
@@ -92,7 +90,35 @@ def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHa
         checksum=checksum(hashes),
         fields=fields,
         extremes=tuple(replace(e, row=int(np.argmax(order == e.row))) for e in extremes.values()),
+        repeats=repeats,
     )
+
+
+REPEATED = 1024
+"""Equal rows are told of that are more than one of so many equal portions of their partition."""
+
+
+def _repeats(
+    hashes: np.ndarray,
+    ranking: np.ndarray,
+    contents: Callable[[np.ndarray], np.ndarray],
+    rows_at_once: int,
+) -> Iterator[tuple[int, int]]:
+    """Yield the places and numbers of :attr:`SampleHandle.repeats`.
+
+    A run of equal hashes is sorted by content, so its rows are equal if the first and the last are.
+    """
+    starts, stops = ties(hashes, ranking)
+    many = (stops - starts) * REPEATED > len(ranking)
+    starts, stops = starts[many], stops[many]
+    step = max(1, rows_at_once // 2)
+    for begin in range(0, len(starts), step):
+        some = slice(begin, begin + step)
+        equal = contents(starts[some]) == contents(stops[some] - 1)
+        for start, stop in zip(
+            starts[some][equal].tolist(), stops[some][equal].tolist(), strict=True
+        ):
+            yield start, stop - start
 
 
 def keep_extreme(extremes: Extremes, found: Extreme) -> None:
@@ -143,7 +169,8 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate(arrays) if arrays else np.zeros(0, np.int64)
 
 
-def _save(folder: Path, order: np.ndarray) -> str:
+def save_order(folder: Path, order: np.ndarray) -> str:
+    """Write the order of a partition's rows into a new file of a slab root, and return its path."""
     path = folder / f"samples-{secrets.token_hex(8)}.order"
     with open(path, "xb", buffering=0, opener=open_private) as file:
         try:

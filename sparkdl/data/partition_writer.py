@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,6 +81,7 @@ class PartitionWriter:
         names: Sequence[str],
         columns: Sequence[Rows],
         partitions: np.ndarray | None = None,
+        labels: Collection[int] = (),
     ) -> None:
         """Append rows.
 
@@ -88,6 +89,7 @@ class PartitionWriter:
             names: The name of each column.
             columns: For each column an array of shape (rows, *shape), or a :class:`Ragged`.
             partitions: The partition of each row, if they differ.
+            labels: The numbers of the columns that are labels.
 
         Raises:
             RowError: A row differs in type or shape from row 0.
@@ -102,7 +104,7 @@ class PartitionWriter:
                 remedy = SAME_TYPE if field.shape == first.shape else SAME_SHAPE
                 raise RowError(field.name, self.num_rows, text, remedy)
         for number, column in enumerate(columns):
-            self._note_extremes(number, column)
+            self._note_extremes(number, column, number in labels)
         if self._weighted:
             weights = columns[-1]
             assert isinstance(weights, np.ndarray)
@@ -152,25 +154,33 @@ class PartitionWriter:
         places = self._root.directories_for(max(nbytes, CHECKED_BYTES))
         return Path(self._writers[-1].segment.path).parent in places
 
-    def _note_extremes(self, number: int, column: Rows) -> None:
+    def _note_extremes(self, number: int, column: Rows, label: bool) -> None:
+        tried = column.dtype.kind == "i"
+        noted = tried or (label and column.dtype.kind == "f")
         if isinstance(column, Ragged):
             self._note(number, column.lengths, np.arange(len(column) + 1), of_length=True)
-            if column.dtype.kind == "i":
+            if noted:
                 rest = column.used.reshape(len(column.used), -1)
                 ends = (column.offsets - column.offsets[0]) * rest.shape[1]
-                self._note(number, rest.reshape(-1), ends)
-        elif column.dtype.kind == "i":
+                self._note(number, rest.reshape(-1), ends, tried=tried)
+        elif noted:
             values = column.reshape(-1)
-            self._note(number, values, np.arange(len(column) + 1) * (len(values) // len(column)))
+            ends = np.arange(len(column) + 1) * (len(values) // len(column))
+            self._note(number, values, ends, tried=tried)
 
     def _note(
-        self, number: int, values: np.ndarray, offsets: np.ndarray, of_length: bool = False
+        self,
+        number: int,
+        values: np.ndarray,
+        offsets: np.ndarray,
+        of_length: bool = False,
+        tried: bool = True,
     ) -> None:
         """Keep the extremes of ``values``; the values of row i begin at ``offsets[i]``."""
         for sign, place in ((-1, int(values.argmin())), (1, int(values.argmax()))):
             row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
             value = values[place].item()
-            keep_extreme(self._extremes, Extreme(number, sign, value, row, of_length))
+            keep_extreme(self._extremes, Extreme(number, sign, value, row, of_length, tried))
 
     def finish(self) -> SampleHandle:
         """Join all rows into one partition and return its handle."""

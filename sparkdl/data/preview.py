@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from pyspark import TaskContext
 
-from sparkdl.data.fields import Extreme, SampleHandle
+from sparkdl.data.fields import Extreme, Field, SampleHandle
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.ragged import Rows, concatenate
 
@@ -51,7 +51,7 @@ class Preview:
         rows = {first: [i % handles[first].num_rows for i in range(FIRST_ROWS)]}
         best: dict[tuple[int, int, bool], tuple[int, Extreme]] = {}
         for partition, handle in enumerate(handles):
-            for found in handle.extremes:
+            for found in (extreme for extreme in handle.extremes if extreme.tried):
                 key = (found.field, found.sign, found.of_length)
                 if key not in best or found.exceeds(best[key][1].value):
                     best[key] = (partition, found)
@@ -60,7 +60,7 @@ class Preview:
             if extreme.row not in chosen:
                 chosen.append(extreme.row)
         some = sum(map(len, rows.values()))
-        wanted = min(MORE_ROWS, MORE_BYTES // max(1, _row_bytes(handles[first]))) - some
+        wanted = min(MORE_ROWS, MORE_BYTES // max(1, row_bytes(handles[first].fields))) - some
         others = (i for i in range(handles[first].num_rows) if i not in rows[first])
         more = list(itertools.islice(others, max(0, wanted)))
         return Preview({**rows, first: [*rows[first], *more]}, len(more))
@@ -89,9 +89,9 @@ class Preview:
         return preview, [concatenate(pair) for pair in zip(preview, followed, strict=True)]
 
 
-def _row_bytes(handle: SampleHandle) -> int:
+def row_bytes(fields: Sequence[Field]) -> int:
     """Return the bytes of a row; a field of varying length is assumed to have 1,024 elements."""
     return sum(
         math.prod(field.shape) * np.dtype(field.dtype).itemsize * (1024 if field.ragged else 1)
-        for field in handle.fields
+        for field in fields
     )

@@ -18,7 +18,7 @@ class Padding:
     """A rule that makes one tensor of rows of varying length."""
 
     value: float = 0
-    """The value that fills the end of shorter rows."""
+    """The value that fills up shorter rows."""
     length: int | None = None
     """Always pad to this length; None: pad to the longest row of the mini-batch."""
     lengths: bool = False
@@ -26,6 +26,8 @@ class Padding:
     mask: bool = False
     """Also give the model a mask after these, int64 of the shape of the padded input: 1 where there is
     a value, 0 where there is padding."""
+    side: str = "right"
+    """The side of the padding, "left" or "right"."""
 
     def names(self, name: str) -> list[str]:
         """Return the names of the model's inputs that are made of the input ``name``.
@@ -121,9 +123,16 @@ class Ragged:
         longest = int(lengths.max(initial=0)) if length is None else length
         shape = (len(self), longest, *self.values.shape[1:])
         result = np.full(shape, self.padding.value, dtype=self.dtype)
+        left = self.padding.side == "left"
         for out, row in zip(result, self, strict=True):
-            out[: len(row)] = row[:longest]
+            begin = max(0, longest - len(row)) if left else 0
+            out[begin : begin + len(row)] = row[:longest]
         return result
+
+    def present(self, width: int) -> np.ndarray:
+        """Return where rows padded to ``width`` have values, bool of shape (rows, width)."""
+        lengths, places = np.minimum(self.lengths, width)[:, None], np.arange(width)
+        return places >= width - lengths if self.padding.side == "left" else places < lengths
 
     def inputs(self) -> list[np.ndarray]:
         """Return the model's inputs: the padded rows and, if requested, their lengths and mask."""
@@ -132,7 +141,7 @@ class Ragged:
             lengths = np.minimum(lengths, self.padding.length)
         inputs = [padded, *([lengths] if self.padding.lengths else [])]
         if self.padding.mask:
-            inputs.append((np.arange(padded.shape[1]) < lengths[:, None]).astype(np.int64))
+            inputs.append(self.present(padded.shape[1]).astype(np.int64))
         return inputs
 
 
@@ -162,3 +171,36 @@ def model_inputs(fields: Sequence[Rows]) -> list[np.ndarray]:
 def dense(fields: Sequence[Rows]) -> list[np.ndarray]:
     """Return one array a field, ragged fields padded and without their lengths (for labels)."""
     return [rows.padded() if isinstance(rows, Ragged) else rows for rows in fields]
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """The lengths of the rows of an array padded to the longest, and the side of the padding."""
+
+    lengths: np.ndarray
+    left: bool = False
+
+    def of_rows(self, rows: slice | np.ndarray) -> RowLengths:
+        """Return those of some rows."""
+        return RowLengths(self.lengths[rows], self.left)
+
+    def places(self, width: int) -> slice:
+        """Return the places, among ``width``, to which the longest row reaches."""
+        longest = int(self.lengths.max(initial=0))
+        return slice(max(0, width - longest), None) if self.left else slice(longest)
+
+
+def padded_lengths(fields: Sequence[Rows], labels: bool = False) -> list[RowLengths | None]:
+    """Return the lengths for each of :func:`model_inputs`, or :func:`dense` if the fields are labels.
+
+    They are None for an array without padding, and for one that is always padded to one length.
+    """
+    found: list[RowLengths | None] = []
+    for rows in fields:
+        own, rule = None, rows.padding if isinstance(rows, Ragged) else None
+        if isinstance(rows, Ragged) and rows.padding.length is None:
+            own = RowLengths(rows.lengths, rows.padding.side == "left")
+        found.append(own)
+        if rule is not None and not labels:
+            found += [None] * rule.lengths + [own] * rule.mask
+    return found

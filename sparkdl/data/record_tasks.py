@@ -48,21 +48,24 @@ class WriteRecords:
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
         writer = PartitionWriter(self.config, weighted=self.weighted)
         names: list[str] = []
+        labels: list[int] = []
         waiting: list[list[np.ndarray]] = []
         nbytes = 0  # bytes of the waiting records
         try:
             for record in records:
                 parts = self._parts(record, writer.num_rows + len(waiting))
-                names = names or [name for name, _ in parts]
+                if not names:
+                    names = [name for name, _ in parts]
+                    labels = [i for i, name in enumerate(names) if name.startswith("label")]
                 row = writer.num_rows + len(waiting)
                 check_alike(parts, waiting, row, self.specs, names)
                 waiting.append([value for _, value in parts])
                 nbytes += sum(value.nbytes for _, value in parts)
                 if len(waiting) == _RDD_BATCH or nbytes >= PART_BYTES:
-                    writer.add(names, stack_records(names, waiting, self.specs))
+                    writer.add(names, stack_records(names, waiting, self.specs), labels=labels)
                     waiting, nbytes = [], 0
             if waiting:
-                writer.add(names, stack_records(names, waiting, self.specs))
+                writer.add(names, stack_records(names, waiting, self.specs), labels=labels)
             handle = writer.finish()
         except RowError as error:
             handle = writer.fail(error.problem)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+from dataclasses import dataclass, replace
 
 SAME_SHAPE = "Every row must have the same shape: filter out, pad or truncate such rows."
 NO_VALUES = "Filter out such rows, or leave the column out."
@@ -33,7 +34,13 @@ def varying(column: str) -> str:
 class BadRow:
     """A problem with one row of one column, found on an executor and raised on the driver.
 
-    ``partition`` is the row's partition in the data as read, if that is not the reporting partition.
+    Attributes:
+        column: The name of the column or field.
+        row: The number of the row in its partition.
+        text: What is wrong, as the end of a sentence about the value.
+        remedy: What to do.
+        partition: The row's partition in the data as read, if that is not the reporting partition.
+        digest: The SHA-256 of the value, if it is binary or a string, by which its row is found again.
     """
 
     column: str
@@ -41,6 +48,7 @@ class BadRow:
     text: str
     remedy: str
     partition: int | None = None
+    digest: str | None = None
 
     def message(self, place: str, noun: str = "column") -> str:
         """Return one line for the user.
@@ -58,6 +66,13 @@ class RowError(Exception):
     def __init__(self, column: str, row: int, text: str, remedy: str) -> None:
         super().__init__(text)
         self.problem = BadRow(column, row, text, remedy)
+
+    def note_value(self, value: object) -> None:
+        """Note the value of the column in the row."""
+        raw = value.encode() if isinstance(value, str) else value
+        if isinstance(raw, bytes):
+            digest = hashlib.sha256(raw, usedforsecurity=False).hexdigest()
+            self.problem = replace(self.problem, digest=digest)
 
 
 def drop(name: str) -> str:

@@ -101,13 +101,7 @@ def canonical_order(
         rows_at_once: The most rows of one call: the partition may be larger than memory.
     """
     order = np.argsort(hashes)
-    ranked = hashes[order]
-    tied = np.zeros(len(order) + 1, dtype=np.int8)  # whether a row ties with the one before it
-    np.equal(ranked[1:], ranked[:-1], out=tied[1:-1].view(bool))
-    del ranked
-    steps = np.diff(tied)
-    starts, stops = np.flatnonzero(steps == 1), np.flatnonzero(steps == -1) + 1
-    del tied, steps
+    starts, stops = ties(hashes, order)
     for first, last in _runs(stops - starts, rows_at_once):
         assert contents is not None
         places = np.concatenate([np.arange(starts[i], stops[i]) for i in range(first, last)])
@@ -119,6 +113,15 @@ def canonical_order(
         else:
             order[places] = _sort_many(rows, contents, rows_at_once)
     return order
+
+
+def ties(hashes: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return where runs of equal hashes, of two rows or more, start and stop in the ``order``."""
+    ranked = hashes[order]
+    tied = np.zeros(len(order) + 1, dtype=np.int8)  # whether a row ties with the one before it
+    np.equal(ranked[1:], ranked[:-1], out=tied[1:-1].view(bool))
+    steps = np.diff(tied)
+    return np.flatnonzero(steps == 1), np.flatnonzero(steps == -1) + 1
 
 
 def _runs(sizes: np.ndarray, limit: int) -> Iterator[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from sparkdl.data.arrow_tasks import (
     WriteParts,
     address_parts,
     content_hash,
+    files_of,
     first_field,
     in_few_tasks,
     partitions_of_rdds,
@@ -23,18 +25,22 @@ from sparkdl.data.arrow_tasks import (
     ship_batches,
 )
 from sparkdl.data.columns.base import Column, Specs
+from sparkdl.data.equal_rows import DeletePartitions, RepeatedRows
 from sparkdl.data.fields import Field, SampleHandle, check_handles
 from sparkdl.data.partition_join import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.records import Names, Sample, record_array, split_record
+from sparkdl.data.row_errors import BadRow
 from sparkdl.data.sample_set import SampleSet, fields_of_handles, sample_set
 from sparkdl.data.schema import read_schema
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError
 from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.frames import (
     collect_frames,
+    compute_again,
     forget_last_shuffle,
     is_local,
     map_frames,
@@ -54,6 +60,10 @@ __all__ = [
     "select_columns",
     "split_record",
 ]
+
+
+MAX_READINGS = 8
+"""The number of times that samples are written if their slabs are deleted each time."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +113,10 @@ class Source:
         """Return the word by which messages call a part of a sample."""
         return "column" if isinstance(self.data, DataFrame) else "field"
 
+    def place_of(self, problem: BadRow) -> str:
+        """Return the files of a bad row; see :func:`sparkdl.data.arrow_tasks.files_of`."""
+        return files_of(self.data, problem) if isinstance(self.data, DataFrame) else ""
+
 
 def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
     """Write the data into slabs as ``source.replicas`` partitions, and check every row on the way.
@@ -117,26 +131,80 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
 
     Raises:
         DataError: A row, or the data as a whole, cannot become samples.
+        TrainingError: The slabs are deleted again and again, or Spark fails.
     """
     if isinstance(source.data, DataFrame):
-        rdd, moved = _write_table(source)
+        written, moved = _write_table(source)
     else:
         _check_specs(source)
         records = _redistribute(source)
-        rdd, moved = (
+        written, moved = (
             map_frames(records, accompanied(source.records_task)),
             records is not source.data,
         )
-    rdd = persist(rdd)
+    rdd, to_spread = persist(written), moved
+
+    def read() -> SampleSet:
+        nonlocal rdd, to_spread
+        handles = _handles(rdd)
+        if to_spread:
+            rdd, handles = _spread(source, written, rdd, handles, persist)
+            to_spread = False
+        if moved:
+            forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
+        check_handles(handles, source.noun, source.place_of)
+        preview = Preview.of(handles)
+        with stage_name(rdd.ctx, "look at the first samples"):
+            parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
+        return _sample_set(source, rdd, handles, preview.join(parts))
+
+    for _ in range(MAX_READINGS):
+        try:
+            with reading_explained():
+                return read()
+        except StateLostError:
+            compute_again(rdd)
+    raise deleted_without_end("reading the data", source.slab)
+
+
+def _handles(rdd: RDD) -> list[SampleHandle]:
     with stage_name(rdd.ctx, "write samples into slabs"):
-        handles = [pickle.loads(frame) for frame in collect_frames(rdd)]
-    if moved:
-        forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
-    check_handles(handles, source.noun)
-    preview = Preview.of(handles)
-    with stage_name(rdd.ctx, "look at the first samples"):
-        parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
-    return _sample_set(source, rdd, handles, preview.join(parts))
+        return [pickle.loads(frame) for frame in collect_frames(rdd)]
+
+
+def _spread(
+    source: Source,
+    written: RDD,
+    rdd: RDD,
+    handles: list[SampleHandle],
+    persist: Callable[[RDD], RDD],
+) -> tuple[RDD, list[SampleHandle]]:
+    """Return the persisted ``written`` and its handles, after equal rows were spread, if many are.
+
+    See [Note: equal rows]. Partitions are written again from the same shuffle.
+    """
+    repeated = RepeatedRows.of(handles)
+    if repeated is None:
+        return rdd, handles
+    preview = repeated.preview()
+    with stage_name(rdd.ctx, "spread equal rows"):
+        task = repeated.spread(source.slab, rdd.ctx.runJob(rdd, preview, list(preview.rows)))
+        stay = isinstance(source.data, DataFrame) and is_local(rdd.ctx)  # rows stay, see JoinParts
+        rdd.ctx.runJob(rdd, DeletePartitions(rows=not stay))
+    rdd.unpersist()
+    rdd = persist(map_frames(written, task))
+    return rdd, _handles(rdd)
+
+
+def _spread_here(source: Source, handles: list[SampleHandle]) -> list[SampleHandle]:
+    """Return the handles after equal rows were spread, if many are, in this process."""
+    repeated = RepeatedRows.of(handles)
+    if repeated is None:
+        return handles
+    preview = repeated.preview()
+    parts = [preview.read(home, handles[home]) for home in preview.rows]
+    task = repeated.spread(source.slab, parts)
+    return [task.changed(partition, handle) for partition, handle in enumerate(handles)]
 
 
 def materialize_here(source: Source) -> SampleSet:
@@ -144,17 +212,36 @@ def materialize_here(source: Source) -> SampleSet:
 
     Otherwise like :func:`materialize`.
     """
+    for _ in range(MAX_READINGS):
+        with contextlib.suppress(StaleReferenceError, FileNotFoundError):
+            return _read_here(source)
+    raise deleted_without_end("reading the data", source.slab)
+
+
+def _read_here(source: Source) -> SampleSet:
     if isinstance(source.data, DataFrame):
-        handles = _bring_table(source)
+        handles, moved = _bring_table(source)
     else:
         _check_specs(source)
-        collected = _redistribute(source).glom().collect()
+        records = _redistribute(source)
+        collected, moved = records.glom().collect(), records is not source.data
         task_of_records = source.records_task
         handles = [pickle.loads(next(task_of_records(m, part))) for m, part in enumerate(collected)]
-    check_handles(handles, source.noun)
+    if moved:
+        handles = _spread_here(source, handles)
+    check_handles(handles, source.noun, source.place_of)
     preview = Preview.of(handles)
     first = [preview.read(partition, handles[partition]) for partition in preview.rows]
     return _sample_set(source, None, handles, preview.join(first))
+
+
+def deleted_without_end(doing: str, slab: SlabConfig) -> TrainingError:
+    """Return the error to raise if samples are gone each time that they have been written."""
+    return TrainingError(
+        f"{doing}: the samples were written {MAX_READINGS} times, and each time tasks found nothing of "
+        f'them in spark.sparkdl.slab.dir="{slab.directory}". Something deletes the folders '
+        '"sparkdl-*" there again and again: exclude them, or name another directory.'
+    )
 
 
 def _sample_set(
@@ -210,10 +297,12 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
     return joined, True
 
 
-def _bring_table(source: Source) -> list[SampleHandle]:
-    """Write a DataFrame's partitions in this process and return their handles."""
+def _bring_table(source: Source) -> tuple[list[SampleHandle], bool]:
+    """Write a DataFrame's partitions in this process; return their handles, and whether rows changed
+    partitions."""
     chosen, columns = chosen_columns(source)
-    if partitions_of_rdds(chosen) == source.replicas:
+    stay = partitions_of_rdds(chosen) == source.replicas
+    if stay:
         chosen = chosen.select("*", functions.spark_partition_id().alias("partition"))
     else:
         chosen = in_few_tasks(chosen, source.replicas)
@@ -226,7 +315,7 @@ def _bring_table(source: Source) -> list[SampleHandle]:
     for number, found in batches.items():
         for partition, part in enumerate(task.parts(number, found)):
             parts[partition].append(part)
-    return [join_partition(source.slab, some) for some in parts]
+    return [join_partition(source.slab, some) for some in parts], not stay
 
 
 def chosen_columns(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:

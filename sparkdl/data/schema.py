@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Names
+from dataclasses import replace
 from itertools import chain, repeat
 from typing import TYPE_CHECKING
 
@@ -84,7 +85,7 @@ def read_schema(
             if isinstance(column, str):
                 problems.append(f'{role} column "{name}" {column}')
             else:
-                columns.append(column)
+                columns.append(replace(column, label=role == "label"))
         found.append(columns)
     raise_all(DataError, problems)
     return tuple(found[0]), tuple(found[1]), tuple(found[2])

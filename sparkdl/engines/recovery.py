@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -195,17 +195,17 @@ class RecoveringEngine:
 
     def with_recovery(self, action: Callable[[], Result]) -> Result:
         """Return ``action()``; recover and call it again whenever the state was lost."""
-        for _ in range(MAX_LOSSES):
+        losses = iter(range(MAX_LOSSES))
+        while True:
             try:
                 return action()
             except StateLostError as lost:
-                self._recover(lost)
-        return action()
+                self._recover(lost, losses)
 
-    def _recover(self, lost: StateLostError) -> None:
+    def _recover(self, lost: StateLostError, losses: Iterator[int]) -> None:
         """Restore the state to where it stood, and log one line about it."""
         started, tries = time.monotonic(), dict[RestorePoint, int]()
-        for _ in range(MAX_LOSSES):
+        for _ in losses:
             point = self._latest()
             tries[point] = tries.get(point, 0) + 1
             try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -11,13 +13,24 @@ from py4j.protocol import Py4JError
 from pyspark import RDD, SparkContext, StorageLevel
 from pyspark.errors import PySparkException
 
-from sparkdl.errors import TrainingError
+from sparkdl.data.partition_reader import lies_here
+from sparkdl.data.samples import MAX_READINGS, deleted_without_end
+from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.loop.interrupt import interrupts_held
 from sparkdl.slab.release import clean_here
-from sparkdl.slab.root import SlabConfig
+from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.executors import Executor, executor_awaited, executors, task_per_executor
-from sparkdl.spark.frames import forget_shuffles, is_local, stage_name
+from sparkdl.spark.failures import faults_explained
+from sparkdl.spark.frames import (
+    collect_frames,
+    compute_again,
+    forget_shuffles,
+    is_local,
+    stage_name,
+    store_frames,
+    stored_frames,
+)
 from sparkdl.spark.properties import own_properties
 from sparkdl.spark.watchdog import Watchdog
 from sparkdl.spark.worker import finish_task
@@ -228,13 +241,42 @@ def samples_changed(doing: str, partition: int) -> TrainingError:
     )
 
 
-def compute_again(rdd: RDD) -> None:
-    """Unpersist ``rdd`` so that it is recomputed; it is persisted again as it is computed.
+_writing = threading.Lock()
 
-    Outside local mode, this does not wait: an executor that has just died does not answer for two
-    minutes. A block that is removed too late, after it was recomputed, is computed once more. In
-    local mode blocks are read without their lineage, so none may be removed too late; there the
-    call blocks, and no executor can die.
+
+def write_again(samples: RDD, slab: SlabConfig) -> None:
+    """Have each partition of the samples written again, on the node where it is read.
+
+    In local mode this happens at once, because tasks read stored blocks there, see
+    :func:`sparkdl.spark.frames.stored_frames`. Fits in other threads may have the same samples: what
+    one of them has written serves all. Otherwise it happens when the partitions are read.
+
+    Args:
+        samples: The RDD of the samples.
+        slab: The slabs of the run that reads them.
+
+    Raises:
+        TrainingError: They are deleted again and again, or cannot be written.
     """
-    rdd.unpersist(blocking=is_local(rdd.ctx))
-    rdd.persist(StorageLevel.MEMORY_AND_DISK)
+    if not is_local(samples.ctx):
+        compute_again(samples)
+        return
+    doing = "writing the samples again"
+    with _writing:
+        for _ in range(MAX_READINGS):
+            if _written_here(samples, slab):
+                return
+            compute_again(samples)
+            with contextlib.suppress(StateLostError), faults_explained(doing):
+                store_frames(samples)
+    raise deleted_without_end(doing, slab)
+
+
+def _written_here(samples: RDD, slab: SlabConfig) -> bool:
+    """Return whether the stored samples are on the driver's node."""
+    root = open_root(slab, create=True)
+    assert root is not None
+    with contextlib.suppress(StateLostError), faults_explained("looking for the samples"):
+        frames = collect_frames(stored_frames(samples))
+        return all(lies_here(pickle.loads(frame), root.node_id) for frame in frames)
+    return False

@@ -13,7 +13,7 @@ from pyspark.resource import ResourceProfile
 from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.gang.rank_task import Rendezvous
 from sparkdl.gang.slots import with_profile
-from sparkdl.spark.failures import explain, of_python
+from sparkdl.spark.failures import deleted, explain, of_python
 from sparkdl.spark.frames import map_frames, shuffle_frames, stage_name
 from sparkdl.spark.properties import own_properties
 
@@ -114,5 +114,6 @@ def is_one_to_one(rdd: RDD) -> bool:
 def not_together(error: Exception) -> TrainingError:
     """Return the error to raise if a Spark job failed before the gang was complete."""
     text = str(error)
-    kind = TrainingError if of_python(text) else StateLostError
-    return kind(f"the gang did not come together: {explain(text)}")
+    reason = explain(text)
+    kind = TrainingError if of_python(text) and not deleted(reason) else StateLostError
+    return kind(f"the gang did not come together: {reason}")

@@ -2,10 +2,15 @@
 
 [Note: what a channel protects] Commands are code, so nobody else may send one. The key of a gang is
 random and reaches the ranks inside their tasks, with the protection that Spark's own messages have.
-Every frame carries a keyed BLAKE2b digest (RFC 7693) of the connection's nonce, of which each end
-has drawn one half, the direction, the frame number, and the content. A frame that is forged,
-changed, repeated (also from an earlier connection) or left out ends the connection. Nothing is
-encrypted.
+Every frame carries two keyed BLAKE2b digests (RFC 7693) of the connection's nonce, of which each end
+has drawn one half, the direction, the frame number, and the length or the content. A length is
+believed only after its digest. A frame that is forged, changed, repeated (also from an earlier
+connection) or left out ends the connection. Nothing is encrypted.
+
+[Note: who may keep a rank waiting] Nobody. The listener takes first messages side by side, whoever
+else is silent, and knows at most :data:`MOST_SILENT` connections that have not sent one, of a hundred
+bytes each; the oldest gives way. It answers a first message. So a rank that was dropped before, as
+one that was stopped or swapped out for a minute, knows that it was, and connects again.
 """
 
 from __future__ import annotations
@@ -15,22 +20,30 @@ import hashlib
 import math
 import pickle
 import secrets
+import selectors
 import socket
 import struct
 import threading
+import time
+from collections.abc import Generator
 from typing import Any
 
 from sparkdl.errors import SparkdlError
 from sparkdl.process.system import end_unanswered, keep_alive
 
-_HEAD = struct.Struct("<Q32s")
-_FIRST_BYTES = 1 << 16
-"""The largest first frame. Until it has arrived, the other end is not authenticated."""
+_LENGTH = struct.Struct("<Q")
+_DIGEST_BYTES = 32
+_HEAD_BYTES = _LENGTH.size + 2 * _DIGEST_BYTES
 _IN_ONE = 1 << 16
 """The largest content that is sent together with its header, so that the other end wakes up once."""
 NONCE_BYTES = 16
-HELLO_SECONDS = 5.0
+HELLO_SECONDS = 60.0
+"""The time in which the first message of a connection must have arrived."""
+MOST_SILENT = 256
+"""The most connections whose first message has not arrived."""
 CONNECT_SECONDS = 60.0
+TRIES, LONGEST_PAUSE = 10, 5.0
+"""How often a rank connects if it is dropped before its first message, with growing pauses."""
 
 
 _SILENT_SECONDS, _PROBE_SECONDS, _PROBES = 60, 15, 4
@@ -43,6 +56,10 @@ applies to what the driver sends only: a rank always reads, but the driver may b
 
 class ChannelError(SparkdlError, RuntimeError):
     """An error because the other end has closed the connection, or is not who it should be."""
+
+
+class EndedError(ChannelError):
+    """An error because the connection has ended."""
 
 
 class Channel:
@@ -81,17 +98,18 @@ class Channel:
         """
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._lock:
-            digest = self._digest(self._out, self._sent, content)
+            length = _LENGTH.pack(len(content))
+            head = length + self._digest(self._out.lower(), self._sent, length)
+            head += self._digest(self._out, self._sent, content)
             self._sent += 1
             try:
-                head = _HEAD.pack(len(content), digest)
                 if len(content) <= _IN_ONE:
                     self._connection.sendall(head + content)
                 else:
                     self._connection.sendall(head)
                     self._connection.sendall(content)
             except OSError as error:
-                raise ChannelError(f"the connection broke: {error}") from None
+                raise EndedError(f"the connection broke: {error}") from None
 
     def receive(self, seconds: float = math.inf) -> Any:
         """Return the next message, waiting at most ``seconds`` for each of its parts.
@@ -108,15 +126,28 @@ class Channel:
             self._connection.settimeout(None)
 
     def _receive(self) -> Any:
-        nbytes, digest = _HEAD.unpack(self._read(_HEAD.size))
-        if self._received == 0 and nbytes > _FIRST_BYTES:
-            raise ChannelError("the first message is too long")
-        content = self._read(nbytes)
-        expected = self._digest(self._in, self._received, content)
-        if not secrets.compare_digest(digest, expected):
-            raise ChannelError("a message is not by a member of the gang")
+        frame = self.frame()
+        nbytes = next(frame)
+        while True:
+            try:
+                nbytes = frame.send(self._read(nbytes))
+            except StopIteration as end:
+                return end.value
+
+    def frame(self) -> Generator[int, bytearray, Any]:
+        """Return the next message; yield how many bytes to read, and take them."""
+        head = yield _HEAD_BYTES
+        length, digests = head[: _LENGTH.size], head[_LENGTH.size :]
+        self._check(digests[:_DIGEST_BYTES], self._in.lower(), length)
+        content = yield _LENGTH.unpack(length)[0]
+        self._check(digests[_DIGEST_BYTES:], self._in, content)
         self._received += 1
         return pickle.loads(content)
+
+    def _check(self, digest: bytearray, direction: bytes, content: bytearray) -> None:
+        expected = self._digest(direction, self._received, content)
+        if not secrets.compare_digest(digest, expected):
+            raise ChannelError("a message is not by a member of the gang")
 
     def exhaust(self) -> None:
         """Read and discard everything until the connection ends."""
@@ -130,7 +161,7 @@ class Channel:
         self._connection.close()
 
     def _digest(self, direction: bytes, number: int, content: bytes | bytearray) -> bytes:
-        digest = hashlib.blake2b(self._nonce, key=self._key, digest_size=32)
+        digest = hashlib.blake2b(self._nonce, key=self._key, digest_size=_DIGEST_BYTES)
         digest.update(direction + number.to_bytes(8, "little"))
         digest.update(content)
         return digest.digest()
@@ -141,15 +172,57 @@ class Channel:
             try:
                 part = self._connection.recv(min(nbytes - len(content), 1 << 20))
             except OSError as error:
-                raise ChannelError(f"the connection broke: {error}") from None
+                raise EndedError(f"the connection broke: {error}") from None
             if not part:
-                raise ChannelError("the connection was closed")
+                raise EndedError("the connection was closed")
             content += part
         return content
 
 
+Arrival = tuple[Channel, Any]
+"""A connection and its first message."""
+
+
+class _Handshake:
+    """A connection whose first message has not arrived. Nothing here waits."""
+
+    def __init__(self, connection: socket.socket, key: bytes) -> None:
+        self.connection, self.until = connection, time.monotonic() + HELLO_SECONDS
+        connection.setblocking(False)
+        self._steps, self._read = self._exchange(key), bytearray()
+        self._nbytes = next(self._steps)
+
+    def _exchange(self, key: bytes) -> Generator[int, bytearray, Arrival]:
+        ours = secrets.token_bytes(NONCE_BYTES)
+        self.connection.sendall(ours)
+        theirs = yield NONCE_BYTES
+        channel = Channel(self.connection, key, ours + theirs, driver=True)
+        hello = yield from channel.frame()
+        self.connection.setblocking(True)
+        channel.send(None)
+        return channel, hello
+
+    def advance(self) -> Arrival | None:
+        """Read what has arrived. Return the channel and its first message if it is complete."""
+        while True:
+            try:
+                part = self.connection.recv(min(self._nbytes - len(self._read), 1 << 20))
+            except BlockingIOError:
+                return None
+            if not part:
+                raise EndedError("the connection was closed")
+            self._read += part
+            if len(self._read) == self._nbytes:
+                content, self._read = self._read, bytearray()
+                try:
+                    self._nbytes = self._steps.send(content)
+                except StopIteration as end:
+                    arrival: Arrival = end.value
+                    return arrival
+
+
 class Listener:
-    """The driver's end: a socket on ``host``.
+    """The driver's end: a socket on ``host``. See the note on who may keep a rank waiting.
 
     Args:
         host: The address.
@@ -160,57 +233,128 @@ class Listener:
     def __init__(self, host: str, port: int = 0, key: bytes | None = None) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
         self._socket = socket.create_server((host, port), family=family, backlog=1024)
+        self._socket.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._handshakes: dict[_Handshake, None] = {}
         self.port: int = self._socket.getsockname()[1]
         self.key = key or secrets.token_bytes(32)
 
-    def accept(self, seconds: float) -> tuple[Channel, Any] | None:
+    @property
+    def silent(self) -> int:
+        """Return the number of connections whose first message has not arrived."""
+        return len(self._handshakes)
+
+    def accept(self, seconds: float) -> Arrival | None:
         """Return the next connection and its first message, or None if none of ours arrives in time."""
-        self._socket.settimeout(seconds)
+        until = time.monotonic() + seconds
+        while True:
+            left = until - time.monotonic()
+            ready = [key.data for key, _ in self._selector.select(max(left, 0.0))]
+            for handshake in filter(None, ready):
+                arrival = self._advance(handshake)
+                if arrival is not None:
+                    return arrival
+            if None in ready:
+                self._begin()
+            for handshake in list(self._handshakes):  # only now: this process may have been stopped
+                if handshake not in ready and time.monotonic() > handshake.until:
+                    self._drop(handshake)
+            if left <= 0:
+                return None
+
+    def _begin(self) -> None:
+        """Begin a handshake with the next connection."""
         try:
             connection, _ = self._socket.accept()
-        except TimeoutError:
-            return None
-        connection.settimeout(None)
-        ours = secrets.token_bytes(NONCE_BYTES)
-        late = threading.Timer(HELLO_SECONDS, _end, [connection])  # a limit for the whole exchange
-        late.start()
+        except (BlockingIOError, ConnectionError):  # it has gone again
+            return
+        if len(self._handshakes) == MOST_SILENT:
+            self._drop(next(iter(self._handshakes)))
         try:
-            connection.sendall(ours)
-            nonce = ours + _exactly(NONCE_BYTES, connection)
-            channel = Channel(connection, self.key, nonce, driver=True)
-            hello = channel.receive()
-        except (OSError, ChannelError):
+            handshake = _Handshake(connection, self.key)
+        except OSError:
             connection.close()
+            return
+        self._handshakes[handshake] = None
+        self._selector.register(connection, selectors.EVENT_READ, handshake)
+
+    def _advance(self, handshake: _Handshake) -> Arrival | None:
+        """Go on with a handshake, and forget it if it has ended, well or not."""
+        try:
+            arrival = handshake.advance()
+        except (OSError, ChannelError):
+            self._drop(handshake)
             return None
-        finally:
-            late.cancel()
-        return channel, hello
+        if arrival is not None:
+            self._forget(handshake)
+        return arrival
+
+    def _drop(self, handshake: _Handshake) -> None:
+        self._forget(handshake)
+        handshake.connection.close()
+
+    def _forget(self, handshake: _Handshake) -> None:
+        self._selector.unregister(handshake.connection)
+        del self._handshakes[handshake]
 
     def close(self) -> None:
+        """Close the socket and all connections whose first message has not arrived."""
+        for handshake in list(self._handshakes):
+            self._drop(handshake)
+        self._selector.close()
         self._socket.close()
 
 
 def connect(
-    host: str, port: int, key: bytes, hello: Any, seconds: float = CONNECT_SECONDS
+    host: str,
+    port: int,
+    key: bytes,
+    hello: Any,
+    seconds: float = CONNECT_SECONDS,
+    patience: float | None = None,
 ) -> Channel:
-    """Connect a rank to the driver.
+    """Connect to a listener, and return when it has taken the first message.
 
     Args:
-        host: The driver's host.
-        port: The driver's port.
+        host: The listener's host.
+        port: The listener's port.
         key: The key of the gang.
         hello: The first message.
         seconds: The longest time that the connection may take.
+        patience: The seconds that the listener may take to answer, who is then asked only once; None
+            means no limit, and that a connection which ends before is made again.
 
     Raises:
         ConnectionError: If nobody listens any more.
+        ChannelError: If the listener has not taken the first message, or has another key.
     """
-    connection = socket.create_connection((host, port), timeout=seconds)
-    connection.settimeout(None)  # the driver may be busy before it answers
+    tries = TRIES if patience is None else 1
+    for number in range(tries):
+        if number:
+            time.sleep(min(0.05 * 2**number, LONGEST_PAUSE))
+        connection = socket.create_connection((host, port), timeout=seconds)
+        connection.settimeout(patience)  # the driver may be busy before it answers
+        try:
+            return _introduced(connection, key, hello, math.inf if patience is None else patience)
+        except (ConnectionError, EndedError):
+            connection.close()
+        except BaseException:
+            connection.close()
+            raise
+    raise ChannelError(
+        f"{host}:{port} has ended {tries} connections before it took the first message: too many "
+        "others connect to it, or a program listens there that does not belong to this gang."
+    )
+
+
+def _introduced(connection: socket.socket, key: bytes, hello: Any, patience: float) -> Channel:
+    """Send the first message, and return the channel when it has been taken."""
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)
     channel = Channel(connection, key, _exactly(NONCE_BYTES, connection) + ours, driver=False)
     channel.send(hello)
+    channel.receive(patience)
     return channel
 
 

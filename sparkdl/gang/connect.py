@@ -26,6 +26,7 @@ from sparkdl.gang.control import ControlClient, hosts_and_slots
 from sparkdl.gang.led_task import FAILED, LOG, OUTPUT, PRINTED, SCHEMA, LedTask
 from sparkdl.gang.query_begin import QueryBegin
 from sparkdl.gang.slots import check_profile, no_dynamic_allocation, too_few_slots
+from sparkdl.process.output import print_escaped
 from sparkdl.spark.failures import explain, of_modules, of_python
 from sparkdl.spark.frames import is_local_master
 from sparkdl.usercode import accompanied
@@ -170,7 +171,7 @@ def run_led(
 def tell_line(level: int, text: str) -> None:
     """Log a line that rank 0 has logged, or print one that it has printed."""
     if level == PRINTED:
-        print(text)
+        print_escaped(text)
     else:
         logger.log(level, "%s", text)
 
@@ -187,7 +188,7 @@ def _contents(table: Any, known: int) -> dict[str, bytes]:
     for level, text in pickle.loads(found.pop(LOG))[known:] if LOG in found else ():
         tell_line(level, text)
     if OUTPUT in found:
-        print(found.pop(OUTPUT).decode(), end="")
+        print_escaped(found.pop(OUTPUT).decode(), end="")
     if FAILED in found:
         raise pickle.loads(found[FAILED])
     return found

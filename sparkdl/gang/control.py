@@ -2,11 +2,12 @@
 
 [Note: how a client reaches rank 0] Nothing comes out of a task before it ends, and all slots may be
 taken. But the server runs Python for its client without a slot: it calls the ``analyze`` of a table
-function when it plans a query. That of :class:`AskRankZero` connects to rank 0 and returns its answer
+function when it plans a query. That of :func:`asking_rank_0` connects to rank 0 and returns its answer
 as the name of a column. The client does not know the node of rank 0; it has chosen port and key, and
 names the nodes that it has seen. Where a part of this does not work (the server has no sparkdl, the
 port is taken, no connection from there to executors is allowed), nobody answers, and the gang runs
-without.
+without. Spark shows the text of a query, its plan and its arguments in its UI and its event log, but
+not the pickled function: the key is in that.
 """
 
 from __future__ import annotations
@@ -85,29 +86,38 @@ class ControlServer:
                             channel.send(self._answer(question))
 
 
-class AskRankZero:
-    """The table function whose ``analyze`` asks rank 0, on the server; see the note above."""
+def asking_rank_0(address: ControlAddress) -> type:
+    """Return the table function whose ``analyze`` asks rank 0, on the server; see the note above."""
 
-    @staticmethod
-    def analyze(text: Any) -> Any:
-        """Return a schema with one column, whose name is the packed host and answer."""
-        from pyspark.sql.udtf import AnalyzeResult
+    class AskRankZero:
+        """A class that pickles by value, and so with the address."""
 
-        hosts, address, question, _ = _unpacked(text.value)
-        until, found = time.monotonic() + ANSWER_SECONDS, None
-        for host in hosts:
-            left = until - time.monotonic()
-            with contextlib.suppress(OSError, SparkdlError):
-                seconds = max(0.1, min(HOST_SECONDS, left))
-                channel = connect(host, address.port, address.key, question, seconds)
-                with contextlib.closing(channel):
-                    found = host, channel.receive(ANSWER_SECONDS)
-                    break
-        return AnalyzeResult(StructType().add(_packed(found), StringType()))
+        @staticmethod
+        def analyze(text: Any) -> Any:
+            """Return a schema with one column, whose name is the packed host and answer."""
+            from pyspark.sql.udtf import AnalyzeResult
 
-    def eval(self, text: str) -> Any:
-        """Yield nothing: the function is never run."""
-        yield from ()
+            answer = _answer(address, *_unpacked(text.value)[:2])
+            return AnalyzeResult(StructType().add(_packed(answer), StringType()))
+
+        def eval(self, text: str) -> Any:
+            """Yield nothing: the function is never run."""
+            yield from ()
+
+    return AskRankZero
+
+
+def _answer(address: ControlAddress, hosts: tuple[str, ...], question: Any) -> Any:
+    """Return the host of rank 0 and its answer, or None if nobody answers."""
+    until = time.monotonic() + ANSWER_SECONDS
+    for host in hosts:
+        left = until - time.monotonic()
+        with contextlib.suppress(OSError, SparkdlError):
+            seconds = max(0.1, min(HOST_SECONDS, left))
+            channel = connect(host, address.port, address.key, question, seconds, ANSWER_SECONDS)
+            with contextlib.closing(channel):
+                return host, channel.receive(ANSWER_SECONDS)
+    return None
 
 
 class ControlClient:
@@ -131,7 +141,7 @@ class ControlClient:
         if self._works is False:
             return None
         self._asked += 1  # the server keeps the plans of equal questions
-        text = _packed((self._hosts, self.address, question, self._asked))
+        text = _packed((self._hosts, question, self._asked))
         try:
             self._prepare()
             frame = self._session.sql(f"SELECT * FROM {self._function}(:text)", args={"text": text})
@@ -152,7 +162,8 @@ class ControlClient:
         if self._works is None:
             from pyspark.sql.functions import udtf
 
-            self._session.udtf.register(self._function, udtf(AskRankZero, useArrow=False))
+            function = udtf(asking_rank_0(self.address), useArrow=False)
+            self._session.udtf.register(self._function, function)
             self._works = True
 
     def close(self) -> None:

@@ -176,14 +176,19 @@ class LedGang(StartableGroup):
         if self._ranks is not None:
             return
         arrivals = ArrivedRanks(JOB, self.size, first=1)
-        until = time.monotonic() + REACH_SECONDS
-        while arrivals.missing and time.monotonic() < until:
+        began, stopped = time.monotonic(), False
+        while arrivals.missing and time.monotonic() < began + (self._timeout or YEAR_SECONDS):
+            if time.monotonic() > began + REACH_SECONDS:
+                if not self._listener.silent:
+                    break
+                stopped = True  # whoever has connected can reach rank 0
             arrived = self._listener.accept(0.5)
             if arrived is not None:
                 arrivals.admit(*arrived)
         if arrivals.missing:
             arrivals.disconnect()
-            raise unreached(arrivals.missing, f"rank 0 at {self._own.address}")
+            where = f"rank 0 at {self._own.address}"
+            raise (silent if stopped else unreached)(arrivals.missing, where)
         self._ranks = LedRanks(arrivals, self._timeout, self._own, self._output)
         joining = functools.partial(self.call, doing="joining the process group")
         doors = joining(_open_door)
@@ -221,12 +226,23 @@ def unreached(ranks: Sequence[int], where: str) -> SessionError:
         ranks: The ranks that do not reach it.
         where: The one that they do not reach.
     """
-    names = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
     return SessionError(
-        f"{names} could not reach {where} within {REACH_SECONDS:.0f} s. The executors of a gang "
-        "exchange data by TCP, on ports that the system chooses: this compute must allow connections "
-        "between its executors."
+        f"{_named(ranks)} could not reach {where} within {REACH_SECONDS:.0f} s. The executors of a "
+        "gang exchange data by TCP, on ports that the system chooses: this compute must allow "
+        "connections between its executors. If it does, a process was stopped for that long: try again."
     )
+
+
+def silent(ranks: Sequence[int], where: str) -> StateLostError:
+    """Return the error to raise if ranks have connected to ``where``, but say nothing."""
+    return StateLostError(
+        f"{where} heard nothing from {_named(ranks)}, though somebody connected to it: a process was "
+        "stopped, or its node lacks memory or processor time."
+    )
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _open_door(member: RankContext) -> tuple[str, int]:

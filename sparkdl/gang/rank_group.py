@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import selectors
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -20,6 +19,8 @@ from sparkdl.gang.channel import Channel, ChannelError
 from sparkdl.gang.command_queue import RESULT
 from sparkdl.gang.rank_output import OUTPUT
 from sparkdl.gang.rank_task import ERROR, Command, Failure, Introduction
+from sparkdl.process.output import print_escaped
+from sparkdl.spark.failures import deleted, limit_hint
 
 LOST = "lost"
 """The kind that stands for a message if the rank is gone."""
@@ -57,7 +58,7 @@ class RankGroup(ABC):
         Raises:
             sparkdl.TrainingError: If the command fails, with the traceback of the first rank that
                 fails.
-            sparkdl.StateLostError: If a rank is lost.
+            sparkdl.StateLostError: If a rank is lost, or finds slabs deleted.
             sparkdl.StalledError: If a rank takes too long.
         """
 
@@ -217,9 +218,10 @@ class ConnectedRanks(RankGroup):
         own = [(rank, failure) for rank, failure in failures.items() if not failure.by_group]
         if own:
             rank, failure = own[0]
-            raise TrainingError(
-                f"{doing}: {noun} {rank} on {hosts[rank]} failed. {failure.kind}: "
-                f"{failure.text.partition(chr(10))[0]}\n{failure.trace}"
+            reason = f"{failure.kind}: {failure.text.partition(chr(10))[0]}"
+            raise (StateLostError if deleted(reason) else TrainingError)(
+                f"{doing}: {noun} {rank} on {hosts[rank]} failed. {reason}{limit_hint(reason)}\n"
+                f"{failure.trace}"
             )
         if lost:
             names = ", ".join(f"{rank} on {hosts[rank]}" for rank in sorted(lost))
@@ -246,7 +248,7 @@ class ConnectedRanks(RankGroup):
 
     def _print(self, rank: int, text: str) -> None:
         for line in text.split("\n"):
-            print(f"[rank {rank}] {line}", file=sys.stdout)
+            print_escaped(f"[rank {rank}] {line}")
 
 
 class ArrivedRanks:

@@ -13,6 +13,9 @@ from pyspark import SparkContext
 from sparkdl.codec.redaction import without_credentials
 from sparkdl.errors import CheckpointError
 
+NEW, OLD = ".sparkdl-new", ".sparkdl-old"
+"""The ends of the names of a folder that replaces another, and of the other one meanwhile."""
+
 
 class HadoopFolder:
     """A folder at a URI of a Hadoop file system; see :meth:`of`."""
@@ -69,11 +72,50 @@ class HadoopFolder:
         with self._explained("delete"):
             self._system.delete(self._path(name), False)
 
-    def _path(self, name: str) -> Any:
-        return self._jvm.org.apache.hadoop.fs.Path(f"{self._uri}/{name}" if name else self._uri)
+    @contextlib.contextmanager
+    def replacing(self) -> Iterator[str]:
+        """Yield the path of a new folder, which takes the place of this one after the block.
+
+        Whenever the process is killed, one of them is whole, and :meth:`readable` says where it is.
+        """
+        here, new, old = self._path(""), self._path("", NEW), self._path("", OLD)
+        with self._explained("replace"):
+            if self.readable() != self._uri:
+                self._rename(new, here)
+            self._system.delete(new, True)
+        try:
+            yield self._uri + NEW
+        except BaseException:
+            with contextlib.suppress(CheckpointError), self._explained("delete"):
+                self._system.delete(new, True)
+            raise
+        with self._explained("replace"):
+            self._system.delete(old, True)
+            if self._system.exists(here):
+                self._rename(here, old)
+            self._rename(new, here)
+            self._system.delete(old, True)
+
+    def readable(self) -> str:
+        """Return the path of the folder: another one where :meth:`replacing` was killed at its end."""
+        here, new, old = self._path(""), self._path("", NEW), self._path("", OLD)
+        with self._explained("read"):
+            moved = not self._system.exists(here) and self._system.exists(old)
+            return self._uri + NEW if moved and self._system.exists(new) else self._uri
+
+    def _rename(self, path: Any, target: Any) -> None:
+        if not self._system.rename(path, target):
+            raise CheckpointError(
+                f"cannot rename {without_credentials(str(path))} to {target.getName()}."
+            )
+
+    def _path(self, name: str, suffix: str = "") -> Any:
+        place = f"{self._uri}/{name}" if name else self._uri
+        return self._jvm.org.apache.hadoop.fs.Path(place + suffix)
 
     def _local(self, file: Path) -> Any:
-        return self._jvm.org.apache.hadoop.fs.Path(file.absolute().as_uri())
+        # in parts, which Hadoop takes as they are: it does not decode the %20 of a URI
+        return self._jvm.org.apache.hadoop.fs.Path("file", None, str(file.absolute()))
 
     @contextlib.contextmanager
     def _explained(self, what: str) -> Iterator[None]:

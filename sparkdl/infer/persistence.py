@@ -4,19 +4,20 @@ The folder has ``model.safetensors`` (the plain state_dict), ``model.json`` (the
 seed, the columns, the output, and how a metric reads it) and ``history.json``. If the model has
 buffers that are not in the state_dict, ``buffers.safetensors`` has them. If the recipe can be
 imported by name, no pickle is written. Otherwise ``recipe.pkl`` holds it, which :func:`load` opens
-only with ``trust=True``. ``model.json`` is written last and has a checksum of each of the other
-files. The checksums find damage, not forgery.
+only with ``trust=True``. ``model.json`` has a checksum of each of the other files. The checksums find
+damage, not forgery. A model that is replaced can be read at every moment: [Note: replacing a model].
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
 import logging
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.checkpoint.store import holds_checkpoints
-from sparkdl.codec.files import mappable
+from sparkdl.codec.files import mappable, with_checksum
 from sparkdl.errors import ModelError, ParameterError, kind_of
 from sparkdl.infer.remote_model import downloaded, holds_model, local_path, uploaded
 from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
@@ -38,8 +39,11 @@ from sparkdl.infer.saved_model import (
     WEIGHTS,
     Saved,
     file_checksum,
+    is_draft,
+    is_staged,
     load_buffers,
     save_buffers,
+    staged_name,
     take_dtypes,
 )
 from sparkdl.infer.saved_recipe import REMEDY, WithoutName, read_recipe, recipe_by_name
@@ -93,6 +97,7 @@ def _save_here(trained: TrainedModel, folder: Path, overwrite: bool, shown: str)
     pickled = dumps(trained.model) if why is not None else b""
     buffers = passing_buffers(trained.module)
     folder.mkdir(parents=True, exist_ok=True)
+    before = os.listdir(folder)
     files = {
         WEIGHTS: _place(folder / WEIGHTS, functools.partial(_save_weights, trained.module)),
         HISTORY: _place(folder / HISTORY, trained.history.save),
@@ -109,21 +114,30 @@ def _save_here(trained: TrainedModel, folder: Path, overwrite: bool, shown: str)
             why,
             REMEDY,
         )
-    for name in {PICKLE, BUFFERS} - files.keys():
-        (folder / name).unlink(missing_ok=True)
-    text = json.dumps({**content, "files": files}, indent=1) + "\n"
-    _place(folder / MODEL, lambda draft: draft.write_text(text))
+    text = json.dumps(with_checksum({**content, "files": files}), indent=1) + "\n"
+    manifest = _place(folder / MODEL, lambda draft: draft.write_text(text, encoding="utf-8"))
+    for name, checksum in {MODEL: manifest, **files}.items():
+        os.replace(folder / staged_name(name, checksum), folder / name)
+    for name in before:
+        if is_staged(name) or is_draft(name) or name in {PICKLE, BUFFERS} - files.keys():
+            (folder / name).unlink(missing_ok=True)
     return folder
+
+
+def not_tensors(module: nn.Module) -> Iterator[str]:
+    """Yield why the state_dict cannot be written, for each value in it that is no tensor."""
+    for name, value in module.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            yield (
+                f'state_dict() has "{name}", {kind_of(value)}, but a safetensors file can hold '
+                "only tensors: let get_extra_state() return a tensor, or register a buffer."
+            )
 
 
 def _save_weights(module: nn.Module, draft: Path) -> None:
     """Write the state_dict as a safetensors file. Raises :class:`ModelError` for a non-tensor in it."""
-    for name, value in module.state_dict().items():
-        if not isinstance(value, torch.Tensor):
-            raise ModelError(
-                f'state_dict() has "{name}", {kind_of(value)}, but a safetensors file can hold '
-                "only tensors: let get_extra_state() return a tensor, or register a buffer."
-            )
+    for problem in not_tensors(module):
+        raise ModelError(problem)
     save_model(_apart(copy.deepcopy(module)) if _views(module) else module, str(draft))
 
 
@@ -196,16 +210,15 @@ def _load_here(
     build = model if model is not None else read_recipe(saved, trust)
     module = built(build, saved)
     try:
-        with mappable(folder / WEIGHTS) as file:
-            saved.compare(file, WEIGHTS)
+        with contextlib.ExitStack() as block:
+            file = _file(saved, WEIGHTS, block)
             if model is None:
                 take_dtypes(module, file)
             weights = safetensors.torch.load_file(file)
             _apart(module).load_state_dict(with_shared(weights, module))
         if BUFFERS in saved.manifest.files:
-            with mappable(folder / BUFFERS) as file:
-                saved.compare(file, BUFFERS)
-                load_buffers(module, file, folder)
+            with contextlib.ExitStack() as block:
+                load_buffers(module, _file(saved, BUFFERS, block), folder)
     except ModelError:
         raise
     except (OSError, ValueError) as error:
@@ -228,6 +241,16 @@ def _load_here(
     )
 
 
+def _file(saved: Saved, name: str, block: contextlib.ExitStack) -> str:
+    """Return the path of a file until the block ends. Raises ModelError if it is not the saved one."""
+    try:
+        file = block.enter_context(mappable(saved.place(name)))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{saved.folder}/{name} cannot be read: {error}.") from error
+    saved.compare(file, name)
+    return file
+
+
 def _history(saved: Saved) -> History:
     try:
         return History.from_json_bytes(saved.checked(HISTORY))
@@ -236,15 +259,15 @@ def _history(saved: Saved) -> History:
 
 
 def _place(path: Path, write: Callable[[Path], Any]) -> str:
-    """Let ``write`` make a file beside ``path``, rename it to ``path``, and return its checksum.
+    """Let ``write`` make a file beside ``path``, under its staged name, and return its checksum.
 
     A file or link that has the name already is replaced, and never written through.
     """
     draft = path.with_name(f".{path.stem}.{secrets.token_hex(8)}.part{path.suffix}")
     try:
         write(draft)
-        found = file_checksum(draft)
-        os.replace(draft, path)
+        checksum = file_checksum(draft, sync=True)
+        os.replace(draft, path.with_name(staged_name(path.name, checksum)))
     finally:
         draft.unlink(missing_ok=True)
-    return found
+    return checksum

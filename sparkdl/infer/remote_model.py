@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +19,14 @@ from sparkdl.codec.files import is_uri
 from sparkdl.codec.redaction import without_credentials
 from sparkdl.errors import CheckpointError, ParameterError, UserError
 from sparkdl.infer.hadoop_folder import HadoopFolder
-from sparkdl.infer.saved_model import BUFFERS, HISTORY, MODEL, PICKLE, WEIGHTS
-
-FILES = (WEIGHTS, HISTORY, BUFFERS, PICKLE, MODEL)
-"""The files of a model in the order in which they are written."""
+from sparkdl.infer.saved_model import (
+    FILES,
+    MODEL,
+    file_checksum,
+    holds_manifest,
+    is_staged,
+    staged_name,
+)
 
 
 class RemoteFolder(Protocol):
@@ -87,14 +92,16 @@ def folder_at(uri: str) -> RemoteFolder:
 def holds_model(uri: str) -> bool:
     """Return whether a saved model is at ``uri``; a folder that cannot be listed holds none."""
     try:
-        return MODEL in folder_at(uri).names()
+        return holds_manifest(folder_at(uri).names())
     except CheckpointError:
         return False
 
 
 @contextlib.contextmanager
 def uploaded(uri: str, overwrite: bool) -> Iterator[Path]:
-    """Yield a local folder, whose files are uploaded to ``uri`` after the block, the manifest last.
+    """Yield a local folder, whose files are uploaded to ``uri`` after the block.
+
+    The manifest comes last; where a model is replaced, see [Note: replacing a model].
 
     Raises:
         FileExistsError: There is a model, and ``overwrite`` is False.
@@ -102,15 +109,23 @@ def uploaded(uri: str, overwrite: bool) -> Iterator[Path]:
     """
     folder = folder_at(uri)
     before = folder.names()
-    if MODEL in before and not overwrite:
+    replacing = holds_manifest(before)
+    if replacing and not overwrite:
         place = without_credentials(uri)
         raise FileExistsError(f"{place} already holds a model: pass overwrite=True to replace it.")
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as made:
         yield Path(made)
         present = [name for name in FILES if Path(made, name).exists()]
-        for name in present:
+        mark = f"-{secrets.token_hex(4)}"
+        staged = {
+            name: staged_name(name, file_checksum(Path(made, name)), mark) for name in present
+        }
+        for name in present if replacing else ():
+            folder.upload(Path(made, name), staged[name])
+        for name in [MODEL, *present[:-1]] if replacing else present:
             folder.upload(Path(made, name), name)
-    for name in before & {*FILES} - {*present}:
+    left = {name for name in before if is_staged(name)} | (before & {*FILES} - {*present})
+    for name in sorted(left | ({*staged.values()} if replacing else set()), reverse=True):
         folder.delete(name)
 
 
@@ -124,8 +139,8 @@ def downloaded(uri: str) -> Iterator[Path]:
     folder = folder_at(uri)
     names = folder.names()
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as made:
-        for name in FILES:
-            if name in names:
+        for name in names:
+            if name in FILES or is_staged(name):
                 folder.download(name, Path(made, name))
         try:
             yield Path(made)

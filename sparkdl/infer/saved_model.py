@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from sparkdl.codec.files import MAX_JSON_BYTES, parse_json, read_plain
+from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, parse_json, read_plain
 from sparkdl.codec.records import from_plain
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError
@@ -26,6 +28,40 @@ MODEL, WEIGHTS, HISTORY = "model.json", "model.safetensors", "history.json"
 PICKLE = "recipe.pkl"
 BUFFERS = "buffers.safetensors"
 """The file of buffers that are not in the state_dict (``persistent=False``), if there are any."""
+FILES = (WEIGHTS, HISTORY, BUFFERS, PICKLE, MODEL)
+"""The files of a model in the order in which they are written."""
+_STAGED = re.compile(
+    r"(model|history|buffers|recipe)-[0-9a-f]{16}(-[0-9a-f]{8})?\.(safetensors|json|pkl)"
+)
+_DRAFT = re.compile(r"\.(model|history|buffers|recipe)\.[0-9a-f]{16}\.part\.[a-z]+")
+
+
+def staged_name(name: str, checksum: str, mark: str = "") -> str:
+    """Return the name that a file has until it replaces the one before.
+
+    [Note: replacing a model] All files are first written under such names, which contain their
+    digests. Then ``model.json`` is replaced, from when on the new model is the one in the folder, and
+    then the other files. Who reads takes the file that has the digest, by either name. Where a file
+    cannot be replaced at once, as at a URI, it may be found half written: then the staged one is read,
+    which no second save writes to, because of its ``mark``.
+    """
+    stem, _, suffix = name.partition(".")
+    return f"{stem}-{checksum[:16]}{mark}.{suffix}"
+
+
+def is_staged(name: str) -> bool:
+    """Return whether a name is one of :func:`staged_name`."""
+    return _STAGED.fullmatch(name) is not None
+
+
+def is_draft(name: str) -> bool:
+    """Return whether a file was left by a save that was killed while writing it."""
+    return _DRAFT.fullmatch(name) is not None
+
+
+def holds_manifest(names: Iterable[str]) -> bool:
+    """Return whether a model is among the files with these names."""
+    return any(name == MODEL or (is_staged(name) and name.endswith(".json")) for name in names)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +131,13 @@ class Saved:
             ModelError: The file is damaged, or of another format or version.
             FileNotFoundError: There is no model.
         """
-        content = _content(folder)
+        try:
+            content = _content(folder, MODEL)
+        except (ModelError, FileNotFoundError):
+            staged = next(_staged(folder, MODEL), None)
+            if staged is None:
+                raise
+            content = _content(folder, staged[0])
         try:
             manifest: ModelManifest = from_plain(content, ModelManifest)
             manifest.check()
@@ -103,9 +145,16 @@ class Saved:
             raise ModelError(f"{folder}/{MODEL} is damaged: {error}.") from error
         return Saved(folder, content, manifest)
 
+    def place(self, name: str) -> Path:
+        """Return the path of a file; see [Note: replacing a model]."""
+        for staged, checksum in _staged(self.folder, name):
+            if checksum == self.manifest.files.get(name):
+                return self.folder / staged
+        return self.folder / name
+
     def checked(self, name: str) -> bytes:
         """Return the bytes of a file. Raises ModelError if it is not the one that was saved."""
-        path = self.folder / name
+        path = self.place(name)
         try:
             data = read_plain(path)
         except OSError as error:
@@ -124,16 +173,28 @@ class Saved:
             )
 
 
-def file_checksum(path: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits; the file is read piece by piece."""
+def file_checksum(path: str | os.PathLike[str], sync: bool = False) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits; with ``sync``, its content is on the disk."""
     with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _content(folder: Path) -> dict[str, Any]:
+def _staged(folder: Path, name: str) -> Iterator[tuple[str, str]]:
+    """Yield name and checksum of each whole file that was to replace the file ``name``."""
+    with contextlib.suppress(OSError):
+        for other in sorted(os.listdir(folder)):
+            if is_staged(other) and other.endswith(Path(name).suffix):
+                checksum = hashlib.sha256(read_plain(folder / other)).hexdigest()
+                if other.startswith(staged_name(name, checksum).partition(".")[0]):
+                    yield other, checksum
+
+
+def _content(folder: Path, name: str) -> dict[str, Any]:
     """Return the content of ``model.json``. Raises ModelError for another format or version."""
     try:
-        content = parse_json(read_plain(folder / MODEL, MAX_JSON_BYTES))
+        content = parse_json(read_plain(folder / name, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"{folder} is not a saved model of sparkdl (there is no {MODEL} in it)."
@@ -146,6 +207,8 @@ def _content(folder: Path) -> dict[str, Any]:
             f"{folder}/{MODEL} is not a {FORMAT} of version {VERSION} "
             f"(format {found.get('format')!r}, version {found.get('version')!r})."
         )
+    if is_changed(found):
+        raise ModelError(f"{folder}/{MODEL} is not the file that was saved: its checksum differs.")
     return found
 
 

@@ -16,12 +16,16 @@ from torch import nn
 
 from sparkdl.codec.safe import decode, encode
 from sparkdl.errors import ModelError, TrustError, kind_of
+from sparkdl.infer.new_forward import build_around
 from sparkdl.infer.saved_model import MODEL, PICKLE, Saved
+from sparkdl.model.squared_error import SquaredError
 
 REMEDY = (
     "A class or function of a module that can be imported, or a partial of one with plain values, is "
     "built by its name."
 )
+
+_OF_SPARKDL = (build_around, SquaredError)
 
 
 class WithoutName(ValueError):
@@ -206,15 +210,17 @@ def _is_named(recipe: dict[str, Any]) -> bool:
 def is_module_builder(found: Any) -> bool:
     """Return whether ``found`` is a module class, or a function annotated as returning a module.
 
-    Of torch only the classes of ``torch.nn`` count: some others (``torch.fx``) make a module from
-    source code in arguments.
+    Of torch only the classes of ``torch.nn`` count, and of sparkdl those that saved models name: some
+    others make a module from source code (``torch.fx``) or from a pickle in arguments.
     """
-    torchs = str(getattr(found, "__module__", "")).split(".")[0] == "torch"
+    package = str(getattr(found, "__module__", "")).split(".")[0]
+    if package == "sparkdl":
+        return found in _OF_SPARKDL
     if isinstance(found, type):
         return issubclass(found, nn.Module) and (
-            not torchs or found.__module__.startswith("torch.nn.")
+            package != "torch" or found.__module__.startswith("torch.nn.")
         )
-    if not isinstance(found, types.FunctionType) or torchs:
+    if not isinstance(found, types.FunctionType) or package == "torch":
         return False
     try:
         returned = inspect.signature(found, eval_str=True).return_annotation

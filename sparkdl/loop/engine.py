@@ -14,7 +14,7 @@ from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.replica.iteration import Iteration
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
-from sparkdl.slices.update import EMA
+from sparkdl.slices.update import EMA, EVALUATED
 
 ReadState = Callable[[SliceSpec, torch.dtype], SliceState]
 """The type of a function that returns the state of a slice from elsewhere, such as a checkpoint or
@@ -28,12 +28,16 @@ CURRENT, AVERAGE, BEST = "current", "average", "best"
 were kept."""
 
 
+ARRAYS = {CURRENT: EVALUATED, AVERAGE: EMA}
+"""The arrays of a slice's state that hold such weights, where it has them, up to its buffers."""
+
+
 def weights_of(state: SliceState, which: str) -> torch.Tensor:
     """Return a slice's weights, or their moving average, without a copy if possible."""
-    average = state.arrays.get(EMA) if which == AVERAGE else None
-    if average is None:
+    array = state.arrays.get(ARRAYS.get(which, ""))
+    if array is None:
         return state.weights
-    return torch.cat([average, state.weights[len(average) :]])
+    return torch.cat([array, state.weights[len(array) :]])
 
 
 @dataclass(frozen=True)

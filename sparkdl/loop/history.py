@@ -164,11 +164,11 @@ class History(Rows):
         ``.csv``.
 
         JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start",
-        "stopped" and, if there are any, "losses" and "decisions". The columns of CSV are the keys of
-        a record, ``timings/NAME``, ``losses/NAME``, the decisions of a consistency model, and
-        ``validation/NAME``, which is filled at the iterations that were validated. Decisions are
-        ``staleness``, ``micro_batches/REPLICA`` and ``inner_steps/REPLICA`` (0 if the replica left
-        nothing out), and ``commits/N``, an encoded number that :attr:`commits` decodes.
+        "stopped" and, if there are any, "settings", "losses" and "decisions". The columns of CSV
+        are the keys of a record, ``timings/NAME``, ``losses/NAME``, the decisions of a consistency
+        model, and ``validation/NAME``, which is filled at the iterations that were validated.
+        Decisions are ``staleness``, ``micro_batches/REPLICA`` and ``inner_steps/REPLICA`` (0 if the
+        replica left nothing out), and ``commits/N``, an encoded number that :attr:`commits` decodes.
 
         Raises:
             ParameterError: The file has another suffix.
@@ -198,6 +198,7 @@ class History(Rows):
             "losses": list(self._losses),
             DECISIONS: list(self._decided),
             "start": self._start,
+            "settings": self._settings,
             "stopped": self.stopped,
         }
         return history_files.to_safetensors({**self._columns, **named}, self._length, rest)
@@ -244,6 +245,7 @@ class History(Rows):
             **({"losses": named} if named else {}),
             **({DECISIONS: decided} if decided else {}),
             "start": dict(self._start),
+            **({"settings": self.settings} if self._settings else {}),
             "stopped": self.stopped,
         }
 

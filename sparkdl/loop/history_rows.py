@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Self
 
 from sparkdl.loop.history_files import KINDS, from_safetensors
@@ -38,6 +38,17 @@ class Rows:
         self._validations: list[Validated] = []
         self._validated = 0
         self._start: dict[str, Any] = {"samples": 0, "seconds": 0.0, "skipped": 0}
+        self._settings: dict[str, int] = {}
+
+    @property
+    def settings(self) -> dict[str, int]:
+        """Return the settings by which the run drew numbers and divided rows: seed, replicas,
+        batch_size, accumulate. It is empty if the history comes from CSV or from an older file."""
+        return dict(self._settings)
+
+    def note_settings(self, settings: Mapping[str, int]) -> None:
+        """Record the :attr:`settings` of the run that goes on with this history."""
+        self._settings = dict(settings)
 
     @classmethod
     def after(cls, state: TrainState) -> Self:
@@ -63,7 +74,7 @@ class Rows:
         history._losses, history._decided = dict(self._losses), dict(self._decided)
         history._length = self._length
         history._validations, history._validated = self._validations, self._validated
-        history._start = dict(self._start)
+        history._start, history._settings = dict(self._start), self._settings
         return history
 
     def tail(self, count: int) -> Self:
@@ -243,6 +254,7 @@ class Rows:
         """Read everything but the iterations."""
         for name, before in self._start.items():
             self._start[name] = type(before)(content.get("start", {}).get(name, before))
+        self.note_settings({str(k): int(v) for k, v in content.get("settings", {}).items()})
         stopped = content.get("stopped")
         self.stopped = None if stopped is None else str(stopped)
         for record in content.get("validations", []):

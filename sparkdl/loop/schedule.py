@@ -10,6 +10,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -106,14 +107,18 @@ class Schedule:
         self.after(TrainState(), state)
 
     def check(
-        self, limit: int | None, iterations_per_epoch: int = 1, metrics: Sequence[str] = ()
+        self,
+        limit: int | None,
+        iterations_per_epoch: int = 1,
+        metrics: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         """Check that the schedule fits the run.
 
         Args:
             limit: The last iteration of the run, if it is known.
             iterations_per_epoch: The number of iterations of an epoch.
-            metrics: The metrics of the run's validation; empty without validation.
+            metrics: The metrics of the run's validation, and whether more of each is better; empty
+                without validation.
 
         Raises:
             ModelError: It does not fit.
@@ -125,7 +130,8 @@ class Schedule:
                     "no validation: pass validation=..., or use a schedule that follows the "
                     "iterations."
                 )
-            self._check_metric(metrics)
+            self._check_metric(list(metrics))
+            self._tell_of_direction(metrics)
             if self._per == "epoch" and all(self._plateaus):
                 raise ModelError(
                     'schedule_per="epoch" has no effect on ReduceLROnPlateau, which is stepped at '
@@ -143,6 +149,19 @@ class Schedule:
                         f"schedule ends after total_steps={total}, and the run has {steps} "
                         f"{'epochs' if per_epoch else 'iterations'}: set total_steps={steps}."
                     )
+
+    def _tell_of_direction(self, metrics: Mapping[str, bool]) -> None:
+        """Warn if ReduceLROnPlateau takes what is better for what is worse."""
+        metric = self._metric or "loss"
+        mode = "max" if metrics[metric] else "min"
+        for scheduler in self._schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau) and scheduler.mode != mode:
+                _log.warning(
+                    'schedule ReduceLROnPlateau has mode="%s", and a larger "%s" is %s: the learning '
+                    'rate would fall while the metric improves. Give it mode="%s".',
+                    *(scheduler.mode, metric, "better" if metrics[metric] else "worse", mode),
+                )
+                return
 
     def _step(self, which: Sequence[bool], value: float | None = None) -> None:
         for number, (scheduler, wanted) in enumerate(zip(self._schedulers, which, strict=True)):

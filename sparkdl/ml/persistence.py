@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from py4j.protocol import Py4JError
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 from pyspark.sql import SparkSession
 from torch import nn
@@ -77,20 +78,32 @@ class _Writer(MLWriter):
         super().__init__()
         self.instance = instance
 
-    def _handleOverwrite(self, path: str) -> None:
-        _check_classic(self.sparkSession)
-        super()._handleOverwrite(path)
+    def save(self, path: str) -> None:
+        """Write the stage; with ``overwrite()``, it replaces another one once it is complete."""
+        if not self.shouldOverwrite:
+            super().save(path)
+            return
+        with _folder(self.sparkSession, path).replacing() as new:
+            self._write(new, path)
+
+    def saveImpl(self, path: str) -> None:
+        """Write the stage."""
+        self._write(path, path)
+
+    def _write(self, path: str, shown: str) -> None:
+        """Write the stage to ``path``; messages call it ``shown``."""
+        raise NotImplementedError
 
 
 class ModelWriter(_Writer):
     """Writes a :class:`sparkdl.ml.TorchModel`."""
 
-    def saveImpl(self, path: str) -> None:
+    def _write(self, path: str, shown: str) -> None:
         """Write metadata, weights and recipe."""
         instance, target = self.instance, _folder(self.sparkSession, path)
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
             folder = Path(scratch) / FOLDER
-            save(instance.trained, folder, shown=f"{path}/{FOLDER}")
+            save(instance.trained, folder, shown=f"{shown}/{FOLDER}")
             told = {"labels": list(instance._labels)}
             DefaultParamsWriter.saveMetadata(instance, path, for_metadata(self.sparkSession), told)
             target.upload(folder, FOLDER)
@@ -110,11 +123,12 @@ class ModelReader(MLReader[Any]):
             TrustError: The folder would run code; see :func:`loading`.
             ModelError: The recipe cannot be imported, or a file is damaged.
         """
-        metadata = _metadata(path, self.sparkSession, self.cls)
+        place = _readable(self.sparkSession, path)
+        metadata = _metadata(place, self.sparkSession, self.cls)
         allowed = _permission.get(_NOTHING)
         with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
             folder = Path(scratch) / FOLDER
-            _download(self.sparkSession, path, FOLDER, folder)
+            _download(self.sparkSession, place, FOLDER, folder)
             with _told_of(str(folder), f"{path}/{FOLDER}"):
                 trained = load(folder, allowed.model, trust=allowed.trust)
         model = self.cls(trained, metadata["labels"])
@@ -126,7 +140,7 @@ class ModelReader(MLReader[Any]):
 class EstimatorWriter(_Writer):
     """Writes a :class:`sparkdl.ml.TorchEstimator`."""
 
-    def saveImpl(self, path: str) -> None:
+    def _write(self, path: str, shown: str) -> None:
         """Write the Params: JSON and names, and a pickle of whatever has neither form."""
         instance = self.instance
         plain = {param.name: value for param, value in instance._paramMap.items()}
@@ -152,7 +166,7 @@ class EstimatorWriter(_Writer):
         logger.warning(
             "%s/objects.pkl: the estimator is saved with a pickle, which is opened inside "
             "sparkdl.ml.loading(trust=True) only: %s.",
-            path,
+            shown,
             why,
         )
 
@@ -171,7 +185,8 @@ class EstimatorReader(MLReader[Any]):
             TrustError: The folder would run code; see :func:`loading`.
             ModelError: A model, loss or optimizer cannot be imported.
         """
-        metadata = _metadata(path, self.sparkSession, self.cls)
+        place = _readable(self.sparkSession, path)
+        metadata = _metadata(place, self.sparkSession, self.cls)
         allowed, named = _permission.get(_NOTHING), metadata["objects"]
         pickled = b""
         if named is None:
@@ -182,7 +197,7 @@ class EstimatorReader(MLReader[Any]):
                 )
             with tempfile.TemporaryDirectory(prefix="sparkdl-") as scratch:
                 file = Path(scratch) / "objects.pkl"
-                _download(self.sparkSession, path, file.name, file)
+                _download(self.sparkSession, place, file.name, file)
                 pickled = file.read_bytes()
         with _told_of("", path):
             objects = objects_of(named, pickled, allowed.trust, path)
@@ -239,6 +254,16 @@ def _folder(session: SparkSession, path: str) -> HadoopFolder:
     _check_classic(session)
     configuration = session._jsparkSession.sessionState().newHadoopConf()
     return HadoopFolder.at(path, session._jvm, configuration)
+
+
+def _readable(session: SparkSession, path: str) -> str:
+    """Return the path at which a stage can be read: another one where its replacing was killed."""
+    if is_connected(session):
+        return path
+    try:
+        return _folder(session, path).readable()
+    except Py4JError:  # no such file system, as reading it will say
+        return path
 
 
 def _download(session: SparkSession, path: str, name: str, target: Path) -> None:

@@ -5,17 +5,19 @@ first (those with sparse gradients last among them), then buffers. Slices of it 
 published. Its dtype is float64 if the model has float64 parameters, else float32; parameters of lower
 precision have their master copy in it.
 
-Floating buffers are averaged over the replicas by sample count. Other buffers (counters, masks, floats
-wider than the vector's) keep their exact bits and come from the first replica that has samples. Frozen
-parameters are not in the vector: every process has them from the recipe.
+Floating buffers lie in it as values. Other buffers (counters, masks, floats wider than the vector's)
+keep their exact bits. Frozen parameters are not in the vector: every process has them from the recipe.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
+from sparkdl.model.buffers import SUM, Rule, owner_of, values_in
 from sparkdl.model.layout import TensorRange, layout_of, local, one_place_each
 from sparkdl.process.memory import forget_values
 
@@ -40,8 +42,8 @@ def changed_form(name: str, before: Form | None, after: Form | None) -> str:
         for form in (before, after)
     )
     return (
-        f'forward makes the buffer "{name}" {now}, but __init__ made it {was}: buffers are '
-        "averaged over the replicas, so their shape and type must not change. Give it its final "
+        f'forward makes the buffer "{name}" {now}, but __init__ made it {was}: replicas exchange '
+        "buffers, so their shape and type must not change. Give it its final "
         "form in __init__ (for the longest input, say). If it is only a cache, register it with "
         "persistent=False."
     )
@@ -88,8 +90,13 @@ class FlatModule:
     shards of this process, and the parameters follow it through :meth:`refresh`.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device | str = "cpu") -> None:
-        self.layout = layout_of(module)
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device | str = "cpu",
+        rules: Mapping[str, Rule] | None = None,
+    ) -> None:
+        self.layout = layout_of(module, rules)
         self.module = module.to(device)
         self.flat = torch.zeros(self.layout.size, dtype=self.layout.dtype, device=device)
         parameters = dict(module.named_parameters())
@@ -105,13 +112,14 @@ class FlatModule:
                     parameter.data = view
                 self.parameters.append((segment, parameter))
             else:
-                path, _, attribute = segment.name.rpartition(".")
-                owner = module.get_submodule(path)
-                self._buffers.append((segment, owner, attribute))
+                self._buffers.append((segment, *owner_of(module, segment.name)))
         self.save_buffers(self.flat)
 
+    def _place(self, segment: TensorRange) -> torch.Tensor:
+        return self.flat[segment.start : segment.stop]
+
     def _view(self, segment: TensorRange) -> torch.Tensor:
-        return self.flat[segment.start : segment.stop].view(segment.shape)
+        return self._place(segment).view(segment.shape)
 
     def _follows(self, parameter: nn.Parameter) -> bool:
         """Return whether a parameter is a copy, not a view."""
@@ -162,12 +170,20 @@ class FlatModule:
                 buffer.copy_(raw[:nbytes].view(segment.dtype).view(segment.shape))
 
     def buffers(self) -> torch.Tensor:
-        """Return the present buffers as the end of a flat vector (from ``buffers_start`` on)."""
+        """Return the present buffers as the end of a flat vector (from ``buffers_start`` on).
+
+        Of a buffer whose rule is "sum" this is the difference to its value in ``flat``.
+        """
         start = self.layout.buffers_start
         end = torch.zeros(
             self.layout.size - start, dtype=self.layout.dtype, device=self.flat.device
         )
         self._save_buffers(end, start)
+        for segment, _, _ in self._buffers:
+            if segment.rule == SUM:
+                places = end[segment.start - start : segment.stop - start], self._place(segment)
+                now, before = (values_in(p, segment.kind, segment.dtype) for p in places)
+                now.sub_(before)
         return end
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import ModelError
+from sparkdl.model.buffers import FIRST, Rule, rules_of
 from sparkdl.model.preparation import WRAPPED
 
 
@@ -19,12 +21,14 @@ class TensorRange:
 
     Attributes:
         name: The name of the parameter or buffer.
-        kind: "parameter", "average" or "exact".
+        kind: "parameter"; or for a buffer "average", if its values are elements of the flat vector,
+            and "exact", if its bytes are in their place.
         start: The first element in the flat vector.
         length: The number of elements of the flat vector (for "exact": the tensor's bytes, rounded up).
         shape: The shape of the tensor.
         dtype: The dtype of the tensor.
         sparse: The tensor is the table of an embedding with ``sparse=True``, whose gradient is rows.
+        rule: How replicas agree on the buffer; without meaning for a parameter.
     """
 
     name: str
@@ -34,6 +38,7 @@ class TensorRange:
     shape: tuple[int, ...]
     dtype: torch.dtype
     sparse: bool = False
+    rule: Rule = FIRST
 
     @property
     def stop(self) -> int:
@@ -74,8 +79,8 @@ _NOTHING = (
 )
 
 
-def layout_of(module: nn.Module) -> Layout:
-    """Lay out ``module``.
+def layout_of(module: nn.Module, rules: Mapping[str, Rule] | None = None) -> Layout:
+    """Lay out ``module``, with ``rules`` for its buffers by pattern.
 
     Raises:
         ModelError: The module has something that cannot be trained.
@@ -119,25 +124,29 @@ def layout_of(module: nn.Module) -> Layout:
     segments: list[TensorRange] = []
     position = 0
 
-    def place(name: str, kind: str, tensor: torch.Tensor, length: int) -> None:
+    def place(name: str, kind: str, tensor: torch.Tensor, length: int, rule: Rule = FIRST) -> None:
         nonlocal position
         shape, sparse = tuple(local(tensor).shape), id(tensor) in tables
-        segments.append(TensorRange(name, kind, position, length, shape, tensor.dtype, sparse))
+        segments.append(
+            TensorRange(name, kind, position, length, shape, tensor.dtype, sparse, rule)
+        )
         position += math.ceil(length / step) * step
 
     for name, parameter in trainable:
         place(name, "parameter", parameter, local(parameter).numel())
+    named = rules_of(module, rules or {})
     for name, buffer in module.named_buffers():
+        rule = named.get(name, FIRST)
         if isinstance(buffer, nn.parameter.UninitializedBuffer):
             raise ModelError(
                 f'buffer "{name}" is lazy and has no shape yet: give the layer its sizes, or '
                 "let the function given as model= call the module once on an example."
             )
         if buffer.is_floating_point() and buffer.element_size() <= dtype.itemsize:
-            place(name, "average", buffer, buffer.numel())
+            place(name, "average", buffer, buffer.numel(), rule)
         else:
             nbytes = buffer.numel() * buffer.element_size()
-            place(name, "exact", buffer, math.ceil(nbytes / dtype.itemsize))
+            place(name, "exact", buffer, math.ceil(nbytes / dtype.itemsize), rule)
     layout = Layout(tuple(segments), dtype, position)
     check_memory(module, layout)
     return layout

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,7 +16,7 @@ from torch import nn
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import FlatModule
 from sparkdl.model.model_loss import PerReplica
-from sparkdl.model.preparation import prepared_forward
+from sparkdl.model.preparation import modes_of, prepared_forward, set_modes
 from sparkdl.model.recipe import Recipe
 
 
@@ -47,6 +46,9 @@ class LiveReplica:
     apart: Callable[[], AbstractContextManager[None]] | None = None
     _watched: bool = False
 
+    def __post_init__(self) -> None:
+        self._modes = modes_of(self.flat.module)
+
     @staticmethod
     def of(recipe: Recipe, device: torch.device | str = "cpu") -> LiveReplica:
         """Build ``recipe`` on ``device``.
@@ -59,7 +61,7 @@ class LiveReplica:
         """
         module = recipe.build()
         _check_new(module)
-        return LiveReplica.around(recipe, FlatModule(module, device))
+        return LiveReplica.around(recipe, FlatModule(module, device, recipe.options.buffers))
 
     @staticmethod
     def around(recipe: Recipe, flat: FlatModule, device: torch.device | None = None) -> LiveReplica:
@@ -105,13 +107,9 @@ class LiveReplica:
         self.call, self.apart = call, apart
 
     def train(self) -> None:
-        """Put every module into training mode."""
-        if not all(child.training for child in self._modules):
-            self.flat.module.train()
-
-    @functools.cached_property
-    def _modules(self) -> list[nn.Module]:
-        return list(self.flat.module.modules())
+        """Put every module into the mode that it was built in."""
+        if any(child.training != mode for child, mode in self._modes):
+            set_modes(self._modes)
 
     def clear_gradients(self) -> None:
         """Drop every parameter's gradient."""

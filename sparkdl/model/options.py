@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from sparkdl.model.buffers import Rule
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Names of ``Trainer.precision`` and ``Trainer.wire`` -> dtype (None: the model's own)."""
@@ -35,6 +37,7 @@ class TrainingOptions:
     """An outer optimizer is given the distance that local steps have moved the weights."""
     topology: str | None = None
     """Replicas have weights of their own, and average them over this topology."""
+    buffers: Mapping[str, Rule] = field(default_factory=dict)
 
     @property
     def steps_on_replicas(self) -> bool:

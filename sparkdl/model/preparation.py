@@ -11,7 +11,7 @@ import fnmatch
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,67 @@ def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) ->
                 )
             for parameter in found:
                 parameter.requires_grad_(trains)
+
+
+def modes_of(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Return each module in ``module``, outer ones first, and whether it is in training mode."""
+    return [(child, child.training) for child in module.modules()]
+
+
+def set_modes(modes: Sequence[tuple[nn.Module, bool]]) -> None:
+    """Put modules, outer ones first, into training or evaluation mode.
+
+    Their ``train`` is called where it changes something: a class may have one of its own.
+    """
+    for child, mode in modes:
+        if child.training != mode:
+            child.train(mode)
+    for child, mode in modes:
+        if child.training != mode:  # it is in several modules, of which a later one has changed it
+            child.training = mode
+
+
+@contextlib.contextmanager
+def modes_kept(module: nn.Module) -> Iterator[None]:
+    """Restore the mode of each submodule after the block."""
+    modes = modes_of(module)
+    try:
+        yield
+    finally:
+        set_modes(modes)
+
+
+def start_training(module: nn.Module) -> list[str]:
+    """Put a new module into training mode, and return the names of batch norms for which that is news.
+
+    If the module arrives in training mode, submodules in evaluation mode stay so where nothing in them
+    trains, and so do batch norms that are so by themselves. What libraries load arrives in evaluation
+    mode as a whole, so parts that train are put into training mode.
+    """
+    whole, arrived = not module.training, dict(modes_of(module))
+    kept = set() if whole else set(_staying(module))
+    module.train()
+    set_modes([(child, child.training and child not in kept) for child in module.modules()])
+    return [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.modules.batchnorm._BatchNorm)
+        and child.training > arrived[child]
+        and not (whole and _trains(child))
+    ]
+
+
+def _staying(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the submodules that stay in evaluation mode."""
+    for child in module.children():
+        if child.training:
+            yield from _staying(child)
+        elif isinstance(child, nn.modules.batchnorm._BatchNorm) or not _trains(child):
+            yield from (inner for inner in child.modules() if not inner.training)
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def with_shared(weights: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,10 +18,12 @@ from torch import nn
 
 from sparkdl.errors import ModelError, kind_of
 from sparkdl.model.options import TrainingOptions
-from sparkdl.model.preparation import freeze, plain, start_from, take_buffers
+from sparkdl.model.preparation import freeze, plain, start_from, start_training, take_buffers
 from sparkdl.model.signature import BY_POSITION, Signature
 from sparkdl.process.determinism import seeded
 from sparkdl.process.output import reports_silenced
+
+logger = logging.getLogger("sparkdl")
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Recipe:
     outer_optimizer: Callable[..., Any] | None = None
 
     def build(self, reported: bool = False) -> nn.Module:
-        """Build the module with its initial weights, the same in every process.
+        """Build the module with its initial weights in training mode, the same in every process.
 
         A callable runs with ``torch``, ``numpy`` and ``random`` seeded; this process's own random
         states are restored afterwards.
@@ -76,6 +79,15 @@ class Recipe:
             start_from(module, self.weights, self.strict_weights)
             take_buffers(module, self.buffers)
         freeze(module, self.frozen, self.unfrozen)
+        changed = start_training(module)
+        if changed and reported:
+            logger.warning(
+                "batch norms arrive in evaluation mode, and are put into training mode with what they "
+                "are in, so that they use and change the statistics of mini-batches: %s%s. To keep "
+                "theirs, return the model in training mode, and each of them in evaluation mode.",
+                ", ".join(changed[:3]),
+                f" and {len(changed) - 3} more" if len(changed) > 3 else "",
+            )
         return module
 
     @property

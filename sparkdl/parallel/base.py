@@ -10,7 +10,7 @@ strategies what it needs to know.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -238,18 +238,4 @@ def check_dense(word: str, layout: Layout, instead: str = "zero1") -> None:
                 f'strategy="{word}" does not go with the embedding '
                 f'"{segment.name.rpartition(".")[0]}", which has sparse=True: use '
                 f'strategy="{instead}", or sparse=False.'
-            )
-
-
-def check_have_rows(word: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Check that every parameter has rows.
-
-    Raises:
-        sparkdl.ModelError: If one is a scalar.
-    """
-    for name, parameter in parameters:
-        if not parameter.ndim:
-            raise ModelError(
-                f'strategy="{word}" cuts parameters by rows, and "{name}" is a single number: give it '
-                "the shape [1], or make it a buffer."
             )

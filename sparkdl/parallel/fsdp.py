@@ -18,7 +18,6 @@ from sparkdl.parallel.base import (
     ParallelStrategy,
     check_dense,
     check_elementwise,
-    check_have_rows,
     flag_problems,
 )
 from sparkdl.plain import make_plain
@@ -94,7 +93,13 @@ class FSDP(ParallelStrategy):
                     f'strategy="fsdp" needs one dtype: "{trainable[0].name}" is {trainable[0].dtype} '
                     f'and "{segment.name}" is {segment.dtype}.'
                 )
-        check_have_rows(self.word, module.named_parameters())
+        for parameter in whole_parameters(module) if self.cpu_offload else ():
+            name = next(name for name, each in module.named_parameters() if each is parameter)
+            raise ModelError(
+                f'strategy=FSDP(cpu_offload=True): "{name}" is a single number, of which every rank '
+                "needs the whole where it computes: give it the shape [1], or leave out "
+                "cpu_offload=True."
+            )
         _check_shared(module, units_of(module, self.units))
 
 
@@ -106,6 +111,11 @@ def _check_torch() -> None:
             f'strategy="fsdp" needs a newer torch than {torch.__version__}: install torch 2.13, or use '
             'strategy="zero1".'
         )
+
+
+def whole_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that are a single number, which cannot be cut: every rank has them."""
+    return [parameter for parameter in module.parameters() if not parameter.ndim]
 
 
 def units_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:

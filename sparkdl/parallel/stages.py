@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from sparkdl.model.preparation import modes_kept
 from sparkdl.parallel.tensor import without_fused_layers
 from sparkdl.parallel.trace import Items
 
@@ -24,18 +25,14 @@ def costs_of(
 ) -> tuple[list[float], list[object]]:
     """Return the floating-point operations and the output of each module of the chain."""
     costs, outputs = [], []
-    training = module.training
     value: object = inputs[0] if len(inputs) == 1 else tuple(inputs)
-    try:
+    with modes_kept(module), torch.no_grad(), _plain_operations():
         module.eval()
-        with torch.no_grad(), _plain_operations():
-            for _, item in items:
-                with FlopCounterMode(display=False) as counter:
-                    value = item(value)
-                costs.append(counter.get_total_flops() + OPERATION)
-                outputs.append(value)
-    finally:
-        module.train(training)
+        for _, item in items:
+            with FlopCounterMode(display=False) as counter:
+                value = item(value)
+            costs.append(counter.get_total_flops() + OPERATION)
+            outputs.append(value)
     return costs, outputs
 
 

@@ -20,7 +20,7 @@ from sparkdl.errors import ModelError, ParameterError, kind_of, nearest, shown
 from sparkdl.model.layout import Layout
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import ParallelStrategy, check_dense, check_elementwise, check_have_rows
+from sparkdl.parallel.base import ParallelStrategy, check_dense, check_elementwise
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.slices.optimizer import OptimizerSpec
 
@@ -96,8 +96,6 @@ class Tensor(ParallelStrategy):
     ) -> None:
         check_elementwise(self.word, optimizer)
         check_dense(self.word, layout)
-        trained = ((n, p) for n, p in module.named_parameters() if p.requires_grad)
-        check_have_rows(self.word, trained)
         _check_ways(self, module)
 
     def check_mesh(self, module: nn.Module, mesh: Mesh) -> None:

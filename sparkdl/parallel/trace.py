@@ -26,6 +26,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves
 
 from sparkdl.errors import ModelError
+from sparkdl.model.preparation import modes_kept, modes_of, set_modes
 from sparkdl.parallel.traced_stage import TracedStage, call_node
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import buffers_kept
@@ -74,13 +75,13 @@ def _with_lists(module: nn.Module, path: str = "") -> set[str]:
 
 
 def _pieces(module: nn.Module, opened: set[str], inputs: Sequence[torch.Tensor]) -> Items:
-    training = module.training
+    modes = modes_of(module)
     twice = [torch.cat([tensor, tensor]) for tensor in inputs]
     tracers = []
     try:
         with buffers_kept(module), seeded(0), torch.no_grad():
             for mode, rows in ((False, inputs), (True, twice)):
-                module.train(mode)
+                set_modes([(child, own and mode) for child, own in modes])
                 tracers.append(_Tracer(opened, tuple(rows)))
                 with _recording_sizes():
                     tracers[-1].graph = tracers[-1].trace(_Whole(module, len(inputs)))
@@ -92,7 +93,7 @@ def _pieces(module: nn.Module, opened: set[str], inputs: Sequence[torch.Tensor])
             'model(), or use strategy="fsdp".'
         ) from error
     finally:
-        module.train(training)
+        set_modes(modes)
     one, other = tracers
     if _text(one.graph) != _text(other.graph):
         raise ModelError(
@@ -114,18 +115,14 @@ def _place(error: Exception) -> str:
 
 
 def _check_same(module: nn.Module, items: Items, inputs: Sequence[torch.Tensor]) -> None:
-    training = module.training
     value: Any = inputs[0] if len(inputs) == 1 else tuple(inputs)
-    try:
+    with modes_kept(module), torch.no_grad():
         module.eval()
-        with torch.no_grad():
-            with seeded(0):
-                expected = module(*inputs)
-            with seeded(0):
-                for _, item in items:
-                    value = item(value)
-    finally:
-        module.train(training)
+        with seeded(0):
+            expected = module(*inputs)
+        with seeded(0):
+            for _, item in items:
+                value = item(value)
     pairs = zip(tree_leaves(value), tree_leaves(expected), strict=True)
     if not all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs):
         raise ModelError(

@@ -150,7 +150,9 @@ def _memories() -> Iterator[_Memory]:
     total, left = (machine.get(name, math.inf) for name in ("MemTotal:", "MemAvailable:"))
     yield _Memory(1024 * total, 1024 * left)
     with contextlib.suppress(OSError):
-        for line in (PROC / "self/cgroup").read_text().splitlines():
+        for line in (
+            (PROC / "self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             _, controllers, path = line.split(":", 2)
             if not controllers:
                 yield from _groups(CGROUPS, path, "memory.max", "memory.current", "")
@@ -167,10 +169,12 @@ def _groups(root: Path, path: str, limit: str, use: str, prefix: str) -> Iterato
     group = root / path.lstrip("/")
     for folder in (group, *group.parents):
         with contextlib.suppress(OSError, ValueError):
-            most = float((folder / limit).read_text())  # "max": no limit
+            most = float((folder / limit).read_text(encoding="ascii"))  # "max": no limit
             entries = _entries(folder / "memory.stat")
             cache = [entries.get(f"{prefix}{kind}_file", 0.0) for kind in ("inactive", "active")]
-            yield _Memory(most, most - float((folder / use).read_text()) + sum(cache))
+            yield _Memory(
+                most, most - float((folder / use).read_text(encoding="ascii")) + sum(cache)
+            )
         if folder == root:
             return
 
@@ -179,7 +183,7 @@ def _entries(path: Path) -> dict[str, float]:
     """Return the numbers of a file with one name and number a line, by name."""
     found = {}
     with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
+        for line in path.read_text(encoding="ascii").splitlines():
             name, *rest = line.split()
             if rest:
                 found[name] = float(rest[0])
@@ -189,6 +193,6 @@ def _entries(path: Path) -> dict[str, float]:
 def _own_nbytes() -> float:
     """Return the address space that this process takes; 0 if the system does not say."""
     try:
-        return float((PROC / "self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        return float((PROC / "self/statm").read_text(encoding="ascii").split()[0]) * mmap.PAGESIZE
     except OSError:
         return 0.0

@@ -70,6 +70,12 @@ def label_output(label: str) -> None:
     _label = f"[{label}] " if label else ""
 
 
+def print_escaped(text: str, end: str = "\n") -> None:
+    """Print a text of another process, with escapes for letters that stdout's encoding lacks."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), end=end)
+
+
 @contextlib.contextmanager
 def reports_silenced() -> Iterator[None]:
     """Silence what transformers prints inside the block: warnings, load reports and progress bars.

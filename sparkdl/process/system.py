@@ -120,7 +120,7 @@ def boot_id() -> str:
     It is the same in all containers of the machine.
     """
     try:
-        found = (PROC / "sys/kernel/random/boot_id").read_text()
+        found = (PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8")
     except OSError:
         found = _output("sysctl", "-n", "kern.bootsessionuuid")
     return found.strip().replace("-", "")
@@ -165,7 +165,7 @@ def longest_socket_path() -> int:
 def _stat_fields(pid: int) -> list[str]:
     """Return the fields of ``/proc/PID/stat`` from the third on; none if the process is gone."""
     try:
-        text = (PROC / str(pid) / "stat").read_text()
+        text = (PROC / str(pid) / "stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return []
     return text.rpartition(")")[2].split()
@@ -175,7 +175,11 @@ def _output(*command: str) -> str:
     """Return the output of a system program, in English; "" if it fails or does not exist."""
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
+            command,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            env={**os.environ, "LC_ALL": "C"},
         ).stdout
     except OSError:
         return ""

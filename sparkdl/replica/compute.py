@@ -14,6 +14,7 @@ from torch import nn
 from sparkdl.model.layout import local, one_place_each
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.loss import loss_of
+from sparkdl.model.preparation import modes_kept
 from sparkdl.model.step import named_losses
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.early_stop import EarlyStop
@@ -219,13 +220,8 @@ def evaluating(module: nn.Module) -> Iterator[nn.Module]:
     This is not inference mode: tensors that a model caches in a pass would be unusable in training
     afterwards.
     """
-    was_training = module.training
-    module.eval()
-    try:
-        with torch.no_grad():
-            yield module
-    finally:
-        module.train(was_training)
+    with modes_kept(module), torch.no_grad():
+        yield module.eval()
 
 
 @dataclass

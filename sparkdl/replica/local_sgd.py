@@ -29,7 +29,7 @@ from sparkdl.slices.optimizer_step import step_slice
 from sparkdl.slices.reduce import ReducedGradient, clip_norm, clip_values, penalize, squared_norm
 from sparkdl.slices.section import sums_up
 from sparkdl.slices.state import SliceState, pack
-from sparkdl.slices.update import EMA, SliceUpdater
+from sparkdl.slices.update import EMA, EVALUATED, SliceUpdater
 
 
 def several_steps(
@@ -53,6 +53,7 @@ def several_steps(
     """
     flat, layout, options = live.flat.flat, live.flat.layout, live.recipe.options
     begin = flat[: whole.plan.dense_length].clone()
+    buffers = flat[layout.buffers_start :].clone()
     state = replace(state, weights=flat)
     total, total_weight, count = 0.0, 0.0, 0
     named: Losses = {}
@@ -78,6 +79,7 @@ def several_steps(
         if stops is not None and stops(number + 1):
             break
     difference = flat[: whole.plan.dense_length] - begin
+    flat[layout.buffers_start :].copy_(buffers)  # the present ones are in the module
     if options.outer:
         difference.neg_()
     gradients = Gradients(
@@ -98,7 +100,7 @@ def several_steps(
         return moved if stops is None else _with_rest(moved, number + 1, work, options.local_steps)
     if not total_weight:  # no step was taken, and the state is unchanged
         return moved
-    arrays = {name: array for name, array in state.arrays.items() if name != EMA}
+    arrays = {n: array for n, array in state.arrays.items() if n not in (EMA, EVALUATED)}
     return replace(moved, arrays=arrays, others=pack(state))
 
 

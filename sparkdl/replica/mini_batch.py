@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from sparkdl.data.ragged import RowLengths
 from sparkdl.model.options import TrainingOptions
 
 CPU = torch.device("cpu")
@@ -57,12 +59,14 @@ class MiniBatch:
         weights: The weight of each sample; None: all are equal.
         masses: The amount of each sample that the loss counts, see
             :func:`sparkdl.model.loss.masses_of`.
+        lengths: See :attr:`sparkdl.data.batches.Batch.lengths`.
     """
 
     inputs: list[torch.Tensor]
     targets: list[torch.Tensor]
     weights: torch.Tensor | None = None
     masses: torch.Tensor | None = None
+    lengths: Sequence[RowLengths | None] = ()
 
     def __len__(self) -> int:
         return len(self.inputs[0])
@@ -75,13 +79,19 @@ class MiniBatch:
         weights = self.weights.double()
         return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())
 
-    def rows(self, cut: slice) -> MiniBatch:
-        """Return some of the samples."""
+    def rows(self, cut: slice | np.ndarray) -> MiniBatch:
+        """Return some of the samples, padded to the longest of them."""
+        lengths = [None if known is None else known.of_rows(cut) for known in self.lengths]
+        tensors = [
+            tensor[cut] if known is None else _shortened(tensor[cut], known)
+            for tensor, known in itertools.zip_longest([*self.inputs, *self.targets], lengths)
+        ]
         return MiniBatch(
-            [t[cut] for t in self.inputs],
-            [t[cut] for t in self.targets],
+            tensors[: len(self.inputs)],
+            tensors[len(self.inputs) :],
             None if self.weights is None else self.weights[cut],
             None if self.masses is None else self.masses[cut],
+            lengths,
         )
 
     def parts(self, count: int) -> Iterator[MiniBatch]:
@@ -89,6 +99,11 @@ class MiniBatch:
         rows = len(self)
         for i in range(min(count, rows)):
             yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows)))
+
+
+def _shortened(tensor: torch.Tensor, lengths: RowLengths) -> torch.Tensor:
+    """Return padded rows without the columns that are padding in all of them."""
+    return tensor[:, lengths.places(tensor.shape[1])].contiguous()
 
 
 def weigh(

@@ -93,9 +93,7 @@ def write_sections(
         out: Memory for the sections, uint8, slice after slice.
     """
     layout = live.flat.layout
-    buffers = live.flat.buffers()
-    if not outcome.weight:  # it may have run forward before it knew that nothing counts
-        buffers = live.flat.flat[layout.buffers_start :]
+    buffers = live.flat.buffers()  # ignored without a weight
     sections, place = [], 0
     for plan, section, nbytes in zip(plans, maps, sections_nbytes(live, plans, maps), strict=True):
         opened = open_section(

@@ -124,7 +124,8 @@ def to_mini_batch(
     if training and masses:
         here = targets if device.type == "cpu" else to_tensors(batch.targets)
         taken = masses_of(live.recipe.loss, here)
-    return MiniBatch(to_tensors(batch.inputs, device), targets, weights, taken)
+    inputs = to_tensors(batch.inputs, device)
+    return MiniBatch(inputs, targets, weights, taken, batch.lengths)
 
 
 def one_gradient(

@@ -25,6 +25,8 @@ SMALL_BYTES = 64 << 10
 """Anything smaller goes into shared memory as long as a page is free."""
 MARK = "sparkdl-"
 SWEEP_AFTER_SECONDS = 60.0
+OPEN_TRIES = 16
+"""The number of tries to make a root that is deleted while it is made."""
 
 
 @dataclass(frozen=True)
@@ -95,9 +97,16 @@ def open_root(config: SlabConfig, create: bool = False) -> Root | None:
         if not create:
             return None
         _sweep([place.parent for place in places])
+    tries = iter(range(OPEN_TRIES - 1))
     while True:
         try:
             root = _opened(places[known[0] if known else 0 :], shared)
+        except FileNotFoundError:  # something deletes it at this moment
+            if not create:
+                return None
+            if next(tries, None) is None:
+                raise
+            known = []
         except OSError as error:
             if known or error.errno is None:
                 raise
@@ -191,6 +200,7 @@ def _private_directory(path: Path) -> Path:
         path.mkdir(mode=0o700)
     except FileExistsError:
         if not _is_ours(path):
+            path.lstat()  # raises an error if it was deleted
             raise PermissionError(
                 f"slab root {path} is not a directory of this user with mode 0700"
             ) from None

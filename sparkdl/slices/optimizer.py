@@ -64,18 +64,25 @@ class GroupSpec:
             if params := [fragments[n] for n in members if n in fragments]:
                 values = {**group, **(hyperparameters[i] if hyperparameters else {})}
                 groups.append({**values, "params": params})
-        return self.make(groups) if groups else None
+        return self._made(groups) if groups else None
 
     def mirror(self) -> torch.optim.Optimizer:
         """Build the optimizer on one small tensor for each group, for a learning-rate schedule to
         act on."""
         groups = copy.deepcopy(self.groups)  # a schedule changes a tensor lr in place
-        return self.make(
+        return self._made(
             [
                 {**group, "params": [torch.zeros((1,) * max(1, ndim))]}
                 for group, ndim in zip(groups, self.dimensions, strict=True)
             ]
         )
+
+    def _made(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Build the optimizer, ready for a step."""
+        optimizer = self.make(groups)
+        if callable(train := getattr(optimizer, "train", None)):
+            train()  # it has no state yet, so this moves no weights
+        return optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,6 +194,12 @@ class OptimizerSpec:
             first = last
         return built
 
+    @property
+    def evaluates(self) -> bool:
+        """Return whether the weights that count are those after ``eval()`` of an optimizer, as with
+        schedule-free ones."""
+        return any(callable(getattr(part.kind, "eval", None)) for part in self.parts)
+
     def schedule_targets(self) -> list[torch.optim.Optimizer]:
         """Build each optimizer on one small tensor for each group, for a schedule to act on."""
         return [part.mirror() for part in self.parts]
@@ -240,6 +253,14 @@ class CutRule:
     separate: bool
 
 
+KINDS = {
+    "element": CutRule(elementwise=True, separate=True),
+    "tensor": CutRule(elementwise=False, separate=True),
+    "all": CutRule(elementwise=False, separate=False),
+}
+"""The rules by what the update of an element depends on."""
+
+
 def declared(kind: type[torch.optim.Optimizer]) -> CutRule | None:
     """Return the rule that an optimizer class declares itself, or None.
 
@@ -249,12 +270,9 @@ def declared(kind: type[torch.optim.Optimizer]) -> CutRule | None:
     answer = getattr(kind, DECLARED, None)
     if answer is None:
         return None
-    if answer not in _DECLARED:
+    if answer not in KINDS:
         raise ModelError(
             f"{kind.__name__}.{DECLARED} is {answer!r}: an element's update depends on that "
             '"element", on its "tensor", or on "all" of them.'
         )
-    return CutRule(*_DECLARED[answer])
-
-
-_DECLARED = {"element": (True, True), "tensor": (False, True), "all": (False, False)}
+    return KINDS[answer]

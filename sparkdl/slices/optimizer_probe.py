@@ -1,15 +1,18 @@
-"""Find out by trial how the tensors of an optimizer may be cut.
+"""Find out how the tensors of an optimizer may be cut.
 
 There are three kinds of optimizers. One that treats every element by itself works on any cut; one
 that uses a whole tensor (its norm, its rows) works on slices cut between tensors; one that uses all
-tensors together works on one slice only. A class for which a short trial is not conclusive, such as
-one that uses other elements only after many steps, declares its kind in the attribute
-``update_depends_on``.
+tensors together works on one slice only. The kinds of torch's classes are in a table. Others are
+tried: on a few numbers of several scales, for some steps, and on tensors of the shapes that the
+model has, because some treat tensors with few elements in another way, or work by blocks of
+elements (8-bit Adam does both). A class for which a trial is not conclusive declares its kind in
+the attribute ``update_depends_on``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +21,7 @@ import torch
 from sparkdl.errors import ModelError
 from sparkdl.model.layout import sparse_tables
 from sparkdl.process.determinism import seeded, torch_threads
-from sparkdl.slices.optimizer import CutRule, GroupSpec, OptimizerSpec, declared
+from sparkdl.slices.optimizer import KINDS, CutRule, GroupSpec, OptimizerSpec, declared
 from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss
 from sparkdl.slices.spec import Fragment, SliceSpec
 from sparkdl.slices.state import SliceState
@@ -30,8 +33,20 @@ SEVERAL = (
 )
 """The advice for a user whose optimizer does not accept every parameter."""
 
-_SIZE, _WIDTH = 24, 4
-_STEPS_OF_A_LIFE = 12
+_BY_ELEMENT = (
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop"),
+    *("Rprop", "ASGD", "SparseAdam"),
+)
+_OF_TORCH = {
+    getattr(torch.optim, name, None): KINDS[kind]
+    for kind, names in [
+        ("element", _BY_ELEMENT),
+        ("tensor", ("Adafactor", "Muon")),
+        ("all", ("LBFGS",)),
+    ]
+    for name in names
+}
+"""The rules of torch's classes."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +59,8 @@ class _Trial:
 
 
 _FIRST = _Trial()
-_FURTHER = (
+_TRIALS = (
+    _FIRST,
     _Trial(gradients=1e-4),
     _Trial(gradients=1e4),
     _Trial(gradients=1e8),
@@ -53,19 +69,15 @@ _FURTHER = (
 )
 """Trials that expose optimizers which use other elements only beyond some norm or after a few
 steps."""
-_OF_TORCH = frozenset(
-    kind
-    for name in (
-        *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop"),
-        *("Rprop", "ASGD", "SparseAdam", "Adafactor", "Muon", "LBFGS"),
-    )
-    if (kind := getattr(torch.optim, name, None)) is not None
-)
-"""The classes for which the first trial is conclusive."""
+_AT_SIZE = _Trial(steps=2)
+_STEPS_OF_A_LIFE = 12
+_ELEMENTS, _FEWEST = 1 << 21, 1 << 13
+"""The number of elements of all trials of a model's shapes, and what each may have at least."""
 _LEARNING_RATE = 0.1
 """The learning rate of trials if the optimizer's is 0 at first."""
+_TABLE = (6, 4)
 Span = tuple[int, int, int]
-"""A tensor number, and the first and the last + 1 element, counted over both tensors in sequence."""
+"""A tensor number, and the first and the last + 1 element, counted over all tensors in sequence."""
 _TOGETHER: list[list[Span]] = [[(0, 0, 24), (1, 24, 48)]]
 _APART: list[list[Span]] = [[(0, 0, 24)], [(1, 24, 48)]]
 _CUT: list[list[Span]] = [[(0, 0, 8)], [(0, 8, 24), (1, 24, 36)], [(1, 36, 48)]]
@@ -74,8 +86,7 @@ _CUT: list[list[Span]] = [[(0, 0, 8)], [(0, 8, 24), (1, 24, 36)], [(1, 36, 48)]]
 def probe_cut_rule(
     plan: OptimizerSpec, parameters: Sequence[torch.nn.Parameter], module: torch.nn.Module
 ) -> OptimizerSpec:
-    """Try the optimizers on a few numbers, and return ``plan`` with the rule for cutting its
-    slices.
+    """Return ``plan`` with the rule for cutting its slices, after a trial of the optimizers.
 
     Args:
         plan: The optimizers of ``module``.
@@ -87,57 +98,52 @@ def probe_cut_rule(
     """
     number = {id(p): i for i, p in enumerate(parameters)}
     tables = {number[key] for key in sparse_tables(module) if key in number}
-    dimensions = [p.ndim for p in parameters]
-    traits = [t for part in plan.parts for t in _traits_of(part, dimensions, tables)]
+    shapes = [None if i in tables else tuple(p.shape) for i, p in enumerate(parameters)]
+    rules = [rule for part in plan.parts for rule in _rules_of(part, shapes)]
     return replace(
         plan,
-        elementwise=all(t.elementwise for t in traits),
-        separate=all(t.separate for t in traits),
+        elementwise=all(rule.elementwise for rule in rules),
+        separate=all(rule.separate for rule in rules),
     )
 
 
-def _traits_of(part: GroupSpec, dimensions: Sequence[int], tables: set[int]) -> list[CutRule]:
+def _rules_of(part: GroupSpec, shapes: Sequence[tuple[int, ...] | None]) -> list[CutRule]:
     """Return one rule for each group that has parameters, since the kind may depend on
     hyperparameters."""
-    found = []
-    for group, members, ndim in zip(part.groups, part.members, part.dimensions, strict=True):
-        if members:
-            alone = replace(part, groups=(group,), members=((0, 1),), dimensions=(ndim,))
-            dense = {dimensions[n] for n in members if n not in tables}
-            plan = OptimizerSpec(parts=(alone,))
-            found.append(find_traits(plan, dense, any(n in tables for n in members), part.kind))
-    return found
+    return [
+        _rule(
+            OptimizerSpec(
+                parts=(replace(part, groups=(group,), members=((0, 1),), dimensions=(ndim,)),)
+            ),
+            {shape for n in members if (shape := shapes[n]) is not None},
+            any(shapes[n] is None for n in members),
+            part.kind,
+        )
+        for group, members, ndim in zip(part.groups, part.members, part.dimensions, strict=True)
+        if members
+    ]
 
 
-# One thread: the tensors are tiny, and on busy cores a second thread would only add waiting.
+# One thread: most tensors are tiny, and on busy cores a second thread would only add waiting.
 @torch_threads(1)
-def find_traits(
+def _rule(
     plan: OptimizerSpec,
-    dimensions: Iterable[int],
+    shapes: Collection[tuple[int, ...]],
     tables: bool,
     kind: type[torch.optim.Optimizer],
 ) -> CutRule:
     """Return the rule of an optimizer with one group, whose parameters are numbers 0 and 1.
 
-    Updates are compared, in float64, so that a small learning rate hides no difference.
-
-    Args:
-        plan: The optimizer.
-        dimensions: The numbers of dimensions of the dense parameters that it will be used for.
-        tables: Whether it will be used for tables with sparse gradients too.
-        kind: The optimizer's class.
-
-    Raises:
-        ModelError: The optimizer does not work at all on such parameters.
+    ``shapes`` are those of its dense parameters, and ``tables`` says that it has sparse ones too.
     """
-    known = declared(kind)
-    further = () if known is not None or kind in _OF_TORCH else _FURTHER
-    found = []
-    for ndim in sorted({max(1, n) for n in dimensions}):
-        shape = (_SIZE,) if ndim == 1 else (6, 4, *([1] * (ndim - 2)))
+    declaration = declared(kind)
+    rules = []
+    for ndim in sorted({max(1, len(shape)) for shape in shapes}):
+        shape = (24,) if ndim == 1 else (*_TABLE, *([1] * (ndim - 2)))
         try:
-            _update(plan, shape, _TOGETHER, False, _FIRST)
-            _check_memory(plan, shape)
+            _update(plan, shape, _TOGETHER)
+            if kind not in _OF_TORCH:
+                _check_memory(plan, shape)
         except ModelError:
             raise
         except Exception as error:
@@ -145,11 +151,11 @@ def find_traits(
                 f"optimizer {plan.name} fails on a parameter of {ndim} dimension"
                 f"{'s' if ndim > 1 else ''} with a dense gradient ({_text(error)}). {SEVERAL}"
             ) from error
-        found += [_seen_in(trial, plan, shape, False) for trial in (_FIRST, *further)]
+        if declaration is None and kind not in _OF_TORCH:
+            rules += [_seen(plan, shape, trial=trial) for trial in _TRIALS]
     if tables:
-        shape = (_SIZE // _WIDTH, _WIDTH)
         try:
-            _update(plan, shape, _TOGETHER, True, _FIRST)
+            _update(plan, _TABLE, _TOGETHER, sparse=True)
         except Exception as error:
             raise ModelError(
                 f"optimizer {plan.name} does not take the sparse gradients of an embedding with "
@@ -157,8 +163,13 @@ def find_traits(
                 'optimizer={"embedding": torch.optim.SparseAdam, "": torch.optim.Adam}, or build '
                 "it with sparse=False."
             ) from error
-        found += [_seen_in(trial, plan, shape, True) for trial in (_FIRST, *further)]
-    return known or CutRule(all(t.elementwise for t in found), all(t.separate for t in found))
+        if declaration is None and kind not in _OF_TORCH:
+            rules += [_seen(plan, _TABLE, sparse=True, trial=trial) for trial in _TRIALS]
+    if known := declaration or _OF_TORCH.get(kind):
+        return known
+    if all(rule.elementwise for rule in rules):
+        rules += [CutRule(_same_at_size(plan, shape), True) for shape in _shrunk(shapes)]
+    return CutRule(all(t.elementwise for t in rules), all(t.separate for t in rules))
 
 
 def _text(error: Exception) -> str:
@@ -171,7 +182,9 @@ def _same(one: torch.Tensor, other: torch.Tensor, scale: float = 1.0) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-14 * scale, equal_nan=True)
 
 
-def _seen_in(trial: _Trial, plan: OptimizerSpec, shape: tuple[int, ...], sparse: bool) -> CutRule:
+def _seen(
+    plan: OptimizerSpec, shape: tuple[int, ...], sparse: bool = False, trial: _Trial = _FIRST
+) -> CutRule:
     """Return the rule that one trial shows; no restriction if the trial fails even without a cut."""
     try:
         together = _update(plan, shape, _TOGETHER, sparse, trial)
@@ -188,70 +201,107 @@ def _seen_in(trial: _Trial, plan: OptimizerSpec, shape: tuple[int, ...], sparse:
     return CutRule(cut, _same(together, apart, trial.weights))
 
 
-def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:
-    """Raise ModelError if the optimizer keeps anything outside ``state`` from step to step.
+def _shrunk(shapes: Collection[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Return shapes of tensors that slices may cut, with fewer rows where that many elements would
+    take long."""
+    limit, found = max(_FEWEST, _ELEMENTS // max(1, len(shapes))), set()
+    for shape in shapes:
+        sizes = list(shape)
+        for i, rows in enumerate(sizes):
+            if (size := math.prod(sizes)) > limit:
+                sizes[i] = max(1, limit // (size // rows))
+        if math.prod(sizes) >= 64:
+            found.add(tuple(sizes))
+    return found
 
-    In training each step is made by another instance of the optimizer.
-    """
+
+def _same_at_size(plan: OptimizerSpec, shape: tuple[int, ...]) -> bool:
+    """Return whether a tensor of this shape has the same update if it is cut as slices may cut it:
+    into few elements, and at odd multiples of 64 bytes."""
+    size = math.prod(shape)
+    middle = size // 64 * 32 + 16
+    pieces: list[list[Span]] = [[(0, 0, 16)], [(0, 16, middle)], [(0, middle, size)]]
+    try:
+        whole = _update(plan, shape, [[(0, 0, size)]], trial=_AT_SIZE)
+        return _same(_update(plan, shape, pieces, trial=_AT_SIZE), whole)
+    except ModelError:
+        raise
+    except Exception:  # it may have a kernel for a GPU alone
+        return False
+
+
+def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:
+    """Raise ModelError if the optimizer keeps anything outside ``state`` and the numbers in its
+    groups from step to step, because in training each step is made by another instance."""
     with seeded(0):
-        ours = _update(plan, shape, _TOGETHER, False, _Trial(steps=_STEPS_OF_A_LIFE))
+        ours = _update(plan, shape, _TOGETHER, trial=_Trial(steps=_STEPS_OF_A_LIFE))
     with seeded(0):
-        drawn = _drawn(_STEPS_OF_A_LIFE)
-        tensors = {n: drawn[0, n * _SIZE : (n + 1) * _SIZE].view(shape).clone() for n in (0, 1)}
+        drawn = _drawn(_STEPS_OF_A_LIFE, 48)
+        tensors = {n: drawn[0, n * 24 : (n + 1) * 24].view(shape).clone() for n in (0, 1)}
         (optimizer,) = plan.build(tensors, _hyperparameters(plan))
-        before = [_values(group) for group in optimizer.param_groups]
         for gradients in drawn[1:]:
             for n, tensor in tensors.items():
-                tensor.grad = gradients[n * _SIZE : (n + 1) * _SIZE].view(shape).clone()
+                tensor.grad = gradients[n * 24 : (n + 1) * 24].view(shape).clone()
             if wants_loss(type(optimizer)):  # type: ignore[arg-type]
-                optimizer.step(evaluate_once(torch.tensor(1.0).double(), plan.name))
+                optimizer.step(_at_the_same_weights(plan, tensors))
             else:
                 optimizer.step()
     # collected again, because the optimizer may have replaced their memory
     living = torch.cat([tensors[n].reshape(-1) for n in (0, 1)])
-    if _same(ours, living - drawn[0]):
-        return
-    after = [_values(group) for group in optimizer.param_groups]
-    names = {
-        name for a, b in zip(before, after, strict=True) for name in b if b[name] != a.get(name)
-    }
-    found = f" ({', '.join(sorted(names))} in its param_groups)" if names else ""
-    raise ModelError(
-        f"optimizer {plan.name} keeps values from step to step outside its state{found}, but the "
-        "next step may run on another executor, which gets only the state. Keep them in "
-        "self.state[parameter], as torch.optim does."
-    )
+    if not _same(ours, living - drawn[0]):
+        raise ModelError(
+            f"optimizer {plan.name} keeps values from step to step outside its state, but the next "
+            "step may run on another executor, which gets only the state. Keep them in "
+            "self.state[parameter], as torch.optim does, or as numbers in param_groups."
+        )
+
+
+def _at_the_same_weights(
+    plan: OptimizerSpec, tensors: Mapping[int, torch.Tensor]
+) -> Callable[[], Any]:
+    """Return a closure that raises ModelError if the weights are not those of now."""
+    before = {n: tensor.clone() for n, tensor in tensors.items()}
+    evaluate = evaluate_once(torch.tensor(1.0).double(), plan.name)
+
+    def closure() -> Any:
+        if any(not torch.equal(tensor, before[n]) for n, tensor in tensors.items()):
+            raise ModelError(
+                f"optimizer {plan.name} moves the weights before it evaluates the loss, but an "
+                "iteration is a single pass, at the weights with which it begins: use an optimizer "
+                "whose step takes no closure, such as torch.optim.AdamW."
+            )
+        return evaluate()
+
+    return closure
 
 
 def _hyperparameters(plan: OptimizerSpec) -> list[Mapping[str, Any]]:
-    """Return the hyperparameters of the group, with a learning rate that is not 0."""
+    """Return what the trial changes in the group: the learning rate, if it is 0."""
     (group,) = plan.groups
     rate = group.get("lr")
     if not isinstance(rate, int | float | torch.Tensor) or float(rate) != 0:
-        return [group]
+        return [{}]
     other = torch.full_like(rate, _LEARNING_RATE) if isinstance(rate, torch.Tensor) else None
-    return [{**group, "lr": _LEARNING_RATE if other is None else other}]
+    return [{"lr": _LEARNING_RATE if other is None else other}]
 
 
-def _values(group: Mapping[str, Any]) -> dict[str, str]:
-    return {name: repr(value) for name, value in group.items() if name != "params"}
-
-
-def _drawn(steps: int) -> torch.Tensor:
-    """Draw 48 weights, and their gradients for each step."""
+def _drawn(steps: int, elements: int) -> torch.Tensor:
+    """Draw weights, and their gradients for each step, in float64, so that a small learning rate
+    hides no difference."""
     generator = torch.Generator().manual_seed(0)
-    return torch.randn(steps + 1, 2 * _SIZE, generator=generator, dtype=torch.float64)
+    return torch.randn(steps + 1, elements, generator=generator, dtype=torch.float64)
 
 
 def _update(
     plan: OptimizerSpec,
     shape: tuple[int, ...],
     cuts: list[list[Span]],
-    sparse: bool,
-    trial: _Trial,
+    sparse: bool = False,
+    trial: _Trial = _FIRST,
 ) -> torch.Tensor:
-    """Return the change of 48 weights after a few steps on slices with the fragments ``cuts``."""
-    drawn, updates = _drawn(trial.steps), []
+    """Return the change of the weights of tensors of one shape after a few steps on slices with the
+    fragments ``cuts``."""
+    drawn, updates = _drawn(trial.steps, cuts[-1][-1][2]), []
     drawn[0] *= trial.weights
     drawn[1:] *= trial.gradients
     values = _hyperparameters(plan)
@@ -263,16 +313,8 @@ def _update(
         for step, gradients in enumerate(drawn[1:]):
             dense = gradients[start:stop].clone()
             rows = {p.number: _rows(p, dense, step) for p in fragments} if sparse else None
-            step_slice(
-                piece_plan,
-                state,
-                dense,
-                frozenset(),
-                plan,
-                values,
-                rows,
-                torch.tensor(1.0).double(),
-            )
+            loss = torch.tensor(1.0).double()
+            step_slice(piece_plan, state, dense, frozenset(), plan, values, rows, loss)
         updates.append(state.weights - drawn[0, start:stop])
     return torch.cat(updates)
 
@@ -280,11 +322,12 @@ def _update(
 def _fragment(
     number: int, shape: tuple[int, ...], low: int, high: int, start: int, sparse: bool
 ) -> Fragment:
+    size, width = math.prod(shape), shape[-1]
+    row = low % size // width
     if sparse:
-        shape = ((high - low) // _WIDTH, _WIDTH)
-    elif high - low < _SIZE:
+        shape = ((high - low) // width, width)
+    elif high - low < size:
         shape = ()
-    row = low % _SIZE // _WIDTH
     return Fragment(number, "parameter", low - start, high - low, shape, sparse, row)
 
 

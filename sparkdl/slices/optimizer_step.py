@@ -13,7 +13,7 @@ import torch
 from sparkdl.codec.safe import mapped
 from sparkdl.errors import ModelError
 from sparkdl.slices.spec import Fragment, SliceSpec
-from sparkdl.slices.state import ARRAY_DTYPES, SliceState
+from sparkdl.slices.state import ARRAY_DTYPES, GROUP, SliceState
 
 if TYPE_CHECKING:
     from sparkdl.slices.optimizer import OptimizerSpec
@@ -55,23 +55,14 @@ def step_slice(
         ModelError: An optimizer evaluates the loss more than once, or the state is of one with other
             hyperparameters.
     """
-    fragments = {p.number: p for p in plan.parameters if p.length}
-    tensors = {n: _view(state.weights, p) for n, p in fragments.items()}
-    optimizers = optimizer_plan.build(tensors, hyperparameters)
+    fragments, tensors = _tensors(plan, state)
     places = {n: tensor.data_ptr() for n, tensor in tensors.items()}
     for number, tensor in tensors.items():
         if number not in absent:
             tensor.grad = _gradient(fragments[number], gradient, sparse)
-    for optimizer in optimizers:
+    for optimizer in optimizer_plan.build(tensors, hyperparameters):
         ours = _held_by(optimizer, tensors)
-        held: dict[int, dict[str, torch.Tensor]] = {}
-        for tensor, number, group in ours:
-            if number in state.others:
-                fragment = fragments[number]
-                own = {name: _view(state.arrays[name], fragment) for name in state.held[number]}
-                others = _where_stepped(group, tensor, state.others[number])
-                optimizer.state[tensor] = {**own, **others}
-                held[number] = own
+        held, before = _load(ours, optimizer, fragments, state, optimizer_plan, hyperparameters)
         with (
             _missing_told(optimizer),
             torch.sparse.check_sparse_tensor_invariants(False),  # else Adagrad's step warns
@@ -80,13 +71,118 @@ def step_slice(
                 optimizer.step(evaluate_once(loss, type(optimizer).__name__))
             else:
                 optimizer.step()
-        for tensor, number, _ in ours:
+        counted = {id(g): _changed(g, before[id(g)]) for g in optimizer.param_groups}
+        for tensor, number, group in ours:
             if made := optimizer.state.get(tensor):
+                _check_plain(optimizer, made)
                 _keep(state, plan, fragments[number], made, held.get(number, {}))
+            if changed := counted[id(group)]:
+                state.held.setdefault(number, ())
+                state.others[number] = {**state.others.get(number, {}), **changed}
     for number, tensor in tensors.items():
         tensor.grad = None
         if tensor.data_ptr() != places[number]:  # replaced instead of written in place
             _view(state.weights, fragments[number]).copy_(tensor)
+
+
+def evaluated_weights(
+    plan: SliceSpec,
+    state: SliceState,
+    optimizer_plan: OptimizerSpec,
+    hyperparameters: Sequence[Mapping[str, Any]] | None = None,
+) -> torch.Tensor:
+    """Return the weights of a slice as ``eval()`` of the optimizers leaves them; ``state`` stays.
+
+    Args:
+        plan: The slice.
+        state: The state of the slice, whose weights are those at which gradients are taken.
+        optimizer_plan: The optimizers.
+        hyperparameters: As in :func:`step_slice`.
+    """
+    names = {name for held in state.held.values() for name in held}
+    copied = SliceState(
+        state.weights.clone(),
+        {name: state.arrays[name].clone() for name in names},
+        state.held,
+        mapped(state.others, torch.Tensor, torch.clone),
+    )
+    fragments, tensors = _tensors(plan, copied)
+    for optimizer in optimizer_plan.build(tensors, hyperparameters):
+        ours = _held_by(optimizer, tensors)
+        _load(ours, optimizer, fragments, copied, optimizer_plan, hyperparameters)
+        if callable(evaluate := getattr(optimizer, "eval", None)):
+            evaluate()
+    for number, tensor in tensors.items():
+        _view(copied.weights, fragments[number]).copy_(tensor)
+    return copied.weights
+
+
+def _tensors(
+    plan: SliceSpec, state: SliceState
+) -> tuple[dict[int, Fragment], dict[int, torch.Tensor]]:
+    """Return the fragments of parameters that have elements, and their weights, by number."""
+    fragments = {p.number: p for p in plan.parameters if p.length}
+    return fragments, {n: _view(state.weights, p) for n, p in fragments.items()}
+
+
+def _load(
+    ours: Sequence[tuple[torch.Tensor, int, dict[str, Any]]],
+    optimizer: torch.optim.Optimizer,
+    fragments: Mapping[int, Fragment],
+    state: SliceState,
+    optimizer_plan: OptimizerSpec,
+    hyperparameters: Sequence[Mapping[str, Any]] | None,
+) -> tuple[dict[int, dict[str, torch.Tensor]], dict[int, dict[str, Any]]]:
+    """Give an optimizer the state of an earlier step.
+
+    Return the views of arrays that each parameter has, and by the id of each group those of its
+    numbers that no earlier step has changed.
+    """
+    held: dict[int, dict[str, torch.Tensor]] = {}
+    changed: dict[int, set[str]] = {}
+    for tensor, number, group in ours:
+        if number not in state.others:
+            continue
+        arrays = {name: _view(state.arrays[name], fragments[number]) for name in state.held[number]}
+        kept = state.others[number]
+        others = {name: value for name, value in kept.items() if not name.startswith(GROUP)}
+        if arrays or others:
+            optimizer.state[tensor] = {**arrays, **_where_stepped(group, tensor, others)}
+            held[number] = arrays
+        if len(others) < len(kept) and id(group) not in changed:
+            each = zip(optimizer_plan.members, hyperparameters or (), strict=False)
+            scheduled = next((values for members, values in each if number in members), {})
+            names = {name.removeprefix(GROUP) for name in kept if name not in others}
+            group.update({name: kept[GROUP + name] for name in names - scheduled.keys()})
+            changed[id(group)] = names
+    return held, {
+        id(group): {k: v for k, v in _numbers(group).items() if k not in changed.get(id(group), ())}
+        for group in optimizer.param_groups
+    }
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return copies of the numbers and tensors in a parameter group."""
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if isinstance(value, int | float | torch.Tensor)
+    }
+
+
+def _changed(group: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers of a group that a step has changed, by their names in ``others``."""
+    return {
+        GROUP + name: value
+        for name, value in _numbers(group).items()
+        if name not in before or not _equal(value, before[name])
+    }
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
+    return bool(one == other)
 
 
 @contextlib.contextmanager
@@ -129,7 +225,7 @@ def _gradient(
 
 def _held_by(
     optimizer: torch.optim.Optimizer, tensors: Mapping[int, torch.Tensor]
-) -> list[tuple[torch.Tensor, int, Mapping[str, Any]]]:
+) -> list[tuple[torch.Tensor, int, dict[str, Any]]]:
     """Return the optimizer's parameters with their numbers and groups."""
     numbers = {id(tensor): number for number, tensor in tensors.items()}
     return [(p, numbers[id(p)], group) for group in optimizer.param_groups for p in group["params"]]
@@ -183,6 +279,20 @@ def evaluate_once(loss: torch.Tensor | None, name: str) -> Callable[[], Any]:
         return torch.tensor(float("nan")) if loss is None else loss
 
     return closure
+
+
+def _check_plain(optimizer: torch.optim.Optimizer, made: Mapping[str, Any]) -> None:
+    """Raise ModelError for state in a tensor of another class, which is more than its values."""
+    for name, value in made.items():
+        if isinstance(value, torch.Tensor) and type(value) not in _PLAIN:
+            raise ModelError(
+                f'optimizer {type(optimizer).__name__} keeps "{name}" of its state in a tensor of the '
+                f"class {type(value).__name__}, of which slices and checkpoints would keep the values "
+                "alone: use an optimizer whose state is plain tensors, such as torch.optim.AdamW."
+            )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _keep(

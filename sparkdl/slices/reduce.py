@@ -7,16 +7,19 @@ global norm.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from sparkdl.model.buffers import MAX, MEAN, MIN, SUM, Rule, values_in
 from sparkdl.model.layout import Layout
+from sparkdl.process.determinism import seeded
 from sparkdl.slices.section import NOTHING, OWN, SPARE, Section, SparseRows
 from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState, unpack
+from sparkdl.slices.state import GROUP, SliceState, unpack
 from sparkdl.slices.tree_sum import Term, tree_sum
 
 NORM_EPSILON = 1e-6
@@ -214,7 +217,7 @@ def average(
 
     The weights become the mean of the replicas' weights. The optimizer state of a parameter becomes
     the mean over the replicas that had a gradient for it; state that has no mean is taken from the
-    first of these.
+    first of these. Where none had one, only the numbers of its parameter group have changed.
 
     Args:
         plan: The slice.
@@ -234,6 +237,13 @@ def average(
             and fragment.number in unpacked[c.replica][1]
         ]
         if not stepped:
+            _, others = next(iter(unpacked.values()), ({}, {}))
+            group = {
+                k: v for k, v in others.get(fragment.number, {}).items() if k.startswith(GROUP)
+            }
+            if group:
+                state.held.setdefault(fragment.number, ())
+                state.others[fragment.number] = {**state.others.get(fragment.number, {}), **group}
             continue
         held, others = unpacked[stepped[0].replica]
         state.held[fragment.number] = held[fragment.number]
@@ -253,32 +263,87 @@ def average(
                     place.add_(c.arrays[name][fragment.start : fragment.stop], alpha=share)
 
 
-def merge_buffers(plan: SliceSpec, sections: Sequence[Section], weights: torch.Tensor) -> None:
-    """Merge the buffers of the replicas.
+def merge_buffers(
+    plan: SliceSpec, sections: Sequence[Section], weights: torch.Tensor, seed: int = 0
+) -> None:
+    """Merge the buffers of the replicas by their rules, see :mod:`sparkdl.model.buffers`.
 
-    Floating-point buffers become the weighted average, computed as the first + the sum of weighted
-    differences, so that values that are equal on all replicas keep their bits (infinities too).
-    Other buffers are the first replica's. A replica with weight 0 has not run a forward pass and is
-    ignored.
+    A replica with weight 0 has not run a forward pass and is ignored. If all have, nothing changes.
 
     Args:
         plan: The slice.
         sections: The sections of all replicas.
-        weights: The slice of the flat vector, in which the buffers are written to their places.
+        weights: The slice of the flat vector, with the buffers as they were, which are changed.
+        seed: The seed of the random draws of functions.
     """
-    ordered = sorted(sections, key=lambda section: section.replica)
-    ordered = [c for c in ordered if c.weight] or ordered
-    total = sum(c.weight for c in ordered)
-    for fragment in plan.fragments:
+    ordered = sorted((c for c in sections if c.weight), key=lambda section: section.replica)
+    single = [c for c in ordered if not c.repeats]
+    means = []
+    for fragment in plan.fragments if ordered else ():
         if fragment.kind == "parameter":
             continue
+        counted = ordered if fragment.rule == MEAN else single
         place = slice(fragment.start - plan.buffers_start, fragment.stop - plan.buffers_start)
-        first = ordered[0].buffers[place]
-        merged = weights[fragment.start : fragment.stop]
-        merged.copy_(first)
-        if fragment.kind == "average" and total:
-            for item in ordered[1:]:
-                values = item.buffers[place]
-                # -0.0: adding it changes no bit, not even that of a -0.0
-                difference = torch.where(values == first, -0.0, values - first)
-                merged.add_(difference, alpha=item.weight / total)
+        kind, dtype = fragment.kind, fragment.dtype
+        values = [values_in(c.buffers[place], kind, dtype) for c in counted]
+        merged = values_in(weights[fragment.start : fragment.stop], kind, dtype)
+        if callable(fragment.rule) and len(values) > 1:
+            count, shape = math.prod(fragment.shape), fragment.shape
+            stacked = torch.stack([each[:count].view(shape).to(dtype) for each in values])
+            with seeded(seed):
+                merged[:count].view(shape).copy_(fragment.rule(stacked))
+        elif fragment.rule == MEAN and len(values) > 1:
+            _average(values, [c.weight for c in counted], merged)
+            means.append((values, merged))
+        else:
+            merge_values(fragment.rule, values, [], merged)
+    if means and not torch.stack([merged.isfinite().all() for _, merged in means]).all():
+        for values, merged in means:
+            merge_values(MEAN, values, [c.weight for c in ordered], merged)
+
+
+def merge_values(
+    rule: Rule, values: Sequence[torch.Tensor], weights: Sequence[float], merged: torch.Tensor
+) -> None:
+    """Merge the values of replicas, in their order, by a rule that is no function or has one value.
+
+    Args:
+        rule: The rule.
+        values: The values; what replicas have added for the rule "sum".
+        weights: The weight of each, for a mean.
+        merged: The value before, which is changed.
+    """
+    first, *others = values
+    if rule == SUM:
+        merged.add_(functools.reduce(torch.add, others, first))
+        return
+    merged.copy_(first)
+    if rule == MEAN and others:
+        _average(values, weights, merged, infinite=True)
+    for other in others:
+        if rule == MIN:
+            torch.minimum(merged, other, out=merged)
+        elif rule == MAX:
+            torch.maximum(merged, other, out=merged)
+
+
+def _average(
+    values: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    merged: torch.Tensor,
+    infinite: bool = False,
+) -> None:
+    """Write the weighted mean as the first value + the sum of weighted differences.
+
+    So values that are equal on all replicas keep their bits. If values may be ``infinite``, so is their
+    mean, which would be the difference of infinities, NaN, otherwise.
+    """
+    first, total = values[0], sum(weights)
+    merged.copy_(first)
+    for other, weight in zip(values[1:], weights[1:], strict=True):
+        same = other == first
+        if infinite:
+            same |= merged.isinf() & ~other.isnan()
+        # -0.0: adding it changes no bit, not even that of a -0.0
+        difference = torch.where(same, -0.0, other - first)
+        merged.add_(difference, alpha=weight / total)

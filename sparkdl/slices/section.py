@@ -69,7 +69,7 @@ class Section:
         replica: The number of the replica.
         weight: Its number of samples, or the sum of their weights.
         gradient: The dense gradient, (dense_length,); empty if it is compressed or of kind NOTHING.
-        buffers: The values of the buffers in the slice.
+        buffers: The values of the buffers in the slice; what was added to those whose rule is "sum".
         absent: The numbers of the parameters without a gradient.
         tables: The gradients of sparse tables by parameter number, with rows counted from the
             fragment's first row.
@@ -77,6 +77,8 @@ class Section:
         compressed: The compressed gradient, by parameter number.
         kind: What ``gradient`` is: OWN, SUM, NOTHING or SPARE.
         others: After local steps, all other optimizer state, packed.
+        repeats: An earlier rank has the same buffers, because it runs the same rows through a part of
+            the same model.
     """
 
     replica: int
@@ -89,6 +91,7 @@ class Section:
     compressed: ByParameter | None = None
     kind: str = OWN
     others: bytes = b""
+    repeats: bool = False
 
     def dense_gradient(self, plan: SliceSpec, dtype: torch.dtype) -> torch.Tensor:
         """Return the dense gradient, (dense_length,) in ``dtype``, zero where this replica sent

@@ -22,7 +22,7 @@ from sparkdl.codec.safe import STORABLE, decode, encode
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, kind_of
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
-from sparkdl.slices.update import EMA
+from sparkdl.slices.update import EMA, EVALUATED
 
 FORMAT = "sparkdl-slice"
 VERSION = "1"
@@ -154,9 +154,9 @@ def unpack(data: bytes) -> StoredSlice:
 def reslice(parts: Iterable[StoredSlice], plan: SliceSpec, dtype: torch.dtype) -> SliceState:
     """Assemble the state of a slice from stored slices of another cut, bit for bit.
 
-    An array is zero where no part has it, because the parameter had no such state there. The moving
-    average is in every part or in none. State of a whole parameter comes from the part where the
-    parameter starts, otherwise from the next part that has it.
+    An array is zero where no part has it, because the parameter had no such state there. Arrays of
+    weights, such as their moving average, are in every part or in none. State of a whole parameter
+    comes from the part where the parameter starts, otherwise from the next part that has it.
 
     Args:
         parts: At least the stored slices that overlap with the slice, in any order. Each is
@@ -172,10 +172,12 @@ def reslice(parts: Iterable[StoredSlice], plan: SliceSpec, dtype: torch.dtype) -
     others: dict[int, tuple[int, dict[str, Any], tuple[str, ...]]] = {}
     numbers = {fragment.number for fragment in plan.parameters}
     covered: list[tuple[int, int]] = []
-    averaged: list[tuple[int, int]] = []
+    complete: dict[str, list[tuple[int, int]]] = {}
     for part in parts:
-        if EMA in part.state.arrays:  # an empty slice has it too
-            arrays.setdefault(EMA, torch.zeros(plan.trainable_length, dtype=dtype))
+        for name in (EMA, EVALUATED):
+            if name in part.state.arrays:  # an empty slice has it too
+                arrays.setdefault(name, torch.zeros(plan.trainable_length, dtype=dtype))
+                complete.setdefault(name, [])
         low, high = max(part.start, plan.start), min(part.stop, plan.stop)
         if low >= high:
             continue
@@ -184,9 +186,9 @@ def reslice(parts: Iterable[StoredSlice], plan: SliceSpec, dtype: torch.dtype) -
             low - part.start : high - part.start
         ]
         covered.append((low, high))
-        if EMA in part.state.arrays:
-            averaged.append((low, high))
         for name, source in part.state.arrays.items():
+            if name in complete:
+                complete[name].append((low, high))
             if name not in arrays:
                 arrays[name] = torch.zeros(plan.trainable_length, dtype=source.dtype)
             _check_dtype(name, source, arrays[name].dtype)
@@ -200,8 +202,8 @@ def reslice(parts: Iterable[StoredSlice], plan: SliceSpec, dtype: torch.dtype) -
             if number in numbers and (number not in others or part.start < others[number][0]):
                 others[number] = part.start, values, part.state.held[number]
     _check_cover("weights", covered, plan)
-    if EMA in arrays:
-        _check_cover(EMA, averaged, plan)
+    for name, ranges in complete.items():
+        _check_cover(name, ranges, plan)
     # Copies: an optimizer counts its steps in place, and two slices may come from one part.
     return SliceState(
         weights,

@@ -8,7 +8,10 @@ import itertools
 import math
 from dataclasses import dataclass
 
+import torch
+
 from sparkdl.codec.packed import ALIGNMENT
+from sparkdl.model.buffers import FIRST, Rule
 from sparkdl.model.layout import Layout, TensorRange
 
 
@@ -26,6 +29,8 @@ class Fragment:
             sparse table, otherwise empty.
         sparse: Whether the tensor is a table with sparse gradients.
         first_row: In a sparse table, the number of the fragment's first row.
+        dtype: The tensor's dtype.
+        rule: How replicas agree on the buffer.
     """
 
     number: int
@@ -35,6 +40,8 @@ class Fragment:
     shape: tuple[int, ...] = ()
     sparse: bool = False
     first_row: int = 0
+    dtype: torch.dtype = torch.float32
+    rule: Rule = FIRST
 
     @property
     def stop(self) -> int:
@@ -87,7 +94,8 @@ class SliceSpec:
 def slice_specs(layout: Layout, slices: int, whole: bool = False) -> list[SliceSpec]:
     """Cut ``layout`` into contiguous slices of nearly equal length, some of which may be empty.
 
-    Cuts are at multiples of 64 bytes; in a sparse table they are between two rows.
+    Cuts are at multiples of 64 bytes; in a sparse table they are between two rows, and none is in a
+    buffer whose rule is a function.
 
     Args:
         layout: The layout of the flat vector.
@@ -115,7 +123,7 @@ def _allowed(layout: Layout, ideal: int, whole: bool) -> int:
         return 0
     segment = layout.segments[found]
     end = starts[found + 1] if found + 1 < len(starts) else layout.size
-    if whole:
+    if whole or callable(segment.rule):
         return segment.start if ideal - segment.start <= end - ideal else end
     if segment.sparse:
         width = max(1, math.prod(segment.shape[1:]))
@@ -132,4 +140,14 @@ def _fragment(number: int, segment: TensorRange, low: int, high: int, start: int
         shape, first_row = (length // width, width), (low - segment.start) // width
     elif length < segment.length:
         shape = ()
-    return Fragment(number, segment.kind, low - start, length, shape, segment.sparse, first_row)
+    return Fragment(
+        number,
+        segment.kind,
+        low - start,
+        length,
+        shape,
+        segment.sparse,
+        first_row,
+        segment.dtype,
+        segment.rule,
+    )

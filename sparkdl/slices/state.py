@@ -17,6 +17,10 @@ from sparkdl.slices.spec import SliceSpec
 ARRAY_DTYPES = frozenset({torch.float64, torch.float32, torch.float16, torch.int64, torch.int32})
 """The dtypes that element-wise state in slabs may have. State of another dtype goes to ``others``."""
 
+GROUP = "param_groups."
+"""The beginning of names in ``others`` of numbers that an optimizer has changed in its parameter
+group. Every parameter of the group has them."""
+
 
 @dataclass
 class SliceState:

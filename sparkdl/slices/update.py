@@ -35,7 +35,7 @@ from sparkdl.slices.blocks import (
 )
 from sparkdl.slices.histogram import Histogram, histograms_of
 from sparkdl.slices.optimizer import OptimizerSpec
-from sparkdl.slices.optimizer_step import step_slice
+from sparkdl.slices.optimizer_step import evaluated_weights, step_slice
 from sparkdl.slices.reduce import (
     ReducedGradient,
     average,
@@ -54,6 +54,9 @@ from sparkdl.slices.state import SliceState
 
 EMA = "sparkdl.ema"
 """The name of the moving average of the weights among the arrays of a slice's state."""
+EVALUATED = "sparkdl.evaluated"
+"""The name of the weights that count, if an optimizer with ``eval()`` keeps them apart from those at
+which gradients are taken."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +196,14 @@ class SliceUpdater:
         norm, scale = None, 1.0
         if self.clips_norm and self.options.clip_norm is not None:
             norm, scale = clip_factor(squares, self.options.clip_norm)
+        first = old.arrays.get(EVALUATED, old.weights[: self.plan.trainable_length])
         if self.options.ema is not None and EMA not in old.arrays:
-            new.arrays[EMA] = old.weights[: self.plan.trainable_length].clone()
+            new.arrays[EMA] = first.clone()
+        if self.optimizer.evaluates and EVALUATED not in old.arrays:
+            new.arrays[EVALUATED] = first.clone()
+        elif not self.optimizer.evaluates and EVALUATED in old.arrays:  # of another optimizer
+            del old.arrays[EVALUATED]
+            new.arrays.pop(EVALUATED, None)
         before = replace(old, held=dict(old.held), others=dict(old.others))
         blocks = self.blocks if old.weights.device.type == "cpu" else self.blocks_on_gpu
         lengths = [self._dense_length(block) for block in blocks]
@@ -221,7 +230,7 @@ class SliceUpdater:
                 self._step(block, state, part, sections, hyperparameters, loss)
                 if not whole:
                     keep_block(self.plan, block, state, new)
-        merge_buffers(self.plan, sections, new.weights)
+        merge_buffers(self.plan, sections, new.weights, seed)
         applied = ReducedGradient(memory, part.absent, part.tables)
         return UpdateResult(norm, histograms_of(shown, new.weights, applied))
 
@@ -254,6 +263,8 @@ class SliceUpdater:
         loss: float,
     ) -> None:
         """Bring a block's state, a copy of version t, to t+1."""
+        if self.options.outer:
+            hyperparameters = None  # a schedule's are the replicas'
         if self.options.averages:
             average(block, state, reduced, sections)
         else:
@@ -263,13 +274,18 @@ class SliceUpdater:
                 reduced.gradient,
                 reduced.absent,
                 self.optimizer,
-                None if self.options.outer else hyperparameters,  # a schedule's are the replicas'
+                hyperparameters,
                 sparse=reduced.tables,
                 loss=torch.tensor(loss, dtype=self.dtype),
             )
+        weights = state.weights
+        if self.optimizer.evaluates:
+            weights = evaluated_weights(block, state, self.optimizer, hyperparameters)
+            evaluated = state.arrays[EVALUATED]
+            evaluated.copy_(weights[: len(evaluated)])
         if self.options.ema is not None:
             moving = state.arrays[EMA]
-            moving.lerp_(state.weights[: len(moving)], 1.0 - self.options.ema)
+            moving.lerp_(weights[: len(moving)], 1.0 - self.options.ema)
 
 
 def _copy(whole: SliceState, block: SliceState, start: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import resource
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from sparkdl.errors import (
     TrainingError,
     UserError,
 )
+from sparkdl.session import conf_of
 from sparkdl.spark.frames import PLACE
 from sparkdl.usercode.travel import REMEDY
 
@@ -37,6 +39,7 @@ _TRACE = re.compile(r"Traceback \(most recent call last\):\n.*?(?=\n\s*at |\n ?S
 _WORKER = re.compile(r'^  File "[^"\n]*/pyspark\.zip/pyspark/.*\n(?:    .*\n)*', re.M)
 """A frame of PySpark's worker in a traceback."""
 _NOT_STARTED = re.compile(r"Error from python worker:\n(?P<said>.*?)\n *PYTHONPATH was:", re.S)
+_NO_MEMORY = re.compile(r"(?i)cannot allocate memory|can't allocate memory|MemoryError|worker died")
 _VERSIONS = re.compile(
     r"Python in worker has different version: (?P<executors>[\d.]+\d) than that in driver: "
     r"(?P<driver>[\d.]+\d)"
@@ -95,6 +98,7 @@ def explain(text: str) -> str:
         first = after[0] if after else lines[-1]
         if missing := _MISSING.match(first):
             first += f'. The executors have no module "{missing[1]}". {REMEDY}'
+        first += limit_hint(first)
         return f"{where}{first}\n" + "\n".join(lines)
     if place:  # no Python error: take Spark's text after the name of the task
         first = text[place.end() :].lstrip(": ").partition("\n")[0]
@@ -106,7 +110,29 @@ def explain(text: str) -> str:
     reason = _JAVA_CLASS.sub("", first.strip())
     if reason.startswith("Python worker exited unexpectedly"):
         reason = "The Python worker died: it was killed, ran out of memory, or crashed."
+        reason += limit_hint(reason)
     return where + reason
+
+
+def limit_hint(text: str) -> str:
+    """Return the remedy if a process may have died of a limit of its address space, else ""."""
+    if not _NO_MEMORY.search(text):
+        return ""
+    context = SparkContext._active_spark_context
+    limit = None if context is None else conf_of(context).get("spark.executor.pyspark.memory")
+    if limit:
+        whose = (
+            f"spark.executor.pyspark.memory={limit} limits the address space of each Python worker"
+        )
+    elif (soft := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+        whose = f"ulimit -v limits the address space of a process to {soft / 2**30:.3g} GiB"
+    else:
+        return ""
+    start = "" if text.endswith((".", "!")) else "."
+    return (
+        f"{start} {whose}, of which Python and torch take 1 GiB without any model, and maps of shared "
+        "memory count too: raise or unset it."
+    )
 
 
 def _interpreters(text: str) -> str:
@@ -192,6 +218,7 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
         ModelError: The executors lack a module of the user, or have another version of it, or the
             model fails on rows.
         SessionError: The executors run another version of Python, or a Spark Connect session ended.
+        StateLostError: The tasks found slabs deleted.
         StalledError: Nothing happened in the job.
         TrainingError: The job failed for another reason.
     """
@@ -204,10 +231,9 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
             raise ModelError(f"{doing}: {mistake[1]}") from None
         if told := _IN_ROWS.search(text):
             raise _MISTAKES[told[1]](f"{doing}: {told[2].strip()}") from None
-        if isinstance(error, Py4JError) or "sparkdl.errors." in text:
-            reason = of_query(explain(text))
-            kind = StalledError if reason.startswith(WAITED) else TrainingError
-            raise kind(f"{doing}: {reason}") from None
+        reason = of_query(explain(text))
+        if isinstance(error, Py4JError) or "sparkdl.errors." in text or deleted(reason):
+            raise _kind(reason)(f"{doing}: {reason}") from None
         reason = explain(text) if of_python(text) else of_query(text)
         raise DataError(
             "the data cannot be read: "
@@ -237,8 +263,17 @@ the user's model."""
 _LABEL = re.compile(r"^\[[A-Z_.0-9]+\] | SQLSTATE: \w+.*$")
 
 
-_DELETED = f"{StaleReferenceError.__name__}:"
-"""The text in the error of a task that reads what has been deleted or overwritten."""
+_DELETED = re.compile(
+    rf"{StaleReferenceError.__name__}:|Could not compute split, block rdd_"
+    r"|FileNotFoundError: [^\n]*/sparkdl-[^/\n]+-[0-9a-f]{16}\b"
+)
+"""The error of a task that misses what was deleted or overwritten: a slab, a file in a slab root, or a
+stored block, which another fit on the same samples has just had written again."""
+
+
+def deleted(reason: str) -> bool:
+    """Return whether a task failed because slabs were deleted."""
+    return _DELETED.search(reason.partition("\n")[0]) is not None
 
 
 @contextlib.contextmanager
@@ -265,4 +300,4 @@ def faults_explained(doing: str) -> Iterator[None]:
 def _kind(reason: str) -> type[TrainingError]:
     if reason.startswith(WAITED):
         return StalledError
-    return StateLostError if _DELETED in reason.partition("\n")[0] else TrainingError
+    return StateLostError if deleted(reason) else TrainingError

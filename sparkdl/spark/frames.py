@@ -8,6 +8,7 @@ bytes already, so these functions pass them on unchanged. They use the same JVM 
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import socket
 from collections.abc import Callable, Iterable, Iterator
@@ -15,15 +16,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from py4j.protocol import Py4JError
-from pyspark import RDD, SparkContext, TaskContext
-from pyspark.serializers import NoOpSerializer, PairDeserializer, pack_long
+from pyspark import RDD, SparkContext, StorageLevel, TaskContext
+from pyspark.serializers import CloudPickleSerializer, NoOpSerializer, PairDeserializer, pack_long
 
-from sparkdl.compat import load_from_socket, pipelined_rdd, to_seq
+from sparkdl.compat import PipelinedRDD, load_from_socket, to_seq
 
 Frames = Iterable[bytes]
 _FILES = "spark.shuffle.sort.bypassMergeThreshold"
 FEW_FILES = 4
 """The number of files up to which a task's shuffle output is written as fast as in one file."""
+_DIRECT_BYTES = 256 << 10
+"""The largest task that travels as it is; PySpark may broadcast larger ones."""
 _PARTITIONER_ID = 0x5DA7  # any constant: equal partitioners compare equal across our RDDs
 
 
@@ -60,10 +63,60 @@ def map_frames(rdd: RDD, task: Callable[[int, Any], Frames], barrier: bool = Fal
         task: The function that yields the frames of a partition.
         barrier: Whether all tasks run at once, and can wait for each other.
     """
-    mapped = pipelined_rdd()(rdd, _Located(task), isFromBarrier=barrier)
+    mapped = _MappedFrames(rdd, _Located(task), isFromBarrier=barrier)
     mapped._bypass_serializer = True
     mapped._jrdd_deserializer = NoOpSerializer()
     return mapped
+
+
+class _MappedFrames(PipelinedRDD[Any, Any]):
+    """A PipelinedRDD that takes four calls of the JVM to make, where PySpark makes 14.
+
+    Each takes 0.05 to 0.1 ms, and a training iteration has such an RDD of its own for each stage.
+    """
+
+    @property
+    def _jrdd(self) -> Any:
+        context = self.ctx
+        if self._jrdd_val is None and context.profiler_collector is None:
+            parts = self.func, None, self._prev_jrdd_deserializer, self._jrdd_deserializer
+            command = CloudPickleSerializer().dumps(parts)
+            if len(command) <= _DIRECT_BYTES and not list(context._pickled_broadcast_vars):
+                environment = tuple(context.environment.items())
+                made = _java_side(context, environment, tuple(context._python_includes))
+                source, keeps = self._prev_jrdd.rdd(), self.preservesPartitioning
+                made = made.PythonRDD(source, made.function(command), keeps, self.is_barrier)
+                self._jrdd_val = made.asJavaRDD()
+        return super()._jrdd
+
+
+@dataclass(frozen=True)
+class _JavaSide:
+    """The Java classes and values of a session that every RDD of frames needs."""
+
+    PythonRDD: Any
+    SimplePythonFunction: Any
+    values: tuple[Any, ...]
+
+    def function(self, command: bytes) -> Any:
+        return self.SimplePythonFunction(bytearray(command), *self.values)
+
+
+@functools.lru_cache(maxsize=1)
+def _java_side(
+    context: SparkContext, environment: tuple[tuple[str, str], ...], includes: tuple[str, ...]
+) -> _JavaSide:
+    jvm = context._jvm
+    assert jvm is not None
+    variables, paths = jvm.java.util.HashMap(), jvm.java.util.ArrayList()
+    for name, value in environment:
+        variables.put(name, value)
+    for path in includes:
+        paths.add(path)
+    broadcasts = jvm.java.util.ArrayList()
+    python = context.pythonExec, context.pythonVer
+    values = variables, paths, *python, broadcasts, context._javaAccumulator
+    return _JavaSide(jvm.PythonRDD, jvm.SimplePythonFunction, values)
 
 
 def zip_frames(left: RDD, right: RDD) -> RDD:
@@ -86,12 +139,16 @@ def shuffle_frames(keyed: RDD, num_partitions: int, few_bytes: bool = False) -> 
     jvm = keyed.ctx._jvm
     assert jvm is not None
     pairs = jvm.PairwiseRDD(keyed._jrdd.rdd()).asJavaPairRDD()
-    partitioner = jvm.PythonPartitioner(num_partitions, _PARTITIONER_ID)
-    sent = pairs.partitionBy(partitioner)
+    sent = pairs.partitionBy(_partitioner(keyed.ctx, num_partitions))
     if few_bytes and num_partitions > FEW_FILES:
         with _one_file_a_task(keyed.ctx):
             sent.rdd().dependencies()  # registers the shuffle
     return RDD(jvm.PythonRDD.valueOfPair(sent), keyed.ctx, NoOpSerializer())
+
+
+def _partitioner(context: SparkContext, num_partitions: int) -> Any:
+    assert context._jvm is not None
+    return context._jvm.PythonPartitioner(num_partitions, _PARTITIONER_ID)
 
 
 @contextlib.contextmanager
@@ -231,20 +288,43 @@ def forget_shuffles(rdd: RDD) -> None:
         rdd._jrdd.rdd().cleanShuffleDependencies(False)
 
 
-def forget_last_shuffle(rdd: RDD) -> None:
+def forget_last_shuffle(rdd: RDD, only_frames: bool = False) -> None:
     """Delete the files of the shuffle that ``rdd`` reads, but not of those behind it.
 
-    Those may be a user's, and a job of another thread that reads one would find it empty.
+    Those may be a user's, and a job of another thread that reads one would find it empty. In local
+    mode this waits: deleted later, they would be missing in a job that has made them anew.
+
+    Args:
+        rdd: The RDD.
+        only_frames: Delete them only if they are of :func:`shuffle_frames`.
     """
     with contextlib.suppress(Py4JError):
         read = rdd._jrdd.rdd()
         cleaner = read.context().cleaner()
-        while cleaner.isDefined():
+        while cleaner.isDefined() and read.dependencies().nonEmpty():
             dependency = read.dependencies().head()
             if dependency.getClass().getSimpleName() == "ShuffleDependency":
-                cleaner.get().doCleanupShuffle(dependency.shuffleId(), False)
+                if not only_frames or dependency.partitioner().equals(
+                    _partitioner(rdd.ctx, read.getNumPartitions())
+                ):
+                    cleaner.get().doCleanupShuffle(dependency.shuffleId(), is_local(rdd.ctx))
                 break
             read = dependency.rdd()
+
+
+def compute_again(rdd: RDD) -> None:
+    """Unpersist ``rdd`` so that it is recomputed; it is persisted again as it is computed.
+
+    Frames that it reads from a shuffle are recomputed too, because they may refer to what is gone.
+
+    Outside local mode, this does not wait: an executor that has just died does not answer for two
+    minutes. A block that is removed too late, after it was recomputed, is computed once more. In
+    local mode blocks are read without their lineage, so none may be removed too late; there the
+    call blocks, and no executor can die.
+    """
+    rdd.unpersist(blocking=is_local(rdd.ctx))
+    forget_last_shuffle(rdd, only_frames=True)
+    rdd.persist(StorageLevel.MEMORY_AND_DISK)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from py4j.clientserver import ClientServer
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
 
@@ -29,12 +28,3 @@ def own_properties(context: SparkContext) -> Iterator[None]:
     finally:
         with contextlib.suppress(Py4JError, OSError):  # it may have been stopped in the meantime
             spark.setLocalProperties(before)
-
-
-def are_of_this_thread() -> bool:
-    """Return whether Spark treats the calls of this Python thread as those of one JVM thread.
-
-    With ``PYSPARK_PIN_THREAD=false`` it does not: a local property that one call sets need not
-    apply to the job that the next call submits.
-    """
-    return isinstance(SparkContext._gateway, ClientServer)

@@ -130,9 +130,9 @@ def save_model(
     if example is not None:
         _save_example(described, example, str(folder))
     needed = _requirements() if pip_requirements is None else [*pip_requirements]
-    (folder / "requirements.txt").write_text("\n".join(needed) + "\n")
+    (folder / "requirements.txt").write_text("\n".join(needed) + "\n", encoding="utf-8")
     environment = f"python: {platform.python_version()}\ndependencies:\n- -r requirements.txt\n"
-    (folder / "python_env.yaml").write_text(environment)
+    (folder / "python_env.yaml").write_text(environment, encoding="utf-8")
     described.add_flavor(FLAVOR, sparkdl_version=__version__, model_data=_FOLDER, code=code)
     described.add_flavor(
         "pytorch", model_data=_TORCH, pytorch_version=str(torch.__version__), code=code
@@ -217,7 +217,7 @@ def _save_torch(module: torch.nn.Module, folder: Path) -> None:
     from mlflow.pytorch import pickle_module
 
     folder.mkdir()
-    (folder / "pickle_module_info.txt").write_text(pickle_module.__name__)
+    (folder / "pickle_module_info.txt").write_text(pickle_module.__name__, encoding="utf-8")
     torch.save(module, folder / "model.pth", pickle_module=pickle_module)
 
 

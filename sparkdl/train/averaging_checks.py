@@ -65,8 +65,13 @@ def is_averaged(parallel: ParallelPlan, counts: Sequence[int], accumulate: int) 
         counts: The number of rows of each replica.
         accumulate: The number of micro-batches.
     """
+    return have_copies(parallel, counts) or accumulate > 1 or parallel.micro_batches > 1
+
+
+def have_copies(parallel: ParallelPlan, counts: Sequence[int]) -> bool:
+    """Return whether several copies of the model have rows, of which ``counts`` are each replica's."""
     copies = [sum(counts[rank] for rank in group) for group in parallel.mesh.model_groups]
-    return sum(map(bool, copies)) > 1 or accumulate > 1 or parallel.micro_batches > 1
+    return sum(map(bool, copies)) > 1
 
 
 def rows_for_loss(loss: Loss, rows: Sequence[Rows], more: Sequence[Rows]) -> Sequence[Rows]:
@@ -107,9 +112,8 @@ def gives_sums(
     loss, inputs, targets = recipe.loss, to_tensors(batch.inputs), to_tensors(batch.targets)
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
     weights = weigh(targets, own, recipe.options)
-    known = MiniBatch(inputs, targets, weights, masses_of(loss, targets))
+    known = MiniBatch(inputs, targets, weights, masses_of(loss, targets), batch.lengths)
     with torch.no_grad(), seeded(recipe.seed):
-        module.train()
         call, part = recipe.signature.call_for_loss, recipe.signature.for_loss
         with torch.enable_grad():  # a forward or a step may compute gradients
             returned = call(loss, module, inputs, targets)

@@ -21,6 +21,7 @@ from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.triggers import Trigger, max_epoch, no_trigger
 from sparkdl.loop.validation import Validation
+from sparkdl.model.buffers import problems_of_rules
 from sparkdl.model.options import PRECISIONS
 from sparkdl.model.signature import problems_of_part
 from sparkdl.parallel.plan import problems_of as problems_of_parallel
@@ -140,6 +141,7 @@ def problems_of(trainer: Any) -> Iterator[str]:
     yield from _names(trainer)
     yield from _callbacks(trainer)
     yield from _compile_options(trainer.compile)
+    yield from problems_of_rules(trainer.buffers, "buffers")
     yield from problems_of_combinations(trainer, strategies=not parallel)
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.data.equal_rows import RepeatedRows, SpreadRows, tell_of_shares
 from sparkdl.data.fields import SampleHandle, check_handles
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
@@ -166,6 +167,7 @@ class LedFit:
         start = self._start(order)
         gang.come_together()
         samples = self._samples(gang, training, 0)
+        tell_of_shares(samples.handles)
         validation = None
         if trainer.validation is not None:
             validation = self._validation(gang, [handles[1] for handles in parts], samples)
@@ -244,6 +246,12 @@ class LedFit:
         return found
 
     def _samples(self, gang: LedGang, handles: list[SampleHandle], part: int) -> SampleSet:
+        repeated = RepeatedRows.of(handles)
+        if repeated is not None:
+            one_of_each = repeated.preview()
+            read = gang.call(_ReadPreview(one_of_each, part), "spreading equal rows")
+            task = repeated.spread(self.slab, [read[partition] for partition in one_of_each.rows])
+            handles = gang.call(_SpreadPart(task, part), "spreading equal rows")
         preview = Preview.of(handles)
         read = gang.call(_ReadPreview(preview, part), "looking at the first samples")
         rows = preview.join([read[partition] for partition in preview.rows])
@@ -268,3 +276,18 @@ class _ReadPreview:
             return None
         handle = pickle.loads(frames_of(member.frames)[self.part])
         return self.preview.read(member.rank, handle)
+
+
+@dataclass(frozen=True)
+class _SpreadPart:
+    """The command that spreads equal rows of the training (0) or the validation (1) of a rank."""
+
+    task: SpreadRows
+    part: int
+
+    def __call__(self, member: RankContext) -> SampleHandle:
+        frames = frames_of(member.frames)
+        handle = self.task.changed(member.rank, pickle.loads(frames[self.part]))
+        frames[self.part] = pickle.dumps(handle)
+        member.frames[:] = [tuple(frames)]
+        return handle

@@ -6,7 +6,7 @@ It needs no Spark: it runs on the driver, or in rank 0 of a gang that has no dri
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -42,7 +42,7 @@ from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.model.recipe import weights_digest
 from sparkdl.slices.slice_file import PackSlice
 from sparkdl.train.carried import CarriedRun
-from sparkdl.train.engine_inputs import load_start, packed_state
+from sparkdl.train.engine_inputs import load_start, packed_state, settings_of
 from sparkdl.train.fit_result import result_maker, trained_model, wanted_weights
 from sparkdl.train.periodic_tasks import periodic_tasks, run_identity
 from sparkdl.train.place_samples import validation_set
@@ -102,6 +102,21 @@ def check_replay(trainer: Trainer, replay: History | None) -> None:
             f"replay: the history has gradients that are {most} versions old, and this trainer keeps "
             f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
         )
+    check_replayed_settings(replay, {"seed": trainer.seed})
+
+
+def check_replayed_settings(replay: History, settings: Mapping[str, int]) -> None:
+    """Raise :class:`ParameterError` if a history was recorded with other settings, as far as it tells.
+
+    The decisions would be repeated, but on other random numbers or other rows.
+    """
+    recorded = replay.settings
+    for name, here in settings.items():
+        if recorded.get(name, here) != here:
+            raise ParameterError(
+                f"replay: the history was recorded with {name}={recorded[name]}, and this trainer has "
+                f"{name}={here}, so the bits would differ: train with {name}={recorded[name]}."
+            )
 
 
 def check_replayed_data(replay: History, plan: EpochPlan) -> None:
@@ -208,13 +223,16 @@ def run_course(
     given = inputs(model, validation)
     engine, recorded = build_engine(trainer.engine, given), given.recorded
     del given  # its parts take memory
+    settings = settings_of(trainer, len(samples.counts))
     if start.replay is not None:
         check_replayed_data(start.replay, engine.plan)
+        check_replayed_settings(start.replay, settings)
     identity = run_identity(trainer, model, samples.handles)
     make = result_maker(trainer, model, samples, output)
     state, history = load_start(
         trainer, engine, identity, start.resuming, start.kept, carried, resources, anew=one_pass
     )
+    history.note_settings(settings)
     if one_pass:
         trainer = replace(trainer, stop=MaxEpoch(state.epoch + 1))
     if carried is not None and carried.schedule is not None:

@@ -195,3 +195,13 @@ def load_start(
         state = begin_batch(carried.state, per_epoch, each_an_epoch=True)
         return state, carried.trained.history.branch()
     return begin_batch(first_state(trainer.options), per_epoch), History()
+
+
+def settings_of(trainer: Trainer, replicas: int) -> dict[str, int]:
+    """Return what a history keeps of a run's settings, see :attr:`sparkdl.History.settings`."""
+    return {
+        "seed": trainer.seed,
+        "replicas": replicas,
+        "batch_size": trainer.batch_size,
+        "accumulate": trainer.accumulate,
+    }

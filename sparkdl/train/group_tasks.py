@@ -32,6 +32,7 @@ from sparkdl.process.numerics import Numerics
 from sparkdl.process.output import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.engine_inputs import run_spec
+from sparkdl.train.hints import check_labels
 from sparkdl.train.local_fit import local_engine, train_here
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.recipes import build_model
@@ -101,6 +102,7 @@ class FitGroup:
         weighted = self.columns[-1].weight
         labels = len(self.columns) - self.num_features - weighted
         samples = SampleSet(None, (handle,), handle.fields, self.num_features, [], labels, weighted)
+        check_labels(trainer.objective, samples)
         run = run_spec(trainer, model, samples, self.slab, self.threads)
         engine = local_engine(trainer, model, samples, run)
         schedule = Schedule(
@@ -123,7 +125,9 @@ class FitGroup:
         weighted = self.columns[-1].weight
         writer = PartitionWriter(self.slab, weighted=weighted)
         try:
-            writer.add([column.name for column in self.columns], arrays_of(rows, self.columns))
+            names = [column.name for column in self.columns]
+            labels = [i for i, column in enumerate(self.columns) if column.label]
+            writer.add(names, arrays_of(rows, self.columns), labels=labels)
         except RowError as error:
             writer.fail(error.problem)
             raise DataError(error.problem.message("the group")) from None

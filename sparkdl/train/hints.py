@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
+import functools
 import inspect
-from collections.abc import Sequence
+import itertools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from sparkdl.data.fields import Field
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.errors import ModelError, counted
-from sparkdl.model.loss import Loss, call_loss
+from sparkdl.model.loss import Loss, call_loss, unwrapped
 from sparkdl.model.model_loss import ModelLoss, inner
 from sparkdl.model.signature import described, for_example
 from sparkdl.model.step import StepLoss
@@ -107,6 +113,67 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
     return "".join(hints)
 
 
+MOST_TRIED = 8192
+"""The longest rows that a model is tried on, whose attention may take memory by their square."""
+
+
+def length_hint(
+    call: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    targets: Sequence[torch.Tensor],
+    fields: Sequence[Field],
+    labels: Sequence[Field],
+) -> str:
+    """Return the remedy if the model accepts the rows once those of varying length are cut.
+
+    Whole numbers are zeros here, so that no number is out of range.
+
+    Args:
+        call: Runs the model on inputs and labels.
+        inputs: The inputs that it fails on.
+        targets: The labels.
+        fields: The fields of the inputs.
+        labels: The fields of the labels.
+    """
+    varying = [(f, t) for f, t in zip(fields, inputs, strict=True) if f.ragged]
+    longest = max((tensor.shape[1] for _, tensor in varying), default=0)
+
+    def cut(field: Field, tensor: torch.Tensor, length: int) -> torch.Tensor:
+        if field.name.startswith("lengths of "):
+            return tensor[:2].clamp(max=length)
+        if field.name.startswith("mask of "):
+            return tensor[:2, :length]
+        if not field.ragged:
+            return tensor[:2]
+        rows = tensor[:2, :length]
+        return rows if rows.is_floating_point() else torch.zeros_like(rows)
+
+    def works(length: int) -> bool:
+        with contextlib.suppress(Exception):
+            call(
+                [cut(f, t, length) for f, t in zip(fields, inputs, strict=True)],
+                [cut(f, t, length) for f, t in zip(labels, targets, strict=True)],
+            )
+            return True
+        return False
+
+    tried = [2**n for n in range(MOST_TRIED.bit_length()) if 2**n < longest]
+    tried += [longest] if longest <= MOST_TRIED else []
+    after = list(itertools.dropwhile(lambda length: not works(length), tried))
+    most = next((low for low, high in itertools.pairwise(after) if not works(high)), 0)
+    step = most
+    while step := step // 2:  # between two powers of 2
+        most += step if most + step < longest and works(most + step) else 0
+    if not most:
+        return ""
+    names = " and ".join(f'"{field.name}"' for field, _ in varying)
+    return (
+        f" The model accepts rows of up to {most:,} elements, and those of {names} have up to "
+        f"{longest:,}: cut them with max_length={most} of their sparkdl.Text or sparkdl.Sequence, or "
+        "give the model more positions."
+    )
+
+
 def keyword_hint(error: Exception, module: nn.Module, keywords: Sequence[str]) -> str:
     """Return the remedy if the model does not take its inputs by the keywords of ``features=``.
 
@@ -177,6 +244,97 @@ def one_number_hint(
     return ""
 
 
+def weight_hint(loss: Loss, output: Any, targets: Sequence[torch.Tensor]) -> str:
+    """Return the remedy if the loss fails because of its own ``weight`` or ``pos_weight``."""
+    own = inner(loss)
+    function, keywords = unwrapped(loss)
+    for name in ("weight", "pos_weight"):
+        weight = getattr(own, name, None) if isinstance(own, nn.Module) else keywords.get(name)
+        if not isinstance(weight, torch.Tensor):
+            continue
+        without: Any = functools.partial(function, **{**keywords, name: None})
+        if isinstance(own, nn.Module):
+            without = copy.deepcopy(own)
+            setattr(without, name, None)
+        with contextlib.suppress(Exception):
+            call_loss(without, output, targets)
+            return (
+                f" Its {name} has shape {list(weight.shape)}, which does not fit: give it one value "
+                "for each class, the size of dimension 1 of the output. Weights of rows are a "
+                "column, Trainer(weight=...)."
+            )
+    return ""
+
+
+_ONE_HOT = (
+    "make them 0 and 1, or use CrossEntropyLoss for class numbers and MSELoss for measurements"
+)
+_SIGNS = 'make them -1 and 1: df.withColumn("{0}", df["{0}"] * 2 - 1) does if they are 0 and 1'
+_COUNTS = "filter out such rows, or use MSELoss for measurements"
+_PROBABILITIES = "make them probabilities, which add up to 1 in each row"
+_CLASSES = f'{_PROBABILITIES}, or cast class numbers to "long"'
+LABELS: tuple[tuple[type[nn.Module], Callable[..., Any], float, float, str], ...] = (
+    (nn.BCELoss, functional.binary_cross_entropy, 0, 1, _ONE_HOT),
+    (nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits, 0, 1, _ONE_HOT),
+    (nn.MultiLabelSoftMarginLoss, functional.multilabel_soft_margin_loss, 0, 1, _ONE_HOT),
+    (nn.HingeEmbeddingLoss, functional.hinge_embedding_loss, -1, 1, _SIGNS),
+    (nn.SoftMarginLoss, functional.soft_margin_loss, -1, 1, _SIGNS),
+    (nn.CrossEntropyLoss, functional.cross_entropy, 0, 1, _CLASSES),
+    (nn.KLDivLoss, functional.kl_div, 0, math.inf, _PROBABILITIES),
+    (nn.PoissonNLLLoss, functional.poisson_nll_loss, 0, math.inf, _COUNTS),
+)
+"""The labels that losses of torch are defined for: their least and largest value, and a remedy.
+
+Torch raises an error only for ``BCELoss``. With -1 and 1 there is nothing between. Class numbers are
+not here, since only the output tells how many there are.
+"""
+
+
+def check_labels(loss: Loss, samples: SampleSet, prefix: str = "") -> None:
+    """Raise ModelError if a row has a label that the loss is not defined for.
+
+    ``prefix`` is the beginning of the message.
+    """
+    labels = samples.fields[samples.num_features :][: samples.num_labels]
+    function, keywords = unwrapped(loss)
+    rows = (row for row in LABELS if function is row[1] or _forwards_as(function, row[0]))
+    kind, _, low, high, remedy = next(rows, (None, None, 0, 0, ""))
+    log_target = keywords.get("log_target", getattr(function, "log_target", False))
+    if kind is None or len(labels) != 1 or log_target:
+        return
+    if kind is nn.CrossEntropyLoss and (labels[0].dtype[:5] != "float" or not labels[0].shape):
+        return  # class numbers
+    ends = [
+        [
+            e.value
+            for handle in samples.handles
+            for e in handle.extremes
+            if e.field == samples.num_features and e.sign == sign and not e.of_length
+        ]
+        for sign in (-1, 1)
+    ]
+    if not all(ends):
+        return
+    least, most = min(ends[0]), max(ends[1])
+    if low == -1:
+        fits, takes = {least, most} <= {-1, 1}, "labels of -1 and 1"
+    else:
+        slack = 0.0 if kind is nn.BCELoss else 1e-3  # probabilities are rounded
+        fits, takes = low - slack <= least and most <= high + slack, "labels of at least 0"
+        takes = takes if math.isinf(high) else "labels from 0 to 1"
+    if not fits:
+        name = labels[0].name
+        raise ModelError(
+            f'{prefix}"{name}" goes from {least:g} to {most:g}, and {kind.__name__} takes {takes}: '
+            f"{remedy.format(name)}."
+        )
+
+
+def _forwards_as(loss: Any, kind: type[nn.Module]) -> bool:
+    """Return whether ``loss`` is of this class, or of a subclass that computes the same."""
+    return isinstance(loss, kind) and type(loss).forward is kind.forward
+
+
 def loss_hint(
     error: Exception, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
 ) -> str:
@@ -238,7 +396,7 @@ def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequen
     name, target = labels[0].name, targets[0]
     if target.is_floating_point() or (target.dtype == torch.bool and "Long" in str(error)):
         what, kind = "class numbers", "long"
-    elif isinstance(error, IndexError):
+    elif isinstance(error, IndexError) or "out of range" in str(error):
         return (
             f' "{name}" goes {_range(target)}: give the model an output for each class from 0 on, '
             "or renumber the classes (pyspark.ml.feature.StringIndexer)."

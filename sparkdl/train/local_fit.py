@@ -27,7 +27,7 @@ from sparkdl.loop.validation import Validator
 from sparkdl.replica.run import RunSpec
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.carried import begin_batch
-from sparkdl.train.engine_inputs import run_spec
+from sparkdl.train.engine_inputs import run_spec, settings_of
 from sparkdl.train.fit_result import result_maker, trained_model, wanted_weights
 from sparkdl.train.place_samples import validation_set
 from sparkdl.train.preflight import preflight, with_dimensions
@@ -84,6 +84,7 @@ class LocalFit:
         """
         model, validation, _ = self._tried(trainer)
         run, history = run_spec(trainer, model, self.training, slab, threads), History()
+        history.note_settings(settings_of(trainer, len(self.training.counts)))
         engine = local_engine(trainer, model, self.training, run, validation)
         tasks: list[PeriodicTask] = []
         if validation is not None and trainer.validation is not None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark import RDD, SparkContext
 from pyspark.sql import DataFrame, SparkSession
 
+from sparkdl.data.equal_rows import tell_of_shares
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.resources import FitResources
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
@@ -106,6 +107,7 @@ class PlacedSamples(SharedSamples):
         """
         training = source(trainer, data, replicas, float_dtype, resources.slab)
         samples = place(trainer, training, resources)
+        tell_of_shares(samples.handles)
         validation = place_validation(trainer, training, samples, resources)
         return cls(
             data=data,

@@ -9,6 +9,8 @@ that a module names in ``sparkdl_no_state``, such as a time that forward measure
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import itertools
 import logging
@@ -16,7 +18,7 @@ import random
 import types
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,10 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError
+from sparkdl.model.buffers import known_rule, owner_of
 from sparkdl.model.flat import changed_form, form_of
+from sparkdl.model.model_loss import PerReplica
+from sparkdl.model.step import StepLoss
 from sparkdl.usercode.content import NO_STATE
 
 logger = logging.getLogger("sparkdl")
@@ -48,20 +53,28 @@ class PlainState:
             }
             for inner in module.modules()
         }
+        self._of_loss = [
+            (held, name, form_of(buffer), _digest_of(buffer))
+            for held in _modules_of(loss)
+            for name, buffer in held.named_buffers()
+            if known_rule(*owner_of(held, name)) is None  # passes need no running statistics
+        ]
         self._before = self._held()
 
     def check(self, run: Callable[[], object]) -> None:
         """Raise an error if passes change state that is neither a parameter nor a buffer.
 
-        State of the loss causes only a warning, since it may have no effect.
+        Of the loss these are buffers. Other state of it causes only a warning, since it may have no
+        effect.
 
         Args:
             run: Repeats the pass that was made since this object was created.
 
         Raises:
-            ModelError: The model has such state, or a buffer of the state_dict has changed its form.
+            ModelError: There is such state, or a buffer of the state_dict has changed its form.
         """
         self._check_forms()
+        self._check_loss()
         if self._held() == self._before:
             return
         buffers = self._carried()
@@ -142,6 +155,18 @@ class PlainState:
             f'it, or list it in the module\'s class: {NO_STATE} = ("{name}",).'
         )
 
+    def _check_loss(self) -> None:
+        for held, name, form, before in self._of_loss:
+            buffer = dict(held.named_buffers()).get(name)
+            if buffer is not None and form_of(buffer) == form and _digest_of(buffer) != before:
+                raise ModelError(
+                    f'the loss changes its buffer "{name}", which each worker would do with a copy of '
+                    "its own. Make the loss a part of the model, whose buffers replicas agree on (see "
+                    "buffers= of the trainer): assign it in __init__, as self.criterion, and give "
+                    "step=, a function of module and batch that calls module.criterion, instead of "
+                    "loss=."
+                )
+
     def _check_forms(self) -> None:
         for path, module in self._module.named_modules():
             for name, form in self._forms.get(module, {}).items():
@@ -188,6 +213,25 @@ class PlainState:
             if name != "training":
                 found["loss", name.lstrip("_")] = _value(value, {}, _DEPTH)
         return found
+
+
+_CALLED = (functools.partial, types.FunctionType, types.MethodType, PerReplica, StepLoss)
+
+
+def _modules_of(loss: object, seen: frozenset[int] = frozenset()) -> Iterator[nn.Module]:
+    """Yield the modules that a loss is, or holds as an attribute, an argument or in a closure."""
+    if isinstance(loss, nn.Module):
+        yield loss
+        return
+    held = [getattr(loss, "__self__", None), *getattr(loss, "__dict__", {}).values()]
+    if isinstance(loss, functools.partial):
+        held += [loss.func, *loss.args, *loss.keywords.values()]
+    for cell in getattr(loss, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            held.append(cell.cell_contents)
+    for value in held:
+        if isinstance(value, (nn.Module, *_CALLED)) and id(value) not in seen:
+            yield from _modules_of(value, seen | {id(loss)})
 
 
 def comparable(value: Any) -> Hashable:

@@ -27,9 +27,9 @@ from sparkdl.model.recipe import Recipe, bytes_of
 from sparkdl.model.step import ALONE, is_step
 from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.mini_batch import to_tensors
-from sparkdl.train.averaging_checks import gives_sums, is_averaged, rows_for_loss
-from sparkdl.train.hints import shape_of, text_of
+from sparkdl.replica.mini_batch import MiniBatch, to_tensors
+from sparkdl.train.averaging_checks import gives_sums, have_copies, is_averaged, rows_for_loss
+from sparkdl.train.hints import check_labels, shape_of, text_of
 from sparkdl.train.place_samples import batch_spec
 from sparkdl.train.plain_state import PlainState
 from sparkdl.train.prepare import PreparedModel
@@ -37,6 +37,7 @@ from sparkdl.train.probe import check_scorer, try_model
 from sparkdl.train.recipes import build_model
 from sparkdl.train.repeats import tell_of_hidden_state, tell_of_mixed_rows, tell_of_own_draws
 from sparkdl.train.trainer import Trainer
+from sparkdl.train.undeclared_buffers import UndeclaredBuffers
 
 
 def preflight(
@@ -68,6 +69,9 @@ def preflight(
             "this data have the same length: declare the column that varies in length, "
             'columns={"...": sparkdl.Sequence()}, or leave bucketing out.'
         )
+    check_labels(trainer.objective, samples)
+    if validation is not None:
+        check_labels(trainer.objective, validation.samples, "validation data: ")
     how = replace(batch_spec(trainer, samples, model.float_dtype), augment=trainer.augment)
     with seeded(trainer.seed):
         tried = batch = preview_batch(how, samples.preview, augment=True)
@@ -78,7 +82,7 @@ def preflight(
     inputs_are, labels_are = input_fields(how, samples.fields), samples.fields[labels]
     before = parameter_sums(model.module)
     run = functools.partial(try_model, model.module, recipe, batch, inputs_are, labels_are)
-    state = PlainState(model.module, recipe.loss)
+    state, buffers = PlainState(model.module, recipe.loss), UndeclaredBuffers(model.module, recipe)
     output = run()
     state.check(run)
     state.check_made(
@@ -94,6 +98,8 @@ def preflight(
     for part in parallel.parts.values():
         part.check_rows(model.module, samples.fields)
     check_single_rows(model.module, recipe, batch, plan, limit, parallel)
+    if have_copies(parallel, samples.counts):
+        buffers.tell(tried)
     averaged = is_averaged(parallel, samples.counts, trainer.accumulate)
     looked_at = rows_for_loss(recipe.loss, samples.preview, samples.more)
     if looked_at is not samples.preview:
@@ -104,7 +110,7 @@ def preflight(
         check_frequencies(model.module)
         if not (isinstance(recipe.loss, PerReplica) or is_own_loss(recipe.loss)):
             tell_of_mixed_rows(model.module, recipe, batch)
-    metrics = list(validation.scorer.higher_is_better) if validation else []
+    metrics = validation.scorer.higher_is_better if validation else {}
     model.schedule.check(limit, plan.num_iterations, metrics)
     if validation is not None:
         check_scorer(model.module, recipe.signature, validation)
@@ -126,7 +132,6 @@ def _first_row_only(recipe: Recipe, inputs: Sequence[np.ndarray], module: nn.Mod
     """Run forward on a batch of the same size in which every row is the first one."""
     rows = np.zeros(len(inputs[0]), np.int64)
     tensors = to_tensors([array[rows] for array in inputs])
-    module.train()
     with torch.no_grad(), seeded(recipe.seed), contextlib.suppress(Exception):
         recipe.signature.bound(module)(*tensors)
 
@@ -189,9 +194,9 @@ def check_single_rows(
 
 def _refused(module: nn.Module, recipe: Recipe, batch: Batch) -> tuple[str, str, Exception] | None:
     """Return what fails with one row ("model" or "loss"), why, and the error; None if neither fails."""
-    one = [[array[:1] for array in arrays] for arrays in (batch.inputs, batch.targets)]
-    inputs, targets = map(to_tensors, one)
-    module.train()
+    several = to_tensors(batch.inputs), to_tensors(batch.targets)
+    one = MiniBatch(*several, lengths=batch.lengths).rows(slice(1))
+    inputs, targets = one.inputs, one.targets
     with seeded(0), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those about shapes: the results are right
         try:
@@ -259,7 +264,7 @@ def check_writes(module: nn.Module, recipe: Recipe, batch: Batch, before: dict[s
     before = parameter_sums(module)
     inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
     with seeded(0), contextlib.suppress(Exception):  # it need not work with all weights
-        recipe.signature.call_for_loss(recipe.loss, module.train(), inputs, targets)
+        recipe.signature.call_for_loss(recipe.loss, module, inputs, targets)
     for name in [*written, *_compare(module, before, step)][:1]:
         logging.getLogger("sparkdl").warning(
             'forward writes to "%s", a trained parameter: each replica writes to a copy, and updates '
@@ -285,7 +290,7 @@ def _compare(module: nn.Module, before: dict[str, int], step: bool) -> list[str]
             raise ModelError(
                 f'forward writes to "{name}", a parameter with requires_grad=False: such '
                 "parameters are treated as constants, and each worker would change its own copy. "
-                "Make it a buffer (register_buffer): buffers are averaged over the replicas and "
-                "saved with the model."
+                "Make it a buffer (register_buffer): replicas agree on buffers, which are saved "
+                "with the model."
             )
     return changed

@@ -18,9 +18,11 @@ from torch import nn
 from sparkdl.codec.files import mappable
 from sparkdl.errors import DataError, ModelError, ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
+from sparkdl.infer.persistence import not_tensors
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.schedule import Schedule
 from sparkdl.metrics.named import resolve
+from sparkdl.model.buffers import check_rules
 from sparkdl.model.layout import Layout, check_memory, layout_of
 from sparkdl.model.preparation import passing_buffers
 from sparkdl.model.recipe import Recipe
@@ -32,6 +34,7 @@ from sparkdl.train.recipes import (
     check_closures,
     check_columns,
     check_compression,
+    check_evaluated,
     check_options,
     pickled,
     plan_optimizer,
@@ -138,7 +141,10 @@ def prepare(
         tell_of_changed_constants(recipe, trainer.columns)
     check_columns(trainer.columns)
     module = build_model(payload, reported=True)
-    layout = layout_of(module)
+    if problem := next(not_tensors(module), None):
+        logger.warning("the trained model could not be saved: %s", problem)
+    check_rules(module, options.buffers, gossip=options.topology is not None)
+    layout = layout_of(module, options.buffers)
     if isinstance(trainer.model, nn.Module):
         check_memory(trainer.model, layout)
         _check_hooks(trainer.model)
@@ -151,6 +157,7 @@ def prepare(
         outer = plan_optimizer(recipe.for_slices, module, trainer.slices, "outer_optimizer")
     optimizer = plan_optimizer(recipe, module, None if outer else trainer.slices)
     check_closures(trainer.consistency_model, optimizer, *([] if outer is None else [outer]))
+    check_evaluated(trainer.consistency_model, options, optimizer)
     for part in trainer.parts.values():
         part.check_model(module, layout, optimizer, options)
     schedule = Schedule(optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from sparkdl.train.hints import (
     input_hint,
     keyword_hint,
     label_hint,
+    length_hint,
     loss_hint,
     one_number_hint,
     own_loss_hint,
@@ -47,6 +49,7 @@ from sparkdl.train.hints import (
     short,
     step_hint,
     text_of,
+    weight_hint,
 )
 
 
@@ -77,7 +80,6 @@ def try_model(
     shown = ", ".join(
         f'"{field.name}" {list(t.shape)}' for field, t in zip(inputs_are, inputs, strict=True)
     )
-    module.train()
     with seeded(recipe.seed), warnings.catch_warnings():
         warnings.filterwarnings("error", message="Using a target size")
         try:
@@ -92,6 +94,10 @@ def try_model(
                 or keyword_hint(error, module, recipe.signature.inputs)
                 or own_loss_hint(error, loss)
                 or precision_hint(module, inputs)
+                or length_hint(
+                    partial(recipe.signature.call_for_loss, loss, module),
+                    *(inputs, targets, inputs_are, labels_are),
+                )
                 or input_hint(error, inputs, inputs_are)
             )
             who = "step" if is_step(loss) else "the model"
@@ -127,6 +133,7 @@ def try_model(
         except Exception as error:
             labels = ", ".join(f"{list(t.shape)} {short(t)}" for t in targets) or "no label"
             hint = one_number_hint(loss, output, targets, labels_are)
+            hint = hint or weight_hint(loss, output, targets)
             hint = hint or loss_hint(error, output, targets, labels_are)
             raise ModelError(
                 f"the loss fails on output {shape_of(output)} and label {labels}: "

@@ -163,6 +163,21 @@ def check_closures(model: Consistency, *plans: OptimizerSpec) -> None:
             )
 
 
+def check_evaluated(model: Consistency, options: TrainingOptions, plan: OptimizerSpec) -> None:
+    """Check that the replicas' optimizers have no ``eval()`` where each keeps a state of its own.
+
+    Raises:
+        ModelError: One has.
+    """
+    if options.keeps_own and plan.evaluates:
+        raise ModelError(
+            f"optimizer {plan.name} with consistency={type(model).__name__}: the weights that count "
+            "are those of its eval(), which depend on its state, and with this model each replica "
+            "keeps a state of its own. Use an optimizer without eval(), such as torch.optim.AdamW, or "
+            "consistency=sparkdl.Synchronous()."
+        )
+
+
 def check_options(options: TrainingOptions, module: nn.Module, layout: Layout) -> None:
     """Raise an error if the model does not support the options of a run.
 

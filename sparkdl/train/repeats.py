@@ -32,7 +32,6 @@ def tell_of_hidden_state(module: nn.Module, recipe: Recipe, batch: Batch) -> Non
         recipe: The model, the loss and their options.
         batch: Some rows.
     """
-    module.train()
     found = []
     for _ in range(2):
         given = (batch.inputs, batch.targets)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkdl.data.ragged import Ragged, Rows, dense
+from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.model.loss import Loss, loss_of
 from sparkdl.model.signature import Signature
 from sparkdl.process.determinism import seeded
@@ -59,7 +59,7 @@ def losses_by_model(module: nn.Module, signature: Signature, loss: Loss, known: 
     """Return a function that gives the loss that the model itself computes, in evaluation mode."""
 
     def take(numbers: np.ndarray, seed: int) -> Sum:
-        some = _rows(known, numbers)
+        some = known.rows(numbers)
         with evaluating(module), seeded(seed):
             output = signature.call_for_loss(loss, module, some.inputs, some.targets)
         return _sum(loss, output, some)
@@ -99,17 +99,17 @@ def _of_rows(loss: Loss, output: Any, known: MiniBatch, labels: Sequence[Rows]) 
 
     Labels of varying length are padded as in a mini-batch of these rows alone.
     """
-    lengths = [rows.padded().shape[1] if isinstance(rows, Ragged) else 0 for rows in labels]
+    lengths = [target.shape[1] if target.ndim > 1 else 0 for target in known.targets]
 
     def take(numbers: np.ndarray, seed: int) -> Sum:
         chosen = torch.from_numpy(numbers)
         mine = _mapped(output, lambda tensor: tensor[chosen] if tensor.ndim else tensor)
-        some = _rows(known, numbers)
-        for n, padded in enumerate(dense([rows[numbers] for rows in labels])):
-            length = padded.shape[1] if lengths[n] else 0
-            if length < lengths[n]:
-                some.targets[n] = some.targets[n][:, :length]
-                mine = _mapped(mine, _Cut(lengths[n], length))
+        some = known.rows(numbers)
+        for rows, target, longest in zip(labels, some.targets, lengths, strict=True):
+            length = target.shape[1] if longest else 0
+            if isinstance(rows, Ragged) and length < longest:
+                start = longest - length if rows.padding.side == "left" else 0
+                mine = _mapped(mine, _Cut(longest, length, start))
         with seeded(seed):
             return _sum(loss, mine, some)
 
@@ -122,21 +122,11 @@ class _Cut:
 
     longest: int
     length: int
+    start: int
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         places = [d for d in range(1, tensor.ndim) if tensor.shape[d] == self.longest]
-        return tensor.narrow(places[0], 0, self.length) if len(places) == 1 else tensor
-
-
-def _rows(batch: MiniBatch, numbers: np.ndarray) -> MiniBatch:
-    """Return the rows of a mini-batch with these numbers."""
-    chosen = torch.from_numpy(numbers)
-    return MiniBatch(
-        [t[chosen] for t in batch.inputs],
-        [t[chosen] for t in batch.targets],
-        None if batch.weights is None else batch.weights[chosen],
-        None if batch.masses is None else batch.masses[chosen],
-    )
+        return tensor.narrow(places[0], self.start, self.length) if len(places) == 1 else tensor
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

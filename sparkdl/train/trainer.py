@@ -217,6 +217,20 @@ class Trainer:
     """Parameters that are not trained: names of submodules or parameters, or patterns of names."""
     unfreeze: Sequence[str] = ()
     """Exceptions from ``freeze``."""
+    buffers: Mapping[str, str | Callable[[torch.Tensor], torch.Tensor]] = field(
+        default_factory=dict
+    )
+    """How replicas agree on buffers that a forward changes, by pattern of their names:
+    ``{"*.codes": "first"}``. The first pattern that matches counts.
+
+    - "first": the value of the first replica that had rows; the default, as in torch's DDP.
+    - "mean": the mean, weighted by rows; the default for running statistics of torch's norms.
+    - "min", "max": of each element.
+    - "sum": the value before, and all that replicas have added to it.
+    - A function gets the values of the replicas that had rows as one tensor, in their order along the
+      first dimension, and returns one of them. With one such replica it is not called.
+
+    A module can say so itself: ``sparkdl_buffers = {"codes": "first"}`` in its class."""
     activation_checkpointing: Sequence[str] = ()
     """Submodules whose activations are computed again in the backward pass, which saves memory:
     names or patterns."""
@@ -336,6 +350,7 @@ class Trainer:
             on_nan=self.on_nan,
             ema=self.ema,
             sync_batchnorm=self.sync_batchnorm,
+            buffers=dict(self.buffers),
             class_weights=_table(self.class_weights),
             activation_checkpointing=tuple(self.activation_checkpointing),
             compile=self.compile,

@@ -20,7 +20,14 @@ import torch
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import DataIdentity
-from sparkdl.codec.files import MAX_JSON_BYTES, parse_json, parse_tensors
+from sparkdl.codec.files import (
+    MAX_JSON_BYTES,
+    checksum,
+    is_changed,
+    parse_json,
+    parse_tensors,
+    with_checksum,
+)
 from sparkdl.codec.records import from_plain, to_plain
 from sparkdl.data.fields import SampleHandle
 from sparkdl.errors import CheckpointError, ParameterError
@@ -32,6 +39,8 @@ FORMAT, VERSION = "sparkdl-search", 1
 SEARCH, DATA = "search.json", "data.json"
 _TRIAL = re.compile(r"trial-(\d{6,})\.json")
 _HISTORY = "history"
+_MODEL = "model"
+"""The key of the model's checksum in the file of its trial."""
 
 
 class SearchFolder:
@@ -125,12 +134,14 @@ class SearchFolder:
         """Write a finished trial, with its model if it is the best one."""
         record, before = outcome.record, self._best
         best = bool(outcome.weights) and self._objective.is_better(record, before)
+        content = record.to_json()
         if best and outcome.history is not None:
             history = torch.frombuffer(bytearray(outcome.history.to_bytes()), dtype=torch.uint8)
             tensors = {kind: flat.contiguous() for kind, flat in outcome.weights.items()}
             data = safetensors.torch.save({**tensors, _HISTORY: history})
             self._folder.write(_model(record.number), data)
-        self._folder.write(_trial(record.number), _json(record.to_json()))
+            content[_MODEL] = checksum(data)
+        self._folder.write(_trial(record.number), _json(content))
         self.records[record.number] = record
         if best:
             self._best = record
@@ -149,7 +160,10 @@ class SearchFolder:
                 f"of those asked for trial {number} is the best: search with as many trials as before."
             )
         try:
-            tensors, _ = parse_tensors(self._folder.read(_model(number)))
+            data = self._folder.read(_model(number))
+            if checksum(data) != _read(self._folder, _trial(number)).get(_MODEL, checksum(data)):
+                raise ValueError("its checksum differs")
+            tensors, _ = parse_tensors(data)
             history = History.from_bytes(tensors.pop(_HISTORY).numpy().tobytes())
         except (KeyError, ValueError) as error:
             raise ParameterError(
@@ -189,13 +203,16 @@ def _model(number: int) -> str:
     return f"model-{number:06d}.safetensors"
 
 
-def _json(content: Any) -> bytes:
-    return (json.dumps(content, indent=1) + "\n").encode()
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(with_checksum(content), indent=1) + "\n").encode()
 
 
 def _read(folder: Folder, name: str) -> Any:
-    """Return the content of a JSON file. Raises ParameterError if it is none."""
+    """Return the content of a JSON file. Raises ParameterError if it is none, or was changed."""
     try:
-        return parse_json(folder.read(name, MAX_JSON_BYTES))
+        content = parse_json(folder.read(name, MAX_JSON_BYTES))
     except ValueError as error:
         raise ParameterError(f"{folder}/{name} is damaged: {error}.") from error
+    if is_changed(content):
+        raise ParameterError(f"{folder}/{name} is damaged: its checksum differs.")
+    return content

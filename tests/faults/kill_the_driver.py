@@ -9,13 +9,19 @@ from __future__ import annotations
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from launch import digest
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import sparkdl
 from sparkdl.checkpoint.store import CheckpointStore
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
 
 WIDTH, CLASSES, ITERATIONS = 6, 3, 20
 
@@ -24,6 +30,50 @@ def model() -> nn.Module:
     return nn.Sequential(
         nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, CLASSES)
     )
+
+
+def without_norm() -> nn.Module:
+    """Layers that a gang can divide."""
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+    )
+
+
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+CASES: dict[str, dict[str, Any]] = {
+    "local": {"engine": "local"},
+    "shuffle": {},
+    "accumulate": {
+        "accumulate": 2,
+        "clip_norm": 0.5,
+        "ema": 0.9,
+        "optimizer": partial(torch.optim.AdamW, lr=1e-2),
+    },
+    "top-k": {"compression": sparkdl.TopK(0.05), "optimizer": SGD},
+    "DiLoCo": {"consistency": sparkdl.DiLoCo(inner_steps=2)},
+    "local steps": {"local_steps": 2},
+    "two optimizers": {
+        "optimizer": {"0": SGD, "": partial(torch.optim.Adam, lr=1e-2)},
+        "schedule": None,
+    },
+    "plateau": {
+        "schedule": partial(ReduceLROnPlateau, factor=0.5, patience=0),
+        "schedule_metric": "loss",
+        "stop": sparkdl.max_iteration(ITERATIONS) | sparkdl.plateau("loss", 6),
+        "validation": True,
+    },
+    "ddp": {"engine": "gang", "slices": None, "clip_norm": 0.5},
+    "PowerSGD": {
+        "engine": "gang",
+        "slices": None,
+        "compression": sparkdl.PowerSGD(1),
+        "optimizer": SGD,
+    },
+    "zero1": {"engine": "gang", "slices": None, "strategy": "zero1", "accumulate": 2},
+    "fsdp": {"engine": "gang", "slices": None, "strategy": "fsdp"},
+    "tensor": {"engine": "gang", "slices": None, "strategy": "tensor", "model": without_norm},
+}
+"""What differs from :func:`trainer`."""
 
 
 class Tell(sparkdl.Callback):
@@ -43,22 +93,34 @@ class Tell(sparkdl.Callback):
             file.write(text + "\n")
 
 
-def trainer(folder: Path | None, engine: str, told: Path | None = None) -> sparkdl.Trainer:
-    kept = None if folder is None else sparkdl.Checkpoint(folder, every=sparkdl.every(4), keep=2)
-    return sparkdl.Trainer(
-        model=model,
-        loss=nn.CrossEntropyLoss(),
-        optimizer=partial(torch.optim.Adam, lr=1e-2),
-        schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=ITERATIONS),
-        batch_size=16,
-        replicas=2,
-        slices=2,
-        seed=3,
-        engine=engine,
-        stop=sparkdl.max_iteration(ITERATIONS),
-        checkpoint=kept,
-        callbacks=[Tell(told)] if told else [],
-    )
+def fit(
+    data: DataFrame, case: str, folder: Path | None = None, told: Path | None = None, **how: Any
+) -> dict[str, Any]:
+    """Train as a case says; return the digests of the models, and the history."""
+    values = {
+        "model": model,
+        "loss": nn.CrossEntropyLoss(),
+        "optimizer": partial(torch.optim.Adam, lr=1e-2),
+        "schedule": partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=ITERATIONS),
+        "batch_size": 16,
+        "replicas": 2,
+        "slices": 2,
+        "seed": 3,
+        "stop": sparkdl.max_iteration(ITERATIONS),
+        "callbacks": [Tell(told)] if told else [],
+        **CASES[case],
+    }
+    if folder is not None:
+        values["checkpoint"] = sparkdl.Checkpoint(folder, every=sparkdl.every(4), keep=2)
+    if "validation" in values:
+        values["validation"] = sparkdl.Validation(data, every=sparkdl.every(2), best="loss")
+    trained = sparkdl.Trainer(**values).fit(data, **how)
+    models = [one for one in (trained, trained.ema, trained.best) if one is not None]
+    return {
+        "digests": [digest(one.module) for one in models],
+        "losses": trained.history.losses,
+        "validations": [record["metrics"] for record in trained.history.validations],
+    }
 
 
 def frame(spark):
@@ -71,7 +133,7 @@ def frame(spark):
 
 
 def main() -> None:
-    from launch import answer, digest, session, spec
+    from launch import answer, session, spec
 
     given = spec()
     told = Path(given["told"])
@@ -87,9 +149,8 @@ def main() -> None:
     if given["hold"]:
         CheckpointStore.commit = held
     with session(given["master"]) as spark:
-        run = trainer(Path(given["checkpoints"]), given["engine"], told)
-        trained = run.fit(frame(spark), resume="latest")
-    answer({"digest": digest(trained.module), "losses": trained.history.losses})
+        found = fit(frame(spark), given["case"], Path(given["checkpoints"]), told, resume="latest")
+    answer(found)
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import kill_the_driver
 import pytest
-from launch import digest, launch
+from launch import launch
 from pyspark import cloudpickle
 from pyspark.sql import SparkSession
 
-import sparkdl
 from sparkdl.checkpoint.store import CheckpointStore
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -27,12 +26,11 @@ cloudpickle.register_pickle_by_value(sys.modules["kill_the_driver"])
 
 
 @pytest.fixture(scope="module")
-def undisturbed(spark):
-    trained = kill_the_driver.trainer(None, "local").fit(kill_the_driver.frame(spark))
-    return outcome(trained)
+def undisturbed(spark) -> dict:
+    return kill_the_driver.fit(kill_the_driver.frame(spark), "local")
 
 
-def run(folder: Path, engine: str, hold: int = 0, master: str = "local[2]") -> dict:
+def run(folder: Path, case: str, hold: int = 0, master: str = "local[2]") -> dict:
     told, checkpoints = str(folder / "told"), str(folder / "checkpoints")
     return launch(
         SCRIPT,
@@ -40,24 +38,20 @@ def run(folder: Path, engine: str, hold: int = 0, master: str = "local[2]") -> d
         master=master,
         checkpoints=checkpoints,
         told=told,
-        engine=engine,
+        case=case,
         hold=hold,
     )
 
 
-def go_on(spark: SparkSession, folder: Path, engine: str) -> dict:
+def go_on(spark: SparkSession, folder: Path, case: str) -> dict:
     """Another driver takes the run up: this process, in the session of the tests."""
-    run = kill_the_driver.trainer(folder / "checkpoints", engine, folder / "told")
-    return outcome(run.fit(kill_the_driver.frame(spark), resume="latest"))
-
-
-def outcome(trained: sparkdl.TrainedModel) -> dict:
-    return {"digest": digest(trained.module), "losses": trained.history.losses}
+    data, places = kill_the_driver.frame(spark), (folder / "checkpoints", folder / "told")
+    return kill_the_driver.fit(data, case, *places, resume="latest")
 
 
 def run_and_kill(
     folder: Path,
-    engine: str,
+    case: str,
     until: str,
     seconds: float = 0.0,
     hold: int = 0,
@@ -67,7 +61,7 @@ def run_and_kill(
     folder.mkdir(exist_ok=True)
     told = folder / "told"
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run, folder, engine, hold, master)
+        running = pool.submit(run, folder, case, hold, master)
         deadline = time.monotonic() + 300
         while not (told.exists() and until in told.read_text().splitlines()):
             assert time.monotonic() < deadline
@@ -110,6 +104,16 @@ def test_killed_at_some_moment_between_two_checkpoints(spark, undisturbed, tmp_p
     assert first == 0
     assert second % 4 == 0
     assert second >= 4
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("case", [case for case in kill_the_driver.CASES if case != "local"])
+def test_killed_in_the_second_checkpoint(spark, tmp_path, case):
+    folder = tmp_path / "run"
+    run_and_kill(folder, case, "held", hold=8)
+    found = go_on(spark, folder, case)
+    assert starts(folder) == [0, 4]
+    assert found == kill_the_driver.fit(kill_the_driver.frame(spark), case)
 
 
 @pytest.mark.soak

@@ -61,9 +61,15 @@ def results(request, tmp_path_factory) -> dict:
     """
     folder = tmp_path_factory.mktemp("faults")
     how, notes = request.param, str(folder / "notes")
-    lasting = asked_for(request, "fault")
+    lasting, deleted = asked_for(request, "fault"), asked_for(request, "deleted")
     return launch(
-        SCRIPT, folder, master=MASTERS[how], sums=how == "sums", notes=notes, lasting=lasting
+        SCRIPT,
+        folder,
+        master=MASTERS[how],
+        sums=how == "sums",
+        notes=notes,
+        lasting=lasting,
+        deleted=deleted,
     )
 
 
@@ -91,6 +97,26 @@ def test_nor_where_replicas_keep_residuals(results, spark):
     here = train_with_faults.trainer(engine="local", **train_with_faults.COMPRESSION).fit(df)
     assert results["compressed"] == {"digest": digest(here.module), "struck": 1}
     assert results["compressed"]["digest"] != results["undisturbed"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.spark
+@pytest.mark.parametrize(
+    "deleted",
+    soak_but([n for n in train_with_faults.DELETED if "end" not in n], train_with_faults.DELETED),
+)
+def test_slabs_may_go_at_any_moment_and_any_number_of_times(results, spark, deleted):
+    engine, when = train_with_faults.DELETED[deleted]
+    slices = {"slices": 2, "engine": "local"}
+    result = results[deleted]
+    assert result["times"] > (2 if engine == "shuffle" or "placed" in when else 0)
+    if when == "without end":
+        assert "TrainingError" in result["error"]
+        assert 'Something deletes the folders "sparkdl-*" there again' in result["error"]
+    else:
+        assert "error" not in result, result
+        assert result["outcome"] == train_with_faults.fit_moved(spark, **slices)
 
 
 @pytest.mark.slow

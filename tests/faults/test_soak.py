@@ -1,4 +1,4 @@
-"""The short form of the soak: random faults for a minute or two, the bits of a run that has none."""
+"""Short forms of the soak: random faults for some minutes, the bits of runs that have none."""
 
 from __future__ import annotations
 
@@ -32,3 +32,11 @@ def test_random_faults_change_no_bit_and_leave_nothing(spark, tmp_path):
     assert found["left"] == {"slabs": [], "persisted": 0, "processes": []}
     python, _ = found["driver MB"]
     assert python[1] < python[0] + 50
+
+
+def test_nor_do_faults_of_one_kind_in_short_fits(tmp_path):
+    """Of some configurations and kinds; the script has all."""
+    only = r"^(shuffle|gang, zero1|gang, tensor) on local: (slabs|checkpoint|driver|daemon)"
+    found = soak.soak_fits(8, SEED, only, tmp_path / "soak.jsonl")
+    assert {line["outcome"] for line in found} == {"same"}, soak.table(found)
+    assert all(line["faults"] for line in found), soak.table(found)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from harness import faulty
 from harness.inject import Fault, at
+from harness.slabs import all_slabs
+from harness.strikes import Strike, Strikes
 
 import sparkdl
 from sparkdl.engines.shuffle import shuffled
@@ -37,6 +44,64 @@ LASTING = {
     "lasting in synchronization": at(job="sync", iteration=5, partition=1).raise_always(),
     "lasting kill": at(job="sync", iteration=2, partition=0).kill_worker(times=10),
 }
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "shuffle": {"engine": "shuffle", "slices": 2},
+    "gang": {"engine": "gang", "strategy": "zero1"},
+}
+DELETED = {
+    f"{engine}, {when}": (engine, when)
+    for engine in ENGINES
+    for when in ("after every iteration", "while samples are placed", "without end")
+}
+
+
+class Delete(sparkdl.Callback):
+    """Delete all slabs after every iteration."""
+
+    times = 0
+
+    def on_iteration_end(self, trainer, state) -> None:
+        for root in all_slabs():
+            shutil.rmtree(root, ignore_errors=True)
+            self.times += 1
+
+
+def moved(spark):
+    """More partitions than replicas: what a replica reads refers to what others have written."""
+    return faulty.frame(spark, 5, rows=60)
+
+
+def deletions(when: str) -> Iterable[Strike]:
+    """From the beginning of a fit on."""
+    draw = random.Random(1)
+    if when == "without end":
+        return (("slabs", 0, 0.0) for _ in itertools.count())
+    return [("slabs", 0, draw.uniform(0, 0.3)) for _ in range(6 * when.startswith("while"))]
+
+
+def fit_moved(spark, **changes) -> dict:
+    df = moved(spark)
+    validation = sparkdl.Validation(df, metrics=["accuracy"], every=sparkdl.every(2))
+    return faulty.outcome(
+        faulty.trainer(2, (), 3, batch_size=16, validation=validation, **changes).fit(df)
+    )
+
+
+def fit_without_slabs(spark, engine: str, when: str) -> dict:
+    """What comes of a fit whose slabs are deleted, and how often they were."""
+    delete = Delete()
+    callbacks = [delete] if when.startswith("after") else []
+    strikes = Strikes(spark.sparkContext, deletions(when), 1, lambda: 0)
+    strikes.start()
+    result: dict = {}
+    try:
+        result["outcome"] = fit_moved(spark, callbacks=callbacks, **ENGINES[engine])
+    except Exception as error:
+        result["error"] = f"{type(error).__name__}: {error}"
+    strikes.stop()
+    return {**result, "times": delete.times + strikes.done["slabs"]}
 
 
 def leftovers(spark) -> dict[str, object]:
@@ -90,6 +155,8 @@ def main() -> None:
                     "shown alone": error.__cause__ is None and error.__suppress_context__,
                     "after": leftovers(spark),
                 }
+        for name in given["deleted"]:
+            results[name] = fit_without_slabs(spark, *DELETED[name])
         results["undisturbed"] = digest(trainer().fit(df).module)
         results["leftovers"] = [before, leftovers(spark)]
     answer(results)

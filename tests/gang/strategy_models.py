@@ -7,6 +7,7 @@ import sys
 import torch
 from gang_training import CLASSES, WIDTH
 from pyspark import cloudpickle
+from remembering import Seen
 from torch import nn
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -23,6 +24,22 @@ class Spread(nn.Module):
         return x * self.weight
 
 
+class Temper(nn.Module):
+    """A parameter that is a single number, as in CLIP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.logit_scale.shape == ()
+        return x * self.logit_scale.exp()
+
+
+def tempered() -> nn.Module:
+    return nn.Sequential(*layers(), Temper())
+
+
 def layers() -> nn.Module:
     """Every strategy can cut it: a chain, of which two layers follow each other; every row by itself; a
     parameter of fewer rows than ranks."""
@@ -37,9 +54,14 @@ def layers() -> nn.Module:
 
 
 def paired() -> nn.Module:
-    """Two layers that are cut, and others; an output of fewer rows than four ranks."""
+    """Two layers that are cut, and others; an output of fewer rows than four ranks; a single number."""
     return nn.Sequential(
-        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 7), nn.LayerNorm(7), nn.Linear(7, CLASSES)
+        nn.Linear(WIDTH, 16),
+        nn.Tanh(),
+        nn.Linear(16, 7),
+        nn.LayerNorm(7),
+        nn.Linear(7, CLASSES),
+        Temper(),
     )
 
 
@@ -63,11 +85,24 @@ def normed() -> nn.Module:
     )
 
 
+def remembering() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 8), Seen(8), nn.Linear(8, CLASSES)
+    )
+
+
 def in_place() -> nn.Module:
     """The second stage begins with what writes to its input, which torch takes for a leaf."""
     return nn.Sequential(
         nn.Linear(WIDTH, 16), nn.ReLU(inplace=True), nn.Linear(16, 8), nn.Linear(8, CLASSES)
     )
+
+
+def resting() -> nn.Module:
+    """The norm stays in evaluation mode, with its statistics."""
+    made = normed()
+    made[3].eval().requires_grad_(False).running_mean.normal_()
+    return made
 
 
 class Fragile(nn.Module):
@@ -152,7 +187,9 @@ class Sharp(Own):
 
 
 def hidden() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8), Last())
+    return nn.Sequential(
+        nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 8), nn.LayerNorm(8), Last(), Temper()
+    )
 
 
 class Last(nn.Module):

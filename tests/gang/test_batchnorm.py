@@ -113,6 +113,19 @@ def test_a_gang_trains_as_one_process_with_all_samples(parts, strategy, sizes):
         assert apart.history.losses != pytest.approx(here.history.losses, rel=1e-3)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", sparkdl.DDP(bucket_cap_mb=1e-4), "fsdp"], ids=str)
+def test_rows_without_weight_count_in_the_statistics(parts, strategy):
+    """Also where a rank has no others: its layers have gradients through the statistics alone."""
+    rows, whole = parts(14, 8), parts(22)
+    for record in (*rows.records[1], *whole.records[0][14:]):
+        record["weight"] = 0.0
+    run = trainer_of(
+        model=model, strategy=strategy, batch_size=22, sync_batchnorm=True, weight="weight"
+    )
+    alone = {"replicas": 1, "slices": 1, "strategy": "ddp", "sync_batchnorm": False}
+    as_one_process(run, rows, whole, **alone)
+
+
 MISTAKES: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"sync_batchnorm": 1}, ParameterError, "sync_batchnorm is an int: give True or False."),
     (

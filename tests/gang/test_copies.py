@@ -17,7 +17,7 @@ import torch
 from gang_training import CLASSES, WIDTH, alike, trainer_of
 from launch import soak_but
 from pyspark import cloudpickle
-from strategy_models import paired
+from strategy_models import Temper, paired
 from torch import nn
 
 import sparkdl
@@ -40,7 +40,11 @@ PIPELINES: dict[str, dict] = {
 
 def model() -> nn.Module:
     return nn.Sequential(
-        nn.Linear(WIDTH, 16, bias=False), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, CLASSES)
+        nn.Linear(WIDTH, 16, bias=False),
+        nn.BatchNorm1d(16),
+        nn.Tanh(),
+        nn.Linear(16, CLASSES),
+        Temper(),
     )
 
 
@@ -57,6 +61,7 @@ class Own(nn.Module):
         super().__init__()
         self.shift = nn.Parameter(torch.zeros(4, 16))
         self.into, self.out = nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES)
+        self.temper = Temper()
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 16)) for _ in range(2)
         )
@@ -65,7 +70,7 @@ class Own(nn.Module):
         begun = x = self.into(x) + self.shift.sum(0)
         for block in self.blocks:
             x = x + block(x)
-        return self.out(x + begun)
+        return self.temper(self.out(x + begun))
 
 
 LAYERS: dict[str, dict] = {
@@ -204,7 +209,7 @@ def test_others_go_on_from_its_checkpoint(parts, tmp_path, beginning, end):
 
 @pytest.mark.parametrize("beginning", soak_but(ALWAYS, SHARED))
 def test_copies_that_share_the_update_do_half_of_it_each(parts, tmp_path, beginning):
-    """Both ranks of a model-parallel group update the parameters that both have."""
+    """Both ranks of a split model update the parameters that both have."""
     made, how, _ = BEGINNINGS[beginning]
     rows, optimizer = parts(*sizes_for(made)), partial(Noting, folder=str(tmp_path), lr=1e-2)
     common(made, rows, optimizer=optimizer, stop=sparkdl.max_iteration(1), **how).fit(rows)
@@ -212,4 +217,6 @@ def test_copies_that_share_the_update_do_half_of_it_each(parts, tmp_path, beginn
     of_all = sum(sizes.values())
     if "layers" in beginning:
         of_all += sum(n for name, n in sizes.items() if name == "2.bias" or name[0] > "2")
+    if "shards" in beginning:
+        of_all += sizes["4.logit_scale"]
     assert sum(int((tmp_path / str(rank)).read_text()) for rank in range(RANKS)) == of_all

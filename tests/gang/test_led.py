@@ -7,6 +7,7 @@ import functools
 import os
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -17,7 +18,7 @@ from forked import forkserver
 from pyspark import cloudpickle
 
 from sparkdl.errors import SessionError, StalledError, StateLostError, TrainingError
-from sparkdl.gang import led
+from sparkdl.gang import channel, led
 from sparkdl.gang.channel import Listener, connect
 from sparkdl.gang.led import LedGang
 from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
@@ -30,8 +31,8 @@ CPU = torch.device("cpu")
 def attend(meeting: Rendezvous) -> None:
     """The life of rank 1."""
     hello = Introduction(1, meeting.job, 0, 2, "there")
-    channel = connect(meeting.host, meeting.port, meeting.key, hello)
-    meeting.attend(channel, functools.partial(RankContext, 1, 2, "127.0.0.1", CPU, []))
+    driver = connect(meeting.host, meeting.port, meeting.key, hello)
+    meeting.attend(driver, functools.partial(RankContext, 1, 2, "127.0.0.1", CPU, []))
 
 
 @contextlib.contextmanager
@@ -80,10 +81,51 @@ def test_rank_0_takes_part_in_this_process() -> None:
         assert gang.call(knock, "knocking") == [[0], [0]]
 
 
-def test_who_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("connects", "error", "text"),
+    [
+        (False, SessionError, "^rank 1 could not reach"),
+        (True, StateLostError, "heard nothing from rank 1, though somebody connected"),
+    ],
+)
+def test_who_does_not_come_is_named(
+    monkeypatch: pytest.MonkeyPatch, connects: bool, error: type[Exception], text: str
+) -> None:
     monkeypatch.setattr(led, "REACH_SECONDS", 0.2)
-    with leading(come=False) as gang, pytest.raises(SessionError, match=r"^rank 1 could not reach"):
+    monkeypatch.setattr(channel, "HELLO_SECONDS", 0.6)
+    with leading(come=False) as gang, contextlib.ExitStack() as block:
+        if connects:
+            address = "127.0.0.1", gang._listener.port
+            block.enter_context(socket.create_connection(address))
+        with pytest.raises(error, match=text):
+            gang.start()
+
+
+def test_who_connects_and_pauses_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than a rank may take that cannot connect."""
+    monkeypatch.setattr(led, "REACH_SECONDS", 0.2)
+    with leading(come=False) as gang:
+        meeting = Rendezvous("127.0.0.1", gang._listener.port, gang._listener.key, "cpu")
+        read = channel._exactly
+
+        def late(nbytes: int, connection: socket.socket) -> bytes:
+            content = read(nbytes, connection)
+            time.sleep(1.0)
+            return content
+
+        monkeypatch.setattr(channel, "_exactly", late)
+        hello = Introduction(1, led.JOB, 0, 2, "there")
+        member = functools.partial(RankContext, 1, 2, "127.0.0.1", CPU, [])
+        rank = threading.Thread(target=meeting.serve, args=(hello, member))
+        monkeypatch.setattr(led, "form_group", lambda joining, seconds: [])
+        rank.start()
         gang.start()
+        assert gang.call(functools.partial(named, "there"), "naming") == [
+            (0, "there"),
+            (1, "there"),
+        ]
+    rank.join(10)
+    assert not rank.is_alive()
 
 
 def fail(rank: int, member: RankContext) -> None:

@@ -30,6 +30,7 @@ from gang_training import (
 )
 from gang_training import trainer_of as any_trainer
 from launch import in_turn, soak_but
+from own_optimizers import ScheduleFree
 from pyspark import cloudpickle
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -65,6 +66,7 @@ STRATEGIES: dict[str, Any] = {
     "tensor": "tensor",
     "pipeline": "pipeline",
 }
+RESTING = "a norm in evaluation mode"
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "with care": {
@@ -79,6 +81,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nothing counts": {"loss": IGNORING, "batch_size": 1, "model": without_norm},
     "a frozen layer": {"freeze": ["0"]},
     "updates left out": {"model": models.fragile, "on_nan": "skip"},
+    "buffers that follow rules": {"model": models.remembering, "accumulate": 2},
+    "schedule-free": {"optimizer": partial(ScheduleFree, lr=0.3), "ema": 0.8},
+    RESTING: {"model": models.resting},
 }
 FORWARD: dict[str, Any] = {"model": models.Own, "strategy": "pipeline"}
 ROWS: dict[str, dict[str, Any]] = {
@@ -91,6 +96,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "zero1, its own loss": {**OWN, "strategy": "zero1"},
     "fsdp, its own loss": {**OWN, "strategy": "fsdp"},
     "fsdp, gathered once": {"strategy": FSDP(units=["0", "2"], reshard_after_forward=False)},
+    "fsdp, a single number, with care": {
+        **{"strategy": UNITS, "model": models.tempered, "clip_norm": 0.1, "ema": 0.8},
+        **CARE,
+    },
+    "tensor, a single number": {"strategy": "tensor", "model": models.tempered, "clip_norm": 0.1},
     "fsdp, kept by the executor": {
         "strategy": FSDP(units=["0", "2"], cpu_offload=True),
         "clip_value": 0.02,
@@ -150,7 +160,11 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 VALIDATED = [
-    *(f"{word}, with care" for word in STRATEGIES),
+    *(
+        f"{word}, {option}"
+        for word in STRATEGIES
+        for option in ("with care", "schedule-free", RESTING)
+    ),
     *("tensor, a transformer layer", "tensor, inputs by keyword", "pipeline, interleaved"),
     *("pipeline, a forward of its own", "pipeline, a forward of its own, with care"),
 ]
@@ -162,6 +176,8 @@ SPARED = [
     *(f"{word}, nothing counts" for word in ("ddp in buckets", "zero1", "tensor")),
     *(f"{word}, a frozen layer" for word in ("ddp in buckets", "zero1", "fsdp", "pipeline")),
     *(f"{word}, updates left out" for word in ("ddp in buckets", "fsdp", "tensor")),
+    *(f"{word}, schedule-free" for word in ("ddp in buckets", "zero1")),
+    *(f"{word}, {RESTING}" for word in ("zero1", "tensor")),
     *("fsdp, its own loss", "fsdp, gathered once", "tensor, shards of one rank"),
     *("tensor, copies of layers that are whole", "pipeline, one micro-batch"),
     *("pipeline, all forward, then all backward", "pipeline, whole tensors"),

@@ -209,10 +209,10 @@ UNFIT: dict[str, tuple[Any, dict[str, Any], str]] = {
         "torch.float64.",
     ),
     "a single number": (
-        "fsdp",
+        FSDP(cpu_offload=True),
         {"model": ODD("scalar")},
-        'strategy="fsdp" cuts parameters by rows, and "scale" is a single number: give it the shape '
-        "[1], or make it a buffer.",
+        'strategy=FSDP(cpu_offload=True): "scale" is a single number, of which every rank needs the '
+        "whole where it computes: give it the shape [1], or leave out cpu_offload=True.",
     ),
     "shared by units": (
         FSDP(units=["layers.*"]),

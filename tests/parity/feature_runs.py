@@ -268,22 +268,29 @@ def plainly(
     counts: Callable[[Part], bool] = bool,
     norms: list[float | None] | None = None,
 ) -> tuple[list[Tensors], list[float]]:
-    """Plain PyTorch: tensors by name and loss after each iteration. There is no step, and no loss,
-    where nothing in a global batch ``counts``. ``norms``: to note those of the gradients."""
+    """Plain PyTorch: tensors by name, of ``eval()`` if the optimizer has it, and loss after each
+    iteration. There is no step, and no loss, where nothing in a global batch ``counts``. ``norms``:
+    to note those of the gradients."""
     recipe, module, loss = begun(trainer, loss)
     many = optimizers(module) if optimizers else [recipe.build_optimizer(module)]
     schedules = [trainer.schedule(one) for one in many if trainer.schedule]
+    trains = [getattr(one, "train", int) for one in many]
+    evaluates = [getattr(one, "eval", int) for one in many]
     steps, losses, norms = [], [], [] if norms is None else norms
     with one_thread():
         for t in range(ITERATIONS):
             part, value = whole(trainer, parts, t), torch.tensor(math.nan)
             if counts(part):
+                for train in trains:
+                    train()
                 module.zero_grad(set_to_none=True)
                 value = loss(module, part)
                 value.backward()
                 norms.append(clipped(trainer, module))
                 for one in [*many, *schedules]:
                     one.step()
+                for evaluate in evaluates:
+                    evaluate()
             steps.append(snapshot(module))
             losses.append(float(value.detach()))
     return steps, losses
@@ -298,8 +305,8 @@ def copies(
 ) -> tuple[list[Tensors], list[float]]:
     """Plain PyTorch: M copies of the module, each on its part of the global batch.
 
-    Gradients and floating buffers are averaged by sample count; other buffers are those of the
-    first replica that has samples. Random draws are seeded as the semantics say. There is no step where
+    Gradients and running statistics are averaged by sample count, and other buffers follow the rules
+    of their module. Random draws are seeded as the semantics say. There is no step where
     nothing in a global batch ``counts``. ``sent``: what is averaged of a gradient, in which iteration,
     of which replica and parameter.
     """
@@ -321,7 +328,7 @@ def copies(
                 many.append((len(part) / total, live))
                 mean += float(value.detach()) * len(part) / total
             if many:
-                _average(module, many)
+                _average(module, many, derive_seed(trainer.seed, "update", t))
                 clipped(trainer, module)
                 optimizer.step()
             steps.append(snapshot(module))
@@ -330,16 +337,30 @@ def copies(
 
 
 @torch.no_grad()
-def _average(module: nn.Module, many: list[tuple[float, nn.Module]]) -> None:
+def _average(module: nn.Module, many: list[tuple[float, nn.Module]], seed: int) -> None:
     for name, parameter in module.named_parameters():
         gradients = [(w, live.get_parameter(name).grad) for w, live in many]
         given = [grad * w for w, grad in gradients if grad is not None]
         parameter.grad = sum(given) if given else None
     for name, buffer in module.named_buffers():
-        if buffer.is_floating_point():
-            buffer.copy_(sum(live.get_buffer(name) * w for w, live in many))
+        path, _, own = name.rpartition(".")
+        rules = getattr(module.get_submodule(path), "sparkdl_buffers", {})
+        rule = rules.get(own, "mean" if own.startswith("running_") else "first")
+        values, weights = [live.get_buffer(name) for _, live in many], [w for w, _ in many]
+        if rule == "mean":
+            buffer.copy_(sum(v * w for v, w in zip(values, weights, strict=True)))
+        elif callable(rule):
+            with seeded(seed):
+                buffer.copy_(rule(torch.stack(values)) if len(values) > 1 else values[0])
         else:
-            buffer.copy_(many[0][1].get_buffer(name))
+            stacked = torch.stack(values)
+            merged = {
+                "first": lambda s: s[0],
+                "min": lambda s: s.amin(0),
+                "max": lambda s: s.amax(0),
+                "sum": lambda s, b=buffer: b + (s - b).sum(0),
+            }[rule]
+            buffer.copy_(merged(stacked))
 
 
 def several_steps(
@@ -352,6 +373,8 @@ def several_steps(
     ``mass`` of the parts, and the moments of those that had a gradient."""
     recipe, module, loss = begun(trainer, loss)
     optimizer = recipe.build_optimizer(module)
+    train, evaluate = (getattr(optimizer, name, int) for name in ("train", "eval"))
+    train()
     steps, losses = [], []
     with one_thread():
         for t in range(ITERATIONS):
@@ -378,7 +401,9 @@ def several_steps(
                 for name, tensor in tensors_of(module).items():
                     tensor.copy_(sum(tensors_of(live)[name] * w for w, live, _, _ in many))
             _average_moments(optimizer, [(w, own, used) for w, _, own, used in many])
+            evaluate()
             steps.append(snapshot(module))
+            train()
             losses.append(mean)
     return steps, losses
 
@@ -388,6 +413,7 @@ def _average_moments(
 ) -> None:
     """Average the moments of each parameter over those that used it; step counts are the first's."""
     state = optimizer.state_dict()
+    state["param_groups"] = many[0][1].state_dict()["param_groups"]
     for number in {number for *_, used in many for number in used}:
         users = [
             (w, own.state_dict()["state"].get(number, {}))

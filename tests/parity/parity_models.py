@@ -13,6 +13,7 @@ import sys
 
 import torch
 from pyspark import cloudpickle
+from remembering import Codes
 from torch import nn
 
 WIDTH, CLASSES = 6, 3
@@ -120,6 +121,10 @@ class Counting(nn.Module):
             self.seen[output[0].argmax(), int(self.calls) % 5] = True
             self.calls = self.calls + 1
         return output
+
+
+def remembering() -> nn.Module:
+    return nn.Sequential(Codes(WIDTH), nn.Linear(WIDTH, CLASSES)).double()
 
 
 class Noisy(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -28,7 +29,9 @@ from feature_runs import (
     trainer_of,
 )
 from launch import in_turn
+from own_optimizers import ScheduleFree
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import sparkdl
 
@@ -93,6 +96,59 @@ def test_micro_batches_add_up_to_the_mini_batch(accumulate, cut):
     assert ROWS_SEEN[-ITERATIONS - len(micro) : -ITERATIONS] == micro
 
 
+class Tagger(nn.Module):
+    """A class for each word of a packed sentence: both must be as long as the longest of the pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 5, dtype=torch.float64)
+        self.cells = nn.LSTM(5, 4, bidirectional=True, batch_first=True, dtype=torch.float64)
+        self.out = nn.Linear(8, CLASSES, dtype=torch.float64)
+
+    def forward(self, words, lengths):
+        lengths = lengths.cpu()
+        packed = pack_padded_sequence(self.words(words), lengths, True, enforce_sorted=False)
+        return self.out(pad_packed_sequence(self.cells(packed)[0], True)[0]).movedim(-1, 1)
+
+
+class Masked(nn.Module):
+    """The same without cells, for sentences that are padded on any side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, CLASSES, dtype=torch.float64)
+
+    def forward(self, words, mask):
+        return (self.words(words) * mask[..., None]).movedim(-1, 1)
+
+
+def sentence(generator):
+    words = generator.integers(1, 20, int(generator.integers(1, 12))).tolist()
+    return sparkdl.Sample(
+        " ".join(map(str, words)), " ".join(str(word % CLASSES) for word in words)
+    )
+
+
+def numbers(texts):
+    return [[int(word) for word in text.split()] for text in texts]
+
+
+@pytest.mark.parametrize("side", ["left", "right", "packed"])
+def test_micro_batches_are_padded_anew(side):
+    """With 100, each row goes through alone; that is tried before the training, too."""
+    text = partial(sparkdl.Text, numbers, padding_side="right" if side == "packed" else side)
+    features = text(lengths=True, mask=False) if side == "packed" else text()
+    trainer = trainer_of(
+        (20, 9),
+        model=Tagger if side == "packed" else Masked,
+        columns={"features": features, "label": text(padding=-100, mask=False)},
+    )
+    losses = fit_here(trainer, Parts.of((20, 9), sentence)).losses
+    for accumulate in (3, 100):
+        found = fit_here(replace(trainer, accumulate=accumulate), Parts.of((20, 9), sentence))
+        assert found.losses == pytest.approx(losses, rel=1e-12)
+
+
 # Local steps
 
 
@@ -101,8 +157,9 @@ def test_micro_batches_add_up_to_the_mini_batch(accumulate, cut):
     [
         (2, partial(torch.optim.Adam, lr=1e-2)),
         (3, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+        (2, partial(ScheduleFree, lr=0.3)),
     ],
-    ids=["adam", "sgd"],
+    ids=["adam", "sgd", "schedule-free"],
 )
 @cuts
 def test_local_steps(sizes, slices, local_steps, optimizer):
@@ -115,24 +172,26 @@ class Branched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = mlp()
         self.rare = nn.Linear(WIDTH, CLASSES, dtype=torch.float64)
+        self.inner = mlp()
 
     def forward(self, inputs):
         output = self.inner(inputs)
         return output + self.rare(inputs) if (inputs[:, 0] > 100).any() else output
 
 
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.Adam, lr=1e-2), ScheduleFree])
 @pytest.mark.parametrize(
     ("users", "slices"), [({0}, 1), ({1}, 3), ({0, 2}, 3), ({1, 2}, 1), (set(), 3)], ids=str
 )
-def test_local_steps_of_a_part_that_not_all_replicas_use(users, slices):
+def test_local_steps_of_a_part_that_not_all_replicas_use(users, slices, optimizer):
     """Nobody who had no gradient for it has a say in its optimizer state."""
     parts = Parts.of((16, 15, 12))
     for replica in users:
         for sample in parts.records[replica]:
             sample.features[0] = 101.0
-    trainer = trainer_of((16, 15, 12), slices, model=Branched, local_steps=2)
+    sizes, changes = (16, 15, 12), {"model": Branched, "local_steps": 2, "optimizer": optimizer}
+    trainer = trainer_of(sizes, slices, **changes)
     as_plain_torch(trainer, parts, reference=several_steps)
 
 

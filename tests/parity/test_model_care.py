@@ -27,6 +27,7 @@ from feature_runs import (
 )
 from launch import in_turn
 from mistakes import message_of
+from remembering import Codes
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.swa_utils import get_ema_avg_fn
@@ -90,6 +91,94 @@ def test_unfreeze_reaches_what_the_model_itself_froze():
 
     trainer = trainer_of(SIZES, model=frozen, unfreeze=["2"])
     assert set(fit_here(trainer, Parts.of(SIZES)).steps[0]) == {"2.weight", "2.bias"}
+
+
+# Modes
+
+
+class Pretrained(nn.Module):
+    """A backbone with statistics and dropout, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm, drop = nn.BatchNorm1d(8), nn.Dropout(0.5)
+        self.backbone = nn.Sequential(nn.Linear(WIDTH, 8), norm, drop, nn.Linear(8, 8))
+        self.head = nn.Linear(8, CLASSES)
+        norm.running_mean.normal_()
+        self.double()
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.backbone(x)))
+
+
+class Overridden(Pretrained):
+    def train(self, mode=True):
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+
+def evaluated(change=None, kind=Pretrained):
+    module = kind()
+    if change is not None:
+        change(module)
+    return module
+
+
+def frozen_backbone(module):
+    module.backbone.eval().requires_grad_(False)
+
+
+def norms_and_dropout(module):
+    """The statistics stay, the rest of the norm trains."""
+    module.backbone[1].eval()
+    module.backbone[2].eval()
+
+
+def whole_model(module):
+    """As a library loads it."""
+    module.eval()
+    module.backbone[2].p = 0.0
+
+
+def loaded_backbone(module):
+    """Likewise, in a module of one's own: it trains, so it is in training mode."""
+    module.backbone.eval()
+    module.backbone[2].p = 0.0
+
+
+MODES = {
+    "a frozen backbone": (partial(evaluated, frozen_backbone), frozen_backbone, ()),
+    "some layers": (partial(evaluated, norms_and_dropout), norms_and_dropout, ()),
+    "a train of its own": (partial(evaluated, kind=Overridden), lambda _: None, ()),
+    "the whole model": (partial(evaluated, whole_model), lambda _: None, ()),
+    "the whole model, some of it frozen": (
+        *(partial(evaluated, whole_model), lambda _: None, ["backbone"]),
+    ),
+    "a part that trains": (partial(evaluated, loaded_backbone), lambda _: None, ()),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_modules_keep_the_mode_in_which_they_arrive(name, caplog):
+    """As in a loop that calls ``train()`` and evaluates these; validations change nothing."""
+    model, after_train, freeze = MODES[name]
+    sizes = SIZES if "the whole" not in name and "part" not in name else (43,)
+    parts = Parts.of(sizes)
+    validation = sparkdl.Validation(parts, every=sparkdl.every(1))
+    trainer = trainer_of(sizes, 2, model=model, freeze=freeze, validation=validation)
+    seen = fit_here(trainer, parts)
+
+    def loss(module, part):
+        module.train()
+        after_train(module)
+        return plain_loss(trainer, module, part)
+
+    steps, losses = plainly(trainer, parts, loss)
+    assert_close(seen.steps, steps)
+    assert seen.losses == pytest.approx(losses)
+    told = "batch norms arrive in evaluation mode" in caplog.text
+    assert told == (name in ("the whole model, some of it frozen", "a part that trains"))
 
 
 @pytest.mark.parametrize(
@@ -347,3 +436,43 @@ def check(histogram, values, exactly):
     assert histogram.largest == pytest.approx(values.max(), rel=1e-10)
     assert histogram.total == pytest.approx(values.sum(), rel=1e-9, abs=1e-12)
     assert histogram.squares == pytest.approx((values**2).sum(), rel=1e-9)
+
+
+# Buffers that replicas agree on by rules
+
+WAYS = {
+    "slices": {"slices": 3},
+    "clip_norm": {"clip_norm": 0.1},
+    "accumulate": {"accumulate": 3},
+    "local_steps": {"local_steps": 2},
+    "DiLoCo": {"consistency": sparkdl.DiLoCo(inner_steps=2)},
+    "stale": {"consistency": sparkdl.StaleSynchronous(staleness=2)},
+    "asynchronous": {"consistency": sparkdl.Asynchronous()},
+    "skip": {"on_nan": "skip", "ema": 0.9},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_sum_loses_no_row(way):
+    """Nor does a range, where each iteration goes on from the last one."""
+    parts, run = Parts.of((22, 0, 21)), {"replicas": 3, "stop": sparkdl.max_epoch(2)}
+    model = partial(nn.Sequential, Codes(WIDTH), nn.Linear(WIDTH, CLASSES))
+    seen = fit_here(trainer_of(parts.counts, model=model, **{**run, **WAYS[way]}), parts)
+    buffers, rows = seen.trained.module[0], np.array([r.features for p in parts.records for r in p])
+    assert int(buffers.rows) == float(buffers.mass) == 2 * len(rows)
+    if way not in ("stale", "asynchronous"):
+        assert torch.equal(buffers.low, torch.from_numpy(rows.min(0)).float())
+        assert torch.equal(buffers.high.float(), torch.from_numpy(rows.max(0)).float())
+        assert buffers.signs.tolist() == (rows > 2.0).any(0).tolist()
+
+
+def test_with_gossip_each_replica_keeps_what_is_first():
+    """The result has what replica 0 has, and the mean of what is averaged."""
+    parts = Parts.of((22, 21))
+    rules = {"0.centre": "mean", "0.*": "first"}
+    model = partial(nn.Sequential, Codes(WIDTH), nn.Linear(WIDTH, CLASSES))
+    how = {"buffers": rules, "consistency": sparkdl.Gossip(topology="complete")}
+    seen = fit_here(trainer_of(parts.counts, model=model, **how), parts)
+    buffers, rows = seen.trained.module[0], seen.states[-1].samples
+    assert 0.4 * rows < int(buffers.rows) < 0.6 * rows
+    assert not torch.equal(buffers.centre, buffers.codes)

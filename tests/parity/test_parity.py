@@ -241,6 +241,11 @@ RUNS = {
         reference=copies,
         look=buffers_keep_their_types,
     ),
+    "buffers that follow rules": Run(
+        (20, 3, 0, 20),
+        {"model": models.remembering, "optimizer": ADAM, "slices": 3},
+        reference=copies,
+    ),
     "dropout": Run(
         (20, 3, 0, 20),
         {"model": models.dropped_out, "optimizer": ADAM, "slices": 3},

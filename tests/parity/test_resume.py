@@ -16,8 +16,10 @@ import pytest
 import torch
 from launch import in_turn, soak_but
 from mistakes import message_of
+from own_optimizers import ScheduleFree
 from parity_models import CLASSES, WIDTH, dropped_out
 from pyspark import cloudpickle
+from remembering import Codes
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
@@ -37,11 +39,12 @@ ITERATIONS = 20  # 51 rows in batches of 9: six iterations an epoch, the last on
 
 
 def everything() -> nn.Module:
-    """Random draws, running statistics, and a buffer that counts."""
+    """Random draws, running statistics, a buffer that counts, and buffers of every rule."""
     return nn.Sequential(
         nn.Linear(WIDTH, 16),
         nn.BatchNorm1d(16),
         nn.Tanh(),
+        Codes(16),
         nn.Dropout(0.3),
         nn.Linear(16, CLASSES),
     )
@@ -124,6 +127,13 @@ CASES: dict[str, dict] = {
         "schedule": partial(CosineAnnealingLR, T_max=ITERATIONS),
         "schedule_per": "epoch",
         "slices": 2,
+    },
+    "schedule-free": {
+        "optimizer": partial(ScheduleFree, lr=0.3),
+        "schedule": partial(CosineAnnealingLR, T_max=5),
+        "ema": 0.8,
+        "slices": 3,
+        "validation": 2,
     },
     "whole tensors": {
         "optimizer": partial(torch.optim.Adafactor, lr=0.05),
@@ -310,6 +320,13 @@ def test_from_any_iteration(df, straight, tmp_path, case, number):
     assert_same_end(expected, Ended.of(resumed, tmp_path))
 
 
+def test_the_model_of_a_checkpoint_is_that_of_the_run(straight):
+    """Its weights are those of ``eval()``, where the state has those of ``train()`` too."""
+    expected, _ = straight("schedule-free")
+    loaded = sparkdl.load(expected.uri, model=everything)
+    assert_same_weights(loaded, expected.trained)
+
+
 def test_the_cases_are_what_they_say(straight):
     """Scales moved, learning rates fell, validations were made: else the tests above are empty."""
     scaled, _ = straight("fp16")
@@ -380,7 +397,12 @@ def test_triggers_see_the_rate_with_which_it_ended(df, tmp_path):
 
 @pytest.mark.parametrize(
     ("case", "slices"),
-    [("whole tensors", 7), ("sparse tables and two optimizers", 7), ("top-k", 1)],
+    [
+        ("whole tensors", 7),
+        ("sparse tables and two optimizers", 7),
+        ("top-k", 1),
+        ("schedule-free", 7),
+    ],
 )
 def test_cut_anew(df, straight, tmp_path, case, slices):
     expected, folder = straight(case)

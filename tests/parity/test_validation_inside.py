@@ -15,6 +15,8 @@ from feature_runs import (
     Centred,
     Notes,
     Parts,
+    as_plain_torch,
+    assert_close,
     assert_same_bits,
     classified,
     fit_here,
@@ -24,6 +26,7 @@ from feature_runs import (
     weighted,
 )
 from launch import in_turn
+from own_optimizers import ScheduleFree
 from torch import nn
 
 import sparkdl
@@ -86,6 +89,42 @@ def test_values_are_those_of_the_model_at_that_moment(every, cut):
         assert record["metrics"]["top@2"] == pytest.approx(float(among_two), abs=1e-12)
         loss = float(F.cross_entropy(output, labels))
         assert record["metrics"]["loss"] == pytest.approx(loss, rel=1e-11)
+
+
+EVALUATED = [
+    (*CUTS[0], {}),
+    (*CUTS[1], {"clip_norm": 0.3}),
+    (*CUTS[2], {"schedule": partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9)}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "slices", "held_out", "changes"), EVALUATED, ids=str)
+def test_the_weights_that_count_are_those_of_eval(sizes, slices, held_out, changes):
+    """Gradients are taken at those of ``train()``, as without validation and moving average."""
+    trainer, parts, others = validated(
+        sizes,
+        slices,
+        held_out,
+        optimizer=partial(ScheduleFree, lr=0.5),
+        ema=0.5,
+        validation={"best": "loss"},
+        **changes,
+    )
+    seen, steps = as_plain_torch(trainer, parts)
+    bare = fit_here(replace(trainer, validation=None, ema=None), parts)
+    assert_same_bits(seen.flats, bare.flats)
+    assert_close([seen.trained.module.state_dict()], steps[-1:])
+    average = recipe_of(trainer).build().state_dict()
+    for step in steps:
+        average = {name: (average[name] + step[name]) / 2 for name in average}
+    assert_close([seen.trained.ema.module.state_dict()], [average])
+    inputs, labels, _ = all_rows(others)
+    for record in seen.trained.history.validations:
+        module = module_at(trainer, seen.flats[record["iteration"] - 1])
+        loss = F.cross_entropy(module(inputs), labels).item()
+        assert record["metrics"]["loss"] == pytest.approx(loss, rel=1e-11)
+    best = min(seen.trained.history.validations, key=lambda v: v["metrics"]["loss"])
+    assert_close([seen.trained.best.module.state_dict()], [steps[best["iteration"] - 1]])
 
 
 @cuts

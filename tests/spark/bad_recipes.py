@@ -28,6 +28,7 @@ from bad_inputs import (
     two_classes,
     vector_loss,
 )
+from own_optimizers import ScheduleFree
 from pyspark import cloudpickle
 from torch import nn
 
@@ -336,7 +337,7 @@ MODELS = [
         ModelError,
         'forward writes to "target.weight", a parameter with requires_grad=False: such parameters '
         "are treated as constants, and each worker would change its own copy. Make it a buffer "
-        "(register_buffer): buffers are averaged over the replicas and saved with the model.",
+        "(register_buffer): replicas agree on buffers, which are saved with the model.",
         jobs=3,
     ),
     Mistake(
@@ -355,8 +356,8 @@ MODELS = [
         "a buffer that takes another form",
         lambda fit: fit(fit.good(), model=Growing),
         ModelError,
-        'forward makes the buffer "seen" [2] float32, but __init__ made it [1] float32: buffers '
-        "are averaged over the replicas, so their shape and type must not change. Give it its "
+        'forward makes the buffer "seen" [2] float32, but __init__ made it [1] float32: replicas '
+        "exchange buffers, so their shape and type must not change. Give it its "
         "final form in __init__ (for the longest input, say). If it is only a cache, register it "
         "with persistent=False.",
         jobs=3,
@@ -791,6 +792,42 @@ LOSSES = [
         jobs=6,
     ),
     Mistake(
+        "a label beyond a loss, in a late row",
+        lambda fit: fit(
+            fit.labels("double", *[0.0, 1.0] * 4, 1.5, 0.0),
+            model=lambda: nn.Sequential(scalar_model(), nn.Sigmoid()),
+            loss=nn.BCELoss(),
+        ),
+        ModelError,
+        '"label" goes from 0 to 1.5, and BCELoss takes labels from 0 to 1: make them 0 and 1, or '
+        "use CrossEntropyLoss for class numbers and MSELoss for measurements.",
+        jobs=3,
+    ),
+    Mistake(
+        "labels of signs for probabilities, in the validation data alone",
+        lambda fit: fit(
+            fit.labels("double", 0.0, 1.0, 0.0, 1.0),
+            loss=partial(nn.functional.binary_cross_entropy_with_logits),
+            validation=sparkdl.Validation(fit.labels("double", 1.0, -1.0, 1.0, 1.0)),
+        ),
+        ModelError,
+        'validation data: "label" goes from -1 to 1, and BCEWithLogitsLoss takes labels from 0 to '
+        "1: make them 0 and 1, or use CrossEntropyLoss for class numbers and MSELoss for "
+        "measurements.",
+        jobs=6,
+    ),
+    Mistake(
+        "an RDD of probabilities for signs",
+        lambda fit: fit(
+            fit.spark.sparkContext.parallelize([([1.0, 2.0], float(i % 2)) for i in range(6)], 2),
+            loss=nn.SoftMarginLoss(),
+        ),
+        ModelError,
+        '"label" goes from 0 to 1, and SoftMarginLoss takes labels of -1 and 1: make them -1 and 1: '
+        'df.withColumn("label", df["label"] * 2 - 1) does if they are 0 and 1.',
+        jobs=2,
+    ),
+    Mistake(
         "integer labels for BCE",
         lambda fit: fit(fit.labels("int", 0, 1), loss=nn.BCEWithLogitsLoss()),
         ModelError,
@@ -877,6 +914,25 @@ LOSSES = [
     ),
 ]
 
+
+class LooksAhead(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure):
+        (p, *_) = self.param_groups[0]["params"]
+        p.add_(p.grad)
+        closure()
+
+
+class Tag(torch.Tensor):
+    pass
+
+
+class Tagged(torch.optim.SGD):
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["kept"] = p.as_subclass(Tag)
+
+
 ONE_LBFGS = partial(torch.optim.LBFGS, max_iter=1)
 OPTIMIZERS = [
     Mistake(
@@ -951,6 +1007,39 @@ OPTIMIZERS = [
             ("LBFGS", torch.optim.SGD, sparkdl.DiLoCo(outer_optimizer=ONE_LBFGS)),
         ]
     ],
+    *[
+        Mistake(
+            f"schedule-free in {type(model).__name__}",
+            lambda fit, model=model, how=how: fit(
+                fit.good(), optimizer=ScheduleFree, consistency=model, **how
+            ),
+            ModelError,
+            f"optimizer ScheduleFree with consistency={type(model).__name__}: the weights that count "
+            "are those of its eval(), which depend on its state, and with this model each replica "
+            "keeps a state of its own. Use an optimizer without eval(), such as torch.optim.AdamW, or "
+            "consistency=sparkdl.Synchronous().",
+        )
+        for model, how in [
+            (sparkdl.DiLoCo(), {}),
+            (sparkdl.Gossip(), {"engine": "local"}),
+        ]
+    ],
+    Mistake(
+        "an optimizer that moves the weights before it evaluates the loss",
+        lambda fit: fit(fit.good(), optimizer=LooksAhead),
+        ModelError,
+        "optimizer LooksAhead moves the weights before it evaluates the loss, but an iteration is a "
+        "single pass, at the weights with which it begins: use an optimizer whose step takes no "
+        "closure, such as torch.optim.AdamW.",
+    ),
+    Mistake(
+        "an optimizer whose state is more than its values",
+        lambda fit: fit(fit.good(), optimizer=Tagged),
+        ModelError,
+        'optimizer Tagged keeps "kept" of its state in a tensor of the class Tag, of which slices and '
+        "checkpoints would keep the values alone: use an optimizer whose state is plain tensors, such "
+        "as torch.optim.AdamW.",
+    ),
     Mistake(
         "SparseAdam on dense gradients",
         lambda fit: fit(fit.good(), optimizer=torch.optim.SparseAdam),

@@ -78,3 +78,8 @@ class Fails(nn.Module):
         with open(self.notes, "a") as file:
             file.write(f"{len(x)}\n")
         return x + 0.5
+
+
+def word_lengths(texts: list[str]) -> list[list[int]]:
+    """A tokenizer that is a function."""
+    return [[len(word) for word in text.split()] for text in texts]

@@ -245,6 +245,7 @@ def test_a_replay_has_the_bits_of_the_run(
     assert list(live.history.staleness.values()) == [0, 1, 0, 0, 0, 1]  # 0 after the checkpoint
     live.history.save(tmp_path / "history.json")
     recorded = sparkdl.History.load(tmp_path / "history.json")
+    assert recorded.settings == live.history.settings
     model = sparkdl.StaleSynchronous()
     callbacks = [] if engine == "local" else [LosesSlabs(slabs, at=3)]
     again = fit(model, replay=recorded, engine=engine, callbacks=callbacks)
@@ -273,6 +274,15 @@ def test_what_cannot_be_replayed(fit: Any, tmp_path: Path) -> None:
             batch_size=5,
             engine="local",
         )
+    for name, here, there in (("seed", 7, live.history.settings["seed"]), ("accumulate", 2, 1)):
+        said = f"recorded with {name}={there}, and this trainer has {name}={here}, so the bits"
+        with pytest.raises(sparkdl.ParameterError, match=said):
+            fit(
+                sparkdl.StaleSynchronous(staleness=2),
+                replay=sparkdl.History.from_bytes(live.history.to_bytes()),
+                engine="local",
+                **{name: here},
+            )
     with pytest.raises(sparkdl.ParameterError, match="replay is a list: give the history of a run"):
         fit(None, replay=live.history.losses)
     checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import decimal
+import functools
 import math
 import os
 import resource
@@ -24,6 +25,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data import samples as module
+from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.data.samples import Sample, Source, check_handles, materialize, materialize_here
@@ -369,6 +371,72 @@ def test_duplicated_rows_are_all_there(reader: Reader) -> None:
     assert sorted_rows(reader.rows(samples)[0][:, 0]) == sorted([*map(float, range(6))] * 3)
 
 
+EQUAL = {
+    "one kind": (["1"], [400]),
+    "two kinds": (["id % 2"], [200, 200]),
+    "more kinds than replicas": (["id % 7"], [57] * 6 + [58]),
+    "fewer copies than replicas": (["id"], [2]),
+    "one among different rows": (["id", "0", "id + 1000"], [401]),
+}
+"""The values of some rows each, and how many copies the rows have that are spread."""
+
+
+@pytest.mark.parametrize("kind", EQUAL)
+@pytest.mark.parametrize("form", ["table", "records"])
+def test_equal_rows_are_spread_evenly(
+    reader: Reader, kind: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes the rows, and however they were split, each replica has its share of them."""
+    values, copies = EQUAL[kind]
+    count, replicas = (3, 4) if copies == [2] else (400, 4)
+    tables = [
+        reader.spark.range(count).selectExpr(
+            f"array(float({value}), 1F) features",
+            "array_repeat(7, int(1 + id * 0)) tokens",
+            "3L label",
+        )
+        for value in values
+    ]
+    data = functools.reduce(lambda one, other: one.union(other), tables)
+    if copies == [2]:
+        data = data.union(data)
+    columns = {} if form == "records" else {"tokens": sparkdl.Sequence(padding=-1)}
+    names = ("features",) if form == "records" else ("features", "tokens")
+
+    def placed(make: Callable[..., SampleSet], parts: int) -> SampleSet:
+        rows: Any = data.repartition(parts)
+        if form == "records":
+            rows = rows.rdd.map(lambda row: (row.features, row.label))
+        source = Source(rows, names, ("label",), replicas, "float32", reader.slab, columns)
+        return make(source)
+
+    stay = placed(lambda source: materialize(source, reader.persist), 3)
+    here = placed(materialize_here, 5)
+    monkeypatch.setattr(module, "is_local", lambda context: False)
+    move = placed(lambda source: materialize(source, reader.persist), 2)
+    assert same(stay, here)
+    assert same(stay, move)
+    assert sum(stay.counts) == data.count()
+    found: dict[float, list[int]] = {}
+    for number, handle in enumerate(stay.handles):
+        for samples in (here, move):
+            assert contents(samples.handles[number]) == contents(handle)
+        for row in contents(handle)[0]:
+            found.setdefault(row[0], [0] * replicas)[number] += 1
+    for each in found.values():
+        if sum(each) in copies:
+            assert max(each) - min(each) <= 1
+    assert max(stay.counts) <= 1.3 * sum(stay.counts) / replicas + 2
+    integers = [e for h in stay.handles for e in h.extremes if not e.of_length]
+    assert {(e.field, e.value) for e in integers} >= {(len(names), 3)}
+
+
+def contents(handle: SampleHandle) -> list[list[Any]]:
+    """The rows of a partition in order, a list for each field."""
+    gathered = open_partition(handle).gather(np.arange(handle.num_rows)) if handle.num_rows else []
+    return [[row.tolist() for row in rows] for rows in gathered] or [[]]
+
+
 @pytest.mark.parametrize("replicas", [2, 3])
 def test_the_local_engine_sees_the_same_partitions(reader: Reader, replicas: int) -> None:
     data = numbers(reader.spark, 2)
@@ -438,10 +506,13 @@ def first_key(value: Any) -> float:
     return float(value[0][0])
 
 
-@pytest.mark.parametrize("kind", ["redistributed", "kept", "records", "upstream shuffle"])
+@pytest.mark.parametrize(
+    "kind", ["redistributed", "equal rows", "kept", "records", "upstream shuffle"]
+)
 def test_a_lost_partition_is_computed_again(reader: Reader, kind: str) -> None:
     data = {
         "redistributed": lambda: numbers(reader.spark, 4),
+        "equal rows": lambda: numbers(reader.spark, 4).selectExpr("array(1F) features", "label"),
         "kept": lambda: reader.spark.createDataFrame(numbers(reader.spark, 3).rdd),
         "records": lambda: numbers(reader.spark, 4).rdd.map(lambda r: (list(r[0]), r[1])),
         "upstream shuffle": lambda: (

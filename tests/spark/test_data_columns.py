@@ -145,6 +145,24 @@ def test_a_damaged_image_names_its_row(reader: Reader) -> None:
     )
 
 
+READ: dict[str, tuple[str, str, list[str]]] = {
+    "a column of paths": ("binaryFile", "content", ["content", "path"]),
+    "files that Spark knows": ("binaryFile", "content", ["content"]),
+    "the image source": ("image", "image", ["image"]),
+}
+
+
+@pytest.mark.parametrize("here", [True, False])
+@pytest.mark.parametrize("case", READ)
+def test_a_damaged_file_is_named(reader: Reader, tmp_path: Path, case: str, here: bool) -> None:
+    source, name, columns = READ[case]
+    PIL.Image.new("RGB", (6, 5)).save(tmp_path / "good.png")
+    (tmp_path / "broken.png").write_bytes(b"no picture at all")
+    data = reader.spark.read.format(source).load(str(tmp_path)).select(columns)
+    with pytest.raises(DataError, match=r"row 0 of partition \d.* \(file:/.*/broken.png\)"):
+        reader.samples(data, [name], columns={name: Image()}, here=here)
+
+
 # Sequences and functions
 
 

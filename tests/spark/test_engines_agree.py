@@ -15,10 +15,13 @@ import pytest
 import torch
 from launch import in_turn, soak_but
 from noisy import Noisy
+from own_optimizers import ScheduleFree
 from pyspark import cloudpickle
+from remembering import Codes
 from structured import ModelOutput
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import sparkdl
 from sparkdl.engines.local.engine import LocalEngine
@@ -31,6 +34,7 @@ cloudpickle.register_pickle_by_value(sys.modules[ModelOutput.__module__])
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
 
 WIDTH, CLASSES, NAMES = 6, 3, 40
+SCHEDULE_FREE = partial(ScheduleFree, lr=0.5)
 IGNORING = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 3.0, 0.5]), ignore_index=2)
 SCHEMA = "features array<double>, tags array<long>, words array<long>, label long, weight double"
 
@@ -43,6 +47,10 @@ def model() -> nn.Module:
 
 def smooth() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def remembering() -> nn.Module:
+    return nn.Sequential(Codes(WIDTH), smooth())
 
 
 class Tagged(nn.Module):
@@ -67,6 +75,21 @@ class Words(nn.Module):
 
     def forward(self, words, lengths):
         return self.out(torch.tanh(self.words(words).sum(1) / lengths[:, None]))
+
+
+class Packed(nn.Module):
+    """Recurrent over packed sequences, beside the padded ones: both must be as long."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NAMES, 5, padding_idx=0)
+        self.cells, self.out = nn.GRU(5, 5, batch_first=True), nn.Linear(5, CLASSES)
+
+    def forward(self, words, lengths):
+        words = self.words(words)
+        packed = pack_padded_sequence(words, lengths, batch_first=True, enforce_sorted=False)
+        read, _ = pad_packed_sequence(self.cells(packed)[0], batch_first=True)
+        return self.out((read + words).sum(1) / lengths[:, None])
 
 
 class Named(nn.Module):
@@ -210,6 +233,12 @@ CASES = {
         "clip_norm": 0.05,
         "wire": "bf16",
     },
+    "buffers that follow rules, clip_norm": {
+        "model": remembering,
+        "buffers": {"0.silent": lambda values: values[-1]},
+        "clip_norm": 0.3,
+        "slices": 3,
+    },
     "wire bf16": {"wire": "bf16"},
     "wire fp16": {"wire": "fp16", "clip_norm": 0.3},
     "compression top-k, clip_norm": {
@@ -233,6 +262,12 @@ CASES = {
     "skip, clip_norm": {"on_nan": "skip", "model": Fragile, "clip_norm": 0.3},
     "ema": {"ema": 0.9, "clip_norm": 0.3},
     "ema, local_steps": {"ema": 0.9, "local_steps": 2, "model": smooth},
+    "schedule-free": {"optimizer": SCHEDULE_FREE, "ema": 0.5, "clip_norm": 0.3},
+    "schedule-free, local_steps": {
+        "optimizer": SCHEDULE_FREE,
+        "local_steps": 2,
+        "model": smooth,
+    },
     "weights": {"weight": "weight", "class_weights": [0.5, 2.0, 1.0]},
     "labels that the loss ignores and weighs": {"loss": IGNORING, "batch_size": 3, "model": smooth},
     "a sum and its count, clip_norm": {
@@ -250,6 +285,12 @@ CASES = {
         "features": "words",
         "columns": {"words": sparkdl.Sequence(lengths=True)},
         "bucketing": 16,
+    },
+    "packed sequences, accumulate": {
+        "model": Packed,
+        "features": "words",
+        "columns": {"words": sparkdl.Sequence(lengths=True)},
+        "accumulate": 3,
     },
     "inputs by keyword, an output of several fields": {
         "model": Named,
@@ -284,7 +325,7 @@ SPARED = [
     *("compression PowerSGD", "skip, clip_norm", "precision bf16", "augment", "sequences"),
     *("a sum and its count, clip_norm", "a sum and its count, local_steps"),
     *("regularisers", "weights", "wire fp16", "compression, tables", "clip_norm, N == M"),
-    *("skip, compression", "a sum and its count, accumulate"),
+    *("skip, compression", "a sum and its count, accumulate", "schedule-free, local_steps"),
     "inputs by keyword, an output of several fields",
 ]
 """Tried in another test, or part of another case: they soak here."""

@@ -396,6 +396,15 @@ def test_predictions_never_replace_what_they_are_made_of(
         datasets.check_apart(part, output, run)
 
 
+def test_predictions_that_replace_others_leave_nothing_of_them(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    for rows in (3, 5):
+        datasets.write(spark.range(rows), f"{tmp_path}/new ones", "csv", "overwrite")
+    assert datasets.read(spark, f"{tmp_path}/new ones", "csv", {}).count() == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["new ones"]
+
+
 @pytest.mark.soak
 def test_other_formats_and_models_of_a_file(work: Path) -> None:
     (work / "mine").mkdir()

@@ -37,6 +37,7 @@ from pyspark.sql.types import DoubleType, IntegerType, StructType
 from torch import nn
 
 import sparkdl
+from sparkdl.infer.hadoop_folder import HadoopFolder
 from sparkdl.ml import (
     TorchClassificationModel,
     TorchClassifier,
@@ -564,6 +565,46 @@ def test_an_estimator_in_a_folder(table: DataFrame, tmp_path: Path) -> None:
     with sparkdl.ml.loading(trust=True):
         again = TorchClassifier.load(f"{tmp_path}/smooth")
     assert weights(again.fit(table)) == weights(smooth.fit(table))
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+@pytest.mark.parametrize("killed_at", [0, 1, 2, None])
+def test_a_stage_that_replaces_another_leaves_one_when_it_is_killed(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed_at: int | None
+) -> None:
+    """While it is written, or around one of two renames; paths may have blanks and any letters."""
+    (tmp_path / "ein \u00fcbler %20 ordner").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "ein \u00fcbler %20 ordner"))
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)  # a pickle, in a file beside the metadata
+    path, rates = f"{tmp_path}/die stufe \u00fc", (0.5, 0.25)
+    first, second = (classifier(loss=smooth).setLearningRate(rate) for rate in rates)
+    first.write().overwrite().save(path)
+    rename, renames = HadoopFolder._rename, []
+
+    def step(self: HadoopFolder, *paths: Any) -> None:
+        if len(renames) + 1 == killed_at:
+            raise Killed
+        renames.append(paths)
+        rename(self, *paths)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(HadoopFolder, "_rename", step)
+        if killed_at == 0:
+            patched.setattr(HadoopFolder, "upload", mock.Mock(side_effect=Killed))
+        if killed_at is None:
+            second.write().overwrite().save(path)
+        else:
+            with pytest.raises(Killed):
+                second.write().overwrite().save(path)
+    with sparkdl.ml.loading(trust=True):
+        found = TorchClassifier.load(path).getLearningRate()
+        assert found == (rates[0] if killed_at in (0, 1) else rates[1])
+        first.write().overwrite().save(path)
+        assert TorchClassifier.load(path).getLearningRate() == rates[0]
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_params_are_those_of_pyspark(table: DataFrame) -> None:

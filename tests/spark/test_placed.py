@@ -162,3 +162,16 @@ def test_a_run_has_the_token_of_its_samples(tmp_path: Any) -> None:
     assert reopened.node_id == again.node_id
     remove_root(run)
     assert open_root(samples) == again
+
+
+@pytest.mark.parametrize(("each", "told"), [((90, 70, 100), False), ((290, 5, 5), True)])
+def test_a_replica_with_most_of_the_rows_is_told(
+    spark: SparkSession, caplog: pytest.LogCaptureFixture, each: tuple[int, ...], told: bool
+) -> None:
+    """Data that has as many partitions as replicas keeps them, however uneven they are."""
+    counts = spark.sparkContext.parallelize(each, 3)
+    rows = counts.flatMap(lambda count: [([1.0, 2.0, float(i)], 1) for i in range(count)])
+    trainer(replicas=3, engine="local", stop=sparkdl.max_iteration(1)).fit(rows)
+    found = [message for message in caplog.messages if "times the mean share" in message]
+    assert len(found) == told
+    assert not found or found[0].startswith("replica 0 has 290 of the 300 rows, 2.9 times")

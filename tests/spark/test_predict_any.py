@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import re
 from collections.abc import Callable, Iterator
@@ -17,10 +18,11 @@ import small_text
 import torch
 import transformers
 from launch import soak_but
-from scored_models import Elements, Ends, Fails, Plus, Several, Tokenized
+from scored_models import Elements, Ends, Fails, Plus, Several, Tokenized, word_lengths
 from torch import nn
 
 import sparkdl
+from sparkdl.checkpoint.files import Folder
 from sparkdl.data.arrow_tasks import partition_of
 from sparkdl.data.fields import Field
 from sparkdl.infer.output import Output
@@ -208,6 +210,16 @@ def test_rows_are_sorted_by_length_and_come_back_in_order(
     assert shapes == [f"(10, {length})" for length in longest]
 
 
+def test_texts_padded_on_the_left(texts: DataFrame) -> None:
+    """Predictions for each token are those of the text's own tokens, whatever side is filled up."""
+    text = sparkdl.Text(word_lengths, mask=False, lengths=True, padding=-7, padding_side="left")
+    how = {"columns": {"text": text}, "outputs": {"each": 0}, "batch_size": 8}
+    rows = sparkdl.predict(texts, Elements(), "text", **how).collect()
+    assert [row.each for row in rows] == [
+        [10 * n for n in word_lengths([row.text])[0]] for row in rows
+    ]
+
+
 def test_a_filter_on_predictions_does_not_compute_them_twice(points: DataFrame) -> None:
     scored = sparkdl.predict(points, NET, "x").where("prediction[0] > 0")
     plan = scored._jdf.queryExecution().executedPlan().toString()
@@ -235,8 +247,12 @@ def test_texts_are_classified(texts: DataFrame, folder: Path) -> None:
 
 @pytest.mark.parametrize("pooling", soak_but(["mean", "last"], ["mean", "cls", "max", "last"]))
 def test_texts_are_embedded(texts: DataFrame, folder: Path, pooling: str) -> None:
-    scored = sparkdl.embed(texts, folder, pooling=pooling, normalize=pooling != "last")
     model, tokenizer = small_text.classifier().bert, small_text.tokenizer()
+    given = copy.deepcopy(tokenizer)
+    given.padding_side = "left" if pooling == "last" else "right"
+    scored = sparkdl.embed(
+        texts, folder, pooling=pooling, normalize=pooling != "last", tokenizer=given
+    )
     rows = []
     for text in TEXTS:
         with torch.no_grad():
@@ -263,9 +279,11 @@ def test_a_module_that_changes_is_sent_again(points: DataFrame) -> None:
     same(after, torch.tensor(before) + 1)
 
 
-@pytest.mark.parametrize("option", [{"precision": "bf16"}, {"quantize": "int8"}], ids=str)
+@pytest.mark.parametrize("option", [{"precision": "bf16"}, {"quantize": "int8"}, {}], ids=str)
 def test_lower_precision_is_close(points: DataFrame, option: dict[str, str]) -> None:
-    found = torch.tensor(values(sparkdl.predict(points, NET, "x", **option)))
+    """Also of a module whose weights torch has packed, so that its state is not tensors alone."""
+    packed = torch.ao.quantization.quantize_dynamic(NET, {nn.Linear}, dtype=torch.qint8)
+    found = torch.tensor(values(sparkdl.predict(points, NET if option else packed, "x", **option)))
     expected = NET(torch.from_numpy(POINTS)).detach()
     assert not torch.equal(found, expected)
     torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
@@ -346,6 +364,53 @@ def test_a_failed_job_goes_on_where_it_was(spark: SparkSession, tmp_path: Path) 
     assert values(write()) == values(result)
     assert write(partitions=4, overwrite=True).count() == 100
     assert len(list((tmp_path / "out").glob("*.parquet"))) == 4
+
+
+class Killed(BaseException):
+    """The end of a process."""
+
+
+def test_predictions_that_replace_others_leave_the_old_or_the_new_ones(
+    spark: SparkSession, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a reader is told, for the moment in which files change places; a later call goes on."""
+    data = spark.range(3).selectExpr("id AS number", "float(id) AS x")
+    write = partial(sparkdl.predict, data, features="x", partitions=1, overwrite=True)
+    old, new = [1.0, 2.0, 3.0], [3.0, 4.0, 5.0]
+    seen, steps, killed = [], 0, True
+    while killed:
+        folder = tmp_path / f"after-{steps}"
+        write(Plus(1.0), path=folder)
+        left = steps
+
+        def step(done: Callable[..., None], *args: Any) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Killed
+            done(*args)
+
+        with monkeypatch.context() as patched:
+            for name in ("write", "move", "delete"):
+                done = getattr(Folder, name)
+                patched.setattr(Folder, name, lambda *args, done=done: step(done, *args))
+            try:
+                write(Plus(3.0), path=folder)
+                killed = False
+            except Killed:
+                pass
+        try:
+            found = sorted(row.prediction for row in spark.read.parquet(str(folder)).collect())
+            assert found in (old, new)
+            seen.append("old" if found == old else "new")
+        except Exception as error:
+            named = "predictions-are-being-replaced" in str(error)
+            seen.append("told" if named else str(error))
+            assert values(write(Plus(3.0), path=folder, overwrite=False)) == new
+        assert values(write(Plus(3.0), path=folder)) == new
+        assert [path.name[:5] for path in folder.iterdir() if path.name[0] != "."] == ["part-"]
+        steps += 1
+    assert seen == ["old", "told", "told", "told", "new"]
 
 
 def test_a_folder_for_the_predictions_alone(spark: SparkSession, tmp_path: Path) -> None:

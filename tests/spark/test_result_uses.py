@@ -150,8 +150,15 @@ def test_a_matrix_is_no_vector(spark: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["viewfs", "memory", "file"])
-def test_a_model_at_a_uri(spark: Any, matched: Any, tmp_path: Path, scheme: str) -> None:
-    """One that Hadoop reaches alone, one that fsspec reaches alone, and a path of this machine."""
+def test_a_model_at_a_uri(
+    spark: Any, matched: Any, tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that Hadoop reaches alone, one that fsspec reaches alone, and a path of this machine.
+
+    The temporary directory may have any name.
+    """
+    (tmp_path / "ein \u00fcbler %20 ordner").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "ein \u00fcbler %20 ordner"))
     trained, pairs = matched
     (tmp_path / "models").mkdir()
     conf = spark.sparkContext._jsc.hadoopConfiguration()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -15,11 +16,8 @@ from test_session import run
 from torch import nn
 
 import sparkdl
-from sparkdl.spark.frames import collect_frames, map_frames
-from sparkdl.spark.message import post, posted
-from sparkdl.spark.properties import own_properties
 
-KEYS = ("spark.jobGroup.id", "spark.job.description", "callSite.short", "sparkdl.spark.message")
+KEYS = ("spark.jobGroup.id", "spark.job.description", "callSite.short")
 
 
 @pytest.fixture(scope="module")
@@ -85,23 +83,30 @@ def test_fits_at_once_give_the_bits_of_each_alone(spark: Any, table: Any) -> Non
     assert [each.history.losses for each in found] == [alone[lr] for lr in rates]
 
 
-def test_a_task_takes_no_message_of_another_fit(spark: Any) -> None:
-    context = spark.sparkContext
-
-    def told(fit: str) -> list[bytes]:
-        def task(partition: int, records: Any) -> Iterator[bytes]:
-            list(records)
-            yield str(posted(fit)).encode()
-
-        return collect_frames(map_frames(context.parallelize([0], 1), task))
-
-    with own_properties(context):
-        with pytest.raises(Exception, match="received nothing"):
-            told("one")
-        assert post(context, "one", 7)
-        assert told("one") == [b"7"]
-        with pytest.raises(Exception, match=r"TrainingError.*the step of another fit"):
-            told("other")
+@pytest.mark.parametrize("replicas", [2, 6])
+def test_an_event_log_has_no_messages_to_tasks(
+    spark: Any, table: Any, tmp_path: Path, replicas: int
+) -> None:
+    """Spark writes a job's properties with each job and each stage, in every iteration."""
+    context, jvm = spark.sparkContext._jsc.sc(), spark._jvm
+    conf = context.conf().clone().set("spark.eventLog.rolling.enabled", "false")
+    conf.set("spark.eventLog.compress", "false")
+    where, none = jvm.java.net.URI(tmp_path.as_uri()), jvm.scala.Option.apply(None)
+    log = jvm.org.apache.spark.scheduler.EventLoggingListener(
+        "log", none, where, conf, context.hadoopConfiguration()
+    )
+    log.start()
+    context.addSparkListener(log)
+    try:
+        history = trainer(0.1, replicas=replicas, slices=replicas).fit(table).history
+        context.listenerBus().waitUntilEmpty()
+    finally:
+        context.removeSparkListener(log)
+        log.stop()
+    events = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    told = [event["Properties"] for event in events if event.get("Properties")]
+    assert len(told) > 2 * len(history.losses)
+    assert max(len(value) for each in told for value in each.values()) < 200
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import importlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -140,6 +140,7 @@ class Column:
         spec: The specification, if the type alone does not say how to read the column.
         weight: The column holds the weights of the samples.
         trained: For a ``Convert``, the field that its results had when the model was trained.
+        label: The column is a label.
     """
 
     name: str
@@ -149,6 +150,7 @@ class Column:
     spec: ColumnSpec | None = None
     weight: bool = False
     trained: Field | None = None
+    label: bool = field(default=False, compare=False)
 
     @property
     def grows(self) -> bool:

@@ -151,8 +151,9 @@ def _from_struct(value: Mapping[str, Any]) -> np.ndarray:
     height, width, kind = (value[name].as_py() for name in ("height", "width", "mode"))
     data = value["data"].as_py()
     if data is None or None in (height, width, kind) or kind == -1 or height < 1 or width < 1:
+        origin = value["origin"].as_py()
         raise _BadImage(
-            "is an image that Spark could not read",
+            "is an image that Spark could not read" + (f" ({origin})" if origin else ""),
             'Leave such rows out: spark.read.format("image").option("dropInvalid", True).',
         )
     channels = CHANNELS.get(kind)

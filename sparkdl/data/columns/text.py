@@ -51,6 +51,9 @@ class Text(ColumnSpec):
     """Give the model the lengths directly after the numbers: int64, shape (B,)."""
     pad_to_max: bool = False
     """Always pad to ``max_length``, so that every mini-batch has the same shape."""
+    padding_side: str | None = None
+    """The side on which shorter rows are filled up, "left" or "right"; None: that of the tokenizer, or
+    "right". A language model that generates needs "left", so that it goes on after the last token."""
 
     def __post_init__(self) -> None:
         problems = []
@@ -64,6 +67,8 @@ class Text(ColumnSpec):
         for name in ("mask", "lengths", "pad_to_max"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name}={shown(getattr(self, name))}: give True or False.")
+        if self.padding_side not in (None, "left", "right"):
+            problems.append(f'padding_side={shown(self.padding_side)}: give "left" or "right".')
         if self.pad_to_max is True and self.max_length is None:
             problems.append("pad_to_max=True: give max_length, which it pads to.")
         if not callable(self.tokenizer) and not hasattr(self.tokenizer, "encode_batch"):
@@ -78,10 +83,11 @@ class Text(ColumnSpec):
         return {**vars(self), "tokenizer": self._prepared[0], "_prepared": self._prepared}
 
     @functools.cached_property
-    def _prepared(self) -> tuple[Any, int]:
-        """The tokenizer that executors run, and the number that fills up shorter rows."""
-        encoder, padding = _prepared(self.tokenizer, self.max_length)
-        return encoder, padding if self.padding is None else self.padding
+    def _prepared(self) -> tuple[Any, int, str]:
+        """The tokenizer that executors run, the number that fills up shorter rows, and the side."""
+        encoder, padding, side = _prepared(self.tokenizer, self.max_length)
+        padding = padding if self.padding is None else self.padding
+        return encoder, padding, self.padding_side or side
 
     @property
     def rule(self) -> Padding:
@@ -91,6 +97,7 @@ class Text(ColumnSpec):
             length=self.max_length if self.pad_to_max else None,
             lengths=self.lengths,
             mask=self.mask,
+            side=self._prepared[2],
         )
 
     def problems(self, role: str) -> Iterator[str]:
@@ -137,10 +144,11 @@ class Text(ColumnSpec):
             "mask": self.mask,
             "lengths": self.lengths,
             "pad_to_max": self.pad_to_max,
+            "padding_side": self.padding_side,
         }
-        encoder = self._prepared[0]
+        encoder, _, side = self._prepared
         if hasattr(encoder, "to_str"):
-            return {**values, "tokenizer": encoder.to_str()}
+            return {**values, "padding_side": side, "tokenizer": encoder.to_str()}
         try:
             return {**values, "function": name_of(encoder, f'of column "{name}"')}
         except ParameterError as error:
@@ -187,17 +195,20 @@ class Text(ColumnSpec):
         return rows
 
 
-def _prepared(tokenizer: Any, max_length: int | None) -> tuple[Any, int]:
-    """Return a tokenizer that pads nothing and cuts to ``max_length``, and the number for padding."""
+def _prepared(tokenizer: Any, max_length: int | None) -> tuple[Any, int, str]:
+    """Return a tokenizer that pads nothing and cuts to ``max_length``, and the number and the side of
+    its padding."""
     padding, side = getattr(tokenizer, "pad_token_id", None), None
+    padding_side = getattr(tokenizer, "padding_side", None)
     if hasattr(tokenizer, "backend_tokenizer"):  # a fast tokenizer of transformers
         side = tokenizer.truncation_side
         tokenizer = tokenizer.backend_tokenizer
     if not hasattr(tokenizer, "to_str"):
-        return tokenizer, padding or 0
+        return tokenizer, padding or 0, padding_side or "right"
     own = _library().Tokenizer.from_str(tokenizer.to_str())
-    if padding is None and own.padding is not None:
-        padding = own.padding["pad_id"]
+    if own.padding is not None:
+        padding = own.padding["pad_id"] if padding is None else padding
+        padding_side = padding_side or own.padding["direction"]
     own.no_padding()
     if side is None:
         side = "right" if own.truncation is None else own.truncation["direction"]
@@ -205,7 +216,7 @@ def _prepared(tokenizer: Any, max_length: int | None) -> tuple[Any, int]:
         own.enable_truncation(max_length, direction=side)
     else:
         own.no_truncation()
-    return own, padding or 0
+    return own, padding or 0, padding_side or "right"
 
 
 def _tokenized(tokenizer: Any, texts: Sequence[str], max_length: int | None) -> Any:

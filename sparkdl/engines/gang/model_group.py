@@ -48,9 +48,9 @@ class ModelGroup:
         like: MiniBatch,
         near: NodeLocalRows,
     ) -> None:
-        self.ranks = mesh.model_group(rank)
+        self.ranks, self.all = mesh.model_group(rank), mesh.model_groups
         self._near = near
-        self._all, self._rank, self._group = mesh.model_groups, rank, group
+        self._rank, self._group = rank, group
         self._live, self._like = live, like
 
     def weight(self, weights: Sequence[float]) -> float:
@@ -60,7 +60,7 @@ class ModelGroup:
     def as_one(self, work: ReplicaIteration) -> ReplicaIteration:
         """Return ``work`` as if the first rank of each group had all of the group's rows."""
         rows = [(0, 0)] * len(work.step.rows)
-        for group in self._all:
+        for group in self.all:
             theirs = [work.step.rows[r] for r in group]
             rows[group[0]] = 0, sum(stop - start for start, stop in theirs)
         return replace(work, replica=self.ranks[0], step=replace(work.step, rows=tuple(rows)))

@@ -41,7 +41,7 @@ from sparkdl.engines.gang.rank_messages import (
     SampleLocation,
     gathered,
 )
-from sparkdl.engines.gang.rank_state import needs_all_losses
+from sparkdl.engines.gang.rank_state import evaluated, needs_all_losses
 from sparkdl.engines.gang.rank_update import update_slices
 from sparkdl.engines.gang.snapshots import SnapshotFiles, Snapshots
 from sparkdl.engines.gang.state_commands import StateCommands
@@ -259,7 +259,8 @@ class Rank:
 
         self._sync.settle()
         batches = math.ceil(handle.num_rows / batch_size)
-        return self._sync.scored(batches, score, outputs=bool(scorer.metrics))
+        with evaluated(self._held):
+            return self._sync.scored(batches, score, outputs=bool(scorer.metrics))
 
 
 def frames_of(records: Sequence[Any]) -> list[bytes]:

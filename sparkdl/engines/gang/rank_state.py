@@ -6,13 +6,15 @@ that it updates; it *places* their state before an iteration and *shares* the up
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from sparkdl.codec.safe import mapped
+from sparkdl.loop.engine import CURRENT, weights_of
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.replica.gradient_writer import writes_early
 from sparkdl.replica.run import OpenRun, RunSpec
@@ -133,8 +135,30 @@ def needs_all_losses(held: RankState, sums: bool) -> bool:
 
 
 def copies_of_weights(states: States) -> States:
-    """Return states with copies of the weights alone."""
-    return {n: SliceState(state.weights.clone()) for n, state in states.items()}
+    """Return states with copies of the weights that count alone."""
+    return {n: SliceState(weights_of(state, CURRENT).clone()) for n, state in states.items()}
+
+
+@contextlib.contextmanager
+def evaluated(held: RankState) -> Iterator[None]:
+    """Let the replica have the weights that count, if the optimizer keeps them apart from those at
+    which gradients are taken. All ranks call it at the same time."""
+    if not any(owner.optimizer.evaluates for owner in held.owners.values()):
+        yield
+        return
+    trained = {n: state.weights.clone() for n, state in held.states.items()}
+    _write(held, {n: weights_of(state, CURRENT) for n, state in held.states.items()})
+    try:
+        yield
+    finally:
+        _write(held, trained)
+
+
+@torch.no_grad()
+def _write(held: RankState, weights: Mapping[int, torch.Tensor]) -> None:
+    for n, state in held.states.items():
+        state.weights.copy_(weights[n])
+    held.share()
 
 
 def part_of(plan: SliceSpec) -> slice:

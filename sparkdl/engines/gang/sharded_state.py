@@ -145,8 +145,8 @@ class ShardedState:
             state = self._all_of(state)
         if self._turned is not None:
             state = self._turned.by_rows(state)
-        parts = list(parts_of(self._own, spans, on_cpu(state))) if self._tells else []
-        spans = spans if self._tells else []
+        spans = [span for span in spans if self._tells and not span.repeated]
+        parts = list(parts_of(self._own, spans, on_cpu(state)))
         arriving = self._sent(lambda to: for_slice(spans, parts, self.slices[to]))
         return {self._rank: reslice(arriving, self.slices[self._rank], self._own.dtype)}
 

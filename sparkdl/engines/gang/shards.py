@@ -1,6 +1,7 @@
 """Conversion between shards and slices.
 
-Under ``fully_shard``, rank r holds the r-th part of the rows of *each* parameter. Checkpoints,
+Under ``fully_shard``, rank r holds the r-th part of the rows of *each* parameter, but for those that
+are a single number, which every rank has. Checkpoints,
 snapshots and results consist of *slices*: contiguous ranges of the flat vector, which any other
 number of ranks, strategy or engine can read. Both are sets of intervals of the flat vector, so
 converting between them means cutting intervals and sending the pieces. This module is pure torch.
@@ -33,12 +34,14 @@ class ShardRange:
         start: The first element.
         stop: The end of the range.
         length: The number of elements of the parameter, in front of the padding; 0 for the buffers.
+        repeated: An earlier rank has the same parameter.
     """
 
     number: int | None
     start: int
     stop: int
     length: int
+    repeated: bool = False
 
     @property
     def known(self) -> int:
@@ -97,7 +100,7 @@ def layout_of_rows(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> La
     segments, position, step = [], 0, ALIGNMENT // layout.dtype.itemsize
     for number, segment in enumerate(layout.segments):
         if segment.kind == "parameter":
-            low, high = rows(_rows_in(segment)) if number in numbers else (0, 0)
+            low, high = _rows_of(segment, rows) if number in numbers else (0, 0)
             shape = (high - low, *segment.shape[1:]) if segment.shape or low == high else ()
             segment = replace(segment, start=position, length=math.prod(shape), shape=shape)
         else:
@@ -120,15 +123,17 @@ def spans_of(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> list[Sha
         if segment.kind != "parameter" or not segment.length or number not in numbers:
             continue
         width = math.prod(segment.shape[1:])
-        low, high = (segment.start + row * width for row in rows(_rows_in(segment)))
+        low, high = (segment.start + row * width for row in _rows_of(segment, rows))
+        repeated = not segment.shape and rows(1) == (1, 1)
         if low < high:
-            found.append(ShardRange(number, low, end if high == segment.stop else high, high - low))
+            stop = end if high == segment.stop else high
+            found.append(ShardRange(number, low, stop, high - low, repeated))
     return [*found, *_buffers_of(layout)]
 
 
-def _rows_in(segment: TensorRange) -> int:
-    """Return the number of rows of a parameter. A scalar is one row."""
-    return segment.shape[0] if segment.shape else 1
+def _rows_of(segment: TensorRange, rows: RowsOf) -> tuple[int, int]:
+    """Return the rows of a parameter that a rank has. A single number is one row, which all have."""
+    return rows(segment.shape[0]) if segment.shape else (0, 1)
 
 
 def _buffers_of(layout: Layout) -> list[ShardRange]:

@@ -11,10 +11,16 @@ from pyspark import RDD
 from pyspark.resource import ResourceProfile
 
 from sparkdl.data.fields import SampleHandle
+from sparkdl.data.samples import deleted_without_end
 from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
 from sparkdl.engines.gang.rank_messages import RankConfig, RankStatus
-from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, compute_again, samples_changed
-from sparkdl.errors import TrainingError, UserError
+from sparkdl.engines.resources import (
+    MAX_SUBMISSIONS,
+    FitResources,
+    samples_changed,
+    write_again,
+)
+from sparkdl.errors import UserError
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.oversubscribe import Oversubscription
 from sparkdl.gang.rank_group import StartableGroup
@@ -44,7 +50,7 @@ def start_ranks(
         The id of each rank's node.
 
     Raises:
-        sparkdl.TrainingError: If ranks start on other nodes than their samples, again and again.
+        sparkdl.TrainingError: If ranks do not find their samples, again and again.
         sparkdl.UserError: If a rank cannot build the model, or builds another than the driver.
     """
     for _ in range(MAX_SUBMISSIONS):
@@ -60,10 +66,7 @@ def start_ranks(
             if not all(standing.here[number] for standing in found):
                 place_again(number)
     else:
-        raise TrainingError(
-            f"{DOING}: after {MAX_SUBMISSIONS} times some still find themselves on other nodes than "
-            "their samples."
-        )
+        raise deleted_without_end(DOING, setup.run.slab)
     check_same([standing.compared for standing in found])
     for rank, standing in enumerate(found):
         if not standing.unchanged:
@@ -100,7 +103,7 @@ def gang_of_rdds(
         hosting = Oversubscription(min_ranks, node_of, NodeHere(resources.slab))
     gang = Gang(resources.context, frames, name, timeout=timeout, profile=profile, hosting=hosting)
     resources.closing(gang)
-    return gang, lambda number: compute_again(samples[number])
+    return gang, lambda number: write_again(samples[number], resources.slab)
 
 
 def node_of(records: list[Any]) -> str:

@@ -96,7 +96,9 @@ class RowLayout:
                 old, new = source.segments[number], target.segments[number]
                 for before, after in pairs:
                     part = before[old.start : old.stop].view(old.shape)
-                    after[new.start : new.stop].view(new.shape).copy_(turn(number, part))
+                    if self._whole.segments[number].shape:  # a single number is on every rank
+                        part = turn(number, part)
+                    after[new.start : new.stop].view(new.shape).copy_(part)
         return SliceState(weights, arrays, known.held, known.others)
 
     def _agreed(self, state: SliceState, layout: Layout) -> SliceState:

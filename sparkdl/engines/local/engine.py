@@ -206,7 +206,7 @@ class LocalEngine:
         validation = self._validation
         assert validation is not None
         with torch_threads(self._run.threads):
-            self._replicas.load_weights([state.weights for state in self._states])
+            self._replicas.load_weights([weights_of(state, CURRENT) for state in self._states])
             states = [
                 score_partition(
                     self._replicas.live,
@@ -222,7 +222,7 @@ class LocalEngine:
 
     def keep_best(self) -> None:
         """Copy the current weights as the best ones."""
-        self._best = [SliceState(state.weights.clone()) for state in self._states]
+        self._best = [SliceState(weights_of(state, CURRENT).clone()) for state in self._states]
 
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         """Join the slices' weights into one flat vector."""

@@ -49,13 +49,16 @@ def reduce_slice(
         "reduced", buffer_size(nbytes, section), step.submission, step.submission
     ) as to:
         place = open_section(owner.plan, owner.dtype, section, to.bytes[:nbytes])
-        _write(place, owner, reduced, sections)
+        _write(place, owner, reduced, sections, step.update_seed(run.seed))
         reference = to.reference.part(0, nbytes)
     found.check()
     squares = owner.squared_norm(reduced)
     clock.lap("reduce")
     report = replace(found.report, seconds=clock.seconds)
-    return ReducedHeader(partition, squares, found.loss, section, reference, reduced.absent, report)
+    weight = sum(section.weight for section in sections)
+    return ReducedHeader(
+        partition, squares, found.loss, section, reference, reduced.absent, report, weight
+    )
 
 
 def update_slice(
@@ -80,7 +83,12 @@ def update_slice(
     assert mine.section is not None
     owner = plans_of(run).owners[partition]
     alone = open_section(
-        owner.plan, owner.dtype, mine.section, pool.read(mine.reference), absent=mine.absent
+        owner.plan,
+        owner.dtype,
+        mine.section,
+        pool.read(mine.reference),
+        weight=mine.weight,
+        absent=mine.absent,
     )
     state = step.states[partition]
     with next_version(pool, state, owner.dtype, step.submission, step.oldest_needed) as (
@@ -113,13 +121,20 @@ def update_slice(
 
 @torch.no_grad()
 def _write(
-    place: Section, owner: SliceUpdater, reduced: ReducedGradient, sections: Sequence[Section]
+    place: Section,
+    owner: SliceUpdater,
+    reduced: ReducedGradient,
+    sections: Sequence[Section],
+    seed: int,
 ) -> None:
-    """Write the reduced gradient, and the merged buffers of all replicas, into a section."""
+    """Write the reduced gradient, and the merged buffers of all replicas, into a section.
+
+    What replicas have added to buffers is added to zero, so that the section has it as theirs do.
+    """
     place.gradient.copy_(reduced.gradient)
     for number, rows in reduced.tables.items():
         for target, source in zip(place.tables[number], rows, strict=True):
             target.copy_(source)
     merged = torch.zeros(owner.plan.length, dtype=owner.dtype)
-    merge_buffers(owner.plan, sections, merged)
+    merge_buffers(owner.plan, sections, merged, seed)
     place.buffers.copy_(merged[owner.plan.buffers_start :])

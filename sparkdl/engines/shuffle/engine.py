@@ -30,7 +30,7 @@ from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.shuffle.state_reads import SnapshotRdds, StateReader
 from sparkdl.engines.shuffle.versions import SliceVersions
 from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, ReadResiduals, ReadState
+from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState
 from sparkdl.loop.iteration_result import IterationResult, slowest, summarize, summed
 from sparkdl.replica.iteration import Fault, Iteration, IterationRows, ReplicaReport
 from sparkdl.slices.spec import SliceSpec
@@ -139,7 +139,7 @@ class ShuffleEngine:
 
     def score(self) -> list[Any]:
         assert self._validation is not None
-        return self._reader.score(self._versions.settled().newest, self._validation)
+        return self._reader.score(self._versions.settled().evaluated(), self._validation)
 
     def keep_best(self) -> None:
         self._versions.settled().keep_best()
@@ -147,7 +147,7 @@ class ShuffleEngine:
     def weights(self, which: str = CURRENT) -> torch.Tensor:
         versions = self._versions.settled()
         states = versions.best if which == BEST else versions.newest.states
-        return self._reader.weights(states, self._layout.dtype, average=which == AVERAGE)
+        return self._reader.weights(states, self._layout.dtype, which)
 
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT
@@ -182,5 +182,4 @@ class ShuffleEngine:
         return ""
 
     def forget(self) -> None:
-        self._chooser.forget()
         self._versions.forget()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sparkdl.engines.shuffle.forms import STAGE_SECONDS, Form, IterationRdds, OneStage, TwoJobs
+from sparkdl.engines.shuffle.forms import STAGE_SECONDS, Form, OneStage, TwoJobs
 from sparkdl.engines.shuffle.messages import IterationMessage
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.reports import IterationReports
@@ -39,10 +39,9 @@ class FormChooser:
         one, two = math.ceil(replicas / slots) * slices, math.ceil(slices / slots)
         self._more = one - two
         self._seconds: list[float] = []
-        self._rdds = IterationRdds()
-        self._one_stage = OneStage(placement, self._rdds, spec.resources)
-        self._two_jobs = TwoJobs(placement, self._rdds, spec.resources)
-        self._shuffled = Shuffled.of(spec, placement, self._rdds)
+        self._one_stage = OneStage(placement, spec.resources)
+        self._two_jobs = TwoJobs(placement, spec.resources)
+        self._shuffled = Shuffled.of(spec, placement)
         self._ruled_out: set[type[Form]] = set()
 
     def choose(self, message: IterationMessage) -> list[Form]:
@@ -76,7 +75,3 @@ class FormChooser:
         """Record how long the tasks took that updated one slice each."""
         if reports.slices and not reports.skipped and len(self._seconds) < TRIALS:
             self._seconds.append(max(sum(each.seconds.values()) for each in reports.slices))
-
-    def forget(self) -> None:
-        """Drop what was built for the present placement, so that it is built anew."""
-        self._rdds.forget()

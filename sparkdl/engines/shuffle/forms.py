@@ -4,12 +4,13 @@
 to launch and run it, and 5 ms to bring its results to Python. A shuffle between two stages costs
 more than a second job. Therefore
 
-* the RDDs of the next iteration are built while this one runs, and its shuffle files are deleted
-  while the next one runs; the RDDs do not say what to do, because each job gets a message, see
-  :mod:`sparkdl.spark.message`;
+* the shuffle files of an iteration are deleted while the next one runs;
+* what changes from one iteration to the next is in its task bodies alone, and such an RDD takes four
+  calls of the JVM, see :func:`sparkdl.spark.frames.map_frames`; Spark writes the local
+  properties of a job into its event log, with the job and each of its stages, but no task bodies;
 * results come through the JVM's future, see :class:`sparkdl.spark.frames.RunningJob`;
-* on one node, where only references travel, these go through the driver: each stage is a job, and
-  its RDD is the same for all iterations (:class:`TwoJobs`);
+* on one node, where only references travel, these go through the driver: each stage is a job
+  (:class:`TwoJobs`);
 * a small model's iteration is one stage (:class:`OneStage`).
 """
 
@@ -37,17 +38,18 @@ from sparkdl.engines.shuffle.reports import IterationReports, states_of
 from sparkdl.engines.shuffle.update_tasks import (
     ApplyPending,
     ReducePending,
-    Reductions,
     UpdateReduced,
 )
 from sparkdl.loop.iteration_result import summed
 from sparkdl.replica.iteration import Fault, SliceReport
 from sparkdl.spark.frames import RunningJob, map_frames, stage_name
-from sparkdl.spark.message import post
 
 STAGE_SECONDS = 0.010
 """The measured cost of a stage (docs/internals/engine-notes.md), and so the most by which the tasks of
 a single stage may take longer than those of two."""
+MAX_BYTES = 48 << 10
+"""The largest message of a form on one node: each of its tasks reads the headers of all replicas and
+slices, where each task of a shuffle reads those of one."""
 ONE_STAGE = "forward-backward and synchronization"
 
 
@@ -65,37 +67,6 @@ class Form(Protocol):
         """
 
 
-class IterationRdds:
-    """The RDDs of iterations that are built before they are needed.
-
-    They depend on the placement of replicas and slices, not on the iteration.
-    """
-
-    def __init__(self) -> None:
-        self._built: dict[str, RDD] = {}
-        self._next: tuple[object, RDD] | None = None
-
-    def once(self, name: str, build: Callable[[], RDD]) -> RDD:
-        """Return the RDD called ``name``, which is built when it is first asked for."""
-        if name not in self._built:
-            self._built[name] = build()
-        return self._built[name]
-
-    def keep_next(self, key: object, rdd: RDD) -> None:
-        """Keep the RDD that the next iteration probably needs; ``key`` is all that it depends on."""
-        self._next = key, rdd
-
-    def take_next(self, key: object) -> RDD | None:
-        """Return the RDD kept last if it fits ``key``, and keep it no more."""
-        kept, self._next = self._next, None
-        return kept[1] if kept is not None and kept[0] == key else None
-
-    def forget(self) -> None:
-        """Drop all RDDs, because replicas and slices are placed anew."""
-        self._built.clear()
-        self._next = None
-
-
 def run_job(rdd: RDD, count: int, name: str, meanwhile: Callable[[], None]) -> list[Any]:
     """Run a job and return its ``count`` reports; call ``meanwhile`` while it runs."""
     with stage_name(rdd.ctx, name):
@@ -106,30 +77,28 @@ def run_job(rdd: RDD, count: int, name: str, meanwhile: Callable[[], None]) -> l
 
 @dataclass(frozen=True)
 class _OnOneNode:
-    """A form whose jobs have one stage each, over RDDs that are built only once.
+    """A form whose jobs have one stage each.
 
     Attributes:
         placement: The placement of replicas and slices.
-        rdds: The RDDs that are built already.
         resources: The fit's Spark resources.
     """
 
     placement: Placement
-    rdds: IterationRdds
     resources: FitResources
 
-    def _job(self, name: str, told: Any, build: Callable[[], RDD], count: int) -> list[Any] | None:
-        """Return the ``count`` reports of a job; None if ``told`` is too large for a message."""
-        if not post(self.resources.context, self.placement.fit, told):
-            return None
-        rdd = self.rdds.once(name, build)
+    def _job(self, name: str, rdd: RDD, count: int) -> list[Any]:
         return run_job(rdd, count, name, lambda: self.resources.shuffled(None))
 
     def _at_replicas(self, name: str, message: IterationMessage) -> list[OneStageReport] | None:
-        count = len(self.placement.replica_nodes)
-        return self._job(
-            name, message, lambda: self.placement.tasks_by_message(OneStageTask()), count
+        """Return the reports of the replicas' tasks; None if the message is too large."""
+        if _too_large(message):
+            return None
+        task, states = OneStageTask(message), message.read_states
+        rdd = self.placement.tasks_with_weights(
+            task, self.placement.samples, states, message.copies
         )
+        return self._job(name, rdd, len(self.placement.replica_nodes))
 
 
 @dataclass(frozen=True)
@@ -186,17 +155,20 @@ class TwoJobs(_OnOneNode):
 
     def _at_slices(self, message: IterationMessage) -> list[SliceReport] | None:
         """Apply pending gradients; in two jobs if the norm must be known before the update."""
-        if self.placement.two_stages:
-            return self._slice_job(SYNCHRONIZATION, message, ApplyPending())
-        reduced = self._slice_job(REDUCTION, message, ReducePending())
-        if reduced is None:
+        if _too_large(message):
             return None
-        given = Reductions(replace(message, pending=None), tuple(reduced))
-        return self._slice_job(SYNCHRONIZATION, given, UpdateReduced())
+        if self.placement.two_stages:
+            return self._slice_job(SYNCHRONIZATION, ApplyPending(message))
+        reduced = self._slice_job(REDUCTION, ReducePending(message))
+        update = UpdateReduced(replace(message, pending=None), tuple(reduced))
+        return self._slice_job(SYNCHRONIZATION, update)
 
-    def _slice_job(self, name: str, told: Any, task: Callable[..., Any]) -> list[Any] | None:
-        rdd = self.placement.slice_rdd
-        return self._job(name, told, lambda: map_frames(rdd, task), self.placement.slices)
+    def _slice_job(self, name: str, task: Callable[..., Any]) -> list[Any]:
+        return self._job(name, map_frames(self.placement.slice_rdd, task), self.placement.slices)
+
+
+def _too_large(message: IterationMessage) -> bool:
+    return len(pickle.dumps(message, pickle.HIGHEST_PROTOCOL)) > MAX_BYTES
 
 
 def _faults(reports: list[OneStageReport]) -> tuple[Fault, ...]:

@@ -29,7 +29,6 @@ from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import open_pool
 from sparkdl.slices.rates import scaled_rates
 from sparkdl.slices.state import SliceState
-from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task
 
 Headers = tuple[tuple[GradientHeader, ...], ...]
@@ -84,15 +83,13 @@ class CommitMessage(IterationMessage):
 class TakeTurn:
     """Task at a replica: run one replica for a turn, and leave its gradients in slabs of this node.
 
-    Yields one frame, a pickled :class:`OneStageReport`. A ``step`` of None stands for the job's
-    message, as in the bodies below.
+    Yields one frame, a pickled :class:`OneStageReport`.
     """
 
-    step: TurnMessage | None = None
+    step: TurnMessage
 
     def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
-        step = self.step or posted(context.run.key)
-        headers = tuple(header for header, _ in compute_sections(context, step))
+        headers = tuple(header for header, _ in compute_sections(context, self.step))
         yield pickle.dumps(OneStageReport(headers))
         finish_task()
 
@@ -104,7 +101,7 @@ class KeepGradients:
     Yields one frame, the pickled headers in order of the replicas.
     """
 
-    step: TurnMessage | None = None
+    step: TurnMessage
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, owner = [], b""
@@ -112,7 +109,7 @@ class KeepGradients:
             frames.append(decode(frame))
             owner = owner or record
         run: RunSpec = pickle.loads(owner)
-        step, pool = self.step or posted(run.key), open_pool(run.slab)
+        step, pool = self.step, open_pool(run.slab)
         foreign = step.states[partition].node_id != pool.node_id
         kept: list[GradientHeader] = []
         for header, payload in sorted(frames, key=lambda frame: frame[0].replica):
@@ -132,12 +129,11 @@ class KeepGradients:
 class ApplyCommits:
     """Body over the owner RDD: make the commits of a message, and write the version after them."""
 
-    step: CommitMessage | None = None
+    step: CommitMessage
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
-        step: CommitMessage = self.step or posted(run.key)
-        yield pickle.dumps(_apply(step, partition, run))
+        yield pickle.dumps(_apply(self.step, partition, run))
         finish_task()
 
 

@@ -12,7 +12,6 @@ import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from sparkdl.consistency.asynchronous import Asynchronous
@@ -22,7 +21,6 @@ from sparkdl.consistency.turns import Commit, Turn
 from sparkdl.engines.resources import MAX_SUBMISSIONS
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.engines.shuffle.faults import raise_unrecoverable
-from sparkdl.engines.shuffle.forms import IterationRdds
 from sparkdl.engines.shuffle.group_tasks import (
     ApplyCommits,
     CommitEntry,
@@ -45,7 +43,6 @@ from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import RunningJob, forget_shuffles, map_frames, stage_name
-from sparkdl.spark.message import post
 
 POLL_SECONDS = 0.001
 """The time between two looks at the running jobs."""
@@ -72,7 +69,7 @@ class GroupEngine(ShuffleEngine):
     ) -> None:
         super().__init__(spec, batch_size, validation=validation, consistency=model)
         self._turns = GroupTurns(model, spec.run.replicas, recorded)
-        self._spec, self._rdds = spec, IterationRdds()
+        self._spec = spec
         self._running: dict[int, RunningTurn] = {}
         self._asked: Iteration | None = None
         self._made = 0
@@ -172,11 +169,7 @@ class GroupEngine(ShuffleEngine):
     def _at_owners(self, message: CommitMessage) -> list[SliceReport]:
         placement = self._placement
         with stage_name(self._context, SYNCHRONIZATION):
-            if post(self._context, placement.fit, message):
-                build = partial(map_frames, placement.slice_rdd, ApplyCommits())
-                rdd = self._rdds.once(SYNCHRONIZATION, build)
-            else:
-                rdd = map_frames(placement.slice_rdd, ApplyCommits(message))
+            rdd = map_frames(placement.slice_rdd, ApplyCommits(message))
             return [pickle.loads(frame) for frame in RunningJob(rdd, placement.slices).frames()]
 
     def _submit_turn(self, turn: Turn, asked: Iteration, tries: int = 0) -> RunningTurn:
@@ -190,10 +183,8 @@ class GroupEngine(ShuffleEngine):
         name = f"group {turn.group}"
         group = self._turns.replicas_of(turn.group)
         with stage_name(self._context, name):
-            told = post(self._context, self._placement.fit, message)
             alone = self._placement.single_node(message.states)
-            build = partial(turn_rdd, self._placement, message, group, told, alone)
-            rdd = self._rdds.once(name, build) if alone and told else build()
+            rdd = turn_rdd(self._placement, message, group, alone)
             job = RunningJob(rdd, len(group) if alone else self._placement.slices)
         return RunningTurn(turn, asked, message.submission, job, None if alone else rdd, tries)
 
@@ -231,7 +222,6 @@ class GroupEngine(ShuffleEngine):
         for other in others:
             other.job.cancel()
         self._placement.resolve(faults, self._placement.samples)
-        self._rdds.forget()
         for each in (ended, *others):
             tries = each.tries + (each is ended)
             self._running[each.turn.group] = self._submit_turn(each.turn, each.asked, tries)
@@ -277,5 +267,4 @@ class GroupEngine(ShuffleEngine):
 
     def forget(self) -> None:
         self._give_up_turns()
-        self._rdds.forget()
         super().forget()

@@ -222,6 +222,7 @@ class ReducedHeader:
         reference: The reference to the reduced gradient.
         absent: The parameters without a gradient.
         report: The slice's report so far.
+        weight: The weight of all replicas.
     """
 
     index: int
@@ -231,3 +232,4 @@ class ReducedHeader:
     reference: Reference | None = None
     absent: frozenset[int] = frozenset()
     report: SliceReport | None = None
+    weight: float = 0.0

@@ -42,7 +42,6 @@ from sparkdl.slices.section import NOTHING, SUM, open_section, section_nbytes
 from sparkdl.slices.tree_sum import Term, tree_sum
 from sparkdl.slices.update import SliceUpdater
 from sparkdl.spark.frames import send
-from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task
 
 
@@ -216,19 +215,17 @@ class SendWeights:
 class ReceiveWeights:
     """Body of the stage at every replica: write the arriving weights into slabs.
 
-    Yields one frame, a pickled :class:`NodeWeights`. A ``step`` of None stands for the job's
-    message.
+    Yields one frame, a pickled :class:`NodeWeights`.
     """
 
-    step: IterationMessage | None = None
+    step: IterationMessage
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         step, pool, reports, copies = self.step, None, [], {}
         for frame, replica in pairs:
             if pool is None:
                 run: RunSpec = pickle.loads(replica).run
-                step, pool = step or posted(run.key), open_pool(run.slab)
-            assert step is not None
+                pool = open_pool(run.slab)
             header, payload = decode(frame)
             if header.report is not None:
                 reports.append(header.report)

@@ -8,7 +8,8 @@ from typing import Any
 
 from pyspark import RDD
 
-from sparkdl.engines.resources import MAX_SUBMISSIONS, compute_again
+from sparkdl.data.samples import deleted_without_end
+from sparkdl.engines.resources import MAX_SUBMISSIONS, write_again
 from sparkdl.engines.shuffle.faults import MOVED, SAMPLES_FOREIGN, raise_unrecoverable
 from sparkdl.engines.shuffle.messages import NodeCopies
 from sparkdl.engines.shuffle.replica_context import (
@@ -28,11 +29,11 @@ from sparkdl.replica.run import ReplicaHandle
 from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import (
     collect_and_forget,
+    compute_again,
     is_local,
     map_frames,
     shuffle_frames,
     stage_name,
-    store_frames,
     stored_frames,
     zip_frames,
 )
@@ -67,7 +68,7 @@ class Placement:
         )
         self.few_bytes = spec.layout.nbytes <= FEW_BYTES
         self.replica_nodes: tuple[str, ...] = ()
-        self._stored: dict[RDD, RDD] = {}
+        self._zipped: dict[RDD, RDD] = {}
         context = self._context = resources.context
         if len(recipe) > INLINE_BYTES:
             source = RecipeSource(None, resources.broadcast([recipe]))
@@ -94,12 +95,14 @@ class Placement:
         """Build every replica where its samples are, and note its node."""
         for _ in range(MAX_SUBMISSIONS):
             with stage_name(self._context, "set up replicas"):
-                pairs = zip_frames(self._replicas, self.samples)
+                pairs = self._with_samples(self.samples)
                 checked = self.pickled(map_frames(pairs, CheckReplica(self._built)))
             node_ids, found, here = zip(*checked, strict=True)
             if all(here):
                 break
             self._write_again(self.samples)
+        else:
+            raise deleted_without_end("setting up the replicas", self._run.slab)
         check_same(found)
         self.replica_nodes = node_ids
 
@@ -122,6 +125,7 @@ class Placement:
         Samples that are still where they were written stay there.
         """
         self.replica_nodes = ()
+        self._zipped.clear()
         for rdd in {self._replicas, self.slice_rdd, self.slices_counted, *self._recounted.values()}:
             compute_again(rdd)
 
@@ -138,13 +142,6 @@ class Placement:
     def tasks_without_weights(self, task: ReplicaTask) -> RDD:
         """Return the RDD of a task that needs no weights at every replica."""
         return map_frames(zip_frames(self._replicas, self.samples), AtReplicas(task, ()))
-
-    def tasks_by_message(self, task: ReplicaTask) -> RDD:
-        """Return the RDD of a task at every replica, with all weights on its node.
-
-        The task finds the version to compute on in the job's message.
-        """
-        return map_frames(zip_frames(self._replicas, self._light(self.samples)), AtReplicas(task))
 
     def zipped_with_slices(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
         """Run a task over (frame, owner) pairs, and return its unpickled results.
@@ -179,7 +176,6 @@ class Placement:
         states: tuple[SliceHandle, ...],
         copies: NodeCopies,
         checksums: tuple[int, ...] | None = None,
-        posted: bool = False,
     ) -> RDD:
         """Return the RDD of a task at every replica, with a version as references or bytes.
 
@@ -189,19 +185,16 @@ class Placement:
             states: The version of every slice to compute on.
             copies: The copies that nodes have of other nodes' slices of that version.
             checksums: The checksums of the samples, if they are not the training samples.
-            posted: Whether the tasks find the version in the job's message.
         """
-        given = None if posted else states
         if self.has_all_weights(states, copies):
-            pairs = zip_frames(self._replicas, self._light(samples))
-            body = AtReplicas(task, given, checksums, {} if posted else copies)
-            return map_frames(pairs, body)
-        publish = PublishWeights(given, self.replica_nodes, everything=self.everything_travels)
+            body = AtReplicas(task, states, checksums, copies)
+            return map_frames(self._with_samples(samples), body)
+        publish = PublishWeights(states, self.replica_nodes, everything=self.everything_travels)
         published = shuffle_frames(
             map_frames(self.slice_rdd, publish), self._run.replicas, self.few_bytes
         )
         padded = self._padded(samples, (self._run.slices,) * self._run.replicas)
-        arrived = AtReplicasWithWeights(task, given, checksums)
+        arrived = AtReplicasWithWeights(task, states, checksums)
         return map_frames(zip_frames(padded, published), arrived)
 
     @property
@@ -210,18 +203,13 @@ class Placement:
         return self._run.slices
 
     @property
-    def fit(self) -> str:
-        """Return the key of the run, by which its tasks find their message."""
-        return self._run.key
-
-    @property
     def everything_travels(self) -> bool:
         """Return whether replicas need the optimizer state beside the weights."""
         return self._options.averages
 
     def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
         """Return the replicas with their samples; ``counts`` gives the number of records of each."""
-        return map_frames(zip_frames(self._replicas, self._light(samples)), PadFrames(counts))
+        return map_frames(self._with_samples(samples), PadFrames(counts))
 
     def has_all_weights(self, states: tuple[SliceHandle, ...], copies: NodeCopies) -> bool:
         """Return whether every replica has all slices, or copies of them, on its node."""
@@ -231,13 +219,17 @@ class Placement:
             for n, state in enumerate(states)
         )
 
-    def _light(self, samples: RDD) -> RDD:
-        """Return the persisted samples; in local mode without their lineage, to keep tasks small."""
+    def _with_samples(self, samples: RDD) -> RDD:
+        """Return the replicas with their samples, which are persisted.
+
+        In local mode the samples come without their lineage, to keep tasks small, and once for all
+        iterations. Elsewhere an RDD knows only the executors that there were when it was made.
+        """
         if not is_local(self._context):
-            return samples
-        if samples not in self._stored:
-            self._stored[samples] = stored_frames(samples)
-        return self._stored[samples]
+            return zip_frames(self._replicas, samples)
+        if samples not in self._zipped:
+            self._zipped[samples] = zip_frames(self._replicas, stored_frames(samples))
+        return self._zipped[samples]
 
     def single_node(self, states: tuple[SliceHandle, ...]) -> bool:
         """Return whether all replicas and all slices are on one node."""
@@ -264,6 +256,8 @@ class Placement:
             if submission:  # the first time, the task may just have been sent to a less busy node
                 raise_unrecoverable(faults, doing)
             self.resolve(faults, samples)
+        if is_local(self._context):  # there is no other node
+            raise deleted_without_end(doing, self._run.slab)
         raise TrainingError(
             f"{doing}: after {MAX_SUBMISSIONS} submissions tasks still find "
             f"themselves on other nodes than their data: {sorted({f.kind for f in faults})}."
@@ -271,6 +265,7 @@ class Placement:
 
     def resolve(self, faults: list[Fault], samples: RDD) -> None:
         """Prepare the next submission after tasks have reported faults."""
+        self._zipped.clear()
         moved = {fault.partition: fault.node_id for fault in faults if fault.kind == MOVED}
         self.replica_nodes = tuple(
             moved.get(i, node_id) for i, node_id in enumerate(self.replica_nodes)
@@ -279,14 +274,6 @@ class Placement:
             self._write_again(samples)
 
     def _write_again(self, samples: RDD) -> None:
-        """Have each partition of the samples written again, on the node where it is read.
-
-        In local mode this happens at once, because tasks read stored blocks there, see
-        :func:`sparkdl.spark.frames.stored_frames`. Otherwise it happens when the partitions are
-        read.
-        """
-        compute_again(samples)
-        self._stored.pop(samples, None)
-        if is_local(self._context):
-            with faults_explained("writing the samples again"):
-                store_frames(samples)
+        """Have each partition of the samples written again; see :func:`write_again`."""
+        self._zipped.pop(samples, None)
+        write_again(samples, self._run.slab)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import lies_here, open_partition
 from sparkdl.engines.shuffle.faults import MOVED, SAMPLES_CHANGED, SAMPLES_FOREIGN, STATE_FOREIGN
-from sparkdl.engines.shuffle.messages import IterationMessage, NodeCopies
+from sparkdl.engines.shuffle.messages import NodeCopies
 from sparkdl.engines.shuffle.state_tasks import RecipeSource
 from sparkdl.engines.shuffle.weights import RemoteWeights, load_weights, map_weights, read_frame
 from sparkdl.errors import StaleReferenceError, UserError
@@ -22,7 +22,6 @@ from sparkdl.replica.compare import Compared, Description, compared
 from sparkdl.replica.iteration import Clock, Fault, SliceHandle
 from sparkdl.replica.run import ReplicaHandle, RunSpec, build_replica, open_replica, plans_of
 from sparkdl.slab.pool import Pool, open_pool
-from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task
 from sparkdl.usercode.travel import model_needs
 
@@ -124,19 +123,15 @@ class ReplicaContext:
             replica: The frame of the replica.
             samples: The frame of its samples.
             arrived: The states of slices that came as bytes.
-            copies: The copies on nodes, unless the job's message says them.
+            copies: The copies on nodes.
         """
         handle: ReplicaHandle = pickle.loads(replica)
         checksum = handle.checksum if body.checksums is None else body.checksums[handle.index]
         pool = open_pool(handle.run.slab)
-        states = body.states
-        if states is None:
-            message: IterationMessage = posted(handle.run.key)
-            states, copies = message.read_states, message.copies
         mine = copies.get(pool.node_id, {})
         found = pickle.loads(samples)
         return ReplicaContext(
-            handle.run, handle.index, found, checksum, states, mine, arrived, pool
+            handle.run, handle.index, found, checksum, body.states, mine, arrived, pool
         )
 
     @property
@@ -203,14 +198,13 @@ class AtReplicas:
 
     Attributes:
         task: The task.
-        states: Version t of every slice; None: the one of the job's message, see
-            :mod:`sparkdl.spark.message`.
+        states: Version t of every slice.
         checksums: The checksums of each partition's samples, if they are not the training samples.
         copies: The copies on nodes, as in :class:`IterationMessage`.
     """
 
     task: ReplicaTask
-    states: tuple[SliceHandle, ...] | None = None
+    states: tuple[SliceHandle, ...]
     checksums: tuple[int, ...] | None = None
     copies: NodeCopies = field(default_factory=dict)
 
@@ -224,7 +218,7 @@ class AtReplicasWithWeights:
     """Body like :class:`AtReplicas`, with the weights of other nodes as bytes from zipped frames."""
 
     task: ReplicaTask
-    states: tuple[SliceHandle, ...] | None = None
+    states: tuple[SliceHandle, ...]
     checksums: tuple[int, ...] | None = None
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:

@@ -44,7 +44,6 @@ from sparkdl.slab.pool import Claim
 from sparkdl.slab.release import leave_room
 from sparkdl.slices.section import SectionLayout
 from sparkdl.spark.frames import send
-from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task
 
 BORROW_FROM = 1 << 20
@@ -57,17 +56,17 @@ class ForwardBackward:
     """Task at a replica: run one replica for one iteration, and send a frame to each slice's owner.
 
     Attributes:
-        step: The iteration; None: that of the job's message.
+        step: The iteration.
         nodes: The nodes, if they sum their gradients first. All gradients then stay on this node,
             and the frames go to the tasks that sum.
     """
 
-    step: IterationMessage | None = None
+    step: IterationMessage
     nodes: Nodes | None = None
 
     def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
-        step, nodes = self.step or posted(context.run.key), self.nodes
-        sent = compute_sections(context, step, nodes)
+        nodes = self.nodes
+        sent = compute_sections(context, self.step, nodes)
         if nodes is not None:
             yield from offered(context.index, nodes, [header for header, _ in sent])
         else:
@@ -88,10 +87,10 @@ class OneStageTask:
     Yields one frame, a pickled :class:`OneStageReport`.
     """
 
-    step: IterationMessage | None = None
+    step: IterationMessage
 
     def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
-        step = self.step or posted(context.run.key)
+        step = self.step
         reports: tuple[SliceReport, ...] = ()
         if step.pending is not None and context.fault() is None:
             reports = tuple(apply_pending(step, n, context.run) for n in range(context.run.slices))

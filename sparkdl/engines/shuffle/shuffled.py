@@ -10,7 +10,7 @@ from typing import ClassVar
 from pyspark import RDD
 
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.shuffle.forms import STAGE_SECONDS, IterationRdds, run_job
+from sparkdl.engines.shuffle.forms import STAGE_SECONDS, run_job
 from sparkdl.engines.shuffle.messages import (
     FORWARD_BACKWARD,
     REDUCTION,
@@ -40,7 +40,6 @@ from sparkdl.spark.frames import (
     stage_name,
     zip_frames,
 )
-from sparkdl.spark.message import post
 
 NODE_REDUCTION = "sum on the nodes"
 INSTALLATION = "weights to the nodes"
@@ -92,28 +91,23 @@ class Shuffled:
 
     Attributes:
         placement: The placement of replicas and slices.
-        rdds: The RDDs that are built already.
         resources: The fit's Spark resources.
         node_sums: The choice of whether nodes sum their replicas' gradients.
     """
 
     placement: Placement
-    rdds: IterationRdds
     resources: FitResources
     node_sums: NodeReducePlan
 
     applies_pending: ClassVar[bool] = False
 
     @staticmethod
-    def of(spec: ShuffleSpec, placement: Placement, rdds: IterationRdds) -> Shuffled:
+    def of(spec: ShuffleSpec, placement: Placement) -> Shuffled:
         node_sums = NodeReducePlan(spec.layout, spec.run, spec.options)
-        return Shuffled(placement, rdds, spec.resources, node_sums)
+        return Shuffled(placement, spec.resources, node_sums)
 
     def submit(self, message: IterationMessage) -> IterationReports:
-        """Run the iteration; see :class:`sparkdl.engines.shuffle.forms.Form`.
-
-        A message that is too large goes into the task bodies.
-        """
+        """Run the iteration; see :class:`sparkdl.engines.shuffle.forms.Form`. It is never None."""
         placement, read = self.placement, message.read_states
         nodes = self.node_sums.chosen(placement.replica_nodes, read)
         if message.limit is not None and message.limit.seconds is not None:
@@ -131,39 +125,16 @@ class Shuffled:
         placement = self.placement
         name = SYNCHRONIZATION if nodes is None else INSTALLATION
         count = placement.slices if nodes is None else len(placement.replica_nodes)
-        if not post(self.resources.context, placement.fit, message):
-            alone = self._build(message, nodes, inside=True)
-            return _joined(run_job(alone, count, name, lambda: self.resources.shuffled(alone)))
-        key = self._key(message, nodes)
-        rdd = self.rdds.take_next(key) or self._build(message, nodes)
+        rdd = self._build(message, nodes)
+        return _joined(run_job(rdd, count, name, lambda: self.resources.shuffled(rdd)))
 
-        def prepare() -> None:
-            """Delete the previous shuffle and build the RDD that probably follows."""
-            self.resources.shuffled(rdd)
-            self.rdds.keep_next(key, self._build(message, nodes))
-
-        return _joined(run_job(rdd, count, name, prepare))
-
-    def _key(self, message: IterationMessage, nodes: Nodes | None) -> object:
-        """Return a key of everything that the RDDs of an iteration depend on."""
-        placement, read = self.placement, message.read_states
-        nearby = placement.has_all_weights(read, message.copies)
-        where = placement.replica_nodes, tuple(state.node_id for state in read)
-        return placement.samples, where, nodes, nearby
-
-    def _build(self, message: IterationMessage, nodes: Nodes | None, inside: bool = False) -> RDD:
-        """Build the RDDs of an iteration.
-
-        Args:
-            message: The iteration.
-            nodes: The nodes that sum, or None.
-            inside: Whether the message goes into the task bodies.
-        """
-        placement, told = self.placement, message if inside else None
+    def _build(self, message: IterationMessage, nodes: Nodes | None) -> RDD:
+        """Build the RDDs of an iteration. ``nodes`` are those that sum, if they do."""
+        placement = self.placement
         read, copies, replicas = message.read_states, message.copies, len(placement.replica_nodes)
         with stage_name(self.resources.context, FORWARD_BACKWARD):
-            body, samples = ForwardBackward(told, nodes), placement.samples
-            gradients = placement.tasks_with_weights(body, samples, read, copies, posted=not inside)
+            body, samples = ForwardBackward(message, nodes), placement.samples
+            gradients = placement.tasks_with_weights(body, samples, read, copies)
             received = self._send(gradients, placement.slices if nodes is None else replicas)
         if nodes is not None:
             with stage_name(self.resources.context, NODE_REDUCTION):
@@ -171,19 +142,19 @@ class Shuffled:
                 received = self._send(map_frames(offers, ReduceOnNode(nodes)), placement.slices)
         if not placement.two_stages:
             with stage_name(self.resources.context, REDUCTION):
-                reduced = map_frames(zip_frames(received, placement.slice_rdd), Reduce(told))
+                reduced = map_frames(zip_frames(received, placement.slice_rdd), Reduce(message))
                 received = self._send(reduced, placement.slices)
         tell: ReportSink = to_driver if nodes is None else NodeReports(nodes)
-        update = Synchronize(told, tell) if placement.two_stages else Update(told, tell)
+        update = Synchronize(message, tell) if placement.two_stages else Update(message, tell)
         owners = placement.slice_rdd if placement.two_stages else placement.slices_counted
         with stage_name(self.resources.context, SYNCHRONIZATION):
             updated = map_frames(zip_frames(received, owners), update)
-            return updated if nodes is None else self._install(updated, told)
+            return updated if nodes is None else self._install(updated, message)
 
     def _send(self, keyed: RDD, partitions: int) -> RDD:
         return shuffle_frames(keyed, partitions, few_bytes=self.placement.few_bytes)
 
-    def _install(self, weight_frames: RDD, message: IterationMessage | None) -> RDD:
+    def _install(self, weight_frames: RDD, message: IterationMessage) -> RDD:
         """Send frames with weights to every replica, and write them into slabs there."""
         placement = self.placement
         arrived = self._send(weight_frames, len(placement.replica_nodes))

@@ -19,13 +19,14 @@ from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_tasks import Score
 from sparkdl.engines.shuffle.snapshot_tasks import TakeResidual, TakeSnapshot
 from sparkdl.engines.shuffle.state_tasks import MapSlice, ReadParts
+from sparkdl.engines.shuffle.store import weights_at
 from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.loop.engine import CURRENT
 from sparkdl.replica.iteration import Fault, ResidualHandle, SliceHandle
 from sparkdl.slab.parts import Left
 from sparkdl.slab.pool import Reference
 from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
-from sparkdl.slices.update import EMA
 from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import collect_frames, map_frames, stage_name
 from sparkdl.usercode import accompanied
@@ -82,16 +83,16 @@ class StateReader:
         return validation.scorer.merge([states[replica] for replica in sorted(states)])
 
     def weights(
-        self, states: Sequence[SliceHandle], dtype: torch.dtype, average: bool = False
+        self, states: Sequence[SliceHandle], dtype: torch.dtype, which: str = CURRENT
     ) -> torch.Tensor:
         """Return the flat weights, read from slabs on the driver's node or fetched by jobs in parts.
 
         Args:
             states: The state of every slice.
             dtype: The dtype of the weights.
-            average: Whether to read their moving average, as far as there is one.
+            which: The kind of weights.
         """
-        fragments = [_weights_of(state, average) for state in states]
+        fragments = [weights_at(state, which) for state in states]
         flat = torch.empty(
             sum(r.nbytes for some in fragments for r in some) // dtype.itemsize, dtype=dtype
         )
@@ -192,14 +193,3 @@ class StateReader:
             self._context.setJobDescription(f"sparkdl: {doing}")
             with faults_explained(doing), stage_name(self._context, stage):
                 bring(far, read, most_at_once(self._context))
-
-
-def _weights_of(handle: SliceHandle, average: bool) -> list[Reference]:
-    """Return references to the weights, or with ``average`` to their moving average.
-
-    Buffers have no moving average, and are taken from the weights.
-    """
-    found = next((ref for name, _, ref in handle.arrays if average and name == EMA), None)
-    if found is None:
-        return [handle.weights]
-    return [found, handle.weights.part(found.nbytes, handle.weights.nbytes - found.nbytes)]

@@ -21,7 +21,6 @@ from sparkdl.slices.spec import SliceSpec
 from sparkdl.slices.state import SliceState
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.frames import send
-from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task
 
 
@@ -119,20 +118,19 @@ class PublishWeights:
     """Body over the owner RDD if replicas are on other nodes: send weights to each replica.
 
     Attributes:
-        states: Version t of every slice; None: the one that replicas compute on by the job's message.
+        states: Version t of every slice.
         replica_tokens: The node of each replica; ``None`` if bytes must be sent whatever the node.
         everything: Whether to send the optimizer state too.
     """
 
-    states: tuple[SliceHandle, ...] | None
+    states: tuple[SliceHandle, ...]
     replica_tokens: tuple[str | None, ...]
     everything: bool = False
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         pool = open_pool(run.slab)
-        states = posted(run.key).read_states if self.states is None else self.states
-        handle = states[partition]
+        handle = self.states[partition]
         here = handle.node_id == pool.node_id
         by_reference = encode((partition, here, None))
         with_bytes = None
@@ -148,19 +146,22 @@ class PublishWeights:
 
 
 @dataclass(frozen=True)
-class SaveBestWeights:
-    """Body over the owner RDD: copy the slice's weights, for longer than the next iterations.
+class CopyWeights:
+    """Body over the owner RDD: copy the slice's weights that count, for longer than the next
+    iterations.
 
-    Yields the copy's pickled :class:`SliceHandle`. The previous copy is given up.
+    Yields the copy's pickled :class:`SliceHandle`. The previous copy of the same role is given up.
     """
 
     states: tuple[SliceHandle, ...]
+    role: str
     submission: int
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         pool = open_pool(run.slab)
-        yield pickle.dumps(copy_weights(pool, self.states[partition], self.submission))
+        copy = copy_weights(pool, self.states[partition], self.role, self.submission)
+        yield pickle.dumps(copy)
         finish_task()
 
 

@@ -29,6 +29,7 @@ from sparkdl.codec.packed import (
     packed_nbytes,
     specs_of,
 )
+from sparkdl.loop.engine import ARRAYS, CURRENT
 from sparkdl.replica.iteration import ResidualHandle, SliceHandle
 from sparkdl.slab.parts import fill
 from sparkdl.slab.pool import Claim, Pool, Reference
@@ -169,18 +170,31 @@ def read_version(pool: Pool, handle: SliceHandle, dtype: torch.dtype) -> SliceSt
     return SliceState(weights, arrays, *rest)
 
 
-def copy_weights(pool: Pool, handle: SliceHandle, submission: int) -> SliceHandle:
-    """Copy a slice's weights into a buffer that only a later such copy reuses.
+def weights_at(handle: SliceHandle, which: str = CURRENT) -> list[Reference]:
+    """Return references to what :func:`sparkdl.loop.engine.weights_of` returns."""
+    array = next((ref for name, _, ref in handle.arrays if name == ARRAYS.get(which)), None)
+    if array is None:
+        return [handle.weights]
+    return [array, handle.weights.part(array.nbytes, handle.weights.nbytes - array.nbytes)]
+
+
+def copy_weights(pool: Pool, handle: SliceHandle, role: str, submission: int) -> SliceHandle:
+    """Copy the weights of a slice that count into a buffer that only a later such copy reuses.
 
     Args:
         pool: The slabs of this node.
         handle: The handle of the slice's state.
+        role: The role of the buffer.
         submission: The submission of the buffer.
     """
-    source = pool.read(handle.weights)
-    with pool.claim("best", len(source), submission, submission) as claim:
-        claim.bytes[:] = source
-        pool.check(handle.weights)
+    references = weights_at(handle)
+    with pool.claim(role, handle.weights.nbytes, submission, submission) as claim:
+        rest = claim.bytes
+        for reference in references:
+            rest[: reference.nbytes] = pool.read(reference)
+            rest = rest[reference.nbytes :]
+        for reference in references:
+            pool.check(reference)
         return SliceHandle(claim.reference)
 
 

@@ -40,26 +40,20 @@ class RunningTurn:
     reports: tuple[ReplicaReport, ...] = ()
 
 
-def turn_rdd(
-    placement: Placement, message: TurnMessage, group: range, told: bool, alone: bool
-) -> RDD:
+def turn_rdd(placement: Placement, message: TurnMessage, group: range, alone: bool) -> RDD:
     """Return the RDD of a turn, whose frames hold the headers of its gradients.
 
     Args:
         placement: The placement of replicas and slices.
         message: The turn.
         group: Its replicas.
-        told: Whether tasks find it in the job's message.
         alone: Whether everything is on one node.
     """
-    inside = None if told else message
-    task = TakeTurn(inside) if alone else ForwardBackward(inside)
-    rdd = placement.tasks_with_weights(
-        task, placement.samples, message.read_states, message.copies, posted=told
-    )
+    task = TakeTurn(message) if alone else ForwardBackward(message)
+    rdd = placement.tasks_with_weights(task, placement.samples, message.read_states, message.copies)
     some = some_partitions(rdd, group)
     if alone:
         return some
     sent = shuffle_frames(some, placement.slices, few_bytes=placement.few_bytes)
     owners = map_frames(placement.slice_rdd, Recount(len(group)))
-    return map_frames(zip_frames(sent, owners), KeepGradients(inside))
+    return map_frames(zip_frames(sent, owners), KeepGradients(message))

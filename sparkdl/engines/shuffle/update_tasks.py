@@ -21,7 +21,6 @@ from sparkdl.engines.shuffle.state_tasks import run_of
 from sparkdl.replica.iteration import SliceReport
 from sparkdl.replica.run import RunSpec
 from sparkdl.spark.frames import send
-from sparkdl.spark.message import posted
 from sparkdl.spark.worker import finish_task
 
 
@@ -30,18 +29,16 @@ class Synchronize:
     """Body of the synchronization stage: reduce slice n, update it, and write version t+1.
 
     Attributes:
-        step: The iteration; None: that of the job's message, see :mod:`sparkdl.spark.message`. The
-            same holds for the bodies below.
+        step: The iteration.
         tell: The sink of the report and the new weights.
     """
 
-    step: IterationMessage | None = None
+    step: IterationMessage
     tell: ReportSink = to_driver
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
-        step = self.step or posted(run.key)
-        yield from self.tell(synchronize(step, partition, run, frames), run)
+        yield from self.tell(synchronize(self.step, partition, run, frames), run)
         finish_task()
 
 
@@ -52,11 +49,11 @@ class Reduce:
     It reduces slice n into a slab, and sends every slice its part of the norm.
     """
 
-    step: IterationMessage | None = None
+    step: IterationMessage
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
-        header = reduce_slice(self.step or posted(run.key), partition, run, frames)
+        header = reduce_slice(self.step, partition, run, frames)
         yield from send(partition, encode(header))
         told = encode(ReducedHeader(partition, header.squares))
         for other in range(run.slices):
@@ -69,14 +66,14 @@ class Reduce:
 class Update:
     """Body of the update stage after :class:`Reduce`: clip by the global norm and update slice n."""
 
-    step: IterationMessage | None = None
+    step: IterationMessage
     tell: ReportSink = to_driver
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
         frames.sort(key=lambda frame: frame[0].index)
         headers = [header for header, _ in frames]
-        report = update_slice(self.step or posted(run.key), partition, run, headers)
+        report = update_slice(self.step, partition, run, headers)
         yield from self.tell(report, run)
         finish_task()
 
@@ -91,17 +88,13 @@ def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:
 
 @dataclass(frozen=True)
 class ApplyPending:
-    """Body over the owner RDD: apply the pending gradients as the synchronization stage does.
+    """Body over the owner RDD: apply the pending gradients as the synchronization stage does."""
 
-    A ``step`` of None stands for the job's message, see :mod:`sparkdl.spark.message`.
-    """
-
-    step: IterationMessage | None = None
+    step: IterationMessage
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
-        step = self.step or posted(run.key)
-        yield pickle.dumps(apply_pending(step, partition, run))
+        yield pickle.dumps(apply_pending(self.step, partition, run))
         finish_task()
 
 
@@ -109,29 +102,25 @@ class ApplyPending:
 class ReducePending:
     """Body over the owner RDD: reduce the pending gradients as the reduction stage does."""
 
+    step: IterationMessage
+
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
-        step = posted(run.key)
-        yield pickle.dumps(reduce_slice(step, partition, run, _pending_frames(step, partition)))
+        sections = _pending_frames(self.step, partition)
+        yield pickle.dumps(reduce_slice(self.step, partition, run, sections))
         finish_task()
 
 
 @dataclass(frozen=True)
-class Reductions:
-    """The message of an update after :class:`ReducePending`: the step, and each slice's header."""
+class UpdateReduced:
+    """Body over the owner RDD: update from each slice's header as the update stage does."""
 
     step: IterationMessage
     headers: tuple[ReducedHeader, ...]
 
-
-@dataclass(frozen=True)
-class UpdateReduced:
-    """Body over the owner RDD: update from :class:`Reductions` as the update stage does."""
-
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
-        given: Reductions = posted(run.key)
-        report = update_slice(given.step, partition, run, given.headers)
+        report = update_slice(self.step, partition, run, self.headers)
         yield pickle.dumps(report)
         finish_task()
 

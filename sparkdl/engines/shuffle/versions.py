@@ -22,7 +22,8 @@ from sparkdl.engines.shuffle.reports import IterationReports, copies_by_node, st
 from sparkdl.engines.shuffle.snapshot_tasks import RestoreResidual, RestoreSlice
 from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.shuffle.state_reads import SnapshotRdds
-from sparkdl.engines.shuffle.state_tasks import InitialState, SaveBestWeights
+from sparkdl.engines.shuffle.state_tasks import CopyWeights, InitialState
+from sparkdl.engines.shuffle.store import weights_at
 from sparkdl.engines.shuffle.update_tasks import ApplyPending
 from sparkdl.errors import ParameterError
 from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState
@@ -255,8 +256,20 @@ class SliceVersions:
     def keep_best(self) -> None:
         """Copy the newest weights where they lie, as the best ones."""
         with faults_explained("keeping the best weights"):
-            task = SaveBestWeights(self.newest.states, self._submission)
-            self._best = tuple(self._placement.at_slices(task, "keep the best weights"))
+            self._best = self._copied("best", "keep the best weights")
+
+    def evaluated(self) -> Version:
+        """Return the newest version as validation reads it: a copy, if the optimizer keeps the
+        weights that count apart from those at which gradients are taken."""
+        newest = self.newest
+        if all(weights_at(state) == [state.weights] for state in newest.states):
+            return newest
+        with faults_explained("validation"):
+            return replace(newest, states=self._copied("evaluated", "copy the weights"), copies={})
+
+    def _copied(self, role: str, name: str) -> tuple[SliceHandle, ...]:
+        task = CopyWeights(self.newest.states, role, self._submission)
+        return tuple(self._placement.at_slices(task, name))
 
     def restore(self, snapshot: SnapshotRdds) -> None:
         """Write a snapshot into slabs at the present places, as the first version."""

@@ -47,18 +47,18 @@ class OutputColumn:
         shape = (128, *self.output.shape[1:]) if self.by_element else self.output.shape
         return 4 * math.prod(shape)
 
-    def to_arrow(self, values: np.ndarray, lengths: np.ndarray | None) -> pa.Array:
+    def to_arrow(self, values: np.ndarray, sequences: Ragged | None) -> pa.Array:
         """Return the predictions of a batch as an Arrow array.
 
         Args:
             values: The predictions, (rows, ...).
-            lengths: The lengths of the rows' sequences, if they vary.
+            sequences: The sequences of the rows, if their lengths vary.
         """
         if self.labels:
             return pa.array(self.labels).take(pa.array(values.reshape(-1)))
-        if not self.by_element or lengths is None:
+        if not self.by_element or sequences is None:
             return to_arrow(values)
-        kept = np.arange(values.shape[1]) < lengths[:, None]
+        kept = sequences.present(values.shape[1])
         ends = np.concatenate([[0], np.cumsum(kept.sum(1))])
         return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), to_arrow(values[kept]))
 
@@ -151,10 +151,14 @@ def value_of(returned: Any, part: Part) -> Any:
         ) from error
 
 
+def sequences_of(arrays: Sequence[Rows]) -> Ragged | None:
+    """Return the first feature whose rows vary in length, or None."""
+    return next((rows for rows in arrays if isinstance(rows, Ragged)), None)
+
+
 def lengths_of(arrays: Sequence[Rows]) -> np.ndarray | None:
     """Return the lengths of the rows of the first feature whose rows vary in length, or None."""
-    for rows in arrays:
-        if isinstance(rows, Ragged):
-            limit = rows.padding.length
-            return rows.lengths if limit is None else np.minimum(rows.lengths, limit)
-    return None
+    rows = sequences_of(arrays)
+    if rows is None or rows.padding.length is None:
+        return None if rows is None else rows.lengths
+    return np.minimum(rows.lengths, rows.padding.length)

@@ -35,6 +35,13 @@ _PATTERN = re.compile(r"[\[\]{}*?\\]")
 """The characters that make a path a pattern for Hadoop; with a backslash before, they do not."""
 _HASH = "sparkdl_hash"
 """The column with the hash of a row while it is written."""
+_NEW = "_new"
+"""The folder in which predictions are written that replace others; Spark does not read it."""
+_REPLACING = "predictions-are-being-replaced.json"
+"""The file that lists the new predictions while they take the place of others.
+
+Spark takes it for a file of predictions that it cannot read, so nobody reads a mixture.
+"""
 
 
 def write_parts(
@@ -57,7 +64,7 @@ def write_parts(
         score: Adds the predictions.
         path: The folder or its URI.
         partitions: The number of files.
-        overwrite: Delete other predictions first.
+        overwrite: Replace other predictions, once the new ones are complete.
         identity: A digest of what the predictions depend on besides the rows.
         reason: A column that ``score`` adds; rows where it is not null are not written. None writes
             all rows.
@@ -86,9 +93,14 @@ def write_parts(
     hashed = content_hash(data)
     scored = score(data.repartition(partitions, hashed))
     folder.make()
+    _replace(folder)
     finished, others = _finished(folder, partitions, identity, overwrite)
+    target = folder
     if others:
-        _delete(folder, others, data)
+        _check_apart(folder, others, data)
+        target = folder.folder(_NEW)
+        for name in target.entries():  # of a call that was killed
+            target.delete(name)
     if finished:
         _check_rows(folder, data, partitions, finished)
     missing = sorted(set(range(partitions)) - finished.keys())
@@ -97,10 +109,13 @@ def write_parts(
         scored = score(rows.repartition(partitions, hashed))
     schema = scored.drop(*filter(None, [reason])).schema
     if missing:
-        task = WritePart(folder, partitions, identity, schema.json(), frozenset(finished), reason)
+        task = WritePart(target, partitions, identity, schema.json(), frozenset(finished), reason)
         with reading_explained("writing predictions"):
             written = scored.withColumn(_HASH, hashed).mapInArrow(task, "name string").collect()
-        _delete_others(folder, {row.name for row in written}, missing)
+        _delete_others(target, {row.name for row in written}, missing)
+    if others:
+        folder.write(_REPLACING, json.dumps([row.name for row in written]).encode())
+        _replace(folder)
     return data.sparkSession.read.schema(schema).parquet(_as_read(folder))
 
 
@@ -133,15 +148,31 @@ def _finished(
     return finished, others
 
 
-def _delete(folder: Folder, names: Sequence[str], data: DataFrame) -> None:
-    """Delete other predictions. Raises ParameterError if ``data`` reads them."""
+def _check_apart(folder: Folder, names: Sequence[str], data: DataFrame) -> None:
+    """Raise ParameterError if ``data`` reads predictions that are to be replaced."""
     if {uri.rpartition("/")[2] for uri in data.inputFiles()} & {*names}:
         raise ParameterError(
             f'overwrite=True would delete what is in "{folder}", and the rows to predict are read '
             "from there: give another path."
         )
-    for name in names:
-        folder.delete(name)
+
+
+def _replace(folder: Folder) -> None:
+    """Let new predictions take the place of others, if the list of them is there; go on if killed."""
+    if _REPLACING not in (entries := folder.entries()):
+        return
+    new = folder.folder(_NEW)
+    names, waiting = json.loads(folder.read(_REPLACING)), new.entries()
+    for name in entries:
+        if _PART.fullmatch(name) and (name in waiting or name not in names):
+            folder.delete(name)
+    for name in waiting:
+        if name in names:
+            new.move(name, folder)
+        else:  # of a task of a call that was killed
+            new.delete(name)
+    folder.delete(_REPLACING)
+    new.delete_empty()
 
 
 def _as_read(folder: Folder) -> str:

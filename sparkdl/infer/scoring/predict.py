@@ -73,7 +73,7 @@ def predict(
             After a failure, the same call goes on with the partitions that are missing. A folder with
             predictions of another model or of other rows is an error.
         partitions: The number of files at ``path``.
-        overwrite: Delete other predictions at ``path`` first.
+        overwrite: Replace other predictions at ``path``, once the new ones are complete.
 
     Returns:
         The data with the new columns; with ``path``, as read from there.

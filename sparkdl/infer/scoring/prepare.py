@@ -57,11 +57,13 @@ def prepare(
     options: Options,
     example: DataFrame | None,
     finish: Callable[[OutputColumn], OutputColumn] = lambda column: column,
+    padding_side: str | None = None,
 ) -> Inference:
     """Return the work that :func:`predict` does, checked and tried; see there for the arguments.
 
     Args:
         finish: Changes the columns that were found.
+        padding_side: The side on which texts are padded; None is that of the tokenizer.
 
     Raises:
         UserError: The data, an argument or the model does not fit.
@@ -76,7 +78,9 @@ def prepare(
         names, keywords = _names(features)
         specs = dict(columns or {})
         raise_all(ParameterError, list(check_specs(specs, names, ())))
-        keywords = _add_text(data, source, names, keywords, specs, tokenizer, max_length)
+        keywords = _add_text(
+            data, source, names, keywords, specs, tokenizer, max_length, padding_side
+        )
         signature = _signature(names, keywords, specs)
     else:
         if features != "features" and _names(features)[0] != trained.features:
@@ -145,6 +149,7 @@ def _add_text(
     specs: dict[str, Any],
     tokenizer: Any,
     max_length: int | None,
+    side: str | None,
 ) -> tuple[str, ...]:
     """Give text columns without a specification one, and return the keywords of the features."""
     kinds = {field.name: field.dataType.typeName() for field in data.schema}
@@ -158,7 +163,7 @@ def _add_text(
         found = tokenizer_of(tokenizer, source.folder, texts[0])
         limit = max_length or longest(source.module, found)
         text: Any = KINDS["text"]
-        specs |= {name: text(found, max_length=limit) for name in texts}
+        specs |= {name: text(found, max_length=limit, padding_side=side) for name in texts}
     if not keywords and len(names) == 1 and _of_transformers(source):
         return ("input_ids",)
     return keywords

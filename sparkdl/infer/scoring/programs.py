@@ -101,5 +101,6 @@ def as_module(model: Any) -> nn.Module | None:
 
 
 def tensors_of(module: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Return all parameters and buffers by name."""
-    return {**module.state_dict(), **dict(module.named_buffers())}
+    """Return all parameters and buffers by name; packed weights of quantized layers are no tensors."""
+    found = {**module.state_dict(), **dict(module.named_buffers())}
+    return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}

@@ -16,7 +16,7 @@ from sparkdl.data.row_errors import RowError
 from sparkdl.errors import DataError, ModelError
 from sparkdl.infer.output import pieces
 from sparkdl.infer.scoring.forward import Forward
-from sparkdl.infer.scoring.outputs import OutputColumn, lengths_of
+from sparkdl.infer.scoring.outputs import OutputColumn, lengths_of, sequences_of
 from sparkdl.infer.scoring.windows import Group, ReadWindow, Window, cut_windows, read_ahead
 from sparkdl.infer.shipped_module import ShippedModule, device_of
 from sparkdl.model.signature import Signature
@@ -167,10 +167,10 @@ class Predictions:
 
     def add(self, batch: Group, values: Sequence[np.ndarray]) -> None:
         """Add the values of a batch, one array per column."""
-        lengths = lengths_of(batch.arrays)
+        sequences = sequences_of(batch.arrays)
         pairs = zip(self.columns, values, strict=True)
         self._parts.append(
-            (batch.places, [column.to_arrow(part, lengths) for column, part in pairs])
+            (batch.places, [column.to_arrow(part, sequences) for column, part in pairs])
         )
 
     def arrays(self) -> list[pa.Array]:

@@ -149,7 +149,10 @@ def prepare_embedding(
     _check_text(data, text)
     embedder = Embedder(source.module, chosen, bool(normalize)).eval()
     given = replace(source, module=embedder, build=embedder, inner=source.module)
-    return prepare(data, given, text, None, None, tokenizer, max_length, output_col, options, None)
+    return prepare(
+        *(data, given, text, None, None, tokenizer, max_length, output_col, options, None),
+        padding_side="right",  # a text's vector does not depend on the others of its batch
+    )
 
 
 def classify(
@@ -232,6 +235,7 @@ def prepare_classes(
     return prepare(
         *(data, source, text, outputs, None, tokenizer, max_length, prediction_col, options, None),
         finish=with_labels,
+        padding_side="right",
     )
 
 
@@ -251,7 +255,7 @@ def _pooling_of(folder: Path | None) -> str:
     """Return the pooling that a folder of sentence-transformers says, else "mean"."""
     try:
         assert folder is not None
-        told = json.loads((folder / "1_Pooling" / "config.json").read_text())
+        told = json.loads((folder / "1_Pooling" / "config.json").read_text(encoding="utf-8"))
     except (AssertionError, OSError, ValueError):
         return "mean"
     names = {"cls": "cls_token", "max": "max_tokens", "last": "lasttoken"}

@@ -7,6 +7,11 @@ from pathlib import Path
 from harness import processes
 
 
+def all_slabs() -> list[Path]:
+    """Those of executors, or of local mode."""
+    return slabs_apart() or sorted(Path("slabs").glob("sparkdl-*"))
+
+
 def slabs_apart() -> list[Path]:
     """Where each executor keeps its own, in its working directory: roots of those that live, since what
     a killed one kept goes with that."""

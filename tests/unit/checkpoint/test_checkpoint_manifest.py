@@ -18,8 +18,9 @@ from sparkdl.checkpoint.identity import (
     ModelIdentity,
     consistency_text,
 )
-from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile, StoredFile, checksum
+from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile, StoredFile
 from sparkdl.codec.describe import describe
+from sparkdl.codec.files import checksum
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.loop.state import Validated
 from sparkdl.model.layout import layout_of

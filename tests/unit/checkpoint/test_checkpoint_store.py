@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,13 +21,15 @@ from torch import nn
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import ModelIdentity
-from sparkdl.checkpoint.manifest import MANIFEST, Best, Manifest, StoredFile, checksum
+from sparkdl.checkpoint.manifest import MANIFEST, Best, Manifest, StoredFile
 from sparkdl.checkpoint.slice_io import read_slice_files, try_probe, write_slice
 from sparkdl.checkpoint.store import HISTORY, CheckpointStore
+from sparkdl.codec.files import checksum
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.model.layout import layout_of
 from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.state import SliceState
+from sparkdl.train.large_result import store_rows
 
 LAYOUT = layout_of(nn.Linear(16, 5))
 
@@ -260,6 +263,23 @@ def test_leftovers_are_pruned_once_a_newer_one_is_complete(store: CheckpointStor
     assert store.prune(3) == [leftover]
     assert not Path(leftover).exists()
     assert Path(under_way).exists()
+
+
+def test_results_of_clients_that_went_away_are_deleted_by_the_next_fit(
+    store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of yesterday: another client may be fetching a newer one."""
+    checkpoint, now = commit(store, 10), time.time_ns()
+    left, new = [], []
+    for age, names in ((25, left), (1, new)):
+        monkeypatch.setattr(time, "time_ns", lambda age=age: now - age * 3_600_000_000_000)
+        names.append(Path(store_rows(checkpoint.parent, {"current": b"weights"}).uri))
+    monkeypatch.undo()
+    mine = left[0].with_name("result-of-mine")
+    mine.mkdir()
+    assert (left[0] / "piece-00000").exists()
+    store.prepare()
+    assert {*checkpoint.parent.iterdir()} == {checkpoint, mine, *new}
 
 
 def test_nothing_that_is_not_ours_is_deleted(store: CheckpointStore, tmp_path: Path) -> None:

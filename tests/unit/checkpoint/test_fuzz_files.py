@@ -3,6 +3,7 @@ nothing is written, no link is followed, no pickle is opened, and memory stays b
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,9 +26,8 @@ from torch import nn
 from trained import trained_model
 
 import sparkdl
-from sparkdl.checkpoint.manifest import checksum
 from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
-from sparkdl.codec.files import MAX_HEADER_BYTES
+from sparkdl.codec.files import MAX_HEADER_BYTES, checksum, json_checksum
 from sparkdl.data.fields import Field
 from sparkdl.errors import (
     CheckpointError,
@@ -201,10 +201,12 @@ def forget_peak() -> None:
 
 def repair_model(folder: Path) -> None:
     """Let ``model.json`` have the checksums of the files that are there: a forgery."""
-    content = json.loads((folder / "model.json").read_bytes())
-    for name in content["files"]:
-        content["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
-    (folder / "model.json").write_text(json.dumps(content))
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        content = json.loads((folder / "model.json").read_bytes())
+        for name in content["files"]:
+            content["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
+        content["checksum"] = json_checksum(content)
+        (folder / "model.json").write_text(json.dumps(content))
 
 
 def repair_checkpoint(folder: Path) -> None:
@@ -221,8 +223,7 @@ def write_manifest(folder: Path, content: Any) -> None:
     """With its right checksum, as far as it can have one."""
     if isinstance(content, dict):
         content.pop("checksum", None)
-        plain = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-        content["checksum"] = checksum(plain)
+        content["checksum"] = json_checksum(content)
     (folder / "manifest.json").write_text(json.dumps(content))
 
 
@@ -293,8 +294,8 @@ def mutate(
         return True
     choices = fuzzing.BYTES if chance.random() < 0.4 else MUTATIONS[kind]
     path.write_bytes(chance.choice(choices)(whole, chance))
-    if path.name in ("manifest.json", "model.json"):
-        return path.name == "model.json"  # which has no checksum of its own
+    if path.name == "manifest.json":
+        return False
     if forged := chance.random() < 0.8:
         (repair_model if "model" in case else repair_checkpoint)(folder)
     return forged

@@ -63,7 +63,7 @@ def converted(spec: ColumnSpec, texts: list[str | None], first_row: int = 0) -> 
 @pytest.mark.parametrize("length", [None, 5])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_numbers_are_those_of_the_tokenizer(length: int | None, side: str) -> None:
-    own = fast_tokenizer(truncation_side=side)
+    own = fast_tokenizer(truncation_side=side, padding_side=side)
     cut = {} if length is None else {"truncation": True, "max_length": length}
     expected = own(TEXTS, **cut)["input_ids"]
     spec = Text(own, max_length=length)
@@ -71,7 +71,11 @@ def test_numbers_are_those_of_the_tokenizer(length: int | None, side: str) -> No
     for one in (spec, pickle.loads(pickle.dumps(spec)), saved):
         assert isinstance(one, Text)
         assert [row.tolist() for row in converted(one, TEXTS)] == expected
-        assert one.rule == Padding(value=1, mask=True)
+        assert one.rule == Padding(value=1, mask=True, side=side)
+        numbers, mask = converted(one, TEXTS).inputs()
+        both = own(TEXTS, padding=True, **cut)
+        assert numbers.tolist() == both["input_ids"]
+        assert mask.tolist() == both["attention_mask"]
 
 
 def test_what_travels_is_the_tokenizer_without_its_library() -> None:
@@ -80,9 +84,9 @@ def test_what_travels_is_the_tokenizer_without_its_library() -> None:
 
 def test_a_tokenizer_that_is_given_stays_as_it_is() -> None:
     own = word_tokenizer()
-    own.enable_padding(pad_id=7)
+    own.enable_padding(pad_id=7, direction="left")
     spec = Text(own, max_length=4)
-    assert spec.rule.value == 7
+    assert (spec.rule.value, spec.rule.side) == (7, "left")
     assert [len(row) for row in converted(spec, TEXTS)] == [4, 4, 3, 4]
     assert own.padding["pad_id"] == 7
     assert own.truncation is None
@@ -104,6 +108,10 @@ def test_the_inputs_of_a_model() -> None:
     assert mask.tolist() == [[1, 1], [1, 0]]
     longer = converted(Text(letters, max_length=3, pad_to_max=True), ["ab", "cdef"]).inputs()
     assert longer[1].tolist() == [[1, 1, 0], [1, 1, 1]]
+    left = Text(letters, max_length=3, pad_to_max=True, padding_side="left")
+    numbers, mask = converted(left, ["ab", "cdef"]).inputs()
+    assert numbers.tolist() == [[0, 97, 98], [99, 100, 101]]
+    assert mask.tolist() == [[0, 1, 1], [1, 1, 1]]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from sparkdl.engines import delivery
 from sparkdl.engines.delivery import bring, not_here
 from sparkdl.engines.gang.snapshots import SnapshotFiles
 from sparkdl.engines.shuffle.snapshot_tasks import RestoreSlice, TakeSnapshot
-from sparkdl.engines.shuffle.state_tasks import MapSlice, ReadParts, Recount, SaveBestWeights
+from sparkdl.engines.shuffle.state_tasks import CopyWeights, MapSlice, ReadParts, Recount
 from sparkdl.errors import StaleReferenceError
 from sparkdl.slab import parts
 from sparkdl.slab.parts import LARGE_BYTES, Left, left_where_large, read_part
@@ -128,7 +128,7 @@ def machine(tmp_path, monkeypatch):
 def test_a_snapshot_is_made_of_short_frames_and_brings_all_of_the_state_back(machine) -> None:
     expected = machine.content()
     kept = machine.stage(
-        SaveBestWeights(machine.states, machine.submission), machine.owners, machine.slices
+        CopyWeights(machine.states, "best", machine.submission), machine.owners, machine.slices
     )
     best = tuple(pickle.loads(frame) for (frame,) in kept)
     states, machine.states = machine.states, best

@@ -61,7 +61,8 @@ checkpoint: {path: there, every_iterations: 5, every_seconds: 30, keep: null}
 gradients: {clip_norm: 1, clip_value: 2, accumulate: 2, local_steps: 3, l1: {"*.weight": 1e-4},
   l2: 0.5, on_nan: skip}
 care: {weights: a.safetensors, strict_weights: false, freeze: [weight], unfreeze: [bias],
-  activation_checkpointing: ["*"], compile: {mode: default}, ema: 0.9, output: logits}
+  activation_checkpointing: ["*"], compile: {mode: default}, ema: 0.9, output: logits,
+  buffers: {"*.codes": max, "*": {use: "torch:mean", dim: 0}}}
 summaries: {histograms: 50}
 callbacks: [sparkdl:Callback]
 """
@@ -97,6 +98,8 @@ def test_every_field_of_the_trainer_can_be_set() -> None:
     # tasks are given is for spark-submit to say. A step takes the place of the loss.
     elsewhere = {"schedule", "keep_optimizer_state", "resource_profile"}
     gradients = {"wire", "compression", "consistency"}
+    assert trainer.buffers["*.codes"] == "max"
+    assert trainer.buffers["*"](torch.eye(2)).tolist() == [0.5, 0.5]  # type: ignore[operator]
     assert same == elsewhere | gradients | {"sync_batchnorm", "min_ranks", "step"}
     assert (other.wire, other.compression) == ("bf16", sparkdl.TopK(0.1))
     stale = {"use": "sparkdl:StaleSynchronous", "staleness": 2}

@@ -215,7 +215,7 @@ def test_a_plateau_passes_over_validations_without_its_metric() -> None:
     """There was nothing to measure, or the run before had another validation."""
     metrics = ({"loss": 1.0, "accuracy": 0.5}, {"loss": 2.0}, {"loss": 2.0, "accuracy": 0.5})
     schedule = Schedule(plan_of(), partial(PLATEAU, mode="max"), metric="accuracy")
-    schedule.check(None, 1, ["loss", "accuracy"])
+    schedule.check(None, 1, {"loss": False, "accuracy": True})
     schedule.catch_up(state(9, metrics=metrics[:2]))
     assert schedule.learning_rates == (0.5,)
     schedule.after(state(9, metrics=metrics[:2]), state(14, metrics=metrics))
@@ -338,7 +338,7 @@ def test_a_schedule_shorter_than_the_run_is_refused(
 # Metrics
 
 
-BOTH = ["loss", "accuracy"]
+BOTH = {"loss": False, "accuracy": True}
 ONE_METRIC = (
     "schedule ReduceLROnPlateau follows one metric of the validation, which gives loss, accuracy: "
     "name one of them with schedule_metric"
@@ -359,7 +359,7 @@ ONE_METRIC = (
             f'{ONE_METRIC}. "acuracy" is not one of them. Did you mean "accuracy"?',
         ),
         (
-            *(PLATEAU, {"per": "epoch"}, ["loss"]),
+            *(PLATEAU, {"per": "epoch"}, {"loss": False}),
             'schedule_per="epoch" has no effect on ReduceLROnPlateau, which is stepped at each '
             "validation: leave it out, and set the frequency with Validation(every=...).",
         ),
@@ -372,11 +372,22 @@ ONE_METRIC = (
     ids=["no validation", "which", "misspelt", "per epoch", "none of a plateau"],
 )
 def test_a_plateau_has_one_metric_and_others_have_none(
-    make: Any, options: dict[str, str], metrics: list[str], message: str
+    make: Any, options: dict[str, str], metrics: dict[str, bool], message: str
 ) -> None:
     def check() -> None:
         Schedule(plan_of(), make, **options).check(10, metrics=metrics)
 
     assert message_of(ModelError, check) == message
-    Schedule(plan_of(), PLATEAU).check(10, metrics=["loss"])
-    Schedule(plan_of(), PLATEAU, metric="accuracy").check(10, metrics=BOTH)
+    Schedule(plan_of(), PLATEAU).check(10, metrics={"loss": False})
+    Schedule(plan_of(), partial(PLATEAU, mode="max"), metric="accuracy").check(10, metrics=BOTH)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("metric", BOTH)
+def test_a_plateau_of_the_other_direction_is_told(
+    mode: str, metric: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = partial(PLATEAU, mode=mode)
+    Schedule(plan_of(), make, metric=metric).check(10, metrics=BOTH)
+    right = mode == ("max" if metric == "accuracy" else "min")
+    assert ("the learning rate would fall while the metric improves" in caplog.text) != right

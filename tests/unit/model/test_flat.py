@@ -6,6 +6,7 @@ import copy
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mistakes import message_of
 from torch import nn
+from torch.ao.quantization.observer import MinMaxObserver, MovingAverageMinMaxObserver
 
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import ModelError
+from sparkdl.model.buffers import check_rules
 from sparkdl.model.flat import FlatModule
 from sparkdl.model.layout import Layout, TensorRange, layout_of
 
@@ -51,8 +54,8 @@ def test_parameters_come_first_then_buffers() -> None:
         TensorRange("0.bias", "parameter", 16, 2, (2,), torch.float32),
         TensorRange("1.weight", "parameter", 32, 2, (2,), torch.float32),
         TensorRange("1.bias", "parameter", 48, 2, (2,), torch.float32),
-        TensorRange("1.running_mean", "average", 64, 2, (2,), torch.float32),
-        TensorRange("1.running_var", "average", 80, 2, (2,), torch.float32),
+        TensorRange("1.running_mean", "average", 64, 2, (2,), torch.float32, rule="mean"),
+        TensorRange("1.running_var", "average", 80, 2, (2,), torch.float32, rule="mean"),
         TensorRange("1.num_batches_tracked", "exact", 96, 2, (), torch.int64),
     )
     assert (layout.dtype, layout.size, layout.nbytes) == (torch.float32, 112, 448)
@@ -85,6 +88,123 @@ def test_kinds_of_buffers() -> None:
         "weight": 3, "mean": 3, "low": 2, "hidden": 1,
         "count": 2, "mask": 1, "bytes": 2, "long": 4, "waves": 2, "empty": 0,
     }  # fmt: skip
+
+
+class OwnNorm(nn.BatchNorm1d):
+    """A norm of a user's own, with a buffer more."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.register_buffer("seen", torch.zeros(()))
+
+
+class Codes(nn.Module):
+    sparkdl_buffers: ClassVar = {"codes": "sum", "inner.codes": "max"}
+
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner, self.weight = inner or nn.Identity(), nn.Parameter(torch.zeros(2))
+        self.register_buffer("codes", torch.zeros(2))
+        self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
+
+
+class Silent(Codes):
+    sparkdl_buffers: ClassVar[dict[str, str]] = {}
+
+
+STATISTICS = {"running_mean": "mean", "running_var": "mean", "num_batches_tracked": "first"}
+RULES_OF: dict[str, tuple[nn.Module, dict[str, Any], dict[str, Any]]] = {
+    "a norm of torch": (nn.BatchNorm2d(2), {}, STATISTICS),
+    "a norm between ranks": (nn.SyncBatchNorm(2), {}, STATISTICS),
+    "a norm of each row": (
+        nn.Sequential(nn.InstanceNorm1d(2, affine=True, track_running_stats=True)),
+        {},
+        {f"0.{name}": rule for name, rule in STATISTICS.items()},
+    ),
+    "a norm that a user extends": (OwnNorm(), {}, {**STATISTICS, "seen": "first"}),
+    "an observer": (
+        nn.Sequential(nn.Linear(1, 1), MinMaxObserver(), MovingAverageMinMaxObserver()),
+        {},
+        {"1.min_val": "min", "1.max_val": "max", "2.min_val": "mean", "2.max_val": "mean"},
+    ),
+    "nothing": (Silent(), {}, {"codes": "first", "ready": "first"}),
+    "its class": (Codes(), {}, {"codes": "sum", "ready": "first"}),
+    "a module around it": (Codes(Silent()), {}, {"codes": "sum", "inner.codes": "max"}),
+    "the innermost that does": (Codes(Codes()), {}, {"codes": "sum", "inner.codes": "sum"}),
+    "the trainer, its first pattern": (
+        nn.Sequential(Codes(Codes()), OwnNorm()),
+        {"*.inner.codes": "min", "*codes": "mean", "*.running_var": "max", "*": "first"},
+        {"0.codes": "mean", "0.inner.codes": "min", "1.running_var": "max", "1.seen": "first"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RULES_OF)
+def test_who_says_how_replicas_agree_on_a_buffer(name: str) -> None:
+    module, patterns, expected = RULES_OF[name]
+    rules = {s.name: s.rule for s in layout_of(module, patterns).segments}
+    assert {name: rules[name] for name in expected} == expected
+
+
+NO_RULES: dict[str, tuple[nn.Module, dict[str, Any], str]] = {
+    "no such buffer": (Codes(), {"*.code": "first"}, 'buffers: no buffer matches "*.code".'),
+    "no such rule of a class": (
+        nn.Sequential(type("Odd", (Codes,), {"sparkdl_buffers": {"codes": "frist"}})()),
+        {},
+        '0.sparkdl_buffers: "codes" has the rule "frist": give "first", "mean", "min", "max", "sum", '
+        'or a function of the stacked values. Did you mean "first"?',
+    ),
+    "no mapping of a class": (
+        type("Odd", (Codes,), {"sparkdl_buffers": ["codes"]})(),
+        {},
+        "model.sparkdl_buffers: give a mapping from names, or patterns such as",
+    ),
+    "a mean of booleans": (
+        Codes(),
+        {"ready": "mean"},
+        'the buffer "ready" has the rule "mean", but it is bool, which has no mean: give "first", '
+        '"min", "max" or "sum".',
+    ),
+    "a sum of booleans": (
+        Codes(),
+        {"ready": "sum"},
+        'it is bool: give "max" for any of the replicas',
+    ),
+    "an order of complex numbers": (Buffers(), {"waves": "max"}, "which has no order: give"),
+    "a function that fails": (
+        Codes(),
+        {"codes": lambda values: values[2]},
+        'the buffer "codes" has the rule a function, but it fails on two values [2, 2]: IndexError',
+    ),
+    "a function of another shape": (
+        Codes(),
+        {"codes": lambda values: values.sum()},
+        "but it returned [] for values [2, 2]: return [2].",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NO_RULES)
+def test_a_rule_that_cannot_work_is_told(name: str) -> None:
+    module, patterns, message = NO_RULES[name]
+    assert message in message_of(ModelError, check_rules, module, patterns, gossip=False)
+
+
+def test_gossip_knows_no_value_of_all_replicas() -> None:
+    check_rules(Codes(), {"codes": "mean"}, gossip=True)
+    assert "replicas with consistency=Gossip average with a few others" in message_of(
+        ModelError, check_rules, Codes(), {}, gossip=True
+    )
+
+
+def test_of_a_sum_a_replica_sends_what_it_has_added() -> None:
+    flat = FlatModule(Codes(), rules={"ready": "first"})
+    flat.module.codes += 3
+    flat.save_buffers(flat.flat)
+    flat.module.codes += 4
+    flat.module.ready.fill_(True)
+    assert flat.buffers()[:2].tolist() == [4.0, 4.0]
+    assert flat.buffers()[16:].view(torch.uint8)[:1].tolist() == [1]
 
 
 def test_a_buffer_that_is_wider_than_the_vector_keeps_its_bits() -> None:
@@ -332,8 +452,8 @@ def test_another_buffer_that_takes_another_form_is_told() -> None:
     flat = FlatModule(nn.Sequential(Cache(persistent=True)))
     flat.module(torch.ones(5, 2))
     assert message_of(ModelError, flat.save_buffers, flat.flat) == (
-        'forward makes the buffer "0.cache" [5] float32, but __init__ made it [2] float32: buffers '
-        "are averaged over the replicas, so their shape and type must not change. Give it its "
+        'forward makes the buffer "0.cache" [5] float32, but __init__ made it [2] float32: replicas '
+        "exchange buffers, so their shape and type must not change. Give it its "
         "final form in __init__ (for the longest input, say). If it is only a cache, register it "
         "with persistent=False."
     )

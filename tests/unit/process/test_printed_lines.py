@@ -9,7 +9,7 @@ from pathlib import Path
 import fork_server
 import pytest
 
-from sparkdl.process.output import label_output
+from sparkdl.process.output import label_output, print_escaped
 
 
 def test_each_line_has_the_label_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,6 +28,16 @@ def test_each_line_has_the_label_of_its_time(monkeypatch: pytest.MonkeyPatch) ->
     print("after", file=sys.stdout)
     assert out.getvalue().endswith("[one] half [two] \n[two] whole\nafter\n")
     assert sys.stdout.getvalue() == out.getvalue()  # all else is the stream itself
+
+
+def test_letters_that_the_console_lacks_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the C locale: a rank's line must not end the fit."""
+    content = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(content, "ascii"))
+    print_escaped("[rank 1] größe")
+    sys.stdout.flush()
+    assert content.getvalue() == rb"[rank 1] gr\xf6\xdfe" + b"\n"
+    sys.stdout.detach()
 
 
 LOADS = """

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
+import shutil
 import stat
 import subprocess
 import sys
@@ -143,6 +145,26 @@ def test_auto_without_shared_memory(auto, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("SPARK_LOCAL_DIRS")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     assert open_root(slab, create=True).directories == (tmp_path / slab.name,)
+
+
+@pytest.mark.parametrize("name", ["_check_not_shared", "_mark_alive", "_made"])
+@pytest.mark.parametrize("times", [3, 1000])
+def test_a_root_that_is_deleted_while_it_is_made_is_made_again(
+    slab: SlabConfig, monkeypatch: pytest.MonkeyPatch, name: str, times: int
+) -> None:
+    """A thousand times: a file is missing, not a directory that cannot be written."""
+    step, left = getattr(module, name), iter(range(times))
+
+    def deleted(path: Path, *arguments: object) -> object:
+        if next(left, None) is not None:
+            shutil.rmtree(path)
+            (path / "token").stat()
+        return step(path, *arguments)
+
+    monkeypatch.setattr(module, name, deleted)
+    with pytest.raises(FileNotFoundError) if times > 3 else contextlib.nullcontext():
+        assert open_root(slab, create=True).directories[0].is_dir()
+    remove_root(slab)
 
 
 @pytest.mark.parametrize("what", ["link", "file", 0o750, 0o720, 0o701, "another user's"])

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from own_optimizers import ScheduleFree
 from test_apply import parts_of
 from test_plan import layouts
 from torch import nn, optim
@@ -75,6 +76,7 @@ MAKES = {
     "momentum": partial(optimizers, partial(MOMENTUM, weight_decay=0.01), SGD),
     "adagrad": partial(optimizers, partial(optim.Adagrad, lr=0.1), optim.RMSprop),
     "adam": partial(optimizers, partial(optim.AdamW, lr=0.01), MOMENTUM),
+    "schedule-free": partial(optimizers, partial(ScheduleFree, lr=0.1), SGD),
 }
 POLICIES = {
     "plain": TrainingOptions(),

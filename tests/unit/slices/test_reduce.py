@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sparkdl.model.buffers import RULES
 from sparkdl.slices.reduce import merge_buffers, reduce_gradients
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import Fragment, SliceSpec
@@ -22,7 +23,7 @@ def plan_of(*fragments: Fragment) -> SliceSpec:
 
 
 GRADIENT = plan_of(Fragment(0, "parameter", 0, 4))
-AVERAGE = plan_of(Fragment(0, "parameter", 0, 2), Fragment(1, "average", 4, 3))
+AVERAGE = plan_of(Fragment(0, "parameter", 0, 2), Fragment(1, "average", 4, 3, rule="mean"))
 """Two parameters and two elements of padding before the buffer."""
 
 
@@ -54,11 +55,11 @@ def reduced(
     return out
 
 
-def test_no_weight_at_all_is_no_gradient_and_leaves_the_first_buffers() -> None:
+def test_no_weight_at_all_is_no_gradient_and_leaves_the_buffers() -> None:
     """A batch whose samples all have weight 0."""
     items = sections([0, 0], gradients=[[1, 2, 3, 4], [5, 6, 7, 8]])
     assert reduced(items).tolist() == [0.0] * 4
-    assert merged(sections([0, 0], buffers=[[1, 2, 4], [5, 6, 8]]))[4:].tolist() == [1.0, 2.0, 4.0]
+    assert merged(sections([0, 0], buffers=[[1, 2, 4], [5, 6, 8]])).tolist() == [9.0] * 7
 
 
 @settings(deadline=None, max_examples=60)
@@ -199,7 +200,7 @@ EQUAL = [0.1, -0.0, 0.0, 1e-45, 3.4e38, INF, -INF]
 @pytest.mark.parametrize("counts", [[1], [1, 1, 1], [3, 7], [1, 2, 3, 5, 7]])
 def test_what_is_equal_everywhere_keeps_its_bits(counts: list[int]) -> None:
     """A constant buffer (a mask of -inf, a position table) must not drift over the iterations."""
-    plan = plan_of(Fragment(0, "average", 0, len(EQUAL)))
+    plan = plan_of(Fragment(0, "average", 0, len(EQUAL), rule="mean"))
     items = sections(counts, buffers=[EQUAL] * len(counts))
     assert bits(merged(items, plan)) == bits(torch.tensor(EQUAL))
 
@@ -228,3 +229,78 @@ def test_exact_buffers_come_from_the_first_replica() -> None:
         Section(7, 100, nothing, torch.ones(4)),
     ]
     assert struct.unpack("<4I", bits(merged(items, plan))) == tuple(patterns)
+
+
+BEFORE = [1, 2]
+ROWS = [[7, -2], [9, 4], [3, 8]]
+
+
+DTYPES = torch.int64, torch.int16, torch.uint8, torch.float64, torch.bool
+REFUSED = {("sum", torch.bool), *(("mean", d) for d in DTYPES if not d.is_floating_point)}
+"""Before training, see test_flat.py."""
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype"),
+    sorted(set(itertools.product([*RULES, "median"], DTYPES)) - REFUSED, key=str),
+    ids=str,
+)
+def test_every_type_of_buffer_follows_its_rule(rule: str, dtype: torch.dtype) -> None:
+    """In the bytes of their places, which the rows of the vector's own type do not show."""
+    rows, before = (torch.tensor(v).to(dtype) for v in (ROWS, BEFORE))
+    function = lambda values: values.to(torch.int64).median(0).values.to(values.dtype)  # noqa: E731
+    expected = {
+        "first": rows[0],
+        "min": rows.amin(0) if dtype != torch.bool else rows.all(0),
+        "max": rows.amax(0) if dtype != torch.bool else rows.any(0),
+        "sum": before + rows.sum(0, dtype=dtype),
+        "mean": (rows.double() * torch.tensor([[1], [3], [4]])).sum(0).div(8).to(dtype),
+        "median": function(rows),
+    }[rule]
+    used = function if rule == "median" else rule
+    length = -(-2 * dtype.itemsize // 4)
+    fragment = Fragment(0, "exact", 0, length, (2,), dtype=dtype, rule=used)  # type: ignore[arg-type]
+
+    def place(values: torch.Tensor) -> torch.Tensor:
+        memory = torch.zeros(length)
+        memory.view(torch.uint8)[: 2 * dtype.itemsize] = values.view(torch.uint8)
+        return memory
+
+    items = [
+        Section(m, w, torch.empty(0), place(rows[i]))
+        for i, m, w in [(0, 1, 1), (1, 2, 3), (2, 5, 4)]
+    ]
+    items.insert(0, Section(0, 0, torch.empty(0), place(rows[2])))  # without weight
+    weights = place(before)
+    merge_buffers(plan_of(fragment), items, weights)
+    assert torch.equal(weights.view(torch.uint8)[: 2 * dtype.itemsize].view(dtype), expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([[INF, 1.0, -INF], [2.0, INF, 5.0]], [INF, INF, -INF]),
+        ([[1.0, INF, 2.0], [INF, -INF, 3.0], [-INF, 4.0, NAN]], [INF, INF, NAN]),
+    ],
+)
+def test_no_mean_of_infinity_is_nan(rows: list[list[float]], expected: list[float]) -> None:
+    found = merged(sections([1] * len(rows), buffers=rows))[4:]
+    assert torch.equal(found.nan_to_num(9.0), torch.tensor(expected).nan_to_num(9.0))
+    for rule, name in ((torch.amin, "min"), (torch.amax, "max")):
+        plan = plan_of(Fragment(0, "average", 0, 3, rule=name))
+        found = merged(sections([1] * len(rows), buffers=rows), plan)
+        assert torch.equal(found.nan_to_num(9.0), rule(torch.tensor(rows), 0).nan_to_num(9.0))
+
+
+def test_ranks_of_one_model_count_once() -> None:
+    """They have the same buffers: of a mean that changes nothing, of a sum it would."""
+    rows = torch.tensor([[1.0, 5.0], [1.0, 5.0], [3.0, 7.0]])
+    repeats = [False, True, False]
+    items = [
+        Section(m, 1, torch.empty(0), row, repeats=again)
+        for m, (row, again) in enumerate(zip(rows, repeats, strict=True))
+    ]
+    for rule, expected in {"sum": [13.0, 21.0], "mean": [5 / 3, 17 / 3]}.items():
+        weights = torch.full((2,), 9.0)
+        merge_buffers(plan_of(Fragment(0, "average", 0, 2, rule=rule)), items, weights)
+        assert weights.tolist() == pytest.approx(expected)

@@ -43,8 +43,8 @@ def own_layout(shapes: list[tuple[int, ...]], buffers: int, ranks: int, rank: in
     """Of what ``fully_shard`` leaves on a rank."""
     local: list[tuple[int, ...]] = []
     for shape in shapes:
-        low, high = rows_of(*(shape[:1] or (1,)), ranks, rank)
-        local.append(shape if shape == () and high > low else (high - low, *shape[1:]))
+        low, high = rows_of(*shape[:1], ranks, rank) if shape else (0, 1)
+        local.append((high - low, *shape[1:]) if shape else ())
     return layout_with(local, buffers)
 
 
@@ -98,7 +98,7 @@ def test_there_and_back(shapes, buffers, ranks, seed, average):
         sent = [memoryview(for_shards(part, spans[rank])) for part in sliced]
         arrived = [part for data in sent for part in unpacked(data)]
         state = state_from(own, spans[rank], arrived, layout.dtype)
-        rows = [rows_of(*(shape[:1] or (1,)), ranks, rank) for shape in shapes]
+        rows = [rows_of(*shape[:1], ranks, rank) if shape else (0, 1) for shape in shapes]
         for number, (low, high) in enumerate(rows):
             segment, here = layout.segments[number], own.segments[number]
             for whole_of, part_of in (
@@ -108,8 +108,9 @@ def test_there_and_back(shapes, buffers, ranks, seed, average):
                 shape = segment.shape or (1,)
                 wanted = whole_of[segment.start : segment.stop].view(shape)[low:high]
                 assert torch.equal(part_of[here.start : here.stop].view(wanted.shape), wanted)
-        parts = list(parts_of(own, spans[rank], state))
-        back.append([for_slice(spans[rank], parts, plan) for plan in slices])
+        told = [span for span in spans[rank] if not span.repeated]
+        parts = list(parts_of(own, told, state))
+        back.append([for_slice(told, parts, plan) for plan in slices])
     for n, (plan, wanted) in enumerate(zip(slices, cut, strict=True)):
         arrived = [part for source in back for part in unpacked(memoryview(source[n]))]
         found = reslice(arrived, plan, layout.dtype)
@@ -144,6 +145,13 @@ def test_the_layout_of_rows_has_no_others():
     assert [s.shape for s in found.segments[:3]] == [(2, 2), (0,), (1, 3)]
     assert [s.length for s in found.segments[3:]] == [s.length for s in layout.segments[3:]]
     assert found.size - found.buffers_start == layout.size - layout.buffers_start
+
+
+def test_every_rank_has_a_single_number_and_one_tells_it():
+    layout = layout_with([(), (2, 3)], 0)
+    for rank in range(3):
+        found = spans_of(layout, nested_shards([(3, rank)]), {0})
+        assert [(span.number, span.length, span.repeated) for span in found] == [(0, 1, rank > 0)]
 
 
 def test_a_single_number_is_a_row():

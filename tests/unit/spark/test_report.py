@@ -15,6 +15,7 @@ from pyspark.worker_util import check_python_version
 
 import sparkdl
 from sparkdl.errors import DataError, SessionError, TrainingError
+from sparkdl.spark import failures
 from sparkdl.spark.failures import (
     end_of_session_explained,
     explain,
@@ -55,6 +56,31 @@ def test_a_task_that_failed_outside_python(said: str, told: str) -> None:
     """The driver's own stack says nothing of it."""
     place = "partition 3 on 10.0.0.1 executor 2 failed 4 times. "
     assert explain(FAILED + said + DRIVERS) == place + told
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "org.apache.spark.SparkException: Python worker exited unexpectedly (crashed)\n\tat o.a.S",
+        "Traceback (most recent call last):\n  File 'a'\nOSError: [Errno 12] Cannot allocate memory",
+        "Traceback (most recent call last):\n  File 'a'\nMemoryError",
+        "Traceback (most recent call last):\n  File 'a'\nRuntimeError: [enforce fail at cpu.cpp:127] "
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 640 bytes",
+    ],
+)
+@pytest.mark.parametrize("limit", ["1500m", None])
+def test_a_limit_of_memory_is_named(
+    said: str, limit: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf = {"spark.executor.pyspark.memory": limit}
+    context = SimpleNamespace(_conf=conf) if limit else None
+    monkeypatch.setattr(failures.SparkContext, "_active_spark_context", context)
+    assert ("raise or unset it" in explain(FAILED + said)) == bool(limit)
+    if limit:
+        assert "spark.executor.pyspark.memory=1500m limits" in explain(FAILED + said)
+    monkeypatch.setattr(failures.SparkContext, "_active_spark_context", None)
+    monkeypatch.setattr(failures.resource, "getrlimit", lambda kind: (3 << 29, 3 << 29))
+    assert "ulimit -v limits the address space of a process to 1.5 GiB" in explain(FAILED + said)
 
 
 def test_a_job_that_failed_without_a_task() -> None:
@@ -174,6 +200,31 @@ def test_a_query_that_was_cancelled_is_no_fault_of_the_data(explained: Any) -> N
     said = "(org.apache.spark.SparkSQLException) [OPERATION_CANCELED] Operation has been canceled."
     with pytest.raises(TrainingError, match="the query was cancelled, by"), explained():
         raise PySparkException(said)
+
+
+@pytest.mark.parametrize("explained", [reading_explained, partial(faults_explained, "training")])
+@pytest.mark.parametrize(
+    ("said", "lost"),
+    [
+        ("sparkdl.errors.StaleReferenceError: slab /dev/shm/a was deleted", True),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: '/tmp/sparkdl-local-1-{}/a'",
+            True,
+        ),
+        (
+            "FileNotFoundError: [Errno 2] No such file or directory: '/data/sparkdl-run/a.png'",
+            False,
+        ),
+        ("sparkdl.errors.SlabFullError: no room in /tmp/sparkdl-local-1-{}", False),
+    ],
+)
+def test_deleted_slabs_are_lost_state(explained: Any, said: str, lost: bool) -> None:
+    """As are stored blocks. Files of the user's are not."""
+    task = f"Traceback (most recent call last):\n  some\n{said.format('0f' * 8)}"
+    for text in (task, "java: Could not compute split, block rdd_3_0 of RDD 5 not found"):
+        with pytest.raises(sparkdl.SparkdlError) as caught, explained():
+            raise PySparkException(text)
+        assert isinstance(caught.value, sparkdl.StateLostError) == (lost or text is not task)
 
 
 @pytest.mark.parametrize(

@@ -276,3 +276,19 @@ def test_compiling_in_place_is_told_not_to_travel(
         'model is a module, and its "1" was compiled with .compile(), which is not sent to the '
         "executors: it is trained without compilation. Pass compile=True to compile it there."
     ]
+
+
+class Extra(nn.Linear):
+    """A module with state that no file of weights can hold."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_a_model_that_could_not_be_saved_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = sparkdl.Trainer(model=Extra(3, 4), loss=nn.MSELoss(), optimizer=torch.optim.Adam)
+    prepare(trainer, None)
+    assert 'could not be saved: state_dict() has "_extra_state", a dict, but' in caplog.text

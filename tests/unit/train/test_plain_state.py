@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,10 +17,12 @@ from mistakes import message_of
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
+import sparkdl
 from sparkdl.errors import ModelError
 from sparkdl.process.determinism import seeded
 from sparkdl.train.plain_state import PlainState
 
+NAN = float("nan")
 INPUTS = torch.arange(12.0).reshape(6, 2)
 
 
@@ -186,23 +188,31 @@ def test_a_cache_may_grow_if_it_is_no_part_of_the_state() -> None:
     check(nn.Sequential(Rotary(persistent=False)))
     check(Rotary(persistent=True, length=6))
     assert message_of(ModelError, check, nn.Sequential(Rotary(persistent=True))) == (
-        'forward makes the buffer "0.cache" [6] int64, but __init__ made it [4] int64: buffers are '
-        "averaged over the replicas, so their shape and type must not change. Give it its final "
+        'forward makes the buffer "0.cache" [6] int64, but __init__ made it [4] int64: replicas '
+        "exchange buffers, so their shape and type must not change. Give it its final "
         "form in __init__ (for the longest input, say). If it is only a cache, register it with "
         "persistent=False."
     )
 
 
 class Annealed(nn.Module):
-    def __init__(self) -> None:
+    sparkdl_buffers: ClassVar = {"center": "mean"}  # of a loss it says nothing
+
+    def __init__(self, buffer: str = "") -> None:
         super().__init__()
-        self.calls = 0
+        self.calls, self.own = 0, buffer
+        self.register_buffer("weight", torch.tensor([1.0, NAN]))
         self.register_buffer("center", torch.zeros(2))
+        self.register_buffer("ready", torch.zeros((), dtype=torch.bool))
+        self.norm = nn.BatchNorm1d(2, affine=False)
 
     def forward(self, output: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        self.center = self.center.lerp(output.detach().mean(0), 0.1)
-        return (output - self.center).square().mean() / self.calls
+        if self.own == "center":  # another tensor
+            self.center = self.center.lerp(output.detach().mean(0), 0.1)
+        elif self.own == "ready":  # by the first call alone
+            self.ready.fill_(True)
+        return (self.norm(output) - self.center).square().mean() / self.calls
 
 
 def test_state_of_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
@@ -213,8 +223,49 @@ def test_state_of_the_loss_is_warned_of(caplog: pytest.LogCaptureFixture) -> Non
         f'the loss changes its "{name}" in each call, and each worker has its own copy. If the '
         "value of the loss depends on it, keep it in a buffer of the model and let the model "
         "return it."
-        for name in ("buffers", "calls")
+        for name in ("modules", "calls")
     ]
+
+
+class Holds:
+    def __init__(self, loss: Any) -> None:
+        self.loss = loss
+
+    def __call__(self, output: torch.Tensor) -> torch.Tensor:
+        return self.loss(output)
+
+
+def enclosed(loss: Any) -> Any:
+    return lambda output: loss(output)
+
+
+@pytest.mark.parametrize("buffer", ["center", "ready"])
+@pytest.mark.parametrize(
+    "held",
+    [
+        lambda loss: loss,
+        lambda loss: nn.Sequential(nn.Identity(), loss),
+        sparkdl.PerReplica,
+        partial,
+        lambda loss: partial(enclosed(loss)),
+        enclosed,
+        Holds,
+        lambda loss: loss.forward,
+    ],
+)
+def test_a_loss_that_changes_its_buffers_is_refused(held: Any, buffer: str) -> None:
+    loss = held(Annealed(buffer))
+    name = f"1.{buffer}" if isinstance(loss, nn.Sequential) else buffer
+    call = loss.loss if isinstance(loss, sparkdl.PerReplica) else loss
+    module = nn.Linear(2, 2)
+    state = PlainState(module, loss)
+    call(module(INPUTS))
+    assert message_of(ModelError, state.check, lambda: call(module(INPUTS))) == (
+        f'the loss changes its buffer "{name}", which each worker would do with a copy of its own. '
+        "Make the loss a part of the model, whose buffers replicas agree on (see buffers= of the "
+        "trainer): assign it in __init__, as self.criterion, and give step=, a function of module "
+        "and batch that calls module.criterion, instead of loss=."
+    )
 
 
 class OfFirstRows(nn.Module):

@@ -123,6 +123,12 @@ KINDS = [
     ({"callbacks": [print]}, "callback <built-in function print> is not a sparkdl.Callback."),
     ({"weight": 1.0}, "weight is a float: give the name of a column."),
     ({"schedule_metric": 3}, "schedule_metric is an int: give the name of a metric of the validation."),
+    ({"buffers": "first"}, 'buffers: give a mapping from names, or patterns such as "*.codes", to "fi'),
+    (
+        {"buffers": {"*.codes": "mena"}},
+        'buffers: "*.codes" has the rule "mena": give "first", "mean", "min", "max", "sum", or a '
+        'function of the stacked values. Did you mean "mean"?',
+    ),
     ({"compile": "inductor"}, "compile is a str: give True, or a mapping of torch.compile's options."),
     (
         {"compile": {"faster": True}},
@@ -209,6 +215,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"replicas": None, "slices": None, "bucketing": None, "clip_norm": None, "ema": None},
     {"clip_norm": 1, "clip_value": 1e-9, "ema": 0.999, "l1": {"*": 0.0}, "l2": {}, "seed": 2**63 - 1},
     {"class_weights": [0.0, 1], "compile": {"backend": "eager"}, "weights": {}},
+    {"buffers": {"*.codes": "first", "*": torch.amax}},
     {"class_weights": {0: 1.0, 7: 0}, "wire": "bf16", "precision": "fp16", "on_nan": "skip"},
     {"features": ("a", "b"), "label": None, "weight": "w", "freeze": ("a",), "callbacks": ()},
     {"optimizer": {"": torch.optim.SGD}, "schedule": partial, "augment": lambda x, rng: x},

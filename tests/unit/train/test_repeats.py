@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 from collections.abc import Callable
@@ -14,10 +15,14 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from sparkdl.data.batches import Batch, BatchSpec, preview_batch
+from sparkdl.errors import in_quotes
+from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import seeded
+from sparkdl.train.plain_state import comparable
 from sparkdl.train.preflight import check_writes, parameter_sums
 from sparkdl.train.repeats import tell_of_hidden_state, tell_of_mixed_rows, tell_of_own_draws
+from sparkdl.train.undeclared_buffers import UndeclaredBuffers
 
 ROWS = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
@@ -214,3 +219,108 @@ def test_writing_to_weights_is_told(kind: type, caplog: pytest.LogCaptureFixture
     assert ['writes to "weight", a trained' in m for m in caplog.messages] == [True] * (
         kind is not nn.Linear
     )
+
+
+class Remembers(nn.Linear):
+    """Has buffers, and ``change(buffers, rows)`` in each pass in training."""
+
+    def __init__(self, change: Callable[[Any, torch.Tensor], object], **buffers: Any) -> None:
+        super().__init__(4, 2)
+        self.change = change
+        for name, value in buffers.items():
+            self.register_buffer(name, torch.as_tensor(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.change(self, x.detach())
+        return super().forward(x)
+
+
+def queue(m: Any, x: torch.Tensor) -> None:
+    m.rows = torch.cat([x, m.rows])[: len(m.rows)]
+    m.place = (m.place + len(x)) % 64
+
+
+def at_first(m: Any, x: torch.Tensor) -> None:
+    if not m.ready:
+        m.codes[:] = x[:2]
+        m.ready.fill_(True)
+
+
+def largest(m: Any, x: torch.Tensor) -> None:
+    m.high = torch.maximum(m.high, x.amax(0))
+
+
+ALONE = {"codes": torch.zeros(2, 4), "ready": False}
+UNDECLARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str], str]] = {
+    "nothing": (lambda: nn.Linear(4, 2), {}, [], ""),
+    "norms": (
+        lambda: nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2), nn.SyncBatchNorm(2)),
+        {},
+        [],
+        "",
+    ),
+    "of the weights alone": (
+        lambda: parametrizations.spectral_norm(nn.Linear(4, 2)),
+        {},
+        [],
+        "",
+    ),
+    "a count of passes": (lambda: Remembers(lambda m, x: m.n.add_(1), n=0), {}, [], ""),
+    "of the first rows": (lambda: Remembers(at_first, **ALONE), {}, ["codes"], ""),
+    "of too few rows": (
+        lambda: Remembers(lambda m, x: m.codes.copy_(x[:5]), codes=torch.zeros(5, 4)),
+        {},
+        ["codes"],
+        "",
+    ),
+    "a queue": (
+        lambda: nn.Sequential(Remembers(queue, rows=torch.zeros(8, 4), place=0)),
+        {},
+        ["0.rows", "0.place"],
+        "",
+    ),
+    "a count of rows": (
+        lambda: Remembers(lambda m, x: m.n.add_(len(x)), n=0),
+        {},
+        ["n"],
+        '{"n": "sum"}',
+    ),
+    "a range": (
+        lambda: Remembers(largest, high=[-float("inf")] * 4),
+        {},
+        ["high"],
+        '{"high": "max"}',
+    ),
+    "a mean of one's own": (
+        lambda: Remembers(lambda m, x: m.mean.lerp_(x.mean(0), 0.1), mean=torch.zeros(4)),
+        {},
+        ["mean"],
+        '{"mean": "mean"}',
+    ),
+    "what the trainer names": (lambda: Remembers(at_first, **ALONE), {"codes": "first"}, [], ""),
+}
+
+
+@pytest.mark.parametrize("name", UNDECLARED)
+def test_buffers_that_rows_decide_are_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, rules, told, fitting = UNDECLARED[name]
+    module, batch = make().train(), Batch([ROWS], [])
+    options = TrainingOptions(buffers=rules)
+    recipe = Recipe(make, torch.sum, torch.optim.SGD, 0, options)
+    buffers = UndeclaredBuffers(module, recipe)
+    module(torch.from_numpy(ROWS))
+    before = copy.deepcopy(module.state_dict())
+    buffers.tell(batch)
+    assert all(comparable(v) == comparable(before[k]) for k, v in module.state_dict().items())
+    assert len(caplog.messages) == bool(told)
+    if told:
+        (message,) = caplog.messages
+        noun = "the buffers" if len(told) > 1 else "the buffer"
+        assert message.startswith(
+            f"each replica changes {noun} {', '.join(map(in_quotes, told))} by rows of its own, and "
+            "after each iteration all have what the first has, as with torch's DDP, unless you say "
+            f'how replicas agree: buffers={{"{told[0]}": "first"}} of the trainer, or '
+        )
+        with_them = f"On the first rows, one process has the same as with {fitting}."
+        assert message.endswith(with_them if fitting else "a function of the stacked values.")

@@ -74,13 +74,13 @@ def _split(build: Build, load: Callable[[], Recipe]) -> dict[str, RankStrategy[A
         recipe = load()
         build.module = recipe.build()
         build.recipe = recipe = recipe.without_weights()  # the module has them
-        whole = build.whole = layout_of(build.module)
+        whole = build.whole = layout_of(build.module, recipe.options.buffers)
         every = frozenset(range(len(whole.segments)))
         build.outermost, build.home, build.numbers = [build.module], device, lambda rank: every
         halves = _halves(build)
         for half in halves.values():
             half.split(build)
-        flat = FlatModule(build.module, build.home)
+        flat = FlatModule(build.module, build.home, recipe.options.buffers)
         if build.home != device:  # of the parameters alone
             for owner in build.module.modules():
                 for name, buffer in owner._buffers.items():

@@ -4,6 +4,9 @@
 ranks must call the same units equally often. A rank without rows uses a few spare ones. A rank with
 fewer micro-batches than the others runs its last one again. A rank with fewer validation batches
 runs a batch of training rows. All of these have a share of zero.
+
+A parameter that is a single number has no rows to shard. Each rank has it, and its gradients are summed
+after the pass.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -23,7 +27,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from sparkdl.collectives.direct import DirectReduceScatter
+from sparkdl.collectives.direct import DirectReduceScatter, all_reduce
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.batchnorm import synchronise
 from sparkdl.engines.gang.model_group import ModelGroup
@@ -34,7 +38,7 @@ from sparkdl.model.layout import local
 from sparkdl.model.live_replica import LiveReplica
 from sparkdl.model.options import PRECISIONS, TrainingOptions
 from sparkdl.model.signature import with_tensors
-from sparkdl.parallel.fsdp import FSDP, units_of
+from sparkdl.parallel.fsdp import FSDP, units_of, whole_parameters
 from sparkdl.parallel.mesh import Mesh
 from sparkdl.parallel.traced_stage import TracedStage
 from sparkdl.process.memory import is_scarce, memory_given_back
@@ -89,10 +93,16 @@ class FSDPRank(RankStrategy[FSDP]):
         here = [each.node_id for each in build.samples].count(build.samples[build.rank].node_id)
         if is_scarce(HEAP_SHARE * build.whole.nbytes // build.mesh.pipe, here):
             build.member.at_end.enter_context(memory_given_back())
+        if build.mesh.place(build.rank, "shard"):
+            whole = set(whole_parameters(build.live.flat.module))
+            parameters = enumerate(build.live.flat.parameters)
+            repeated = frozenset(number for number, (_, p) in parameters if p in whole)
+            build.shards = replace(build.shards, repeated=build.shards.repeated | repeated)
 
     def gradients(self, build: Build) -> GradientSync:
         live, plans, group = build.live, build.plans, build.model_group()
-        return ShardedSync(live, plans, build.rank, build.spare, build.mesh, group)
+        sums = [build.groups.along(name) for name in ("shard", "data")]
+        return ShardedSync(live, plans, build.rank, build.spare, build.mesh, group, sums)
 
 
 def shard_units(
@@ -129,6 +139,7 @@ def shard_units(
     for parameter in outermost.parameters():
         if local(parameter) is parameter:
             parameter.data = parameter.data.contiguous()
+    whole = set(whole_parameters(outermost))
     for unit in dict.fromkeys([*units, outermost]):
         unit.register_forward_hook(_copied if layers_split else _no_view)
         if unit is outermost and computed is not None:
@@ -139,11 +150,28 @@ def shard_units(
             mp_policy=dtypes,
             offload_policy=offloading,
             reshard_after_forward=None if again else False,
+            ignored_params=whole,
         )
         cut.set_gradient_divide_factor(1.0)
         cut.set_force_sum_reduction_for_comms(True)
         cut.set_reduce_scatter_unused_params(True)
         cut.set_custom_reduce_scatter(DirectReduceScatter(idle))  # type: ignore[arg-type]
+
+
+def sum_whole(live: LiveReplica, groups: Sequence[dist.ProcessGroup | None]) -> None:
+    """Sum the gradients of the parameters that are a single number over each of ``groups`` in turn."""
+    whole = [p for _, p in live.flat.parameters if not p.ndim]
+    if not whole:
+        return
+    sums = torch.zeros(2, len(whole), dtype=whole[0].dtype, device=live.device)
+    for number, parameter in enumerate(whole):
+        if parameter.grad is not None:
+            sums[0, number], sums[1, number] = parameter.grad, 1.0
+    for group in groups:
+        if group is not None:
+            all_reduce(sums, group)
+    for parameter, total, count in zip(whole, *sums, strict=True):
+        parameter.grad = total.clone() if count else None
 
 
 def let_go(module: nn.Module) -> None:
@@ -178,9 +206,10 @@ class ShardedSync(SummedGradients):
         spare: Batch,
         mesh: Mesh,
         group: ModelGroup,
+        sums: Sequence[dist.ProcessGroup | None],
     ) -> None:
         super().__init__(live, plans, rank, spare)
-        self._mesh, self._model_group = mesh, group
+        self._mesh, self._model_group, self._sums = mesh, group, sums
         # Torch sets a unit up at its first call; if that is an evaluation, the unit cannot train
         forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0, by_rows=True)
         live.clear_gradients()
@@ -190,7 +219,7 @@ class ShardedSync(SummedGradients):
         accumulate = self._live.recipe.options.accumulate
         parts = min(accumulate, max(stop - start for start, stop in work.step.rows))
         scale = work.step.loss_scale
-        return forward_backward(
+        passed = forward_backward(
             self._live,
             batch,
             work.seed(),
@@ -200,6 +229,8 @@ class ShardedSync(SummedGradients):
             parts=parts,
             by_rows=True,
         )
+        sum_whole(self._live, self._sums)
+        return passed
 
     def _not_finite(self) -> str:
         """Return the parameter whose summed gradient is not finite in this rank's rows, or ""."""

@@ -143,9 +143,11 @@ class GossipSync(GradientSync):
                 found = [torch.empty_like(sent) for _ in range(size)]
                 dist.all_gather(found, sent)
                 add_up(piece, [each.to(piece.device) for each in found])
+        averaged = averaged_parts(layout)
         for segment in layout.segments:
-            if segment.kind not in ("parameter", "average"):
-                dist.broadcast(flat[segment.start : segment.stop], 0)
+            place = slice(segment.start, segment.stop)
+            if segment.kind != "parameter" and place not in averaged:
+                dist.broadcast(flat[place], 0)
         live.flat.refresh()
 
     def _resume(self) -> None:

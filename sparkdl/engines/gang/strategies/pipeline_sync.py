@@ -28,7 +28,7 @@ from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.mesh_groups import MeshGroups
 from sparkdl.engines.gang.model_group import ModelGroup, NodeLocalRows
 from sparkdl.engines.gang.rank_messages import gathered_counts
-from sparkdl.engines.gang.strategies.fsdp import let_go
+from sparkdl.engines.gang.strategies.fsdp import let_go, sum_whole
 from sparkdl.engines.gang.strategies.pipeline_schedules import Schedules, as_tuple
 from sparkdl.engines.gang.strategies.pipeline_stages import PipelineBuild, StageRelay
 from sparkdl.engines.gang.strategies.summed import CopySync
@@ -47,6 +47,8 @@ from sparkdl.slices.spec import SliceSpec
 
 class PipelineSync(CopySync):
     """Gradients of the stages of a pipeline. See the note above."""
+
+    _model_group: ModelGroup
 
     def __init__(
         self,
@@ -77,9 +79,10 @@ class PipelineSync(CopySync):
         self._stages = dict(zip(staged.placement.stages(rank), staged.stages, strict=True))
         self._pipe, self._alike = groups.along("pipe"), groups.along("data")
         mesh = staged.placement.mesh
-        self._gathers = groups.along("shard") is not None
+        self._shard = groups.along("shard")
+        self._gathers = self._shard is not None
         together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
-        self._bring = ModelGroup(mesh, rank, together, staged.live, self._spare, near)
+        self._model_group = ModelGroup(mesh, rank, together, staged.live, self._spare, near)
         self._in_turn = StageRelay(staged.placement, self._stages, rank, together, staged.live)
         self._members = mesh.along(rank, "pipe")
         self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
@@ -114,7 +117,7 @@ class PipelineSync(CopySync):
         clock: Clock,
     ) -> tuple[float, str]:
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
-        counts = self._bring.counts(work, weights)
+        counts = self._model_group.counts(work, weights)
         # shards are summed over all pipelines, of which others may have rows
         own, self._counts = self._rank in counts, bool(counts) or self._gathers
         self._counted(0.0, weights, 0.0)
@@ -130,7 +133,7 @@ class PipelineSync(CopySync):
             self._schedules.prepare({each for some in others for _, each, _ in some})
             idle = max(map(len, others)) - len(runs)
         if counts:
-            bring, ends = self._bring, [*self._heads, *self._tails]
+            bring, ends = self._model_group, [*self._heads, *self._tails]
             here = bring.here(work, counts, batches[0] if batches else None, ends)
             inputs = bring.inputs(counts, here, self._heads)
             whole = MiniBatch(inputs, *bring.targets(counts, here, self._tails))
@@ -138,7 +141,7 @@ class PipelineSync(CopySync):
             self._factor, self._losses, self._found = scale / sum(weights), [], None
             with seeded(replace(work, replica=self._drawing).seed()):
                 self._flow(whole, runs)
-            total = self._bring.weight(weights)
+            total = self._model_group.weight(weights)
             of = total if self._found is None else self._found
             loss = sum(float(value) * weight for value, weight in self._losses) / (of or 1.0)
             if self._needs_all_losses:
@@ -225,6 +228,8 @@ class PipelineSync(CopySync):
     def _taken(self, scale: float) -> Gradients:
         """Return the gradients of this rank's pipeline stages."""
         settle(self._live)
+        if self._gathers:
+            sum_whole(self._live, [self._shard])
         found = take_gradients(self._live).dense
         if scale != 1.0:
             for gradient in found:

@@ -18,7 +18,7 @@ from sparkdl.model.step import is_step
 from sparkdl.replica.compute import Passed, Spare
 from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.joint_pass import padding_pass, passes_together
+from sparkdl.replica.joint_pass import idle, padding_pass, passes_together
 from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
@@ -119,10 +119,11 @@ class SummedGradients(GradientSync):
             work, own = self._model_group.as_one(work), self._model_group.weight(weights)
             clock.lap("data")
         self._counts = bool(own)
-        batch = batch if own and batch is not None else self._spare
+        rows = batch if own else self._in_statistics(batch, total)
+        batch = rows or self._spare
         steps = is_step(self._live.loss)
         with (
-            padding_pass(not own),
+            padding_pass(rows is None),
             passes_together(steps and self._live.recipe.options.accumulate == 1),
         ):
             loss, count, losses = self._pass(work, batch, own / total if total else 0.0, clock)
@@ -134,6 +135,12 @@ class SummedGradients(GradientSync):
             return loss, f"the loss ({loss})"
         name = self._not_finite()
         return loss if tells else 0.0, f'the gradient of "{name}"' if name else ""
+
+    def _in_statistics(self, batch: MiniBatch | None, total: float) -> MiniBatch | None:
+        """Return rows that have no weight, and count in a batch norm over all ranks like any others."""
+        if batch is None or not total or not self._live.recipe.options.sync_batchnorm:
+            return None
+        return Spare(batch.inputs, batch.targets)
 
     def _counted(self, count: float, weights: Sequence[float], own: float) -> None:
         """Set the count of this rank from ``count``, which the pass found for all rows of its group.
@@ -171,6 +178,8 @@ class SummedGradients(GradientSync):
             absent = frozenset(range(len(self._live.flat.parameters)))
         self._gradients = Gradients([], {})
         taking_part = [r for r, (start, stop) in enumerate(rows) if stop > start]
+        groups = [] if self._model_group is None else self._model_group.all
+        repeats = {r for group in groups for r in [r for r in group if weights[r]][1:]}
         sections: dict[int, list[Section]] = {}
         for plan in self._plans:
             low = plan.start + plan.buffers_start - layout.buffers_start
@@ -184,6 +193,7 @@ class SummedGradients(GradientSync):
                     buffers[r][low : max(low, high)],
                     absent,
                     kind=SPARE if r == taking_part[0] else NOTHING,
+                    repeats=r in repeats,
                 )
                 for r in taking_part
             ]
@@ -237,10 +247,11 @@ def factors(live: LiveReplica, share: float) -> tuple[float, float]:
     """Return the factors for the loss before backward and for the gradients after it.
 
     Together they give the gradients a rank's ``share``. The loss gets it if gradients are exchanged
-    within the pass, as in batch norm over the ranks, or where a step has the rows of all ranks.
+    within the pass, as in batch norm over the ranks, or where a step has the rows of all ranks. Then
+    rows without weight have gradients too, through the statistics.
     """
     if live.recipe.options.sync_batchnorm or is_step(live.loss):
-        return share, 1.0 if share else 0.0
+        return share, 0.0 if idle() else 1.0
     return 1.0, share
 
 
