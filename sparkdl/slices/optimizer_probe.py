@@ -220,10 +220,10 @@ def _same_at_size(plan: OptimizerSpec, shape: tuple[int, ...]) -> bool:
     into few elements, and at odd multiples of 64 bytes."""
     size = math.prod(shape)
     middle = size // 64 * 32 + 16
-    pieces: list[list[Span]] = [[(0, 0, 16)], [(0, 16, middle)], [(0, middle, size)]]
+    cuts: list[list[Span]] = [[(0, 0, 16)], [(0, 16, middle)], [(0, middle, size)]]
     try:
         whole = _update(plan, shape, [[(0, 0, size)]], trial=_AT_SIZE)
-        return _same(_update(plan, shape, pieces, trial=_AT_SIZE), whole)
+        return _same(_update(plan, shape, cuts, trial=_AT_SIZE), whole)
     except ModelError:
         raise
     except Exception:  # it may have a kernel for a GPU alone
