@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,6 +63,7 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger("sparkdl")
 MAX_READINGS = 8
 """The number of times that samples are written if their slabs are deleted each time."""
 
@@ -162,7 +164,8 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
         try:
             with reading_explained():
                 return read()
-        except StateLostError:
+        except StateLostError as lost:
+            logger.warning("%s. The data is read again.", str(lost).partition("\n")[0].rstrip("."))
             compute_again(rdd)
     raise deleted_without_end("reading the data", source.slab)
 
@@ -238,9 +241,10 @@ def _read_here(source: Source) -> SampleSet:
 def deleted_without_end(doing: str, slab: SlabConfig) -> TrainingError:
     """Return the error to raise if samples are gone each time that they have been written."""
     return TrainingError(
-        f"{doing}: the samples were written {MAX_READINGS} times, and each time tasks found nothing of "
-        f'them in spark.sparkdl.slab.dir="{slab.directory}". Something deletes the folders '
-        '"sparkdl-*" there again and again: exclude them, or name another directory.'
+        f"{doing}: again and again, tasks did not find the samples that had been written into "
+        f'spark.sparkdl.slab.dir="{slab.directory}". If something deletes the folders "sparkdl-*" '
+        "there, exclude them, or name another directory; if tasks run on another node each time, "
+        "raise spark.locality.wait."
     )
 
 
