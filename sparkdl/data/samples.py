@@ -70,30 +70,15 @@ MAX_READINGS = 8
 
 @dataclass(frozen=True)
 class Source:
-    """The data to make samples of, and how to make them.
-
-    Attributes:
-        data: The DataFrame or RDD.
-        features: The feature columns.
-        label: The label columns; () without a label.
-        replicas: The number of partitions to make.
-        float_dtype: The model's floating dtype.
-        slab: The slab root.
-        columns: Specifications by name. For a field of an RDD ("features", "label[1]") they must be
-            ``for_records``, as a :class:`sparkdl.Sequence` is.
-        weight: The column of weights; for an RDD of :class:`Sample`, any name stands for its weight.
-        fields: The fields that the samples must have, if the model was trained before; integers become
-            floats where it had floats.
-        inputs: The keywords of the features, if the model takes them as keyword arguments.
-    """
+    """The data to make samples of, and how to make them."""
 
     data: DataFrame | RDD
     features: tuple[str, ...]
     label: tuple[str, ...]
-    replicas: int
+    replicas: int  # the number of partitions to make
     float_dtype: str
     slab: SlabConfig
-    columns: Specs = field(default_factory=dict)
+    columns: Specs = field(default_factory=dict)  # of an RDD: all for_records
     weight: str | None = None
     fields: tuple[Field, ...] = ()
     inputs: tuple[str, ...] = ()
@@ -125,15 +110,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
 
     An RDD that already has this number of partitions keeps them, and so does a DataFrame made of
     one. Other data is redistributed by the content of its rows, so that the result does not depend
-    on how the source was split.
-
-    Args:
-        source: The data.
-        persist: Persists an RDD, returns it, and is responsible for unpersisting it later.
-
-    Raises:
-        DataError: A row, or the data as a whole, cannot become samples.
-        TrainingError: The slabs are deleted again and again, or Spark fails.
+    on how the source was split. ``persist`` returns a persisted RDD and unpersists it later.
     """
     if isinstance(source.data, DataFrame):
         written, moved = _write_table(source)
