@@ -26,6 +26,7 @@ from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import (
     collect_frames,
     compute_again,
+    forget_last_shuffle,
     forget_shuffles,
     is_local,
     stage_name,
@@ -145,6 +146,7 @@ class FitResources:
         if alive:
             self.shuffled(None)
             for rdd in (*self._rdds, *self._passing):
+                forget_last_shuffle(rdd, only_frames=True)
                 with contextlib.suppress(Py4JError):
                     rdd.unpersist()
             for broadcast in self._broadcasts:
