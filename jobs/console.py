@@ -35,8 +35,8 @@ def run(job: Callable[[], None]) -> NoReturn:
 
     The status is 0, 2 with ``error: ...`` for a mistake of the user, 130 after an interrupt, or 1
     for a fault."""
-    if isinstance(sys.stdout, io.TextIOWrapper):  # as stderr's: not every console has all letters
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's: it lacks letters
     try:
         job()
     except (Exception, KeyboardInterrupt) as error:

@@ -173,9 +173,6 @@ def wrong_argument(error: BaseException) -> str:
     """Return which number of a constructor that failed is none: ``'lr is the text "0.01": ...'``.
 
     Return an empty string if all of them are numbers.
-
-    Args:
-        error: The error that the constructor raised, with its traceback.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -195,10 +192,7 @@ def wrong_argument(error: BaseException) -> str:
 def no_number(name: str, value: object, default: object = None) -> str:
     """Return the problem of an argument that is to be a number, or an empty string.
 
-    Args:
-        name: The name of the argument.
-        value: Its value. Text that reads as a number is a problem, also in a list.
-        default: Its default. If that is a number, None is a problem.
+    Text that reads as a number is a problem, also in a list; so is None if a number is the default.
     """
     if isinstance(value, (list, tuple)):
         found = (no_number(f"{name}[{i}]", one, default) for i, one in enumerate(value))
@@ -235,13 +229,7 @@ def wrong_data(method: str, data: object, wanted: str, remedy: str = "") -> Data
 
 
 def cannot_travel(what: str, error: Exception, remedy: str) -> str:
-    """Return the message for a user's object that pickle cannot send to the executors.
-
-    Args:
-        what: The object, in words.
-        error: The error that pickle raised.
-        remedy: What to do instead.
-    """
+    """Return the message for a user's object that pickle cannot send to the executors."""
     return (
         f"{what} cannot be pickled, so it cannot travel to the executors "
         f"({type(error).__name__}: {error}). {remedy}"

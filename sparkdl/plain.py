@@ -30,12 +30,7 @@ def plain_list(value: Any) -> Any:
 
 
 def make_plain(made: Any, *names: str) -> None:
-    """Replace fields of a dataclass, frozen or not, by their :func:`plain` values.
-
-    Args:
-        made: The dataclass instance, which is changed in place.
-        names: The fields to convert; all fields if none is named.
-    """
+    """Replace fields (all, if none is named) of a dataclass, even a frozen one, by plain values."""
     for name in names or vars(made):
         object.__setattr__(made, name, plain(getattr(made, name)))
 

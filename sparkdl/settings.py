@@ -22,19 +22,12 @@ PREFIX = "spark.sparkdl."
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A ``spark.sparkdl.*`` key.
-
-    Attributes:
-        default: The value if the key is not set.
-        doc: The description for users.
-        choices: The allowed values; empty if they are not a fixed set.
-        zero: True if 0 is an allowed value; only for keys that are a number of seconds.
-    """
+    """A ``spark.sparkdl.*`` key."""
 
     default: str
     doc: str
-    choices: tuple[str, ...] = ()
-    zero: bool = False
+    choices: tuple[str, ...] = ()  # (): not a fixed set
+    zero: bool = False  # 0 is allowed too; only for a number of seconds
 
 
 SETTINGS: dict[str, Setting] = {

@@ -38,11 +38,7 @@ class Local:
         _sync_folder(os.path.dirname(path))
 
     def read(self, path: str, limit: int | None = None) -> bytes:
-        """Return the bytes of a plain file.
-
-        Raises:
-            OSError: It is a link, a folder or a pipe, or larger than ``limit``.
-        """
+        """Return the bytes of a plain file; OSError if it is none, or larger than ``limit``."""
         return read_plain(path, limit)
 
     def entries(self, path: str) -> list[tuple[str, str, int]]:
@@ -102,11 +98,7 @@ class Remote:
             raise
 
     def read(self, path: str, limit: int | None = None) -> bytes:
-        """Return the bytes of a file.
-
-        Raises:
-            OSError: The file is larger than ``limit``.
-        """
+        """Return the bytes of a file; OSError if it is larger than ``limit``."""
         with self._system.open_input_file(path) as file:
             check_size(file.size(), limit)
             return file.read()
@@ -144,9 +136,6 @@ def open_uri(uri: str) -> tuple[Remote, str]:
     """Return the file system of ``uri`` and the path in it.
 
     The file system is pyarrow's if that supports the scheme, otherwise fsspec's.
-
-    Raises:
-        CheckpointError: pyarrow does not support the scheme, and fsspec is not installed.
     """
     try:
         system, path = fs.FileSystem.from_uri(uri)

@@ -68,12 +68,7 @@ class Folder:
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> Folder:
-        """Return the folder at a path or URI; ``file:`` URIs become paths, relative paths become
-        absolute.
-
-        Raises:
-            CheckpointError: A ``file:`` URI names another host.
-        """
+        """Return the folder at a path or URI; local ones become absolute paths."""
         text = os.fspath(path)
         found = _URI.fullmatch(text)
         if found is None:

@@ -134,11 +134,7 @@ class Manifest:
         return (*self.files, *self.residuals, *best, *([self.history] if self.history else []))
 
     def to_json(self) -> bytes:
-        """Return the manifest as JSON with its own checksum.
-
-        Raises:
-            CheckpointError: A value has no form in JSON, or the text would be too long to be read.
-        """
+        """Return the manifest as JSON with its own checksum."""
         try:
             content = to_plain(self, Manifest)
         except (TypeError, ValueError, AttributeError) as error:
@@ -156,12 +152,9 @@ class Manifest:
 
     @staticmethod
     def read(folder: Folder) -> Manifest:
-        """Return the manifest of a complete checkpoint.
+        """Return the manifest of a complete checkpoint; raise DamagedCheckpoint for another one.
 
         Only the sizes of its files are checked.
-
-        Raises:
-            DamagedCheckpoint: It is not complete, or its manifest is damaged.
         """
         entries = folder.entries()
         if MANIFEST not in entries:
@@ -175,11 +168,7 @@ class Manifest:
 
     @staticmethod
     def from_json(data: bytes) -> Manifest:
-        """Read the JSON that :meth:`to_json` wrote.
-
-        Raises:
-            DamagedCheckpoint: The JSON is wrong; the message says how.
-        """
+        """Read the JSON that :meth:`to_json` wrote; raise DamagedCheckpoint if it is wrong."""
         try:
             content = parse_json(data, finite=True)
         except ValueError as error:
@@ -228,13 +217,9 @@ class Manifest:
     def differences(
         self, layout: ModelIdentity, data: DataIdentity, constants: Mapping[str, Any] | None = None
     ) -> list[str]:
-        """Return a phrase for each difference that prevents a run from continuing here, the first
-        few of each sort.
+        """Return a phrase for each difference that prevents a run from continuing here.
 
-        Args:
-            layout: The model of the run.
-            data: The data of the run.
-            constants: The constants of the run to compare, by names in :data:`CONSTANTS`.
+        These are the first few of each sort; ``constants`` have names of :data:`CONSTANTS`.
         """
         here = constants or {}
         return [
@@ -246,30 +231,17 @@ class Manifest:
 
 @dataclass(frozen=True, kw_only=True)
 class RunIdentity:
-    """The description of a run in its checkpoints.
-
-    Attributes:
-        model: Names, shapes and dtypes of the model's tensors.
-        data: Rows and checksums of the training partitions.
-        constants: The values that determine how rows are divided into batches: replicas,
-            batch_size, local_steps, consistency, seed.
-        optimizers: Class names of the optimizers.
-        options: How gradients are computed and applied.
-        frozen: Digest of the parameters that are not trained.
-        metric: Name of the metric by which the best weights are kept; None if they are not.
-        compression: The hook that compresses gradients, as text.
-        config: The trainer's fields as text, for people who read a manifest.
-    """
+    """The description of a run in its checkpoints."""
 
     model: ModelIdentity
     data: DataIdentity
-    constants: Mapping[str, Any]
+    constants: Mapping[str, Any]  # those of CONSTANTS, which decide how rows become batches
     optimizers: tuple[str, ...]
     options: TrainingOptions
-    frozen: str = ""
-    metric: str | None = None
+    frozen: str = ""  # digest of the parameters that are not trained
+    metric: str | None = None  # None: the best weights are not kept
     compression: str = "None"
-    config: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)  # for people who read a manifest
 
     def batches_as_in(self, manifest: Manifest) -> bool:
         """Return whether the batches of an epoch have the same numbers of rows as in a checkpoint."""

@@ -33,26 +33,15 @@ logger = logging.getLogger("sparkdl")
 
 @dataclass(frozen=True)
 class RestoredRun:
-    """A chosen checkpoint with its manifest and its history.
-
-    Attributes:
-        uri: The folder of the checkpoint.
-        manifest: Its manifest.
-        history: Its history.
-        options: The training options of the run that continues.
-        metric: The metric by which that run keeps the best weights, if it does.
-        compression: That run's compression hook as text; None: replicas start without residuals.
-        midway: Whether the run continues within an epoch, because its batches are those of the
-            checkpoint's run.
-    """
+    """A chosen checkpoint with its manifest and its history."""
 
     uri: str
     manifest: Manifest
     history: History
-    options: TrainingOptions
-    metric: str | None = None
-    compression: str | None = None
-    midway: bool = True
+    options: TrainingOptions  # of the run that continues
+    metric: str | None = None  # by which that run keeps the best weights, if it does
+    compression: str | None = None  # of that run; None: replicas start without residuals
+    midway: bool = True  # within an epoch: the batches are the same
 
     @staticmethod
     def of(
@@ -63,16 +52,7 @@ class RestoredRun:
         any_data: bool = False,
         midway: bool = True,
     ) -> RestoredRun:
-        """Return a restored run.
-
-        Args:
-            run: The run that continues.
-            uri: The folder of the checkpoint.
-            manifest: Its manifest.
-            history: Its history.
-            any_data: Only the state is wanted, without residuals.
-            midway: See :class:`RestoredRun`.
-        """
+        """Return a restored run; with ``any_data`` it gets no residuals."""
         compression = None if any_data else run.compression
         return RestoredRun(uri, manifest, history, run.options, run.metric, compression, midway)
 
@@ -114,11 +94,7 @@ class RestoredRun:
         return next((v for v in validations if v.iteration == best.iteration), None)
 
     def load(self, access: StateAccess) -> None:
-        """Load the checkpoint into the state.
-
-        Raises:
-            DamagedCheckpoint: A file is damaged.
-        """
+        """Load the checkpoint into the state; raise DamagedCheckpoint if a file is damaged."""
         access.load(self._reader(self.manifest.files), (DamagedCheckpoint,))
         if self.best is not None and self.manifest.best is not None:
             access.load(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
@@ -159,13 +135,8 @@ def _read(uri: str, files: tuple[SliceFile, ...], plan: SliceSpec, dtype: Any) -
 class ResumeCandidates:
     """The checkpoints from which a run may continue, the newest first.
 
-    Args:
-        settings: The run's own checkpoints, if it writes any.
-        resume: "latest", or the path of a checkpoint or of a folder of checkpoints.
-        any_data: Only the state is wanted, whatever data it was trained on.
-
-    Raises:
-        ParameterError: "latest" was given without ``settings``, or the path contains no checkpoint.
+    ``resume`` is "latest", for the run's own checkpoints, or the path of a checkpoint or of a
+    folder of them. ``any_data``: only the state is wanted, whatever data it was trained on.
     """
 
     def __init__(
@@ -194,16 +165,7 @@ class ResumeCandidates:
     def restore(self, access: StateAccess, identity: RunIdentity) -> RestoredRun | None:
         """Load the newest undamaged checkpoint into ``access``.
 
-        Args:
-            access: The state to load into.
-            identity: The run that continues.
-
-        Returns:
-            The restored run. None for "latest" if no checkpoint has been completed yet.
-
-        Raises:
-            ParameterError: A checkpoint belongs to another run, or there is none.
-            CheckpointError: All are damaged.
+        Return None for "latest" if no checkpoint has been completed yet.
         """
         for uri, manifest in self._found:
             self._check(uri, manifest, identity)

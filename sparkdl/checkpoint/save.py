@@ -32,23 +32,14 @@ TAIL = 10_000
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """A checkpoint of ``state`` that is being written.
-
-    Attributes:
-        directory: Its folder.
-        state: The state of the run.
-        history: The history as bytes.
-        committed: Called with the URI and the manifest when the checkpoint is complete.
-        best: Whether it contains the best weights.
-        work: The writing, if it is done in the background.
-    """
+    """A checkpoint of ``state`` that is being written."""
 
     directory: str
     state: TrainState
     history: bytes
-    committed: Callable[[str, Manifest], None] | None
-    best: bool
-    work: PendingStateWork | None = None
+    committed: Callable[[str, Manifest], None] | None  # called when it is complete
+    best: bool  # it has the best weights
+    work: PendingStateWork | None = None  # None: training waits
 
 
 class Checkpointer:
@@ -69,20 +60,11 @@ class Checkpointer:
         begun: TrainState,
         endless: bool = False,
     ) -> None:
-        """Set up the writing of checkpoints.
+        """Set up the writing of checkpoints; without ``background`` training waits for it.
 
-        Args:
-            settings: The user's settings.
-            access: The state.
-            identity: The run.
-            history: The history of the run.
-            noting: Called when a checkpoint begins; the function that it returns is called with the
-                URI and the manifest when the checkpoint is complete.
-            background: Starts to write while training continues; None: training waits.
-            model: The ``model`` of the manifest.
-            begun: The state in which the run begins or continues.
-            endless: Another pass will follow, so that the end of this pass is not the end of the
-                run, and the length of the history has no known bound.
+        ``noting`` is called when a checkpoint begins, and what it returns when the checkpoint is
+        complete. ``endless``: another pass follows, so the end of this one is not the end of the
+        run.
         """
         self._access, self._identity = access, identity
         self.every, self._keep = settings.every, settings.keep
@@ -101,9 +83,6 @@ class Checkpointer:
 
         The folder is created by the driver, whose umask may close it to the user of the executors,
         even if its parent is open.
-
-        Raises:
-            CheckpointError: An owner cannot write, or the driver does not see its file.
         """
         directory = self._store.begin(0)
         try:
@@ -136,13 +115,8 @@ class Checkpointer:
     def written(self, state: TrainState, here: bool = False) -> str:
         """Write a checkpoint while training waits, and return its URI.
 
-        Args:
-            state: The state of the run.
-            here: Write it in this process, into a folder that only this process can access. Such a
-                checkpoint is written to save the model, and contains no residuals.
-
-        Raises:
-            CheckpointError: It cannot be written.
+        With ``here`` this process writes it, into a folder that only this process can access; it
+        saves the model, and has no residuals.
         """
         with _explained(state):
             begun = self._opened(state)

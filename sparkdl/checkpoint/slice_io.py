@@ -28,16 +28,6 @@ def write_slice(
     """Write one slice into a checkpoint, and return its record for the manifest.
 
     No two attempts write the same file, so a task may run twice.
-
-    Args:
-        directory: The folder of the checkpoint.
-        index: The number of the slice.
-        plan: The slice.
-        state: Its state.
-        kind: The beginning of the file's name.
-
-    Raises:
-        CheckpointError: The slice cannot be written.
     """
     return write_packed(directory, index, (plan.start, plan.stop), to_bytes(plan, state), kind)
 
@@ -45,15 +35,7 @@ def write_slice(
 def write_packed(
     directory: str, index: int, bounds: tuple[int, int], data: bytes, kind: str
 ) -> SliceFile:
-    """Write a slice that is packed already, and return its record for the manifest.
-
-    Args:
-        directory: The folder of the checkpoint.
-        index: The number of the slice.
-        bounds: Its first and last + 1 element in the flat vector.
-        data: The content of the file.
-        kind: The beginning of the file's name.
-    """
+    """Write a packed slice of elements [start, stop), and return its record for the manifest."""
     name = f"{kind}-{index:05d}-{secrets.token_hex(8)}.safetensors"
     Folder(directory).write(name, data)
     return SliceFile(
@@ -86,16 +68,7 @@ def read_slice_files(
 ) -> SliceState:
     """Return the state of slice ``plan`` from a checkpoint, whatever N it was written with.
 
-    Only files that overlap with the slice are read.
-
-    Args:
-        directory: The folder of the checkpoint.
-        files: The checkpoint's files of slices.
-        plan: The slice.
-        dtype: The dtype of the flat vector.
-
-    Raises:
-        DamagedCheckpoint: A file is damaged; the message names it.
+    Only files that overlap with the slice are read; raise DamagedCheckpoint if one is damaged.
     """
     needed = [f for f in files if f.start < plan.stop and plan.start < f.stop]
     if not needed:  # an empty slice: any file shows which arrays a state has
@@ -118,11 +91,7 @@ def _read_part(folder: Folder, file: SliceFile) -> StoredSlice:
 
 
 def read_checked(folder: Folder, file: StoredFile) -> bytes:
-    """Return the bytes of a file.
-
-    Raises:
-        DamagedCheckpoint: The size or the checksum is not that in the manifest.
-    """
+    """Return the bytes of a file; raise DamagedCheckpoint if they are not those of the manifest."""
     try:
         data = folder.read(file.name, limit=file.nbytes)
     except CheckpointError as error:

@@ -98,8 +98,7 @@ class CheckpointStore:
     def open(path: str | os.PathLike[str]) -> CheckpointStore:
         """Open the store at ``path``, a folder of checkpoints or a single checkpoint.
 
-        Raises:
-            ParameterError: The folder is empty or does not exist.
+        Raise ParameterError if the folder is empty or does not exist.
         """
         store = CheckpointStore(path)
         entries = store._root.entries()
@@ -121,9 +120,6 @@ class CheckpointStore:
         """Create the folder and write into it, so that a path that is not writable fails early.
 
         Results in it whose clients went away are deleted.
-
-        Raises:
-            CheckpointError: It is not writable.
         """
         try:
             self._root.make()
@@ -157,9 +153,6 @@ class CheckpointStore:
         """Check that the driver sees what tasks wrote into ``directory``, which :meth:`begin` made.
 
         ``probes`` are the results of :func:`sparkdl.checkpoint.slice_io.try_probe`.
-
-        Raises:
-            CheckpointError: A task could not write, or its file is not visible from here.
         """
         entries = Folder(directory).entries()
         for probe in probes:
@@ -190,16 +183,7 @@ class CheckpointStore:
     def commit(self, directory: str, manifest: Manifest, history: bytes) -> Manifest:
         """Complete the checkpoint: check its files, write the history, then the manifest.
 
-        Args:
-            directory: The URI of its folder.
-            manifest: The manifest without the history.
-            history: The history as bytes.
-
-        Returns:
-            The manifest as written.
-
-        Raises:
-            CheckpointError: A file that a task wrote is not visible from here.
+        Return the manifest as written; ``manifest`` lacks the history.
         """
         folder = Folder(directory)
         entries = folder.entries()
@@ -246,11 +230,7 @@ class CheckpointStore:
         return CheckpointError(f"there is no checkpoint to resume from in {self}.{reasons}")
 
     def read_history(self, uri: str, manifest: Manifest) -> bytes:
-        """Return the history's bytes.
-
-        Raises:
-            DamagedCheckpoint: There is no history, or it is damaged.
-        """
+        """Return the history's bytes; raise DamagedCheckpoint if there is no whole one."""
         folder = Folder(uri)
         if manifest.history is None:
             raise DamagedCheckpoint(f"{folder}: its manifest lists no history")
@@ -266,15 +246,8 @@ class CheckpointStore:
         cannot be listed or deleted, the others are still processed, and the first error is raised
         at the end.
 
-        Args:
-            keep: How many of the newest complete checkpoints stay; None: all. Incomplete ones stay
-                if they are newer than the newest complete one.
-
-        Returns:
-            The URIs of the deleted checkpoints.
-
-        Raises:
-            CheckpointError: A folder could not be listed or deleted.
+        ``keep``: how many of the newest complete ones stay (None: all). Incomplete ones that are
+        newer than the newest complete one stay, too. Return the URIs of the deleted ones.
         """
         complete: list[Folder] = []
         doomed: list[Folder] = []

@@ -82,11 +82,7 @@ def plain_parameters(trainer: Any, written_as: tuple[type, ...] = ()) -> dict[st
     A function, class or module is given as its name. A partial also gives its plain keywords, as
     ``optimizer.lr``; mappings and nested dataclasses do so as well. Anything else (data, callbacks)
     is left out, and so are values whose names suggest a secret. Secrets inside texts are hidden,
-    see :mod:`sparkdl.codec.redaction`.
-
-    Args:
-        trainer: The dataclass.
-        written_as: Types whose values are written as Python writes them.
+    see :mod:`sparkdl.codec.redaction`. Values of ``written_as`` are written as Python writes them.
     """
     texts = functools.partial(_texts, written_as=written_as)
     return {k: text for name, value in _given(trainer) for k, text in texts(name, value)}

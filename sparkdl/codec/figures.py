@@ -7,11 +7,7 @@ from typing import Any
 
 
 def figure_class() -> Any:
-    """Return a class of figures that needs no window and no pyplot.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Return a class of figures that needs no window and no pyplot; ImportError: no matplotlib."""
     from matplotlib.figure import Figure
 
     class ShownFigure(Figure):

@@ -38,11 +38,7 @@ def is_uri(path: str | os.PathLike[str]) -> bool:
 
 
 def path_here(path: str | os.PathLike[str]) -> Path:
-    """Return a path of this machine.
-
-    Raises:
-        ParameterError: The path is a URI; using it would make a folder named "s3:", for example.
-    """
+    """Return a path of this machine, not a URI, which would make a folder named "s3:"."""
     if is_uri(path):
         raise ParameterError(
             f'"{without_credentials(os.fspath(path))}" is a URI, which only checkpoints and models '
@@ -52,11 +48,7 @@ def path_here(path: str | os.PathLike[str]) -> Path:
 
 
 def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file for reading, without ever waiting for it.
-
-    Raises:
-        OSError: The path is a link, a folder or a pipe.
-    """
+    """Open a file for reading, without ever waiting for it: no link, folder or pipe."""
     return open(path, "rb", opener=_plain)
 
 
@@ -69,11 +61,7 @@ def _plain(path: str, flags: int) -> int:
 
 
 def read_plain(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """Return the bytes of a plain file.
-
-    Raises:
-        OSError: The file cannot be read, is not a plain file, or has more than ``limit`` bytes.
-    """
+    """Return the bytes of a plain file."""
     with open_plain(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         check_size(nbytes, limit)
@@ -87,12 +75,7 @@ def check_size(nbytes: int, limit: int | None) -> None:
 
 
 def parse_json(data: bytes, finite: bool = False) -> Any:
-    """Return the value of a JSON text.
-
-    Raises:
-        ValueError: The bytes are not JSON, a key appears twice, the nesting is too deep, or, with
-            ``finite``, a number is NaN or infinite.
-    """
+    """Return the value of a JSON text without repeated keys; if ``finite``, without NaN and inf."""
     constant, number = (_refuse, _finite) if finite else (None, None)
     text = data.decode()
     try:
@@ -130,11 +113,7 @@ def is_changed(content: Any) -> bool:
 
 
 def parse_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Return a copy of the tensors of a safetensors file, and its metadata.
-
-    Raises:
-        ValueError: The bytes are not a safetensors file.
-    """
+    """Return a copy of the tensors of a safetensors file, and its metadata."""
     length = _header_bytes(data[:_LENGTH_BYTES], len(data))
     header = parse_json(data[_LENGTH_BYTES : _LENGTH_BYTES + length], finite=True)
     if not isinstance(header, dict):
@@ -148,15 +127,7 @@ def mappable(path: str | os.PathLike[str], links: bool = False) -> Iterator[str]
     """Yield a path under which safetensors may map the checked file inside the block.
 
     It stays the same file even if another one takes its name. safetensors' and torch's errors
-    inside the block become ValueErrors.
-
-    Args:
-        path: The file.
-        links: Follow links; for a file that the user named.
-
-    Raises:
-        OSError: The file cannot be opened.
-        ValueError: Its header cannot be one of a safetensors file.
+    inside the block become ValueErrors. With ``links``, follow links, for a file that a user named.
     """
     with open_plain(os.path.realpath(path) if links else path) as file:
         _header_bytes(file.read(_LENGTH_BYTES), os.fstat(file.fileno()).st_size)

@@ -9,12 +9,7 @@ _LEFT, _RIGHT = "text-align:left", "text-align:right"
 
 
 def two_columns(rows: Mapping[str, str], numbers: bool = False) -> str:
-    """Return a table of names and values.
-
-    Args:
-        rows: The values by name.
-        numbers: Align the values at the right.
-    """
+    """Return a table of names and values."""
     side = _RIGHT if numbers else _LEFT
     cells = "".join(
         f"<tr><th style='{_LEFT}'>{html.escape(name)}</th>"
@@ -25,13 +20,7 @@ def two_columns(rows: Mapping[str, str], numbers: bool = False) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False) -> str:
-    """Return a table with a head.
-
-    Args:
-        head: The names of the columns.
-        rows: The values.
-        numbers: Align all columns but the first at the right.
-    """
+    """Return a table with a head."""
     sides = (_LEFT, *[_RIGHT if numbers else _LEFT] * (len(head) - 1))
     top = "".join(
         f"<th style='{s}'>{html.escape(t)}</th>" for s, t in zip(sides, head, strict=True)

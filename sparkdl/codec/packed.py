@@ -82,11 +82,7 @@ def head_to_bytes(specs: Sequence[TensorSpec], **more: object) -> bytes:
 
 
 def head_from_bytes(data: np.ndarray) -> tuple[tuple[TensorSpec, ...], dict[str, Any], int]:
-    """Return the specs, the other values, and the offset at which the tensors begin.
-
-    Raises:
-        ValueError: The bytes are no such header.
-    """
+    """Return the specs, the other values, and the offset at which the tensors begin."""
     (length,) = _LENGTH.unpack_from(data.data, 0)
     start = _LENGTH.size
     more = json.loads(data[start : start + length].tobytes())

@@ -15,16 +15,7 @@ from sparkdl.errors import kind_of
 
 
 def to_plain(value: Any, kind: Any, where: str = "") -> Any:
-    """Return ``value`` as JSON.
-
-    Args:
-        value: The value.
-        kind: Its annotation; ``Any`` is any nested plain value.
-        where: The place of the value, for messages.
-
-    Raises:
-        TypeError: The value is not of that kind.
-    """
+    """Return ``value`` as JSON; a TypeError says where it is not of its annotation ``kind``."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return encode(value, where)
@@ -53,14 +44,7 @@ def from_plain(value: Any, kind: Any, where: str = "") -> Any:
     """Return the value that :func:`to_plain` was given.
 
     Keys that a dataclass does not know are ignored; keys for which it has a default may be missing.
-
-    Args:
-        value: The JSON value.
-        kind: The annotation of the result.
-        where: The place of the value, for messages.
-
-    Raises:
-        ValueError: The JSON does not fit ``kind``; the message names the place.
+    A ValueError says where the JSON does not fit ``kind``.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:

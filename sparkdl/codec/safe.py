@@ -40,16 +40,10 @@ def encode(
     keep: Callable[[torch.Tensor, str], str] | None = None,
     leaf: Callable[[Any, str], Any] | None = None,
 ) -> Any:
-    """Return ``value`` as JSON.
+    """Return ``value`` as JSON, or raise TypeError if it has no such form.
 
-    Args:
-        value: The value.
-        where: The place of the value, for messages.
-        keep: ``keep(tensor, where)`` stores a tensor and returns its name.
-        leaf: ``leaf(value, where)`` returns the JSON of any other value, or raises TypeError.
-
-    Raises:
-        TypeError: The value has no such form.
+    ``keep`` stores a tensor and returns its name; ``leaf`` returns the JSON of any other value, or
+    raises TypeError. Both get the place too.
     """
     if isinstance(value, torch.Tensor) and keep is not None:
         return {"tensor": keep(value, where)}
@@ -82,16 +76,7 @@ def encode(
 def decode(
     value: Any, tensors: Mapping[str, torch.Tensor], leaf: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Return the value that :func:`encode` was given.
-
-    Args:
-        value: The JSON value.
-        tensors: The stored tensors by name.
-        leaf: Returns the value of a JSON leaf.
-
-    Raises:
-        ValueError, KeyError, TypeError: The JSON is not of this form.
-    """
+    """Return the value that :func:`encode` was given; else ValueError, KeyError or TypeError."""
     if isinstance(value, list):
         return [decode(item, tensors, leaf) for item in value]
     if not isinstance(value, dict):
@@ -111,13 +96,7 @@ def decode(
 
 
 def mapped(value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any]) -> Any:
-    """Return a copy of nested dicts, lists and tuples with some of their values changed.
-
-    Args:
-        value: The nested value.
-        kind: The types of the values to change.
-        change: Returns the new value for an old one.
-    """
+    """Return a copy of nested dicts, lists and tuples with some of their values changed."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):

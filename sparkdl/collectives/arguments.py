@@ -87,14 +87,7 @@ def rank(value: int, size: int) -> list[str]:
 
 
 def peer(value: int, size: int, own: int, tag: int) -> list[str]:
-    """Return the problems of a number that is no other rank, or of a tag out of range.
-
-    Args:
-        value: The number of the other rank.
-        size: The number of ranks.
-        own: This rank.
-        tag: The tag.
-    """
+    """Return the problems of a number that is no other rank, or of a tag out of range."""
     problems = rank(value, size)
     if value == own:
         problems.append(f"Rank {own} is this one: push and pull join two ranks.")
@@ -113,11 +106,7 @@ LENGTH = 512
 
 
 def write(text: str, device: torch.device) -> torch.Tensor:
-    """Return a note as bytes.
-
-    Raises:
-        ParameterError: If it is too long.
-    """
+    """Return a note as bytes."""
     data = text.encode()
     if len(data) > LENGTH:
         raise ParameterError(f"This has too many dimensions to be described: {text[:80]} ...")
@@ -130,17 +119,7 @@ def read(note: torch.Tensor) -> str:
 
 
 def compare(group: dist.ProcessGroup, call: str, rows: int, device: torch.device) -> list[int]:
-    """Compare the calls of all ranks, and return the ``rows`` of each.
-
-    Args:
-        group: The ranks.
-        call: The description of this rank's call, which must be the same on all ranks.
-        rows: The number of rows of this rank.
-        device: The device of the tensors that the group sends.
-
-    Raises:
-        ParameterError: If the calls differ. All ranks raise the same error, which tells who calls what.
-    """
+    """Return the ``rows`` of each rank, or raise the same error on all of them if calls differ."""
     mine = write(f"{rows} {call}", device)
     notes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(notes, mine, group=group)

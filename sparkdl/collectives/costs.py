@@ -17,17 +17,11 @@ from sparkdl.collectives.halving import power_below
 
 @dataclass(frozen=True)
 class Terms:
-    """The costs of the critical path.
+    """The costs of the critical path."""
 
-    Attributes:
-        steps: The number of messages, one after another.
-        volume: Their bytes, as a multiple of the vector's.
-        summed: The bytes that are summed, as a multiple of the vector's.
-    """
-
-    steps: int
-    volume: float
-    summed: float
+    steps: int  # messages, one after another
+    volume: float  # their bytes, as a multiple of the vector's
+    summed: float  # the bytes that are summed, likewise
 
     def __add__(self, then: Terms) -> Terms:
         return Terms(self.steps + then.steps, self.volume + then.volume, self.summed + then.summed)
@@ -42,20 +36,9 @@ def cost(
     beta: float,
     gamma: float = 0.0,
 ) -> float:
-    """Return the seconds that an operation takes.
+    """Return the seconds of an operation on a whole vector of ``nbytes``.
 
-    Args:
-        algorithm: The name of the algorithm.
-        operation: The name of the operation.
-        nbytes: The bytes of the whole vector: the one that a rank passes to reduce_scatter, or gets
-            from all_gather.
-        ranks: The number of ranks.
-        alpha: Seconds for each message.
-        beta: Seconds for each byte that is sent.
-        gamma: Seconds for each byte that is summed.
-
-    Raises:
-        KeyError: If there is no such algorithm.
+    A message takes ``alpha`` seconds, a byte ``beta`` to send and ``gamma`` to sum.
     """
     found = terms(algorithm, operation, ranks)
     return found.steps * alpha + nbytes * (found.volume * beta + found.summed * gamma)

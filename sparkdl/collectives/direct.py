@@ -41,13 +41,7 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> 
 def reduce_scatter(
     output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Sum a tensor over ranks and scatter the sum, in N equal parts.
-
-    Args:
-        output: Gets this rank's part of the sum.
-        tensor: This rank's tensor.
-        group: The N ranks. None means all.
-    """
+    """Sum a tensor over ranks and scatter the sum, in N equal parts."""
     size = dist.get_world_size(group)
     if suits(tensor, size):
         _add(_of_all(tensor.view(-1).chunk(size), group), output.view(-1))
@@ -65,12 +59,9 @@ def exchange_all(
     arriving: Sequence[torch.Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Exchange tensors between all ranks. Empty tensors, and a rank's own, are not sent.
+    """Send ``parts[r]`` to rank r, for all r, and receive ``arriving[r]`` from it.
 
-    Args:
-        parts: ``parts[r]`` is sent to rank r.
-        arriving: What rank r sends is written to ``arriving[r]``.
-        group: The ranks. None means all.
+    Empty tensors, and a rank's own, are not sent.
     """
     rank, size = dist.get_rank(group), len(parts)
     under_way = []
@@ -112,8 +103,7 @@ def _add(parts: Sequence[torch.Tensor], output: torch.Tensor) -> None:
 class DirectReduceScatter:
     """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``.
 
-    Args:
-        nothing: Returns whether what this rank sums now has no weight.
+    ``nothing`` returns whether what this rank sums now has no weight.
     """
 
     def __init__(self, nothing: Callable[[], bool] = lambda: False) -> None:

@@ -26,20 +26,13 @@ class KeySpec:
 
     A *place* is the number of an owner among the owners. The blocks of consecutive keys begin at
     different places, so that keys of few rows do not all lie at the first one.
-
-    Attributes:
-        name: The user's name of the key.
-        number: Its number, in the order of :meth:`ParameterServer.init`.
-        shape: The shape of the tensor.
-        dtype: Its dtype.
-        bounds: The ends of the blocks of rows.
     """
 
     name: Hashable
-    number: int
+    number: int  # in the order of ParameterServer.init
     shape: torch.Size
     dtype: torch.dtype
-    bounds: tuple[int, ...]
+    bounds: tuple[int, ...]  # the ends of the blocks of rows
 
     @staticmethod
     def of(name: Hashable, number: int, value: torch.Tensor, places: int) -> KeySpec:
@@ -108,25 +101,14 @@ def parts_at(
 
 
 class Gradient(NamedTuple):
-    """A gradient that a client has pushed to a range.
-
-    Attributes:
-        values: The values, of the range's shape, or one row for each of ``rows``.
-        rows: The numbers of the rows, counted from the first row of the range. None means all.
-    """
+    """A gradient that a client has pushed to a range."""
 
     values: torch.Tensor
-    rows: torch.Tensor | None = None
+    rows: torch.Tensor | None = None  # counted from the first of the range; None: all
 
 
 class KeyRange:
-    """The rows of a key that one owner has, and the optimizer that updates them.
-
-    Args:
-        values: The first values.
-        make: Makes the optimizer. None means that what is pushed is added.
-        average: Whether the gradients of one step are averaged; otherwise they are summed.
-    """
+    """The rows of a key that one owner has, and their optimizer; without one, pushes are added."""
 
     def __init__(self, values: torch.Tensor, make: MakeOptimizer | None, average: bool) -> None:
         self.values = values
@@ -200,11 +182,7 @@ class Rounds:
         self._open[number][client] = gradient
 
     def complete(self, active: Sequence[int]) -> list[list[Gradient]]:
-        """Remove the rounds that are complete, and return their gradients.
-
-        Args:
-            active: The clients that have not finished.
-        """
+        """Remove the rounds that all ``active`` clients have made; return their gradients."""
         found = []
         while self._open and all(self._pushed[client] > self._first for client in active):
             gradients: dict[int, Any] = self._open.pop(0)

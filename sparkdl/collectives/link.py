@@ -37,12 +37,6 @@ class Link(ABC):
         """Send to one rank and, at the same time, receive from another. Return when both are done.
 
         The tensors are contiguous. Both ends know their sizes, so nothing is sent for an empty one.
-
-        Args:
-            out: The tensor to send, or None.
-            to: The rank that receives it, or None.
-            into: The tensor to fill, or None.
-            source: The rank that sends its content, or None.
         """
 
     def send(self, out: torch.Tensor, to: int) -> None:

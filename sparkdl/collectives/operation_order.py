@@ -32,13 +32,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation that waits for its turn.
-
-    Attributes:
-        client: The rank that asks for it.
-        kind: What it does.
-        keys: The numbers of its keys.
-    """
+    """An operation that waits for its turn."""
 
     client: int
     kind: Kind
@@ -50,12 +44,7 @@ class OperationOrder:
 
     The *clock* of a client at a key is the number of its pushes to that key. A push or pull waits
     while its client's clock is more than ``staleness`` ahead of the slowest client's that has not
-    finished.
-
-    Args:
-        clients: The number of clients, each of which asks for one operation at a time.
-        staleness: The greatest distance between clocks, or None for no limit.
-        replay: The order to repeat. None means that turns are given in the order of asking.
+    finished. Without ``replay``, the order to repeat, turns are given in the order of asking.
     """
 
     def __init__(
@@ -70,11 +59,7 @@ class OperationOrder:
         self.order = array("i")
 
     def ask(self, operation: Operation) -> None:
-        """Add an operation to those that wait.
-
-        Raises:
-            ParameterError: If the order that is replayed has no such operation.
-        """
+        """Add an operation to those that wait."""
         client = operation.client
         if self._replay is not None:
             left = self._left[client]

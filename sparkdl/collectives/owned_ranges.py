@@ -13,14 +13,7 @@ from sparkdl.collectives.server_messages import pairs
 
 
 class OwnedRanges:
-    """The rows of all keys that lie at one owner.
-
-    Args:
-        clients: The number of clients.
-        make: Makes the optimizer of a range. None means that what is pushed is added.
-        synchronous: Whether a step takes one gradient of every client.
-        average: Whether the gradients of a step are averaged, not summed.
-    """
+    """The rows of all keys that lie at one owner."""
 
     def __init__(
         self, clients: int, make: MakeOptimizer | None, synchronous: bool, average: bool
@@ -46,10 +39,8 @@ class OwnedRanges:
     def push(self, client: int, words: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
         """Take a client's gradients, and make the steps that they complete.
 
-        Args:
-            client: The client.
-            words: The key and the number of rows, or WHOLE, of each gradient in turn.
-            tensors: For each gradient its rows, unless they are all, and its values.
+        ``words`` has the key and the number of rows, or WHOLE, of each gradient; ``tensors`` has
+        its rows, unless they are all, and its values.
         """
         left = iter(tensors)
         for key, count in pairs(words):

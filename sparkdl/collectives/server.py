@@ -53,16 +53,9 @@ JOIN_SECONDS = 5.0
 
 
 class Server:
-    """The owner at one place.
+    """The owner at one place; that at place 0 gives the turns.
 
-    Args:
-        place: Its number among the owners. The owner at place 0 gives the turns.
-        places: The number of owners.
-        requests: The messages of clients.
-        replies: The answers to them.
-        keys: The keys by number, which the client of this process adds before it initializes them.
-        make: Makes the optimizer of a range.
-        options: What the ranks have agreed on.
+    The client of this process adds to ``keys`` before it initializes them.
     """
 
     def __init__(

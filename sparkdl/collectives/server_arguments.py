@@ -28,14 +28,7 @@ def checked(
     timeout: Any,
     replay: Any,
 ) -> tuple[list[int], ServerOptions]:
-    """Check the arguments of the constructor.
-
-    Returns:
-        The ranks of the owners, and the options on which all ranks must agree.
-
-    Raises:
-        ParameterError: An argument is wrong, or there is no process group.
-    """
+    """Check the arguments of the constructor; return the owners' ranks and the options."""
     if not dist.is_initialized():
         raise ParameterError(
             "There is no process group: make a ParameterServer in a function that "
@@ -151,11 +144,7 @@ def _sparse(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def as_lists(key: Any, value: Any) -> tuple[list[Hashable], list[Any]]:
-    """Return the keys and values of a call that takes one or a list.
-
-    Raises:
-        ParameterError: There are not as many of both, or a key stands twice.
-    """
+    """Return the keys and values of a call that takes one or a list."""
     if any(not isinstance(name, Hashable) for name in (key if isinstance(key, list) else [key])):
         raise ParameterError(
             f"key = {shown(key)}: give a str, an int or a tuple, or a list of these."
@@ -181,15 +170,7 @@ def new_keys(
     make: MakeOptimizer | None,
     means: bool,
 ) -> list[str]:
-    """Return the problems of keys that exist already, and of values that are no tensors of use.
-
-    Args:
-        names: The keys.
-        values: Their values.
-        known: The keys that exist.
-        make: Makes the optimizer, or None.
-        means: Whether a step takes a mean.
-    """
+    """Return the problems of keys that exist already, and of values that are no tensors of use."""
     problems = [f"The key {name!r} exists already." for name in names if name in known]
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, torch.Tensor):

@@ -33,16 +33,9 @@ def connect(
     make: MakeOptimizer | None,
     options: ServerOptions,
 ) -> tuple[Client, Server | None]:
-    """Make the process groups, and the server of this rank if it is an owner. Called on all ranks.
+    """Make the process groups, and the server of this rank if it is an owner, on all ranks.
 
-    Args:
-        owners: The ranks of the owners.
-        keys: The keys by number, which the caller adds before it initializes them.
-        make: Makes the optimizer of a range.
-        options: The options of the server.
-
-    Raises:
-        ParameterError: The ranks differ in the options or the owners.
+    The caller adds to ``keys`` before it initializes them.
     """
     limit = timedelta(seconds=options.timeout + GRACE_SECONDS)
     groups = [dist.new_group(backend="gloo", timeout=limit) for _ in range(2)]
@@ -64,15 +57,7 @@ def connect(
 
 
 class Client:
-    """One rank's end of the messages to all owners.
-
-    Args:
-        owners: The ranks of the owners.
-        requests: The messages to owners.
-        replies: Their answers.
-        server: The server of this rank, if it is an owner.
-        limit: How long an answer may take.
-    """
+    """One rank's end of the messages to all owners."""
 
     def __init__(
         self,
@@ -118,11 +103,6 @@ class Client:
         """Wait for the turn of an operation, and send each of its places its part.
 
         The part of place 0, which gives the turn, travels with the question.
-
-        Args:
-            kind: The kind of the operation.
-            keys: The numbers of its keys.
-            parts: The numbers and tensors for each place.
         """
         words, tensors = parts.get(0, ((), ()))
         places = [len(parts), *parts]

@@ -42,11 +42,7 @@ _DTYPES = {name_of(dtype): dtype for dtype in STORABLE}
 
 
 def folder_of(path: Any) -> Path:
-    """Return the folder of a checkpoint.
-
-    Raises:
-        ParameterError: The path is none of this machine's file system.
-    """
+    """Return the folder of a checkpoint."""
     if not isinstance(path, (str, os.PathLike)) or not str(path) or is_uri(path):
         raise ParameterError(
             f"path = {shown(path)}: give a folder that the machines of all ranks see, such as "
@@ -62,32 +58,20 @@ def new_name() -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint.
-
-    Attributes:
-        folder: Its folder.
-        name: The name that its files have.
-        owners: The number of owners that wrote it.
-        optimizer: The class of the optimizer; "" without one.
-        keys: The keys as these owners had them.
-    """
+    """A checkpoint."""
 
     folder: Path
     name: str
     owners: int
-    optimizer: str
-    keys: tuple[KeySpec, ...]
+    optimizer: str  # its class; "" without one
+    keys: tuple[KeySpec, ...]  # as these owners had them
 
     def file_of(self, place: int) -> Path:
         """Return the file of an owner."""
         return self.folder / f"owner-{place}-of-{self.owners}-{self.name}.safetensors"
 
     def write(self) -> None:
-        """Write the manifest, once all files are there, and delete those of older checkpoints.
-
-        Raises:
-            CheckpointError: It cannot be written, or a file of an owner is not there.
-        """
+        """Write the manifest, once all files are there, and delete those of older checkpoints."""
         names = [self.file_of(place).name for place in range(self.owners)]
         keys = [
             {"name": encode(s.name, "key"), "shape": list(s.shape), "dtype": name_of(s.dtype)}
@@ -113,11 +97,7 @@ class Manifest:
 
     @staticmethod
     def read(folder: Path) -> Manifest:
-        """Read the manifest of a folder.
-
-        Raises:
-            CheckpointError: There is none, or it is damaged.
-        """
+        """Read the manifest of a folder."""
         with _explained("load", folder), _naming(MANIFEST):
             found = parse_json(read_plain(folder / MANIFEST, MAX_JSON_BYTES))
             if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -137,15 +117,7 @@ class Manifest:
 
 
 def write_ranges(path: Path, ranges: Mapping[int, KeyRange]) -> None:
-    """Write the file of an owner.
-
-    Args:
-        path: The file.
-        ranges: Its ranges by the numbers of their keys.
-
-    Raises:
-        CheckpointError: It cannot be written.
-    """
+    """Write the file of an owner."""
     tensors: dict[str, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor, where: str) -> str:
@@ -182,18 +154,7 @@ def read_ranges(
     make: MakeOptimizer | None,
     average: bool,
 ) -> dict[int, KeyRange]:
-    """Return the ranges of an owner, with the state of their optimizers.
-
-    Args:
-        saved: The checkpoint.
-        specs: The keys as this server has them, in the order of the checkpoint.
-        place: The owner's place.
-        make: Makes the optimizer of a range.
-        average: See :class:`~sparkdl.collectives.key_range.KeyRange`.
-
-    Raises:
-        CheckpointError: A file cannot be read, or the state of an optimizer cannot be shared out.
-    """
+    """Return the ranges of an owner with their optimizers' state; ``specs`` are in saved order."""
     found = {}
     with _explained("load", saved.folder), contextlib.ExitStack() as opened:
         files = _Files(saved, opened)

@@ -47,42 +47,25 @@ class Message(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """The options on which all ranks of a parameter server have agreed.
+    """The options on which all ranks of a parameter server have agreed."""
 
-    Attributes:
-        synchronous: Whether a step takes one gradient of every client.
-        staleness: How far clients may be apart, or None.
-        average: Whether the gradients of a step are averaged, not summed.
-        timeout: The seconds that a request may wait.
-        replay: The order to repeat, or None.
-    """
-
-    synchronous: bool
-    staleness: int | None
-    average: bool
-    timeout: float
+    synchronous: bool  # a step takes one gradient of every client
+    staleness: int | None  # how far clients may be apart; None: any distance
+    average: bool  # the gradients of a step are averaged, not summed
+    timeout: float  # seconds that a request may wait
     replay: Sequence[int] | None = None
 
 
 @dataclass
 class Request:
-    """A request of a client.
-
-    Attributes:
-        client: Its rank.
-        kind: What it asks for.
-        words: The numbers of the message.
-        tensors: The tensors of the message.
-        answer: Sends numbers and tensors back.
-        until: The time until which it may wait.
-    """
+    """A request of a client."""
 
     client: int
     kind: Message
     words: Sequence[int]
     tensors: list[torch.Tensor]
     answer: Callable[[Sequence[int], Sequence[torch.Tensor]], None]
-    until: float = field(default=0.0)
+    until: float = field(default=0.0)  # time.monotonic() until which it may wait
 
 
 def message_of(words: Sequence[int]) -> Message:
@@ -105,14 +88,7 @@ def first_line(error: BaseException) -> str:
 def tensors_of(
     kind: Message, words: Sequence[int], keys: Mapping[int, KeySpec], place: int
 ) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:
-    """Yield the shapes and dtypes of the tensors of a message.
-
-    Args:
-        kind: Its kind.
-        words: Its numbers.
-        keys: The keys by number.
-        place: The place of the owner that receives it.
-    """
+    """Yield the shapes and dtypes of the tensors of a message."""
     if kind == Message.TURN:
         places, rest = places_of(words)
         if 0 in places:

@@ -49,11 +49,7 @@ class Transfer:
 
 
 class Transfers:
-    """The sums of one process group, which nothing else may use meanwhile. They run in a thread.
-
-    Args:
-        communicator: The ranks.
-    """
+    """The sums of a process group, which nothing else may use meanwhile. They run in a thread."""
 
     def __init__(self, communicator: Communicator) -> None:
         self._group, self._size = communicator.group, communicator.size
@@ -66,11 +62,7 @@ class Transfers:
         self._thread.start()
 
     def add(self, tensor: torch.Tensor, op: str, priority: float, chunk_bytes: int) -> Transfer:
-        """Give the sum of a tensor its place among those of this group.
-
-        Raises:
-            sparkdl.ParameterError: The tensor cannot be summed in place.
-        """
+        """Give the sum of a tensor its place among those of this group."""
         raise_all(ParameterError, problems(tensor, op, priority, chunk_bytes))
         chunk = max(1, chunk_bytes // tensor.element_size())
         call = (

@@ -22,10 +22,7 @@ TAG, UNUSED_TAG = 1, 2
 
 class Words:
     """One direction of messages: each process has one thread that sends to a peer, and one that
-    receives from it.
-
-    Args:
-        group: A process group of Gloo with all ranks, used for nothing else.
+    receives from it. The group, of Gloo with all ranks, is used for nothing else.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:

@@ -32,15 +32,10 @@ class Dispatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """An update that makes version ``base + 1``; one iteration of the loop.
+    """An update that makes version ``base + 1``; one iteration of the loop."""
 
-    Attributes:
-        version: The version that its gradients are computed on.
-        base: The version that they are applied to.
-    """
-
-    version: int
-    base: int
+    version: int  # that its gradients are computed on
+    base: int  # that they are applied to
 
     @property
     def staleness(self) -> int:
@@ -117,12 +112,7 @@ class Consistency:
 
 
 def problems_of_delay(what: str, trainer: Any) -> Iterator[str]:
-    """Yield the problems of gradients that are applied to newer weights with fields of ``trainer``.
-
-    Args:
-        what: The consistency model as text.
-        trainer: The user's trainer.
-    """
+    """Yield the problems of applying gradients to newer weights with fields of ``trainer``."""
     if trainer.local_steps != 1:
         yield (
             f"{what} with local_steps={shown(trainer.local_steps)}: after local steps the optimizer "
@@ -137,17 +127,7 @@ def problems_of_delay(what: str, trainer: Any) -> Iterator[str]:
 
 
 def next_update(model: Consistency, readable: range, repeated: Decisions | None) -> Update:
-    """Return the update to make: as stale as it is recorded, else as the model says.
-
-    Args:
-        model: The consistency model.
-        readable: The versions that replicas can compute on.
-        repeated: What was decided on the iteration, if it is repeated; None: the model decides.
-
-    Raises:
-        ParameterError: A replayed history has read a version that this run no longer has.
-            Or the model chose a version that nobody can compute on.
-    """
+    """Return the update to make: as stale as it is recorded, else as the model says."""
     newest = readable[-1]
     if repeated is not None:
         recorded = repeated.get(STALENESS, 0)

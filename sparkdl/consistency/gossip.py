@@ -113,16 +113,9 @@ def mix(
     """Average the flat vector of a replica with those of others.
 
     Differences are added to it, of vectors that are rounded alike. So what rounding takes from one
-    replica it gives to another, and the mean of all stays.
-
-    Args:
-        own: The flat vector, which is changed.
-        sent: The same vector as it is sent, which may be rounded.
-        heard: Vectors that others have sent, in a fixed order, with the weight of each.
-        layout: The layout of the vectors.
-
-    Returns:
-        The root mean square of the distances to the others, over the parameters.
+    replica it gives to another, and the mean of all stays. ``own`` is changed; ``sent`` is the same
+    vector as it is sent, which may be rounded. Return the root mean square of the distances to the
+    others, over the parameters.
     """
     parts, square = averaged_parts(layout), 0.0
     differences = [(weight, other.to(own.dtype) - sent) for weight, other in heard]

@@ -27,16 +27,8 @@ from sparkdl.replica.iteration import STALENESS, Decisions, Iteration, Iteration
 class GroupTurns:
     """The turns of a run on an engine, which repeats what is recorded and decides the rest.
 
-    Args:
-        model: The consistency model.
-        replicas: The number of replicas.
-        recorded: The decisions of a history that the run repeats, by the number of the iteration.
-
-    Attributes:
-        groups: The number of groups.
-        live: The turns that nobody has recorded.
-        most: The largest staleness so far. Versions that are so old are kept while iterations are
-            repeated.
+    ``most`` is the largest staleness so far: versions that old are kept while iterations are
+    repeated.
     """
 
     def __init__(
@@ -66,25 +58,14 @@ class GroupTurns:
         return range(group * self._size, (group + 1) * self._size)
 
     def iteration_of(self, turn: Turn, asked: Iteration, plan: EpochPlan) -> IterationRows:
-        """Return a turn as an iteration of its replicas.
-
-        Args:
-            turn: The turn.
-            asked: The iteration that the loop asked for.
-            plan: The batches of an epoch.
-        """
+        """Return a turn as an iteration of its replicas."""
         position = asked.epoch * plan.num_iterations + asked.batch + turn.clock - asked.index
         epoch, batch = divmod(position, plan.num_iterations)
         own = replace(asked, index=turn.clock, epoch=epoch, batch=batch, decisions=None)
         return own.with_rows(plan.rows(batch))
 
     def commit_index(self, asked: Iteration, number: int) -> int:
-        """Return the index of a commit, from which the seed of its update is derived.
-
-        Args:
-            asked: The iteration that the loop asked for.
-            number: The number of the commit in the iteration.
-        """
+        """Return the index of a commit, from which the seed of its update is derived."""
         return asked.index * (self.groups // self._model.quorum) + number
 
     def reset(self) -> None:
@@ -99,25 +80,12 @@ class GroupTurns:
         self._oldest = self.live.version
 
     def oldest_needed(self, repeats: bool) -> int:
-        """Return the oldest version that must stay readable.
-
-        Args:
-            repeats: Whether iterations are being repeated.
-        """
+        """Return the oldest version that must stay readable."""
         oldest = self.live.oldest_read
         return min(oldest, self.live.version - self.most) if repeats else oldest
 
     def run(self, iteration: Iteration, place: Workplace) -> tuple[list[Commit], Decisions]:
-        """Make the commits of an iteration, and return them with what is recorded of them.
-
-        Args:
-            iteration: The iteration.
-            place: The place where turns are computed and gradients applied.
-
-        Raises:
-            ParameterError: The history that is replayed has no such commits, or has read a version
-                that this run no longer has.
-        """
+        """Make the commits of an iteration, and return them with what is recorded of them."""
         live, quorum = self.live, self._model.quorum
         version, index = live.version, iteration.index
         if not self._started:

@@ -34,9 +34,6 @@ class StragglerLimit:
     ``fraction`` were done. The time of a replica that stopped early is what it would have taken for
     all of its rows, so that dropping does not lower the limit. Times of machines are no
     function of the data: what came of the limit is therefore recorded, and repeated as recorded.
-
-    Args:
-        fraction: The share of the rows of an iteration that may be left out. 0: nothing is.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -51,11 +48,8 @@ class StragglerLimit:
     ) -> Result:
         """Run an iteration within the limit, and again without one if too little was done.
 
-        Args:
-            step: The iteration.
-            once: Runs it with its ``limit``. It returns a result and the reports of the replicas.
-                Its update must not count if the iteration
-                :meth:`~sparkdl.replica.iteration.IterationRows.falls_short`.
+        ``once`` runs it with its ``limit``; its update must not count if the iteration
+        :meth:`~sparkdl.replica.iteration.IterationRows.falls_short`.
         """
         if step.decisions is not None or not self._fraction:
             return once(replace(step, limit=_recorded(step)))[0]
@@ -115,16 +109,7 @@ def check_recorded_parts(
     micro_batches: Mapping[int, Sequence[int]],
     inner_steps: Mapping[int, Sequence[int]],
 ) -> None:
-    """Check that a run can repeat what the replicas of a history left out.
-
-    Args:
-        trainer: The user's trainer, with the engine that it uses.
-        micro_batches: How many micro-batches each replica did, by iteration.
-        inner_steps: How many steps of its own each replica made, by iteration.
-
-    Raises:
-        ParameterError: The trainer cannot repeat it.
-    """
+    """Check that a run can repeat what the replicas of a history left out."""
     counts = [*micro_batches.values(), *inner_steps.values()]
     if not counts:
         return
@@ -169,11 +154,7 @@ def check_replicas(recorded: int, replicas: int) -> None:
 
 
 def _recorded(step: IterationRows) -> Limit | None:
-    """Return a limit that repeats what replicas did the first time; None if they did everything.
-
-    Raises:
-        ParameterError: The recorded run had other replicas.
-    """
+    """Return a limit that repeats what replicas did the first time; None if they did everything."""
     found = {
         int(name.removeprefix(prefix)): count
         for name, count in (step.decisions or {}).items()

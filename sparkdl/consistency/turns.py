@@ -26,17 +26,11 @@ _ENDS = MOST_GROUPS * _VERSIONS * 2 * _OFFSET
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A turn of a group.
-
-    Attributes:
-        group: The number of the group.
-        clock: The number of its mini-batch in the run, from 0.
-        version: The version of the weights that it reads.
-    """
+    """A turn of a group."""
 
     group: int
-    clock: int
-    version: int
+    clock: int  # the number of its mini-batch in the run, from 0
+    version: int  # of the weights that it reads
 
 
 Commit = tuple[Turn, ...]
@@ -62,11 +56,8 @@ class TurnRule(Protocol):
 class LiveTurns:
     """The turns of a run that is not repeated.
 
-    Args:
-        groups: The number of groups.
-        quorum: The number of turns in a commit.
-        staleness: The number of turns by which a group may be ahead of the slowest one when it
-            begins another; None: any number.
+    A group may begin another turn if it is at most ``staleness`` ahead of the slowest; None:
+    always.
     """
 
     def __init__(self, groups: int, quorum: int, staleness: int | None = None) -> None:
@@ -125,11 +116,8 @@ class LiveTurns:
 class RecordedTurns:
     """The turns of iterations that are repeated.
 
-    Args:
-        version: The newest version.
-        commits: The commits to make, in order.
-        together: Whether versions that no expected turn reads are left out: commits whose gradients
-            are there are then made together.
+    With ``together``, versions that no expected turn reads are left out: commits whose gradients
+    are there are made together.
     """
 
     def __init__(
@@ -196,13 +184,7 @@ class Workplace(Protocol):
 
 
 def make_commits(turns: TurnRule, place: Workplace, count: int) -> list[Commit]:
-    """Compute and apply until there are ``count`` commits, and return them in order.
-
-    Args:
-        turns: The rule.
-        place: The place.
-        count: The number of commits of an iteration.
-    """
+    """Compute and apply until there are ``count`` commits, and return them in order."""
     made: list[Commit] = []
     while len(made) < count:
         for turn in turns.begin():
@@ -217,13 +199,7 @@ def make_commits(turns: TurnRule, place: Workplace, count: int) -> list[Commit]:
 
 
 def recorded_commits(made: Sequence[Commit], version: int, index: int) -> Decisions:
-    """Return what is recorded of an iteration's commits, one number for each turn.
-
-    Args:
-        made: The commits, in order.
-        version: The newest version before them.
-        index: The index of the iteration.
-    """
+    """Return the record of commits after ``version``, one number for each turn."""
     turns = [
         (turn, version + n - turn.version, turn is commit[-1])
         for n, commit in enumerate(made)
@@ -268,14 +244,7 @@ def _in_order(decisions: Decisions) -> list[int]:
 def repeated_commits(
     recorded: Sequence[tuple[int, int, int]], quorum: int, version: int, index: int
 ) -> list[Commit]:
-    """Return the commits of an iteration that is repeated.
-
-    Args:
-        recorded: The turns, as :func:`commits_of` returns them.
-        quorum: The number of turns in a commit.
-        version: The newest version before them.
-        index: The index of the iteration.
-    """
+    """Return the commits of a repeated iteration; ``version`` is the newest before them."""
     turns = [
         Turn(group=group, clock=index + offset, version=version + place // quorum - behind)
         for place, (group, behind, offset) in enumerate(recorded)

@@ -51,9 +51,6 @@ class WriteDataFrame:
         """Write the rows of ``batches``.
 
         If a batch has one column more than :attr:`columns`, that column has the partition of each row.
-
-        Raises:
-            RowError: A row cannot become a sample.
         """
         names = [column.name for column in self.columns]
         labels = [i for i, column in enumerate(self.columns) if column.label]
@@ -190,13 +187,9 @@ def columns_named(data: DataFrame, name: str, among: Sequence[str] | None = None
 
 
 def check_new_columns(data: DataFrame, names: Sequence[str], how: str, who: str = "") -> None:
-    """Raise :class:`DataError` for a new column with the name of another, as Spark compares names.
+    """Raise :class:`DataError` for a new column with the name of another, as Spark compares them.
 
-    Args:
-        data: The DataFrame that gets the columns.
-        names: Their names.
-        how: The end of the advice to choose another name.
-        who: The beginning of the message.
+    ``who`` begins the message, and ``how`` ends its advice to choose another name.
     """
     for name in names:
         if taken := columns_named(data, name):

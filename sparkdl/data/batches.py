@@ -34,46 +34,26 @@ class BatchSpec:
 
     The fields of a sample are ``num_features`` inputs, ``num_labels`` labels and, if ``weighted``, the
     weight. The padding rule of a field of varying length is in the field itself.
-
-    Attributes:
-        inputs: The keywords of the features, if the model takes them as keyword arguments.
-        augment: ``augment(*features, rng)`` -> features. It gets the arrays of one sample as stored (a
-            sequence before padding) and a ``numpy.random.Generator``, and returns a tuple, or a single
-            array for a single feature. With ``inputs`` the call is ``augment(**features, rng=rng)``,
-            and the result may be a mapping. If ``augment`` draws from the global generators of torch,
-            numpy or random, they are seeded for each sample.
-        bucketing: If set, the rows of a mini-batch are of similar length, chosen from windows of about
-            this many rows; None: any rows.
-        float_dtype: The dtype of the floats that ``augment`` returns for an integer feature (such as
-            uint8 images).
     """
 
     num_features: int
     num_labels: int
     weighted: bool = False
-    inputs: tuple[str, ...] = ()
-    augment: Callable[..., Any] | None = None
-    bucketing: int | None = None
-    float_dtype: str = "float32"
+    inputs: tuple[str, ...] = ()  # the model's keywords for the features; (): positional
+    augment: Callable[..., Any] | None = None  # of one sample as stored, before padding
+    bucketing: int | None = None  # rows of a window; None: any rows go together
+    float_dtype: str = "float32"  # of floats that augment returns for an integer feature
     seed: int = 0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A mini-batch; the first dimension of each array is the rows.
+    """A mini-batch; the first dimension of each array is the rows."""
 
-    Attributes:
-        inputs: The arguments of the model: the features, each followed by the lengths and the mask of
-            its sequences if its padding asks for them.
-        targets: The labels, which the loss compares with.
-        weights: Floats of shape (rows,), or None.
-        lengths: The lengths of the rows of each input, then of each label, that is padded.
-    """
-
-    inputs: list[np.ndarray]
+    inputs: list[np.ndarray]  # each feature is followed by the lengths and mask it asks for
     targets: list[np.ndarray]
     weights: np.ndarray | None = None
-    lengths: Sequence[RowLengths | None] = ()
+    lengths: Sequence[RowLengths | None] = ()  # for each input, then target
 
 
 def visit_order(
@@ -82,15 +62,9 @@ def visit_order(
     """Return the order (int64) in which ``replica`` visits the rows of its partition in ``epoch``.
 
     The order is a seeded permutation. With bucketing it is cut into windows, each with as many whole
-    chunks of ``share`` rows as ``bucketing`` holds. The rows of a window are sorted by length, and the
-    chunks are shuffled. The rows that do not fill a chunk come last.
-
-    Args:
-        batch_spec: The batch spec.
-        partition: The replica's partition.
-        epoch: The epoch.
-        replica: The number of the replica.
-        share: About the number of rows that the replica contributes to a global batch.
+    chunks of ``share`` rows (about the replica's part of a global batch) as ``bucketing`` holds.
+    The rows of a window are sorted by length, and the chunks are shuffled. The rows that do not
+    fill a chunk come last.
     """
     seed, count = batch_spec.seed, len(partition.order)
     if batch_spec.bucketing is None or not any(field.ragged for field in partition.fields):
@@ -116,20 +90,10 @@ def visit_order(
 def training_rows(
     batch_spec: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> list[Rows]:
-    """Return the fields of some rows, augmented, before padding.
+    """Return the fields of ``rows`` (numbers in canonical order), augmented, before padding.
 
     The random numbers of a row depend only on (seed, epoch, replica, row), including those that
     ``augment`` draws from global generators, so they are the same in any mini-batch.
-
-    Args:
-        batch_spec: The batch spec.
-        partition: The replica's partition.
-        rows: The numbers of the rows in canonical order.
-        epoch: The epoch.
-        replica: The number of the replica.
-
-    Raises:
-        ParameterError: ``augment`` fails.
     """
     return _at_place(batch_spec, lambda: partition.gather(rows), (rows, epoch, replica))
 

@@ -44,20 +44,12 @@ UNEVEN, FEWEST_ROWS = 1.5, 64
 
 @dataclass(frozen=True)
 class RepeatedRows:
-    """The kinds of rows to be spread, by partition and by place there.
+    """The kinds of rows to be spread, by partition and by place there."""
 
-    Attributes:
-        homes: The partition that has all copies.
-        starts: The first of them, in the order of that partition.
-        counts: The number of copies.
-        shares: How many of them each partition is to have, shape (kinds, partitions).
-        fields: The fields of a row.
-    """
-
-    homes: np.ndarray
-    starts: np.ndarray
+    homes: np.ndarray  # the partition that has all copies
+    starts: np.ndarray  # the first of them, in the order of that partition
     counts: np.ndarray
-    shares: np.ndarray
+    shares: np.ndarray  # copies that each partition is to have, (kinds, partitions)
     fields: tuple[Field, ...]
 
     @staticmethod
@@ -109,17 +101,11 @@ class RepeatedRows:
 
 @dataclass(frozen=True)
 class SpreadRows:
-    """A task over partitions in place that changes which copies of repeated rows they have.
-
-    Attributes:
-        slab: The slabs of the partitions.
-        repeated: What is to be spread.
-        rows: One row of each kind, one entry a field.
-    """
+    """A task over partitions in place that changes which copies of repeated rows they have."""
 
     slab: SlabConfig
     repeated: RepeatedRows
-    rows: tuple[Rows, ...]
+    rows: tuple[Rows, ...]  # one of each kind, one entry a field
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for frame in frames:

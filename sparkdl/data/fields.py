@@ -57,21 +57,14 @@ class Extreme:
     """The smallest or largest value of a field, and a row that has it.
 
     Integer fields, labels, the weight, and the row lengths of fields of varying length have extremes.
-
-    Attributes:
-        field: The number of the field.
-        sign: -1 for the smallest value, 1 for the largest.
-        row: The row that has the value.
-        of_length: ``value`` is the length of the row in a field of varying length.
-        tried: The model is tried on the row before training starts.
     """
 
     field: int
-    sign: int
+    sign: int  # -1: the smallest value, 1: the largest
     value: float
     row: int
-    of_length: bool = False
-    tried: bool = True
+    of_length: bool = False  # the value is the length of a row
+    tried: bool = True  # the model is tried on the row before training
 
     def exceeds(self, value: float) -> bool:
         """Return whether this extreme is more extreme than ``value``."""
@@ -91,28 +84,17 @@ class SampleHandle:
     """A handle of one partition's samples, held by the sample RDD.
 
     A partition that could not be written because of the user's data has a ``problem`` and no files.
-
-    Attributes:
-        node_id: The id of the node that has the files.
-        segments: The files. They may hold rows of other partitions too.
-        order_path: The file with the canonical order of the partition's rows: their places in the
-            segments, taken one after another.
-        checksum: A checksum of the set of rows.
-        extremes: The extremes of the integer fields, the labels, the weight and the row lengths.
-        problem: The reason why the partition could not be written.
-        repeats: The equal rows, if they are many beside the others: the place of the first in the
-            order, and their number; see [Note: equal rows].
     """
 
     node_id: str
-    segments: tuple[RowFile, ...]
-    order_path: str
+    segments: tuple[RowFile, ...]  # they may hold rows of other partitions too
+    order_path: str  # canonical order: places in the segments, one after another
     num_rows: int
     checksum: int
     fields: tuple[Field, ...]
     extremes: tuple[Extreme, ...] = ()
     problem: BadRow | None = None
-    repeats: tuple[tuple[int, int], ...] = ()
+    repeats: tuple[tuple[int, int], ...] = ()  # (first, count) of equal rows, in the order
 
 
 NO_ROWS = "the data is empty: it has no rows."
@@ -151,13 +133,7 @@ def check_handles(
 
 
 def check_total_weight(handles: Sequence[SampleHandle], field: int, what: str) -> None:
-    """Raise :class:`DataError` if all weights are 0.
-
-    Args:
-        handles: The handle of each partition.
-        field: The number of the weight's field.
-        what: The data, as the message names it.
-    """
+    """Raise :class:`DataError` if all weights are 0."""
     largest = [e.value for h in handles for e in h.extremes if e.field == field and e.sign > 0]
     if not any(largest):
         raise DataError(

@@ -134,16 +134,7 @@ class MappedColumn:
 
     @staticmethod
     def map(segments: Sequence[RowFile], number: int, field: Field) -> MappedColumn:
-        """Map one field of all ``segments``.
-
-        Args:
-            segments: The files.
-            number: The number of the field.
-            field: The field.
-
-        Raises:
-            FileNotFoundError: A file was deleted.
-        """
+        """Map one field of all ``segments``; a deleted file is a FileNotFoundError."""
         if field.padding is None:
             return MappedColumn(Items([_values(segment, number, field) for segment in segments]))
         offsets = [
@@ -184,17 +175,7 @@ Partitions share files, and each mapping takes a file descriptor.
 
 
 def map_file(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Map a file of a slab root as an array.
-
-    Args:
-        path: The file.
-        dtype: The dtype of the array.
-        shape: Its shape; one dimension may be -1.
-
-    Raises:
-        FileNotFoundError: The file was deleted.
-        OSError: The path is a link.
-    """
+    """Map a file of a slab root as an array; one dimension of ``shape`` may be -1."""
     whole = _mapped.get(path)
     if whole is None:
         with open(path, "rb", opener=open_private) as file:

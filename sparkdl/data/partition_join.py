@@ -27,34 +27,23 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class WrittenRows:
-    """Rows of one partition, as one task wrote them.
-
-    Attributes:
-        node_id: The id of the node that has the segments.
-        places: The places of these rows in the ``segments``, taken one after another (int64).
-        hashes: The hash of each row.
-        extremes: Extreme values; the ``row`` of each is its place.
-        source: The number of the task.
-    """
+    """Rows of one partition, as one task wrote them."""
 
     node_id: str
     segments: tuple[RowFile, ...]
     fields: tuple[Field, ...]
-    places: np.ndarray
+    places: np.ndarray  # of these rows in the segments, one after another (int64)
     hashes: np.ndarray
-    extremes: tuple[Extreme, ...] = ()
+    extremes: tuple[Extreme, ...] = ()  # the row of each is its place
     row_bytes: int = 1
     problem: BadRow | None = None
-    source: int = 0
+    source: int = 0  # the number of the task
 
 
 def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHandle:
     """Join the rows of all ``parts`` into a partition; the rows stay in their files on this node.
 
     Write the canonical order of the rows. This takes about 40 bytes of memory a row.
-
-    Raises:
-        SlabFullError: There is no room for the order.
     """
     root = open_root(config, create=True)
     assert root is not None
@@ -130,17 +119,7 @@ def keep_extreme(extremes: Extremes, found: Extreme) -> None:
 
 
 def where_there_is_room(root: Root, write: Callable[[Path], _T], num_rows: int, nbytes: int) -> _T:
-    """Return ``write(directory)`` for the first directory of the slab root that has room.
-
-    Args:
-        root: The slab root.
-        write: Writes the data into a directory.
-        num_rows: The number of rows so far, for the message.
-        nbytes: The size of the data.
-
-    Raises:
-        SlabFullError: No directory has room.
-    """
+    """Return ``write(directory)`` for the first directory of the slab root that has room."""
     for directory in root.directories_for(nbytes):
         try:
             return write(directory)

@@ -39,16 +39,7 @@ class MappedPartition:
     def map(
         segments: Sequence[RowFile], order_path: str, fields: tuple[Field, ...]
     ) -> MappedPartition:
-        """Map the files of a partition.
-
-        Args:
-            segments: The files of rows.
-            order_path: The file of the canonical order; "" if there are no rows, or no order yet.
-            fields: The fields of a sample.
-
-        Raises:
-            StaleReferenceError: A file was deleted.
-        """
+        """Map the files of a partition; ``order_path`` is "" without rows, or before an order."""
         try:
             numbered = enumerate(fields if segments else ())
             columns = tuple(MappedColumn.map(segments, number, field) for number, field in numbered)

@@ -51,11 +51,7 @@ class PartitionWriter:
     """A writer that streams rows into files; it holds no samples, only 8 to 12 bytes a row.
 
     Its methods raise :class:`sparkdl.errors.SlabFullError` if no slab directory has room.
-
-    Args:
-        config: The slab root to write into.
-        source: The number of the task.
-        weighted: The last field is the weight.
+    ``source`` is the number of the task; if ``weighted``, the last field is the weight.
     """
 
     def __init__(self, config: SlabConfig, source: int = 0, weighted: bool = False) -> None:
@@ -83,16 +79,9 @@ class PartitionWriter:
         partitions: np.ndarray | None = None,
         labels: Collection[int] = (),
     ) -> None:
-        """Append rows.
+        """Append rows, one array a column; ``labels`` are the numbers of the label columns.
 
-        Args:
-            names: The name of each column.
-            columns: For each column an array of shape (rows, *shape), or a :class:`Ragged`.
-            partitions: The partition of each row, if they differ.
-            labels: The numbers of the columns that are labels.
-
-        Raises:
-            RowError: A row differs in type or shape from row 0.
+        ``partitions`` has the partition of each row; None: they form one.
         """
         if len(columns[0]) == 0:
             return

@@ -36,12 +36,9 @@ class _Range:
 
 
 class Prefetcher:
-    """A prefetcher of the range after the requested one, for ranges that take long to prepare.
+    """A prefetcher of the range after the requested one, if preparing takes ``worth_seconds``.
 
-    Args:
-        worth_seconds: Prefetch if preparing takes at least this long.
-        max_kept: How many prepared ranges are kept.
-        patience: How many more ranges may be wasted than used before prefetching stops.
+    It stops once it has wasted ``patience`` ranges more than were used.
     """
 
     def __init__(self, worth_seconds: float = 0.002, max_kept: int = 4, patience: int = 8) -> None:
@@ -62,15 +59,8 @@ class Prefetcher:
     ) -> list[Rows]:
         """Return ``prepare(start, stop)``, from what was prepared ahead if possible.
 
-        Exceptions of ``prepare`` propagate.
-
-        Args:
-            who: The requester, which asks for one range after the other.
-            position: Everything else that the rows depend on.
-            start: The first row of the range.
-            stop: The end of the range.
-            end: The end of the whole order.
-            prepare: A pure function.
+        ``prepare`` is pure, and its exceptions propagate. ``position`` is everything else that the
+        rows depend on, ``end`` the end of the whole order.
         """
         with self._lock:
             found = self._ranges.pop(who, None)

@@ -34,15 +34,10 @@ It is a prime number, because a dimension of the model is hardly ever that long.
 
 @dataclass(frozen=True)
 class Preview:
-    """A task over the sample RDD that reads the rows to try, one array (or :class:`Ragged`) a field.
+    """A task over the sample RDD that reads the rows to try, one array or Ragged a field."""
 
-    Attributes:
-        rows: For each partition to read, the numbers of its rows in canonical order.
-        more: How many of the last rows of the first of these partitions are the additional rows.
-    """
-
-    rows: Mapping[int, Sequence[int]]
-    more: int = 0
+    rows: Mapping[int, Sequence[int]]  # by partition, in canonical order
+    more: int = 0  # how many of the last rows of the first partition are additional
 
     @staticmethod
     def of(handles: Sequence[SampleHandle]) -> Preview:
@@ -75,11 +70,7 @@ class Preview:
         return [self.read(context.partitionId(), pickle.loads(frame)) for frame in frames]
 
     def join(self, parts: Sequence[Sequence[Rows]]) -> tuple[list[Rows], list[Rows]]:
-        """Join the rows of the partitions into one array a field.
-
-        Returns:
-            The rows to try the model on, and the same rows followed by the additional ones.
-        """
+        """Return the rows to try, one array a field, and these followed by the additional ones."""
         first, *others = parts
         tried = [rows[: len(rows) - self.more] for rows in first]
         followed = [rows[len(rows) - self.more :] for rows in first]

@@ -59,16 +59,9 @@ class Names:
         return found[0] if len(found) == 1 else found
 
     def sample(self, record: Any, row: int, bare: int | None = 0) -> Any:
-        """Return the :class:`Sample` of a record with these names; return other records unchanged.
+        """Return the :class:`Sample` of a record with these names, and nameless records unchanged.
 
-        Args:
-            record: The record.
-            row: Its number, for messages.
-            bare: A record with this many values (None: with any number) under other names is taken as
-                the features alone, in order.
-
-        Raises:
-            RowError: The record has other names and is not taken as bare features.
+        One of ``bare`` values (None: any number) under other names is the features alone, in order.
         """
         values = _named_values(record)
         if values is None:
@@ -111,14 +104,9 @@ def check_alike(
     specs: Specs | None,
     names: Sequence[str] = (),
 ) -> None:
-    """Raise :class:`RowError` if the fields of a record differ from those of the records before it.
+    """Raise :class:`RowError` if the fields of a record differ from those directly ``before`` it.
 
-    Args:
-        parts: The fields of the record, by name.
-        before: The fields of the records directly before it, in order.
-        row: The number of the record.
-        specs: The specifications of fields, by name.
-        names: The field names of the very first record; () if they follow from their number.
+    ``names`` are those of the very first record; () if they follow from their number.
     """
     found = [name for name, _ in parts]
     if (names and found != list(names)) or (before and len(found) != len(before[0])):
@@ -140,16 +128,7 @@ def check_alike(
 
 
 def split_record(record: Any, labelled: bool, row: int) -> tuple[Any, Any]:
-    """Return (features, label) of an RDD's record.
-
-    Args:
-        record: The record.
-        labelled: Records have labels. If not, a bare value is the features.
-        row: The number of the record, for messages.
-
-    Raises:
-        RowError: The record is not a pair or :class:`Sample`, or lacks its label.
-    """
+    """Return (features, label) of an RDD's record; if not ``labelled``, a value may be bare."""
     if isinstance(record, Sample):
         if labelled and record.label is None:
             raise RowError(
@@ -181,17 +160,7 @@ def feature_names(count: int) -> list[str]:
 
 
 def record_array(value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
-    """Return a sample's value as an array.
-
-    Args:
-        value: The value.
-        name: The name of its field, for messages.
-        row: The number of the record, for messages.
-        float_dtype: The dtype of floats; integers and booleans stay.
-
-    Raises:
-        RowError: The value cannot become an array of finite numbers.
-    """
+    """Return a sample's value as an array, see :func:`as_array`."""
     return as_array(value, name, row, float_dtype, MEND_RECORDS)
 
 
@@ -203,19 +172,7 @@ def record_field(
     specs: Specs | None = None,
     field: Field | None = None,
 ) -> np.ndarray:
-    """Return a sample's value as the array of a field.
-
-    Args:
-        value: The value.
-        name: The name of the field.
-        row: The number of the record, for messages.
-        float_dtype: The dtype of floats.
-        specs: Specifications by name, all ``for_records``.
-        field: The field that the model was trained with; integers become floats if it has floats.
-
-    Raises:
-        RowError: The value cannot become the field.
-    """
+    """Return a sample's value as the array of a field; integers become floats as in ``field``."""
     spec = (specs or {}).get(name)
     if spec is None:
         array = record_array(value, name, row, float_dtype)
@@ -225,16 +182,7 @@ def record_field(
 
 
 def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
-    """Return the weight of a :class:`Sample`, shape ().
-
-    Args:
-        record: The record.
-        row: The number of the record, for messages.
-        float_dtype: The dtype of the result.
-
-    Raises:
-        RowError: The record has no weight, or one that is not a finite number of at least 0.
-    """
+    """Return the weight of a :class:`Sample`, shape ()."""
     weight = record.weight if isinstance(record, Sample) else None
     if weight is None:
         text = "is None" if isinstance(record, Sample) else "is missing"
@@ -252,13 +200,7 @@ def record_weight(record: Any, row: int, float_dtype: str) -> np.ndarray:
 def stack_records(
     names: Sequence[str], records: Sequence[Sequence[np.ndarray]], specs: Specs | None = None
 ) -> list[Rows]:
-    """Stack the values of several records into the rows of each field.
-
-    Args:
-        names: The names of the fields.
-        records: The values of each record, in the order of ``names``.
-        specs: Specifications by name; rows of varying length become :class:`Ragged`.
-    """
+    """Stack the values of several records into the rows of each field."""
     stacked: list[Rows] = []
     for name, values in zip(names, zip(*records, strict=True), strict=True):
         padding = padding_of(specs, name)

@@ -32,31 +32,17 @@ def varying(column: str) -> str:
 
 @dataclass(frozen=True)
 class BadRow:
-    """A problem with one row of one column, found on an executor and raised on the driver.
-
-    Attributes:
-        column: The name of the column or field.
-        row: The number of the row in its partition.
-        text: What is wrong, as the end of a sentence about the value.
-        remedy: What to do.
-        partition: The row's partition in the data as read, if that is not the reporting partition.
-        digest: The SHA-256 of the value, if it is binary or a string, by which its row is found again.
-    """
+    """A problem with one row of one column, found on an executor and raised on the driver."""
 
     column: str
-    row: int
-    text: str
+    row: int  # its number in its partition
+    text: str  # the end of a sentence about the value
     remedy: str
-    partition: int | None = None
-    digest: str | None = None
+    partition: int | None = None  # in the data as read; None: the reporting partition
+    digest: str | None = None  # SHA-256 of bytes or text, to find the row again
 
     def message(self, place: str, noun: str = "column") -> str:
-        """Return one line for the user.
-
-        Args:
-            place: The partition.
-            noun: What ``column`` names.
-        """
+        """Return one line for the user; ``noun`` says what :attr:`column` names."""
         return f'{noun} "{self.column}", row {self.row} of {place}: {self.text}. {self.remedy}'
 
 

@@ -92,13 +92,10 @@ def canonical_order(
     contents: Callable[[np.ndarray], np.ndarray] | None,
     rows_at_once: int = 1 << 16,
 ) -> np.ndarray:
-    """Return the permutation (int64) that sorts rows by hash, and rows of equal hash by their bytes.
+    """Return the permutation (int64) that sorts rows by hash, and those of equal hash by bytes.
 
-    Args:
-        hashes: The hash of each row.
-        contents: Returns :func:`row_contents` of some rows by their numbers. It is called only for
-            ties; it may be None if there are none.
-        rows_at_once: The most rows of one call: the partition may be larger than memory.
+    ``contents`` (:func:`row_contents` by row numbers) is called for ties only, with at most
+    ``rows_at_once``, since the partition may be larger than memory.
     """
     order = np.argsort(hashes)
     starts, stops = ties(hashes, order)

@@ -13,26 +13,16 @@ from sparkdl.data.ragged import Rows
 
 @dataclass(frozen=True)
 class SampleSet:
-    """The persisted sample RDD and the driver's description of it.
+    """The persisted sample RDD and the driver's description of it."""
 
-    Attributes:
-        rdd: One frame a partition, a pickled :class:`SampleHandle`; None if the samples are in this
-            process.
-        handles: The handle of each partition.
-        fields: The fields of a sample: ``num_features`` inputs, ``num_labels`` labels and, if samples
-            are ``weighted``, the weight.
-        preview: A few rows to try the model on, one array (or :class:`Ragged`) a field.
-        more: The rows of ``preview`` and some others, on which a loss is compared with its parts.
-    """
-
-    rdd: RDD | None
+    rdd: RDD | None  # pickled handles, one frame a partition; None: samples of this process
     handles: tuple[SampleHandle, ...]
-    fields: tuple[Field, ...]
+    fields: tuple[Field, ...]  # inputs, labels and, if weighted, the weight
     num_features: int
     preview: list[Rows]
     num_labels: int = 0
     weighted: bool = False
-    more: list[Rows] = field(default_factory=list)
+    more: list[Rows] = field(default_factory=list)  # those of preview and some others
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -53,19 +43,7 @@ def sample_set(
     rows: tuple[list[Rows], list[Rows]],
     noun: str = "column",
 ) -> SampleSet:
-    """Return the description of samples in place.
-
-    Args:
-        rdd: The RDD of their handles, or None.
-        handles: The handle of each partition.
-        num_features: The number of inputs of a sample.
-        weighted: Whether the last field is the weight.
-        rows: The rows to try the model on, and these with the additional ones.
-        noun: The word by which messages call a part of a sample.
-
-    Raises:
-        DataError: All weights are 0.
-    """
+    """Return the description of samples in place; ``rows`` are its preview and ``more``."""
     fields = fields_of_handles(handles)
     if weighted:
         check_total_weight(handles, len(fields) - 1, f'{noun} "{fields[-1].name}"')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -62,36 +63,22 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger("sparkdl")
 MAX_READINGS = 8
 """The number of times that samples are written if their slabs are deleted each time."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """The data to make samples of, and how to make them.
-
-    Attributes:
-        data: The DataFrame or RDD.
-        features: The feature columns.
-        label: The label columns; () without a label.
-        replicas: The number of partitions to make.
-        float_dtype: The model's floating dtype.
-        slab: The slab root.
-        columns: Specifications by name. For a field of an RDD ("features", "label[1]") they must be
-            ``for_records``, as a :class:`sparkdl.Sequence` is.
-        weight: The column of weights; for an RDD of :class:`Sample`, any name stands for its weight.
-        fields: The fields that the samples must have, if the model was trained before; integers become
-            floats where it had floats.
-        inputs: The keywords of the features, if the model takes them as keyword arguments.
-    """
+    """The data to make samples of, and how to make them."""
 
     data: DataFrame | RDD
     features: tuple[str, ...]
     label: tuple[str, ...]
-    replicas: int
+    replicas: int  # the number of partitions to make
     float_dtype: str
     slab: SlabConfig
-    columns: Specs = field(default_factory=dict)
+    columns: Specs = field(default_factory=dict)  # of an RDD: all for_records
     weight: str | None = None
     fields: tuple[Field, ...] = ()
     inputs: tuple[str, ...] = ()
@@ -123,15 +110,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
 
     An RDD that already has this number of partitions keeps them, and so does a DataFrame made of
     one. Other data is redistributed by the content of its rows, so that the result does not depend
-    on how the source was split.
-
-    Args:
-        source: The data.
-        persist: Persists an RDD, returns it, and is responsible for unpersisting it later.
-
-    Raises:
-        DataError: A row, or the data as a whole, cannot become samples.
-        TrainingError: The slabs are deleted again and again, or Spark fails.
+    on how the source was split. ``persist`` returns a persisted RDD and unpersists it later.
     """
     if isinstance(source.data, DataFrame):
         written, moved = _write_table(source)
@@ -162,7 +141,8 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
         try:
             with reading_explained():
                 return read()
-        except StateLostError:
+        except StateLostError as lost:
+            logger.warning("%s. The data is read again.", str(lost).partition("\n")[0].rstrip("."))
             compute_again(rdd)
     raise deleted_without_end("reading the data", source.slab)
 
@@ -238,9 +218,10 @@ def _read_here(source: Source) -> SampleSet:
 def deleted_without_end(doing: str, slab: SlabConfig) -> TrainingError:
     """Return the error to raise if samples are gone each time that they have been written."""
     return TrainingError(
-        f"{doing}: the samples were written {MAX_READINGS} times, and each time tasks found nothing of "
-        f'them in spark.sparkdl.slab.dir="{slab.directory}". Something deletes the folders '
-        '"sparkdl-*" there again and again: exclude them, or name another directory.'
+        f"{doing}: again and again, tasks did not find the samples that had been written into "
+        f'spark.sparkdl.slab.dir="{slab.directory}". If something deletes the folders "sparkdl-*" '
+        "there, exclude them, or name another directory; if tasks run on another node each time, "
+        "raise spark.locality.wait."
     )
 
 

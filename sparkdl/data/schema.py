@@ -52,18 +52,7 @@ def read_schema(
 ) -> tuple[tuple[Column, ...], tuple[Column, ...], tuple[Column, ...]]:
     """Return the feature columns, the label columns and the weight (none or one) of a DataFrame.
 
-    Args:
-        schema: The schema of the DataFrame.
-        features: The names of the feature columns.
-        label: The names of the label columns.
-        weight: The name of the weight column, or None.
-        float_dtype: The model's floating dtype.
-        specs: Specifications by name.
-        fields: The fields that the model was trained with, if it was trained before; integers become
-            floats where it had floats.
-
-    Raises:
-        DataError: Columns are missing, or of a type that cannot become a tensor; the message lists all.
+    Integers become floats where the trained ``fields`` have floats. One error lists all problems.
     """
     problems: list[str] = []
     found: list[list[Column]] = []
@@ -136,14 +125,7 @@ _INDEX = re.compile(r"\[\d+\]$")
 def check_specs(
     specs: object, features: Names[str], label: Names[str], weight: str | None = None
 ) -> Iterator[str]:
-    """Yield the problems of ``Trainer.columns``, given the other parameters, one sentence each.
-
-    Args:
-        specs: The value of ``columns``.
-        features: The names of the features.
-        label: The names of the labels.
-        weight: The name of the weight, or None.
-    """
+    """Yield the problems of ``Trainer.columns``, given the other parameters, one sentence each."""
     if not isinstance(specs, Mapping):
         yield (
             f"columns is {kind_of(specs)}: give a dict of column names, such as "

@@ -22,14 +22,7 @@ _HASH, _VALIDATES = "hash", "validates"
 
 
 def both_parts(training: DataFrame, validation: DataFrame | None, replicas: int) -> DataFrame:
-    """Return the rows of both parts in ``replicas`` partitions, each where a classic fit has it.
-
-    Args:
-        training: The columns of the training samples, see
-            :func:`sparkdl.data.arrow_tasks.select_columns`.
-        validation: Those of the validation samples, or None.
-        replicas: The number of partitions.
-    """
+    """Return the rows of both parts in ``replicas`` partitions, each where a classic fit has it."""
     both = training.withColumn(_HASH, content_hash(training))
     if validation is not None:
         other = validation.select(
@@ -48,12 +41,7 @@ def _of_validation(name: str) -> str:
 
 @dataclass(frozen=True)
 class WriteBoth:
-    """Writes the rows of a task into slabs, as the samples of both parts.
-
-    Attributes:
-        training: Writes the training rows.
-        validation: Writes the validation rows, or None.
-    """
+    """Writes the rows of a task into slabs, as the samples of both parts."""
 
     training: WriteDataFrame
     validation: WriteDataFrame | None
@@ -77,17 +65,11 @@ class WriteBoth:
 
 @dataclass
 class _Part:
-    """A part that is being written.
-
-    Attributes:
-        task: Converts its rows.
-        writer: Writes them.
-        failed: The handle, once a row was wrong.
-    """
+    """A part that is being written."""
 
     task: WriteDataFrame
     writer: PartitionWriter
-    failed: SampleHandle | None = None
+    failed: SampleHandle | None = None  # once a row was wrong
 
     @staticmethod
     def of(task: WriteDataFrame) -> _Part:

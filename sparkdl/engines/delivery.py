@@ -32,13 +32,7 @@ def not_here(slab: SlabConfig, wanted: Sequence[Wanted]) -> list[Wanted]:
 
 
 def bring(far: Sequence[Wanted], read: ReadParts, at_once: int) -> None:
-    """Fetch the entries in ``far`` from other nodes, about ``at_once`` bytes at a time.
-
-    Args:
-        far: The entries that :func:`not_here` returned.
-        read: Fetches one part from each of several owners; called repeatedly.
-        at_once: The total size of the parts of one call of ``read``, in bytes.
-    """
+    """Fetch the entries in ``far`` from other nodes, about ``at_once`` bytes at a time."""
     queues: dict[int, list[tuple[Reference, np.ndarray]]] = {}
     for number, reference, into in far:
         queues.setdefault(number, []).append((reference, into))

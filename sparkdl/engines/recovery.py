@@ -50,27 +50,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, eq=False)
 class RestorePoint:
-    """A state that the engine can be reset to.
-
-    Attributes:
-        name: The name of the point in messages.
-        done: The number of log entries that lead to this state.
-        load: Resets the engine to this state.
-    """
+    """A state that the engine can be reset to."""
 
     name: str
-    done: int
+    done: int  # the number of log entries that lead to this state
     load: Callable[[], None]
 
 
 class RecoveringEngine:
     """An engine that wraps another one and continues when that one loses its state.
 
-    Args:
-        engine: The engine that runs the iterations.
-        seconds: The time between snapshots. A snapshot follows the first iteration that ends this
-            long after the last snapshot, as long as snapshots take no more than :data:`SHARE` of
-            the time. 0: after every iteration; None: never.
+    A snapshot follows the first iteration that ends ``seconds`` after the last one, as long as
+    snapshots take no more than :data:`SHARE` of the time. 0: after every iteration; None: never.
     """
 
     def __init__(self, engine: RestorableEngine, seconds: float | None) -> None:
@@ -154,13 +145,7 @@ class RecoveringEngine:
         return len(self._log)
 
     def checkpointed(self, done: int, iteration: int, load: Callable[[StateAccess], None]) -> None:
-        """Note a checkpoint that recovery may go back to.
-
-        Args:
-            done: The value of :attr:`done` for the state in the checkpoint.
-            iteration: The number of the checkpoint's iteration, for messages.
-            load: Loads the checkpoint into the state of an engine.
-        """
+        """Note a checkpoint that recovery may go back to, taken at this value of :attr:`done`."""
         name = f"the checkpoint after iteration {iteration}"
         self._checkpoint = RestorePoint(name, done, lambda: load(self._engine))
 

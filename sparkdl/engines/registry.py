@@ -41,30 +41,7 @@ from sparkdl.spark.frames import is_local
 
 @dataclass(frozen=True, kw_only=True)
 class EngineInputs:
-    """The inputs that a fit prepares for building an engine.
-
-    Attributes:
-        run: The constants of the run.
-        samples: The training samples, written to slabs.
-        validation: The validation samples and how to score them; None without validation.
-        recipe: The recipe from which every process builds its replica.
-        payload: The recipe, pickled.
-        module: The model as built on the driver.
-        layout: The layout of its flat vector.
-        built: The description of the driver's model, which executors compare theirs with.
-        batch_size: The rows of an iteration's global batch, local steps included.
-        consistency: The consistency model.
-        recorded: The decisions of the history that the run repeats, by the number of the iteration;
-            None: it repeats none.
-        sums: Whether the loss returns ``(sum, count)``.
-        resources: The fit's Spark resources; None inside a gang that one of its ranks leads.
-        settings: The settings of the session.
-        strategies: The strategies of a gang by mesh dimension.
-        mesh: The sizes of the mesh dimensions, as given by the user.
-        resource_profile: The resources that the task of each rank requests from Spark.
-        min_ranks: The fewest tasks that the ranks of a gang may share; None: one task per rank.
-        gang: The ranks, if they are there already.
-    """
+    """The inputs that a fit prepares for building an engine."""
 
     run: RunSpec
     samples: SampleSet
@@ -74,16 +51,16 @@ class EngineInputs:
     module: nn.Module
     layout: Layout
     built: Description
-    batch_size: int
+    batch_size: int  # rows of an iteration, local steps included
     consistency: Consistency
-    recorded: Mapping[int, Decisions] | None
+    recorded: Mapping[int, Decisions] | None  # to repeat, by number of the iteration
     sums: bool
-    resources: FitResources | None
+    resources: FitResources | None  # None inside a gang that one of its ranks leads
     settings: Settings
     strategies: Mapping[str, ParallelStrategy]
     mesh: Mapping[str, int] | None
     resource_profile: Any
-    min_ranks: int | None
+    min_ranks: int | None  # the fewest tasks of a gang; None: one per rank
     gang: StartableGroup | None = None
 
     @property
@@ -102,10 +79,6 @@ def build_engine(name: str, inputs: EngineInputs) -> TrainingEngine:
     """Build the engine called ``name``, which has no state yet.
 
     Its state is set by :meth:`sparkdl.loop.engine.Engine.load`.
-
-    Args:
-        name: A key of :data:`ENGINES`.
-        inputs: The inputs that the fit has prepared.
     """
     return ENGINES[name](inputs)
 

@@ -33,12 +33,7 @@ class ReplayLog:
         return len(self._scales)
 
     def append(self, asked: Iteration | None, decisions: Decisions | None = None) -> None:
-        """Append an entry.
-
-        Args:
-            asked: An iteration, or None for a request to keep the best weights.
-            decisions: What was decided on the iteration.
-        """
+        """Append an iteration, or None for a request to keep the best weights."""
         if asked is not None:
             self._hyperparameters.append(len(self), asked.hyperparameters)
         self._numbers.extend((asked.index, asked.epoch, asked.batch) if asked else (-1, -1, -1))

@@ -25,6 +25,7 @@ from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import (
     collect_frames,
     compute_again,
+    forget_last_shuffle,
     forget_shuffles,
     is_local,
     stage_name,
@@ -55,13 +56,9 @@ class FitResources:
     def __init__(
         self, context: SparkContext, slab: SlabConfig, timeout: float | None = None
     ) -> None:
-        """Create the resources of a fit.
+        """Create the resources of a fit, whose job group has the name of the slabs.
 
-        Args:
-            context: The Spark context.
-            slab: The place and the name of the fit's slabs; the name is also that of its job group.
-            timeout: The seconds without progress after which jobs are cancelled, see
-                :class:`Watchdog`; None: no timeout.
+        ``timeout`` is in seconds without progress, see :class:`Watchdog`; None: no timeout.
         """
         self.context, self.slab, self._timeout = context, slab, timeout
         self._watch: Watchdog | None = None
@@ -148,6 +145,7 @@ class FitResources:
         if alive:
             self.shuffled(None)
             for rdd in (*self._rdds, *self._passing):
+                forget_last_shuffle(rdd, only_frames=True)
                 with contextlib.suppress(Py4JError):
                     rdd.unpersist()
             for broadcast in self._broadcasts:
@@ -250,13 +248,6 @@ def write_again(samples: RDD, slab: SlabConfig) -> None:
     In local mode this happens at once, because tasks read stored blocks there, see
     :func:`sparkdl.spark.frames.stored_frames`. Fits in other threads may have the same samples: what
     one of them has written serves all. Otherwise it happens when the partitions are read.
-
-    Args:
-        samples: The RDD of the samples.
-        slab: The slabs of the run that reads them.
-
-    Raises:
-        TrainingError: They are deleted again and again, or cannot be written.
     """
     if not is_local(samples.ctx):
         compute_again(samples)

@@ -11,16 +11,9 @@ from sparkdl.metrics.scorer import Scorer
 
 @dataclass(frozen=True)
 class ValidationSet:
-    """The validation samples in slabs, with all that an engine needs to score them.
-
-    Attributes:
-        samples: The validation samples, in slabs.
-        scorer: The loss and the metrics.
-        batch_spec: How rows are assembled into mini-batches.
-        batch_size: The rows of one replica's forward pass.
-    """
+    """The validation samples in slabs, with all that an engine needs to score them."""
 
     samples: SampleSet
     scorer: Scorer
     batch_spec: BatchSpec
-    batch_size: int
+    batch_size: int  # rows of one replica's forward pass

@@ -24,12 +24,6 @@ class BarrierJob:
     """A barrier stage that can be submitted repeatedly, each time as a job of its own.
 
     Nobody waits for the end of the job.
-
-    Args:
-        context: The SparkContext.
-        group: The job group.
-        retried: Whether Spark runs the stage again if a task is lost.
-        profile: The resources of its tasks, if they differ from those of other tasks.
     """
 
     def __init__(
@@ -40,13 +34,7 @@ class BarrierJob:
         self._job: Any = None
 
     def submit(self, source: RDD, meeting: Rendezvous, description: str) -> None:
-        """Submit the stage, in place of any earlier one.
-
-        Args:
-            source: The RDD whose partitions the tasks get.
-            meeting: The body of the tasks.
-            description: The description of the job in Spark's UI.
-        """
+        """Submit the stage, in place of any earlier one."""
         self.cancel()
         with own_properties(self._context), stage_name(self._context, "gang"):
             self._context.setJobGroup(self._group, description)

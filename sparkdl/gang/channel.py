@@ -63,14 +63,7 @@ class EndedError(ChannelError):
 
 
 class Channel:
-    """One end of a connection. Several threads may send frames, but only one may receive.
-
-    Args:
-        connection: The connected socket.
-        key: The key of the gang.
-        nonce: The connection's nonce, of which each end has drawn a half.
-        driver: Whether this is the driver's end.
-    """
+    """One end of a connection. Several threads may send frames, but only one may receive."""
 
     def __init__(self, connection: socket.socket, key: bytes, nonce: bytes, driver: bool) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -91,11 +84,7 @@ class Channel:
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)
 
     def send(self, message: Any) -> None:
-        """Pickle and send a message.
-
-        Raises:
-            ChannelError: If the other end is gone or stuck.
-        """
+        """Pickle and send a message; raise ChannelError if the other end is gone or stuck."""
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._lock:
             length = _LENGTH.pack(len(content))
@@ -114,8 +103,7 @@ class Channel:
     def receive(self, seconds: float = math.inf) -> Any:
         """Return the next message, waiting at most ``seconds`` for each of its parts.
 
-        Raises:
-            ChannelError: If the connection has ended, or the time is over.
+        Raise ChannelError if the connection has ended, or the time is over.
         """
         if seconds == math.inf:
             return self._receive()
@@ -222,13 +210,7 @@ class _Handshake:
 
 
 class Listener:
-    """The driver's end: a socket on ``host``. See the note on who may keep a rank waiting.
-
-    Args:
-        host: The address.
-        port: The port; 0 lets the system choose one.
-        key: The key of the gang; None makes a new one.
-    """
+    """The driver's end: a socket on ``host``. See the note on who may keep a rank waiting."""
 
     def __init__(self, host: str, port: int = 0, key: bytes | None = None) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -316,18 +298,9 @@ def connect(
 ) -> Channel:
     """Connect to a listener, and return when it has taken the first message.
 
-    Args:
-        host: The listener's host.
-        port: The listener's port.
-        key: The key of the gang.
-        hello: The first message.
-        seconds: The longest time that the connection may take.
-        patience: The seconds that the listener may take to answer, who is then asked only once; None
-            means no limit, and that a connection which ends before is made again.
-
-    Raises:
-        ConnectionError: If nobody listens any more.
-        ChannelError: If the listener has not taken the first message, or has another key.
+    ``patience`` is the seconds in which the listener, who is then asked only once, must answer;
+    None: no limit, and a connection that ends before is made again. Raise ConnectionError if nobody
+    listens any more, and ChannelError if the message is not taken.
     """
     tries = TRIES if patience is None else 1
     for number in range(tries):

@@ -78,10 +78,6 @@ def slots_of(session: Any, profile: ResourceProfile | None = None) -> int:
 
     Spark makes a range of as many partitions as there are cores. Of other resources than cores it
     tells nothing.
-
-    Args:
-        session: The session.
-        profile: The resources of the tasks, if they differ from those of other tasks.
     """
     hosts, found = hosts_and_slots(session, _MANY)
     _seen[session.session_id] = Nodes(found, hosts)
@@ -108,10 +104,6 @@ def check_slots_of(session: Any, ranks: int, profile: ResourceProfile | None) ->
 
     With ``spark.default.parallelism``, nobody can tell: the query then ends after
     :data:`SILENT_SECONDS`.
-
-    Raises:
-        ParameterError: There are too few slots, or the profile asks for executors of its own.
-        SessionError: The session has dynamic allocation, or it is local and there is a profile.
     """
     if session.conf.get("spark.dynamicAllocation.enabled", "false") == "true":
         raise no_dynamic_allocation()
@@ -135,21 +127,9 @@ def run_led(
     control: ControlClient | None = None,
     follower: Follower | None = None,
 ) -> dict[str, bytes]:
-    """Run a gang over a DataFrame of Spark Connect, and return what its rank 0 has yielded, by kind.
+    """Run a gang over a DataFrame of Spark Connect, and return what rank 0 has yielded, by kind.
 
-    Args:
-        frame: The DataFrame, with a partition for each rank.
-        task: The body of the tasks.
-        ranks: The number of ranks.
-        profile: The resources of the tasks, if they differ from those of other tasks.
-        control: What asks rank 0, for the follower.
-        follower: What follows the query, if anything does.
-
-    Raises:
-        PySparkException: If the query fails for another reason than those below.
-        sparkdl.StateLostError: If a rank was lost.
-        sparkdl.SessionError: If the ranks do not get their slots, or do not reach each other.
-        Exception: What rank 0 has raised.
+    Raise StateLostError if a rank was lost, and what rank 0 has raised.
     """
     session, tag = frame.sparkSession, f"sparkdl-{secrets.token_hex(8)}"
     query = frame.mapInArrow(accompanied(task), SCHEMA, barrier=True, profile=profile)

@@ -50,13 +50,7 @@ class ControlAddress:
 
 
 class ControlServer:
-    """The end in rank 0: a thread that answers questions in the block.
-
-    Args:
-        host: The address of the node.
-        address: The port and the key.
-        answer: Returns the answer to a question; it must be quick.
-    """
+    """The end in rank 0: a thread that answers questions in the block. ``answer`` must be quick."""
 
     def __init__(self, host: str, address: ControlAddress, answer: Callable[[Any], Any]) -> None:
         self._host, self._address, self._answer = host, address, answer
@@ -121,12 +115,7 @@ def _answer(address: ControlAddress, hosts: tuple[str, ...], question: Any) -> A
 
 
 class ControlClient:
-    """The client's end.
-
-    Args:
-        session: The session of Spark Connect.
-        hosts: The nodes on which rank 0 may be.
-    """
+    """The client's end; rank 0 may be on any of ``hosts``."""
 
     def __init__(self, session: Any, hosts: tuple[str, ...]) -> None:
         self.address = ControlAddress.new()
@@ -174,12 +163,7 @@ class ControlClient:
 
 
 def hosts_and_slots(session: Any, rows: int) -> tuple[tuple[str, ...], int]:
-    """Return the addresses of the nodes that run tasks of a range, and the number of its partitions.
-
-    Args:
-        session: The session of Spark Connect.
-        rows: The number of rows.
-    """
+    """Return the addresses of nodes that run tasks of a range, and the number of its partitions."""
     found = session.range(rows).mapInArrow(_names_of_node(), "part int, names string").toArrow()
     names = [name for text in found.column("names").to_pylist() for name in text.split()]
     return tuple(dict.fromkeys(names)), found.num_rows

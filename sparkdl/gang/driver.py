@@ -68,17 +68,9 @@ class Gang(StartableGroup):
     ) -> None:
         """Create the gang without starting it.
 
-        Args:
-            context: The SparkContext.
-            source: The RDD whose partitions the ranks get.
-            group: The job group of the stage.
-            device: The kind of device of the ranks: "auto", "cpu" or "cuda".
-            timeout: The seconds in which a command, and the start, must end. None means no limit.
-            output: Whether to print what ranks print.
-            retried: Whether Spark runs the stage again if a rank is lost before the gang is complete.
-            profile: The resources of the stage's tasks, if they differ from those of other tasks.
-            hosting: Allows a task to host several ranks if there are too few slots. The caller has
-                checked the number of slots.
+        ``timeout`` is in seconds, for a command and for the start. If ``retried``, Spark runs the
+        stage again when a rank is lost before the gang is complete. With ``hosting``, a task may
+        host several ranks, and the caller has checked the number of slots.
         """
         self.size = self.tasks = source.getNumPartitions()
         self._context, self._source, self._profile = context, source, profile
@@ -96,11 +88,7 @@ class Gang(StartableGroup):
     def start(self) -> None:
         """Start the ranks, or start them again if some were lost.
 
-        Raises:
-            sparkdl.SessionError: If this session cannot have such a gang.
-            sparkdl.ParameterError: If it has too few slots.
-            sparkdl.StalledError: If it no longer has enough slots, or the ranks do not connect in time.
-            sparkdl.TrainingError: If the gang does not become complete.
+        Raise StalledError if there are no longer enough slots, or they do not connect in time.
         """
         again = self._listener is not None  # then lost executors may come back
         self.leave()

@@ -23,19 +23,12 @@ logger = logging.getLogger("sparkdl")
 
 @dataclass(frozen=True)
 class Where:
-    """The location of a rank.
-
-    Attributes:
-        node: The address of its node.
-        gpu: Torch's number of its GPU, if it has one.
-        slot: The hardware slot of its GPU, if it has one.
-        port: On rank 0, the port that is reserved for it.
-    """
+    """The location of a rank."""
 
     node: str
-    gpu: int | None = None
-    slot: str | None = None
-    port: int = 0
+    gpu: int | None = None  # torch's number
+    slot: str | None = None  # the hardware slot of its GPU
+    port: int = 0  # on rank 0: reserved for it
 
 
 def gpus_of_ranks(ranks: Sequence[Where]) -> set[tuple[str, str]]:
@@ -44,11 +37,7 @@ def gpus_of_ranks(ranks: Sequence[Where]) -> set[tuple[str, str]]:
 
 
 def check_unshared(ranks: Sequence[Where]) -> None:
-    """Check that ranks do not share a GPU if the user has not set their number.
-
-    Raises:
-        SessionError: If ranks share a GPU.
-    """
+    """Check that ranks do not share a GPU if the user has not set their number."""
     on_gpus = sum(where.slot is not None for where in ranks)
     gpus = len(gpus_of_ranks(ranks))
     if gpus < on_gpus:

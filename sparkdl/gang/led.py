@@ -40,14 +40,7 @@ YEAR_SECONDS = 365 * 86400.0
 
 
 class LedRanks(ConnectedRanks):
-    """The ranks of a gang, as rank 0 leads them; see the note above.
-
-    Args:
-        arrivals: The other ranks.
-        timeout: The seconds in which a command must end. None means no limit.
-        own: The context of rank 0.
-        output: Whether what rank 0 prints is printed as that of the others is.
-    """
+    """The ranks of a gang, as rank 0 leads them; see the note above."""
 
     def __init__(
         self, arrivals: ArrivedRanks, timeout: float | None, own: RankContext, output: bool
@@ -125,14 +118,8 @@ def _bounded(seconds: float | None, late: Callable[[], StalledError]) -> Iterato
 class LedGang(StartableGroup):
     """A gang that the rank of this process leads.
 
-    The ranks come together once. After an error of a command the gang has ended.
-
-    Args:
-        listener: The end that the other ranks connect to.
-        own: The context of rank 0.
-        timeout: The seconds in which a command must end. None means no limit.
-        output: Whether to print what ranks print.
-        log: The level and the text of each line that this process has logged, which grows.
+    The ranks come together once. After an error of a command the gang has ended. ``log`` has the
+    level and the text of each line that this process has logged, and grows.
     """
 
     ahead = False
@@ -160,9 +147,7 @@ class LedGang(StartableGroup):
     def start(self) -> None:
         """Bring the ranks together, unless they are.
 
-        Raises:
-            sparkdl.SessionError: If ranks do not reach each other.
-            sparkdl.StateLostError: If ranks were lost: only a new gang can have others.
+        Raise StateLostError if some were lost: only a new gang can have others.
         """
         self.come_together()
         self._started = True
@@ -220,12 +205,7 @@ class LedGang(StartableGroup):
 
 
 def unreached(ranks: Sequence[int], where: str) -> SessionError:
-    """Return the error to raise if ranks cannot reach one of them.
-
-    Args:
-        ranks: The ranks that do not reach it.
-        where: The one that they do not reach.
-    """
+    """Return the error to raise if ranks cannot reach one of them."""
     return SessionError(
         f"{_named(ranks)} could not reach {where} within {REACH_SECONDS:.0f} s. The executors of a "
         "gang exchange data by TCP, on ports that the system chooses: this compute must allow "

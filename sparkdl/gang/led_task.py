@@ -46,12 +46,7 @@ class LedWork(Protocol):
         """
 
     def lead(self, gang: LedGang, frames: list[list[Any]]) -> Iterator[tuple[str, bytes]]:
-        """Lead the gang, in rank 0, and yield the kinds and the contents of the results.
-
-        Args:
-            gang: The gang, which has not been started.
-            frames: The frames of each rank.
-        """
+        """Lead the gang, not started yet, in rank 0; yield kinds and contents of the results."""
 
     def end(self) -> None:
         """Delete what :meth:`begin` has written; in every task, at its end."""
@@ -59,19 +54,12 @@ class LedWork(Protocol):
 
 @dataclass(frozen=True)
 class LedTask:
-    """The body of a task. It pickles by name, with its work.
-
-    Attributes:
-        work: The work.
-        device: The kind of device of the ranks: "auto", "cpu" or "cuda".
-        timeout: The seconds in which a command must end. None means no limit.
-        output: Whether what ranks print is a row of the result.
-    """
+    """The body of a task. It pickles by name, with its work."""
 
     work: LedWork
     device: str = "auto"
-    timeout: float | None = None
-    output: bool = False
+    timeout: float | None = None  # seconds for a command; None: no limit
+    output: bool = False  # what ranks print becomes rows of the result
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = BarrierTaskContext.get()
@@ -166,11 +154,7 @@ def _row(rank: int, kind: str, part: int, data: bytes) -> pa.RecordBatch:
 
 
 class PrintedLines(io.TextIOBase):
-    """A standard output that adds complete lines to a log, and passes everything on.
-
-    Attributes:
-        also: The standard output that it replaces.
-    """
+    """A standard output that adds complete lines to a log, and passes everything on."""
 
     def __init__(self, log: list[tuple[int, str]], also: TextIO) -> None:
         super().__init__()

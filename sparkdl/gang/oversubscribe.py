@@ -42,16 +42,10 @@ STOP_SECONDS = END_SECONDS + 1.0
 
 @dataclass(frozen=True)
 class Oversubscription:
-    """The permission for several ranks to share a task. See the note above.
-
-    Attributes:
-        min_slots: The smallest number of tasks.
-        node_of: Returns the node of a partition from its records.
-        node_here: Returns the node of the task that calls it.
-    """
+    """The permission for several ranks to share a task. See the note above."""
 
     min_slots: int
-    node_of: Callable[[list[Any]], str]
+    node_of: Callable[[list[Any]], str]  # of a partition, from its records
     node_here: Callable[[], str]
 
 
@@ -93,15 +87,10 @@ class StartRankProcesses:
     """The command that starts the processes of these ranks, which run until the task ends.
 
     The command does not carry the key that they need; it is that of the task.
-
-    Attributes:
-        job: The job number with which they introduce themselves.
-        size: The number of all ranks.
-        ranks: The ranks of this task.
     """
 
     job: int
-    size: int
+    size: int  # of all ranks
     ranks: tuple[HostedRank, ...]
 
     def __call__(self, member: RankContext) -> None:
@@ -149,11 +138,7 @@ class RunHostedRank:
 
 
 def ended(member: RankContext) -> dict[int, int]:
-    """Run as a command: return the ranks whose processes have ended.
-
-    Returns:
-        By rank, the exit status, or minus the number of the signal.
-    """
+    """Run as a command: return the exit status, or minus the signal, of ranks that have ended."""
     found = {rank: process.poll() for rank, process in member.kept["processes"].items()}
     return {rank: status for rank, status in found.items() if status is not None}
 
@@ -174,33 +159,19 @@ def _end(processes: Mapping[int, subprocess.Popen[bytes]]) -> None:
 
 @dataclass(frozen=True)
 class TaskLocation:
-    """The location of a task.
+    """The location of a task."""
 
-    Attributes:
-        node: A name of the node that is the same for all processes there.
-        address: The address of the node.
-        gpus: The GPUs that the task may use: its own if Spark has assigned some, else all of the node.
-        assigned: Whether Spark has assigned them.
-    """
-
-    node: str
+    node: str  # a name that is the same for all processes there
     address: str
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[Gpu, ...] = ()  # its own if Spark assigned some, else all of the node
     assigned: bool = False
 
 
 def assign_ranks(ranks: Sequence[str], tasks: Sequence[str]) -> list[list[int]]:
-    """Assign ranks to tasks.
+    """Assign ranks, by the nodes of their samples, to tasks, by their nodes.
 
     The tasks of a node share its ranks evenly, with neighbouring ranks in the same task. A rank
     whose samples are on none of the nodes goes to the task with the fewest ranks.
-
-    Args:
-        ranks: For each rank, the node of its samples.
-        tasks: For each task, its node.
-
-    Returns:
-        The ranks of each task.
     """
     shares: list[list[int]] = [[] for _ in tasks]
     for node in dict.fromkeys(tasks):
@@ -217,11 +188,7 @@ def assign_ranks(ranks: Sequence[str], tasks: Sequence[str]) -> list[list[int]]:
 def gpus_shared_out(
     places: Sequence[TaskLocation], shares: Sequence[Sequence[int]]
 ) -> dict[int, Gpu | None]:
-    """Return the GPU of each rank, or None for the CPU.
-
-    Raises:
-        SessionError: If two ranks would share a GPU, which NCCL does not allow.
-    """
+    """Return the GPU of each rank, or None for the CPU."""
     found: dict[int, Gpu | None] = {}
     on_node: dict[str, int] = {}
     for place, share in zip(places, shares, strict=True):

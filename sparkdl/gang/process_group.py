@@ -52,14 +52,7 @@ def form_group(call: Call, seconds: float) -> list[Where]:
     """Initialize the default process group on every rank: Gloo, with NCCL for GPU tensors.
 
     NCCL needs a GPU for each rank. If several ranks share one, or have parts of it, Gloo carries
-    everything.
-
-    Args:
-        call: Runs a command on every rank.
-        seconds: The time that a rank waits for the others, here and in each collective.
-
-    Returns:
-        The locations of the ranks.
+    everything. A rank waits ``seconds`` for the others, here and in each collective.
     """
     folder = call(offer_folder)[0]
     if all(call(functools.partial(sees, folder))):
@@ -191,12 +184,6 @@ def join(store: Store, seconds: float, backend: str, member: RankContext) -> Non
 
     The group is not bound to the device. With a bound one, torch creates the groups of a mesh by
     splitting it, which crashes a process that was in another group before (seen with torch 2.13).
-
-    Args:
-        store: The store through which the ranks find each other.
-        seconds: The time that a rank waits for the others, here and in each collective.
-        backend: The name of the backend, as ``init_process_group`` takes it.
-        member: The context of the rank.
     """
     missing = [name for name in INTERFACES if name not in os.environ]  # else the user has named one
     if missing:
@@ -220,11 +207,8 @@ def leave(failed: bool = False) -> None:
     A DistributedDataParallel may outlive the function that made it, in a cycle or a traceback. If
     its reducer were the last to hold the group, the garbage collector would wait for Gloo's threads
     during some later task of this worker while it holds the GIL. A thread that frees a tensor needs
-    the GIL, so that would be a deadlock.
-
-    Args:
-        failed: Whether other ranks may be lost. Then pending NCCL operations are aborted, not
-            waited for.
+    the GIL, so that would be a deadlock. If ``failed``, other ranks may be lost, and pending NCCL
+    operations are aborted.
     """
     abandon_all()
     for thing in gc.get_objects():
@@ -260,11 +244,7 @@ def _forget_meshes() -> None:
 
 
 def interface_of(address: str) -> str:
-    """Return the network interface with this IPv4 address.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the network interface with this IPv4 address."""
     wanted = {str(info[4][0]) for info in socket.getaddrinfo(address, None, socket.AF_INET)}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():

@@ -14,10 +14,6 @@ class QueryBegin:
     """A listener that knows whether the tasks of a query run. Use it as a context manager.
 
     Spark reports what has changed, in the thread that awaits the query, which creates the listener.
-
-    Args:
-        session: The session.
-        tag: The tag of the query.
     """
 
     def __init__(self, session: Any, tag: str) -> None:

@@ -46,20 +46,11 @@ class RankGroup(ABC):
 
     @abstractmethod
     def answers(self, doing: str) -> tuple[list[Any], float]:
-        """Wait for the results of the oldest command whose results have not been returned yet.
+        """Wait for the results, in rank order, of the oldest command whose results are still due.
 
-        Args:
-            doing: What the ranks do, for error messages.
-
-        Returns:
-            The results in rank order, and the time at which the last one was ready
-            (``time.monotonic``).
-
-        Raises:
-            sparkdl.TrainingError: If the command fails, with the traceback of the first rank that
-                fails.
-            sparkdl.StateLostError: If a rank is lost, or finds slabs deleted.
-            sparkdl.StalledError: If a rank takes too long.
+        The second value is the time at which the last one was ready (``time.monotonic``). Raise
+        StateLostError if a rank is lost or finds slabs deleted, StalledError if one takes too long,
+        else a TrainingError with the traceback of the first rank that fails.
         """
 
     def call(self, command: Command, doing: str = "a command") -> list[Any]:
@@ -77,17 +68,11 @@ class RankGroup(ABC):
 
 
 class StartableGroup(RankGroup):
-    """Ranks that are started when they are needed.
-
-    Attributes:
-        size: The number of ranks.
-        tasks: The number of tasks that they are.
-        ahead: Whether commands may be sent before the results of earlier ones have been awaited.
-    """
+    """Ranks that are started when they are needed."""
 
     size: int
-    tasks: int
-    ahead: bool
+    tasks: int  # the number of tasks that they are
+    ahead: bool  # commands may be sent before earlier results are there
     _ranks: RankGroup | None
     """The ranks, once they have been started."""
 
@@ -107,11 +92,7 @@ class StartableGroup(RankGroup):
 
     @abstractmethod
     def start(self) -> None:
-        """Start the ranks, or start them again if some were lost.
-
-        Raises:
-            sparkdl.SparkdlError: If they cannot be had.
-        """
+        """Start the ranks, or start them again if some were lost."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -123,13 +104,7 @@ class StartableGroup(RankGroup):
 
 
 class ConnectedRanks(RankGroup):
-    """All ranks of a gang, once they have connected. After an error their connections are closed.
-
-    Args:
-        arrivals: The complete set of ranks.
-        timeout: The seconds in which a command must end. None means no limit.
-        noun: The word for one of them in error messages.
-    """
+    """All ranks of a gang, once connected. After an error their connections are closed."""
 
     def __init__(self, arrivals: ArrivedRanks, timeout: float | None, noun: str = "rank") -> None:
         self.size, self._timeout, self._noun = len(arrivals.come), timeout, noun

@@ -32,64 +32,36 @@ _OF_GROUPS = ("gloo/", "NCCL error", "NCCL communicator")
 
 @dataclass(frozen=True)
 class Introduction:
-    """The first message of a rank.
-
-    Attributes:
-        rank: The rank.
-        job: The job number of its :class:`Rendezvous`.
-        task: Spark's task number, which increases with every task.
-        ranks: The number of tasks that its stage runs.
-        host: The name of its host.
-    """
+    """The first message of a rank."""
 
     rank: int
     job: int
-    task: int
-    ranks: int
+    task: int  # Spark's number, which increases with every task
+    ranks: int  # the number of tasks that its stage runs
     host: str
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a rank.
-
-    Attributes:
-        kind: The name of its class.
-        text: Its message.
-        trace: Its traceback.
-        by_group: Whether the process group raised it. If one rank fails, the group breaks on all of
-            them.
-    """
+    """An exception of a rank."""
 
     kind: str
     text: str
     trace: str
-    by_group: bool
+    by_group: bool  # from the process group, which breaks on all ranks if one fails
 
 
 @dataclass
 class RankContext:
-    """The argument of every command: the context of a rank.
-
-    Attributes:
-        rank: The rank.
-        size: The number of ranks.
-        address: The address of its node, as Spark knows it.
-        device: Its device.
-        frames: The frames of its partition.
-        at_end: The callbacks to run when the rank ends.
-        meeting: How the task has connected to the driver, if this rank is a task.
-        kept: Objects that commands keep for later ones.
-        deferred: Work that a command has left, see :meth:`defer`.
-    """
+    """The argument of every command: the context of a rank."""
 
     rank: int
     size: int
-    address: str
+    address: str  # of its node, as Spark knows it
     device: torch.device
     frames: list[Any]
     at_end: contextlib.ExitStack
-    meeting: Rendezvous | None = None
+    meeting: Rendezvous | None = None  # None: this rank is no task
     kept: dict[str, Any] = field(default_factory=dict)
     deferred: Callable[[], None] | None = None
 
@@ -109,16 +81,7 @@ Command = Callable[[RankContext], Any]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The instructions with which a rank connects to its gang. They are the body of the stage's tasks.
-
-    Attributes:
-        host: The driver's host.
-        port: The driver's port.
-        key: The key of the gang.
-        device: The kind of device: "auto", "cpu" or "cuda".
-        output: Whether the rank's output goes to the driver.
-        job: The number of the gang's job.
-    """
+    """The instructions with which a rank connects to its gang: the body of the stage's tasks."""
 
     host: str
     port: int
@@ -240,9 +203,6 @@ def gpus_here(kind: str, context: BarrierTaskContext) -> tuple[list[Gpu], bool]:
     """Return the GPUs that ranks may use here, and whether Spark has assigned them to the task.
 
     Without an assignment they are all GPUs of the node.
-
-    Raises:
-        SessionError: If ``kind`` is "cuda" and there is no GPU.
     """
     if kind == "cpu":
         return [], False

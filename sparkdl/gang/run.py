@@ -145,13 +145,7 @@ def _connected(spark: SparkSession | None) -> Any:
 
 @dataclass(frozen=True)
 class _LedCall:
-    """The call of a function on every rank, as the work of a gang that rank 0 leads.
-
-    Attributes:
-        name: The name of the function.
-        call: The pickled call, or the artifact that has it.
-        by_slots: Whether the number of ranks is that of the slots.
-    """
+    """The call of a function on every rank, as the work of a gang that rank 0 leads."""
 
     name: str
     call: bytes | Artifact

@@ -30,17 +30,7 @@ def task_slots(
     profile: ResourceProfile | None = None,
     seconds: float = SLOT_SECONDS,
 ) -> int:
-    """Return the number of tasks that can run at once, at least 1.
-
-    Args:
-        context: The SparkContext.
-        profile: The resources of the tasks. None means the default profile.
-        seconds: The longest time to wait for the first executor.
-
-    Raises:
-        ParameterError: If the profile requests executors. See :func:`check_profile`.
-        SessionError: If there is a profile in local mode.
-    """
+    """Return the number of tasks that can run at once, at least 1."""
     if profile is not None:
         check_profile(profile, is_local(context))
     given, began, fixed = in_java(context, profile), time.monotonic(), is_local(context)
@@ -87,20 +77,9 @@ def check_slots(
 ) -> int:
     """Wait until ``ranks`` tasks can run at once.
 
-    Args:
-        context: The SparkContext.
-        ranks: The number of tasks.
-        seconds: The longest time to wait.
-        profile: The resources of the tasks.
-        min_slots: The number of slots that is accepted if there are no more after :data:`SLOT_SECONDS`.
-        enough: The number of slots that is accepted at once, if it is at least ``min_slots``.
-
-    Returns:
-        The number of tasks that can run at once, at most ``ranks``.
-
-    Raises:
-        SessionError: If this session can never run them at once.
-        ParameterError: If it still has too few slots.
+    Return the number that can, at most ``ranks``. After :data:`SLOT_SECONDS`, ``min_slots`` are
+    accepted if there are no more; ``enough`` are accepted at once. Raise ParameterError if there
+    are still too few, SessionError if this session can never run them at once.
     """
     if conf_of(context).get("spark.dynamicAllocation.enabled", "false") == "true":
         raise no_dynamic_allocation()
@@ -131,13 +110,7 @@ def _count(context: SparkContext, given: Any) -> int:
 
 
 def too_few_slots(ranks: int, slots: int, min_slots: int | None = None) -> str:
-    """Return the message that a gang has too few slots.
-
-    Args:
-        ranks: The number of its ranks.
-        slots: The number of slots.
-        min_slots: The number that would be enough, if it is not that of the ranks.
-    """
+    """Return the message that a gang has too few slots."""
     gang = f"a gang of {counted(ranks, 'rank')}"
     fewer = f"at most {counted(slots, 'rank')}, or for "
     if min_slots is not None:
@@ -149,17 +122,7 @@ def too_few_slots(ranks: int, slots: int, min_slots: int | None = None) -> str:
 
 
 def check_profile(profile: ResourceProfile, local: bool) -> None:
-    """Check a resource profile.
-
-    Args:
-        profile: The profile.
-        local: Whether the session is in local mode.
-
-    Raises:
-        ParameterError: If it requests executors of its own, which Spark starts only with dynamic
-            allocation.
-        SessionError: In local mode, which has no profiles.
-    """
+    """Check that a profile requests no executors of its own, and that the session is not local."""
     if profile.executorResources:
         names = ", ".join(sorted(profile.executorResources))
         raise ParameterError(
@@ -182,11 +145,7 @@ def in_java(context: SparkContext, profile: ResourceProfile | None) -> Any:
 
 
 def with_profile(rdd: RDD, profile: ResourceProfile) -> RDD:
-    """Return ``rdd``, to be computed with ``profile``.
-
-    Raises:
-        SessionError: If this cluster has no profiles.
-    """
+    """Return ``rdd``, to be computed with ``profile``."""
     try:
         return rdd.withResources(profile)
     except (Py4JError, PySparkException) as error:

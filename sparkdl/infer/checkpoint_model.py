@@ -41,11 +41,7 @@ def manifest_of_model(
 
     It holds no pickle: a recipe that cannot be told by name must be passed to ``load``. It holds no
     secrets: a recipe whose arguments look like one is left out.
-
-    Args:
-        untrained: The model that the run will return, except for its weights.
-        freeze: The trainer's ``freeze``.
-        unfreeze: The trainer's ``unfreeze``.
+    ``untrained`` is the model that the run will return, except for its weights.
     """
     try:
         recipe = recipe_by_name(untrained.model)
@@ -78,20 +74,10 @@ def load_checkpoint(
     loss: Callable[..., Any] | None,
     trust: bool,
 ) -> TrainedModel:
-    """Return the model of the checkpoint at ``path``, or of the newest whole checkpoint in that folder.
+    """Return the model of the checkpoint at ``path``, or of the newest whole one in that folder.
 
-    Its ``best`` and ``ema`` are loaded, too, if it has them.
-
-    Args:
-        path: The checkpoint, or a folder of checkpoints.
-        model: The module or its builder, instead of the recipe in the manifest.
-        loss: The loss of the result.
-        trust: Allow the checkpoint to name any function; see :func:`sparkdl.load`.
-
-    Raises:
-        TrustError: The checkpoint names a function that is not trusted.
-        ModelError: The model does not fit, or is not described.
-        CheckpointError: There is no whole checkpoint.
+    Its ``best`` and ``ema`` are loaded, too, if it has them. ``model`` takes the place of the
+    recipe in the manifest; ``trust`` is that of :func:`sparkdl.load`.
     """
     store = CheckpointStore.open(path)
     for uri, manifest in store.candidates():

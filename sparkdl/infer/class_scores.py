@@ -12,14 +12,10 @@ class ClassScores:
     """The ``postprocess`` of a classifier: raw prediction, probability and class, side by side.
 
     The result is float64 of shape (rows, 2 * classes + 1).
-
-    Attributes:
-        probability: The output is one number, the probability of class 1.
-        thresholds: The class with the largest probability / threshold is predicted; () is none.
     """
 
-    probability: bool = False
-    thresholds: tuple[float, ...] = ()
+    probability: bool = False  # the output is one number, the probability of class 1
+    thresholds: tuple[float, ...] = ()  # the largest probability / threshold is predicted; (): none
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
         values = output.double()

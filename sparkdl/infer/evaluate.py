@@ -51,20 +51,11 @@ def check_metrics(metrics: Iterable[Metric]) -> None:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The work on each partition: run the module, then the scorer on its output.
-
-    Attributes:
-        module: The module on its way to the workers.
-        scorer: The loss and metrics; it also takes the output from what the module returns.
-        num_features: The number of feature columns, which come before the labels.
-        batch_size: The number of rows of a forward pass.
-        signature: The way to call the module.
-        keywords: The keywords of the features.
-    """
+    """The work on each partition: run the module, then the scorer on its output."""
 
     module: ShippedModule
     scorer: Scorer
-    num_features: int
+    num_features: int  # the first columns; labels follow
     batch_size: int
     signature: Signature = BY_POSITION
     keywords: tuple[str, ...] = ()
@@ -140,15 +131,7 @@ class EvaluateDataFrame:
 
 @dataclass(frozen=True)
 class EvaluateRecords:
-    """The task over an RDD: one pair of (partition, pickled states) per partition.
-
-    Attributes:
-        evaluation: The work on each partition.
-        names: The names of the columns that a record may have.
-        float_dtype: The dtype of floating-point values.
-        specs: The conversions of fields, by name.
-        fields: The fields of the training data.
-    """
+    """The task over an RDD: one pair of (partition, pickled states) per partition."""
 
     evaluation: Evaluation
     names: Names
@@ -199,23 +182,7 @@ def evaluate(
     specs: Specs | None = None,
     fields: Sequence[Field] = (),
 ) -> dict[str, float]:
-    """Return the mean loss and the metrics over ``data``, merged in the order of its partitions.
-
-    Args:
-        data: The rows.
-        evaluation: The work on each partition.
-        features: The feature columns.
-        label: The label columns.
-        float_dtype: The dtype of floating-point columns.
-        specs: The conversions of columns, by name.
-        fields: The fields of the training data, see :func:`sparkdl.data.schema.read_schema`.
-
-    Raises:
-        DataError: There is no row, or a row is bad.
-        ModelError: The model or the loss fails on rows.
-        ParameterError: A metric does not go with the model's output or the label.
-        SparkdlError: Reading fails, see :func:`sparkdl.spark.failures.reading_explained`.
-    """
+    """Return the mean loss and the metrics over ``data``, merged in the order of its partitions."""
     with reading_explained("evaluating the model"):
         if isinstance(data, DataFrame):
             inputs, labels = columns_of(data.schema, features, label, float_dtype, specs, fields)

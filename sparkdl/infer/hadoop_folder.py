@@ -36,16 +36,7 @@ class HadoopFolder:
 
     @staticmethod
     def at(uri: str, jvm: Any, configuration: Any) -> HadoopFolder:
-        """Return the folder at a URI or path, as Hadoop understands it.
-
-        Args:
-            uri: The URI, or a path of Hadoop's default file system.
-            jvm: The JVM.
-            configuration: Hadoop's configuration.
-
-        Raises:
-            Py4JError: Hadoop does not know the scheme.
-        """
+        """Return the folder at a URI or path; Py4JError if Hadoop does not know the scheme."""
         system = jvm.org.apache.hadoop.fs.Path(uri).getFileSystem(configuration)
         return HadoopFolder(uri, system, jvm)
 

@@ -10,19 +10,12 @@ from sparkdl.errors import ParameterError
 
 @dataclass(frozen=True)
 class StoredState:
-    """The packed state of every slice, and the model and optimizers that it belongs to.
-
-    Attributes:
-        slices: The packed slices.
-        model: The identity of the model.
-        optimizers: The names of the optimizers.
-        weights: The digest of the weights of the trained module.
-    """
+    """The packed state of every slice, and the model and optimizers that it belongs to."""
 
     slices: tuple[bytes, ...]
     model: ModelIdentity
     optimizers: tuple[str, ...]
-    weights: str
+    weights: str  # digest of those of the trained module
 
     def check(self, model: ModelIdentity, optimizers: tuple[str, ...]) -> None:
         """Raise :class:`sparkdl.ParameterError` if the state is not of this model and optimizers."""

@@ -18,15 +18,7 @@ def as_html(
     output: Output | None,
     history: History,
 ) -> str:
-    """Return the view: fields, losses and metrics with their curves, and where the time went.
-
-    Args:
-        title: The first line.
-        fields: The fields of the training data, features first, then labels.
-        num_features: The number of fields that are features.
-        output: The output for one sample, if it is a single tensor.
-        history: The history of the training.
-    """
+    """Return the view: fields, losses and metrics with their curves, and where the time went."""
     rows = [
         (field.name, "feature" if i < num_features else "label", str(field))
         for i, field in enumerate(fields)

@@ -18,26 +18,12 @@ Around = nn.Module | Callable[[nn.Module], nn.Module]
 
 
 def build_around(make: Callable[[nn.Module], nn.Module], model: Any) -> nn.Module:
-    """Return the module that ``make`` makes of the model; saved models name this function.
-
-    Args:
-        make: The class or function that is given the model.
-        model: A module, or the function that builds it.
-    """
+    """Return the module that ``make`` makes of the model; saved models name this function."""
     return make(model if isinstance(model, nn.Module) else model())
 
 
 def recipe_and_module(around: Around, module: nn.Module, model: Any) -> tuple[Any, nn.Module]:
-    """Return how the new module is built, and the module itself in evaluation mode.
-
-    Args:
-        around: The new module, or what makes it.
-        module: The trained module.
-        model: The function that built it, or a module.
-
-    Raises:
-        ModelError: ``around`` is no module, and makes none.
-    """
+    """Return how the new module is built, and the module itself in evaluation mode."""
     if isinstance(around, nn.Module):
         return around, around.eval()
     if not callable(around):
@@ -54,11 +40,7 @@ def recipe_and_module(around: Around, module: nn.Module, model: Any) -> tuple[An
 
 
 def fields_of(names: Sequence[str], known: Mapping[str, Field]) -> tuple[Field, ...]:
-    """Return the fields of the new module's columns.
-
-    Raises:
-        ParameterError: There are none, or a column is not one of the training.
-    """
+    """Return the fields of the new module's columns."""
     problems = [
         f'"{name}" is no column of the training, which has {", ".join(known)}.{nearest(name, known)}'
         for name in names
@@ -74,14 +56,7 @@ def fields_of(names: Sequence[str], known: Mapping[str, Field]) -> tuple[Field, 
 def signature_of(
     features: str | Sequence[str] | Mapping[str, str], columns: Specs, output: Part
 ) -> tuple[tuple[str, ...], Signature]:
-    """Return the feature columns and the way to call a model with them.
-
-    Args:
-        features: A column, a list of columns by position, or a mapping of keywords to columns.
-        columns: The conversions of columns. A sequence may pass lengths and a mask as inputs of their
-            own.
-        output: The part of the model's result that is the output.
-    """
+    """Return the feature columns and the way to call a model; mappings are keyword: column."""
     if isinstance(features, str):
         return (features,), Signature((), output)
     if not isinstance(features, Mapping):
@@ -93,13 +68,7 @@ def signature_of(
 def input_names(
     keywords: Sequence[str], features: Sequence[str], columns: Specs
 ) -> tuple[str, ...]:
-    """Return the names of a model's inputs, with those of lengths and masks.
-
-    Args:
-        keywords: The names of the inputs that are columns.
-        features: Their columns.
-        columns: The conversions of columns.
-    """
+    """Return the names of a model's inputs, with those of lengths and masks."""
     names: list[str] = []
     for name, column in zip(keywords, features, strict=True):
         padding = padding_of(columns, column)

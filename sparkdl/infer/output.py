@@ -65,11 +65,7 @@ class Output:
 
 
 def ml_column(column: Column, output: Output) -> Column:
-    """Return a column of predictions as a double or as a vector of ``pyspark.ml``.
-
-    Raises:
-        ParameterError: A prediction has more dimensions than a vector.
-    """
+    """Return a column of predictions as a double or as a vector of ``pyspark.ml``."""
     from pyspark.ml.functions import array_to_vector  # takes a while
 
     if len(output.shape) > 1:

@@ -61,19 +61,7 @@ def save(
     overwrite: bool = False,
     shown: str | None = None,
 ) -> Path | str:
-    """Write ``trained`` into a folder, and return the folder.
-
-    Args:
-        trained: The model.
-        path: The folder, which is created: a path of this machine, or a URI.
-        overwrite: Replace a model that is in the folder.
-        shown: The folder as messages name it, if it will be moved; None is ``path``.
-
-    Raises:
-        FileExistsError: The folder holds a model, and ``overwrite`` is False.
-        UserError: The model cannot be saved.
-        CheckpointError: The URI cannot be written to.
-    """
+    """Write ``trained`` into a folder, and return it; messages name it ``shown``."""
     here = local_path(path)
     if here is None:
         uri = os.fspath(path)

@@ -45,16 +45,7 @@ Body = Callable[[Iterator[Any]], Iterator[pa.Array]]
 
 @dataclass(frozen=True)
 class PredictColumn:
-    """The body of the Arrow UDF: feature columns in, the prediction column out.
-
-    Attributes:
-        module: The module on its way to the workers.
-        columns: The feature columns.
-        batch_size: The number of rows of a forward pass.
-        finish: The function that maps a batch's output to predictions, or None.
-        dimensions: The numbers of dimensions of a batch's output and of its predictions.
-        signature: The way to call the module.
-    """
+    """The body of the Arrow UDF: feature columns in, the prediction column out."""
 
     module: ShippedModule
     columns: tuple[Column, ...]
@@ -103,20 +94,7 @@ class PredictColumn:
 
 @dataclass(frozen=True)
 class PredictRecords:
-    """The task over an RDD: one prediction (a number or an array) per record, in order.
-
-    Attributes:
-        module: The module on its way to the workers.
-        names: The names of the columns that a record may have.
-        num_features: The number of features.
-        float_dtype: The dtype of floating-point values.
-        batch_size: The number of rows of a forward pass.
-        finish: The function that maps a batch's output to predictions, or None.
-        specs: The conversions of fields, by name.
-        fields: The fields of the training data.
-        dimensions: The numbers of dimensions of a batch's output and of its predictions.
-        signature: The way to call the module.
-    """
+    """The task over an RDD: one prediction (a number or an array) per record, in order."""
 
     module: ShippedModule
     names: Names
@@ -145,16 +123,7 @@ class PredictRecords:
     def inputs(
         self, record: Any, row: int, before: Sequence[Sequence[np.ndarray]]
     ) -> list[np.ndarray]:
-        """Return the features of a record.
-
-        Args:
-            record: The record.
-            row: Its number, for messages.
-            before: The features of earlier records of the same batch.
-
-        Raises:
-            DataError: The record is bad, or unlike those before.
-        """
+        """Return the features of a record, which must be like those before it in its batch."""
         try:
             features = self.names.in_order(self._features(record, row), row)
             parts = [
@@ -219,25 +188,7 @@ def predict_dataframe(
     dimensions: Dimensions = (None, None),
     signature: Signature = BY_POSITION,
 ) -> DataFrame:
-    """Return ``data`` with the column ``prediction_col``; lazy, and possible for streaming DataFrames.
-
-    Args:
-        data: The rows.
-        module: The module on its way to the workers.
-        features: The feature columns.
-        output: The description of one prediction.
-        float_dtype: The dtype of floating-point columns.
-        prediction_col: The name of the new column.
-        batch_size: The number of rows of a forward pass.
-        finish: The function that maps a batch's output to predictions, or None.
-        specs: The conversions of columns, by name.
-        fields: The fields of the training data, see :func:`sparkdl.data.schema.read_schema`.
-        dimensions: The numbers of dimensions of a batch's output and of its predictions.
-        signature: The way to call the module.
-
-    Raises:
-        DataError: The columns do not fit, or ``prediction_col`` exists.
-    """
+    """Return ``data`` with the column ``prediction_col``; lazy, and possible for streams."""
     inputs, _ = columns_of(data.schema, features, (), float_dtype, specs, fields)
     check_unambiguous(data, features)
     for column, field in with_fields(inputs, fields):

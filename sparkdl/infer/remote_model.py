@@ -70,11 +70,7 @@ class CheckpointFolder:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
-    """Return the folder of this machine that a path or a ``file:`` URI names; None for another URI.
-
-    Raises:
-        ParameterError: ``path`` is empty.
-    """
+    """Return the local folder that a path or a ``file:`` URI names; None for another URI."""
     text = os.fspath(path)
     if not text:
         raise ParameterError("the path of the model is empty: name a folder.")
@@ -102,10 +98,6 @@ def uploaded(uri: str, overwrite: bool) -> Iterator[Path]:
     """Yield a local folder, whose files are uploaded to ``uri`` after the block.
 
     The manifest comes last; where a model is replaced, see [Note: replacing a model].
-
-    Raises:
-        FileExistsError: There is a model, and ``overwrite`` is False.
-        CheckpointError: The place cannot be written.
     """
     folder = folder_at(uri)
     before = folder.names()
@@ -131,11 +123,7 @@ def uploaded(uri: str, overwrite: bool) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def downloaded(uri: str) -> Iterator[Path]:
-    """Yield a local copy of the model at ``uri``; errors inside the block name the URI instead.
-
-    Raises:
-        CheckpointError: The place cannot be read.
-    """
+    """Yield a local copy of the model at ``uri``; errors inside the block name the URI instead."""
     folder = folder_at(uri)
     names = folder.names()
     with tempfile.TemporaryDirectory(prefix="sparkdl-") as made:

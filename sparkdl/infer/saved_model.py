@@ -66,31 +66,18 @@ def holds_manifest(names: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelManifest:
-    """The content of ``model.json`` except for the recipe and the columns.
-
-    Attributes:
-        features: The feature columns.
-        label: The label columns.
-        fields: The fields of the training data, features first, then labels.
-        num_features: The number of fields that are features.
-        float_dtype: The dtype of floating-point columns.
-        output: The output for one sample, if it is a single tensor.
-        inputs: The names of the module's inputs, if it takes them by keyword.
-        files: The checksum of each file, by name.
-        seed: The seed with which the module is built.
-        judging: How an accuracy reads output and label.
-    """
+    """The content of ``model.json`` except for the recipe and the columns."""
 
     features: tuple[str, ...]
     label: tuple[str, ...]
-    fields: tuple[Field, ...]
+    fields: tuple[Field, ...]  # features first, then labels
     num_features: int
     float_dtype: str
-    output: Output | None = None
-    inputs: tuple[str, ...] = ()
-    files: Mapping[str, str]
+    output: Output | None = None  # None: not a single tensor
+    inputs: tuple[str, ...] = ()  # if the module takes them by keyword
+    files: Mapping[str, str]  # checksums
     seed: int = 0
-    judging: Judging = field(default_factory=Judging)
+    judging: Judging = field(default_factory=Judging)  # how an accuracy reads output and label
 
     def check(self) -> None:
         """Raise ValueError for values that were never saved."""
@@ -111,26 +98,15 @@ class ModelManifest:
 
 @dataclass(frozen=True)
 class Saved:
-    """The folder of a saved model.
-
-    Attributes:
-        folder: The folder.
-        content: The whole content of its ``model.json``.
-        manifest: The checked part of that content.
-    """
+    """The folder of a saved model."""
 
     folder: Path
-    content: dict[str, Any]
-    manifest: ModelManifest
+    content: dict[str, Any]  # all of its ``model.json``
+    manifest: ModelManifest  # the checked part of that
 
     @staticmethod
     def read(folder: Path) -> Saved:
-        """Read the ``model.json`` of a folder.
-
-        Raises:
-            ModelError: The file is damaged, or of another format or version.
-            FileNotFoundError: There is no model.
-        """
+        """Read the ``model.json`` of a folder; FileNotFoundError if there is no model."""
         try:
             content = _content(folder, MODEL)
         except (ModelError, FileNotFoundError):
@@ -229,16 +205,7 @@ def save_buffers(buffers: Mapping[str, torch.Tensor], draft: Path) -> None:
 
 
 def load_buffers(module: nn.Module, file: str, folder: Path) -> None:
-    """Load buffers into ``module``.
-
-    Args:
-        module: The module.
-        file: The path of the safetensors file.
-        folder: The folder of the model, for messages.
-
-    Raises:
-        ModelError: The module has no place for a buffer.
-    """
+    """Load buffers into ``module``."""
     for name, value in safetensors.torch.load_file(file).items():
         path, _, attribute = name.rpartition(".")
         try:

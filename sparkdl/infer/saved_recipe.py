@@ -98,12 +98,7 @@ def _leaf(value: Any, where: str) -> dict[str, Any]:
 
 
 def read_recipe(saved: Saved, trust: bool) -> Any:
-    """Return the function that builds the module, or the module itself.
-
-    Raises:
-        TrustError: The recipe would run code that is not trusted.
-        ModelError: The recipe is missing or damaged, or cannot be imported.
-    """
+    """Return the function that builds the module, or the module; TrustError if not trusted."""
     folder, named = saved.folder, saved.content.get("recipe")
     recipe: dict[str, Any] = named if isinstance(named, dict) else {}
     if recipe.get("kind") == "pickle":
@@ -191,11 +186,7 @@ def _reader(saved: Saved, trust: bool) -> Callable[[Any], Any]:
 
 
 def member_of(named: Sequence[str]) -> Enum:
-    """Return a member of an enum. Raises ValueError if the name of its class is another thing's.
-
-    Args:
-        named: The name of the class, as ``module:name``, and that of the member.
-    """
+    """Return the member (``module:class``, name) of an enum; ValueError if the class is none."""
     found = resolved(named[0])
     if not isinstance(found, type) or not issubclass(found, Enum):
         raise ValueError(f"{named[0]} is no enum")

@@ -47,23 +47,14 @@ def sender_to(data: Any) -> Any:
 
 @dataclass(frozen=True)
 class ShippedModule:
-    """A pickled module on its way to the workers, with torch's settings of the driver.
-
-    Attributes:
-        digest: The digest of the pickled module.
-        inline: The pickled module, if it is small enough to travel in the task.
-        apart: The broadcast or artifact that has it otherwise.
-        sender: The SparkContext or session that sent it; it stays on the driver.
-        numerics: The driver's numeric settings of torch.
-        on_cpu: Stay on the CPU where there is a GPU.
-    """
+    """A pickled module on its way to the workers, with torch's settings of the driver."""
 
     digest: str
-    inline: bytes | None
-    apart: BroadcastBytes | Artifact | None = None
-    sender: Any = None
+    inline: bytes | None  # if it is small enough to travel in the task
+    apart: BroadcastBytes | Artifact | None = None  # has it otherwise
+    sender: Any = None  # stays on the driver
     numerics: Numerics = field(default_factory=Numerics.here)
-    on_cpu: bool = False
+    on_cpu: bool = False  # even if there is a GPU
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "sender": None}
@@ -76,19 +67,10 @@ class ShippedModule:
         model: Any = None,
         seed: int = 0,
     ) -> ShippedModule:
-        """Send a module, and return the handle of it.
+        """Send a module; return its handle, which is ``before`` if nothing has changed since.
 
-        Args:
-            module: The module to send.
-            sender: The result of :func:`sender_to`.
-            before: An earlier result, which is returned if neither module nor settings have changed
-                since.
-            model: The function that built the module. It is sent with the module's tensors if the
-                module itself cannot be pickled.
-            seed: The seed with which ``model`` was called.
-
-        Raises:
-            ModelError: Neither the module nor ``model`` can be pickled.
+        ``model``, called with ``seed``, has built the module. It is sent with the module's tensors
+        if the module itself cannot be pickled.
         """
         tell_of_changed_constants(module)
         data = _pickled(module, model, seed)
@@ -168,18 +150,8 @@ def run_batches(
     Rows of varying length are padded batch by batch. Their lengths follow them as an input if their
     :class:`sparkdl.data.ragged.Padding` says so.
 
-    Args:
-        module: The module.
-        arrays: One array per feature.
-        batch_size: The number of rows of a batch.
-        finish: A function that gets the model's output on the CPU; its result is yielded instead.
-        dimensions: The numbers of dimensions of the model's output and of the result of ``finish``,
-            see :func:`sparkdl.metrics.scorer.in_rows`.
-        signature: The way to call the model, and the part of its result that is the output.
-        own: The loss and the arrays of labels, for a model that computes its loss itself.
-
-    Raises:
-        ModelError: The model fails.
+    ``finish`` gets the model's output on the CPU, and its result is yielded instead. ``own``: the
+    loss and the labels, for a model that computes its loss itself.
     """
     device = device_of(module)
     for start in range(0, len(arrays[0]), batch_size):

@@ -38,13 +38,7 @@ ROWS = 2
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a model.
-
-    Attributes:
-        module: The module.
-        signature: The way to call it, and the part of its result that is the output.
-        finish: The function that maps a batch's output to predictions, or None.
-    """
+    """A trial of a model."""
 
     module: nn.Module
     signature: Signature
@@ -58,15 +52,8 @@ class Trial:
     ) -> Found:
         """Return the description of the predictions.
 
-        Args:
-            known: The output, if it is known. Otherwise the module is run on zeros that look like
-                ``fields``.
-            fields: The fields of the features.
-            first_rows: Gets the first rows of the data, which may have other lengths. It is called
-                only if the first try fails.
-
-        Raises:
-            UserError: The first rows fail, too, or there are none.
+        Unless ``known``, the module is run on zeros like ``fields``; only if that fails
+        ``first_rows`` is called, since the rows may have other lengths.
         """
         try:
             if known is not None:
@@ -161,21 +148,7 @@ def first_rows_of(
     specs: Specs,
     fields: Sequence[Field],
 ) -> list[Rows] | None:
-    """Return the feature columns of the first two rows, by a Spark job.
-
-    Args:
-        data: The rows.
-        features: The feature columns.
-        float_dtype: The dtype of floating-point columns.
-        specs: The conversions of columns, by name.
-        fields: The fields of the training data.
-
-    Returns:
-        One array per feature, or None if there are no rows or the data is a stream.
-
-    Raises:
-        DataError: The columns do not fit, or a row is bad.
-    """
+    """Return two rows of the features, by a Spark job; None if there are none, or of a stream."""
     if data.isStreaming:
         return None
     columns, _ = columns_of(data.schema, features, (), float_dtype, specs, fields)

@@ -52,15 +52,9 @@ def previous_state(state: TrainState, history: History) -> TrainState:
 
 
 def catch_up(schedule: Schedule, state: TrainState, history: History) -> TrainState:
-    """Bring a fresh ``schedule`` to the position where a run continues.
+    """Bring a fresh ``schedule`` to where a run continues.
 
-    Args:
-        schedule: The schedule.
-        state: The state from which the run continues.
-        history: The history up to it.
-
-    Returns:
-        ``state`` with the learning rates of the last iteration.
+    Return ``state`` with the learning rates of the last iteration.
     """
     if not state.iteration:
         return state
@@ -88,13 +82,9 @@ def next_iteration(
     histograms: bool,
     decisions: Decisions | None = None,
 ) -> Iteration:
-    """Return the iteration that follows ``state``.
+    """Return the iteration after ``state``, where ``schedule`` stands.
 
-    Args:
-        state: The state of the run.
-        schedule: The schedule, which stands at ``state``.
-        histograms: Whether the iteration reports histograms.
-        decisions: What to repeat; None: the engine decides.
+    ``decisions`` are to be repeated; None: the engine decides.
     """
     return Iteration(
         index=state.iteration,
@@ -117,16 +107,8 @@ def advance(
 ) -> TrainState:
     """Return the state after a committed iteration.
 
-    Args:
-        state: The state before it.
-        result: The result of the iteration.
-        options: The training options.
-        learning_rates: The learning rates that it used.
-        seconds: The seconds of the run at its end.
-
-    Raises:
-        TrainingError: A gradient is not finite, and neither can a smaller loss scale correct that
-            nor is the iteration to be skipped.
+    Raise TrainingError for a gradient that is not finite, unless a smaller loss scale can correct
+    it or the iteration is to be skipped. ``seconds`` are those of the run so far.
     """
     skipped = bool(result.not_finite)
     if skipped and options.on_nan == "raise" and state.loss_scale == 1.0:
@@ -177,14 +159,9 @@ GROWTH_ITERATIONS = 2000
 
 
 def next_scale(scale: float, age: int, skipped: bool) -> tuple[float, int]:
-    """Return the scale of the next iteration and its age.
+    """Return the scale of the next iteration and its age, the iterations since it changed.
 
     The scale is halved after an overflow, and doubled after 2,000 iterations without one.
-
-    Args:
-        scale: The current scale.
-        age: The number of iterations since it changed.
-        skipped: Whether a gradient overflowed.
     """
     if skipped:
         return max(1.0, scale / 2), 0

@@ -85,12 +85,7 @@ _ADDED = ContextVar("_ADDED", default=True)
 
 
 def add_to_every_fit(kind: type[Callback], make: Callable[[], Callback]) -> None:
-    """Give each fit of this process a new callback beside those of its trainer.
-
-    Args:
-        kind: The type of the callback. A fit whose trainer has one of this type gets none.
-        make: Makes the callback.
-    """
+    """Give each fit of this process a new callback, unless its trainer has one of type ``kind``."""
     _OF_EVERY_FIT[kind] = make
 
 

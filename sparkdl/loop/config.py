@@ -14,28 +14,16 @@ from sparkdl.replica.iteration import Decisions
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """The constants of a run that its loop uses.
-
-    Attributes:
-        stop: When training ends.
-        options: How gradients that are not finite, and the loss scale, are handled.
-        histograms: When an iteration reports histograms; None: never.
-        recorded: What was decided on each iteration that is to be repeated, by its number from 1.
-    """
+    """The constants of a run that its loop uses."""
 
     stop: Trigger
     options: TrainingOptions
-    histograms: Trigger | None = None
-    recorded: Mapping[int, Decisions] = field(default_factory=dict)
+    histograms: Trigger | None = None  # None: never
+    recorded: Mapping[int, Decisions] = field(default_factory=dict)  # by iteration, from 1
 
     @staticmethod
     def of(trainer: Any, recorded: Mapping[int, Decisions] | None = None) -> LoopConfig:
-        """Take the constants from the fields of a trainer.
-
-        Args:
-            trainer: The trainer.
-            recorded: See :class:`LoopConfig`.
-        """
+        """Take the constants from the fields of a trainer."""
         return LoopConfig(
             stop=trainer.stop,
             options=trainer.options,

@@ -44,11 +44,8 @@ def weights_of(state: SliceState, which: str) -> torch.Tensor:
 class StateWork:
     """A set of functions to run on a state.
 
-    Attributes:
-        states: Functions ``use(index, plan, state)`` to call for every slice, each with the kind of
-            weights that it gets.
-        residuals: A function ``use(replica, kept)`` to call for every replica that keeps a
-            residual.
+    ``use(index, plan, state)`` is called for every slice, with the kind of weights that stands
+    beside it, and ``use(replica, kept)`` for every replica that keeps a residual.
     """
 
     states: tuple[tuple[Callable[[int, SliceSpec, SliceState], Any], str], ...]
@@ -57,14 +54,9 @@ class StateWork:
 
 @dataclass(frozen=True)
 class StateWorkResult:
-    """The results of a :class:`StateWork`.
+    """The results of a :class:`StateWork`."""
 
-    Attributes:
-        states: For each of :attr:`StateWork.states` the results in the order of the slices.
-        residuals: The results of :attr:`StateWork.residuals`.
-    """
-
-    states: tuple[list[Any], ...]
+    states: tuple[list[Any], ...]  # for each of StateWork.states, in the order of the slices
     residuals: list[Any]
 
 

@@ -48,13 +48,7 @@ _REST = "history"
 def to_safetensors(
     columns: Mapping[str, array[Any]], length: int, rest: Mapping[str, Any]
 ) -> bytes:
-    """Return the file as bytes.
-
-    Args:
-        columns: The columns by name.
-        length: How many numbers of each column are written, from the first.
-        rest: Everything else, as plain values.
-    """
+    """Return the file as bytes, with the first ``length`` numbers of each column."""
     # by way of torch, each new length would leave a ctypes class behind
     arrays = {
         name: np.frombuffer(column, dtype=column.typecode, count=length)
@@ -70,14 +64,8 @@ def from_safetensors(
 ) -> tuple[dict[str, array[Any]], dict[str, Any]]:
     """Read the columns and the rest from the bytes that :func:`to_safetensors` made.
 
-    Args:
-        data: The bytes.
-        codes: The typecodes of the columns that must be there; other columns have "d".
-
-    Raises:
-        ValueError: The content is wrong.
-        KeyError: The metadata is missing.
-        TypeError: A value has the wrong type.
+    ``codes`` has the typecodes of the columns that must be there; others have "d". Wrong content
+    raises ValueError, KeyError or TypeError.
     """
     tensors, metadata = parse_tensors(data)
     missing = [name for name in codes if name not in tensors]
@@ -125,15 +113,7 @@ def to_json(content: dict[str, Any], indent: int | None = None) -> str:
 
 
 def from_json(data: bytes, where: str = "it") -> dict[str, Any]:
-    """Parse the text that :func:`to_json` returns.
-
-    Args:
-        data: The text.
-        where: The name of the text in error messages.
-
-    Raises:
-        ParameterError: The text is no JSON object.
-    """
+    """Parse the text that :func:`to_json` returns."""
     try:
         content = parse_json(data)
     except ValueError as error:

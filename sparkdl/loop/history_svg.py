@@ -37,11 +37,7 @@ def curves(
 ) -> str:
     """Return the panels: the losses, and the other metrics of the validations.
 
-    Args:
-        iterations: The number of each iteration.
-        losses: The loss of each iteration.
-        epochs: A mapping for each epoch, with "loss" and "iterations".
-        validations: A mapping for each validation, with "iteration" and "metrics".
+    An epoch has "loss" and "iterations", a validation has "iteration" and "metrics".
     """
     if len(iterations) < 2:
         return ""

@@ -70,9 +70,6 @@ def to_pandas(content: Mapping[str, Any]) -> pandas.DataFrame:
     """Return one row for each iteration, with the columns of the CSV.
 
     What was not measured is NaN.
-
-    Args:
-        content: The content of a history, see :mod:`sparkdl.loop.history_files`.
     """
     import pandas
 
@@ -93,14 +90,7 @@ def to_pandas(content: Mapping[str, Any]) -> pandas.DataFrame:
 
 
 def as_line(iterations: int, epoch: int, loss: float, stopped: str | None) -> str:
-    """Return in one line how far a run went, its last loss, and why it ended early.
-
-    Args:
-        iterations: The number of iterations.
-        epoch: The epoch of the last one.
-        loss: The loss of the last one.
-        stopped: Why the run ended early, or None.
-    """
+    """Return in one line how far a run went, its last loss, and why it ended early."""
     if not iterations:
         return "no iterations"
     parts = [f"{counted(iterations, 'iteration')} up to epoch {epoch:,}", f"last loss {loss:.4g}"]
@@ -113,15 +103,7 @@ def as_html(
     epochs: Sequence[Mapping[str, Any]],
     validations: Sequence[Mapping[str, Any]],
 ) -> str:
-    """Return a small table and the curves: progress, losses, speed, and the last validation's metrics.
-
-    Args:
-        iterations: The number of each iteration.
-        losses: The loss of each iteration.
-        epochs: A mapping for each epoch, with "epoch", "iterations", "seconds", "samples" and
-            "loss".
-        validations: A mapping for each validation, with "iteration" and "metrics".
-    """
+    """Return a small table and the curves: progress, losses, speed, and the last metrics."""
     rows: dict[str, str] = {"iterations": f"{len(iterations):,}"}
     if epochs:
         seconds = sum(epoch["seconds"] for epoch in epochs)

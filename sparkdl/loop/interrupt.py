@@ -47,15 +47,10 @@ def interrupts_held() -> Iterator[None]:
 
 
 class Interrupt:
-    """The user's requests to end the training.
-
-    Attributes:
-        asked: Whether there was a request.
-        again: Whether there was a second one, which means to end at once.
-    """
+    """The user's requests to end the training."""
 
     asked = False
-    again = False
+    again = False  # a second one: end at once
 
 
 def _raises(handler: object) -> bool:
@@ -95,10 +90,7 @@ def interruptible(
     The next SIGINT has the effect that it had before the block, which is usually to raise
     KeyboardInterrupt. This applies only in the main thread, and only if SIGINT has a handler of
     Python and is not ignored. Otherwise nothing is changed.
-
-    Args:
-        told: What the user is told after the first one.
-        ready: Returns whether a request can be met; while it is False, a SIGINT counts as the second.
+    While ``ready`` returns False, a SIGINT counts as the second.
     """
     interrupt, before = Interrupt(), signal.getsignal(signal.SIGINT)
     ours = threading.current_thread() is threading.main_thread()

@@ -37,33 +37,18 @@ def busiest(traffic: Mapping[str, Traffic]) -> int:
 
 @dataclass(frozen=True)
 class IterationResult:
-    """The result of an iteration.
+    """The result of an iteration."""
 
-    Attributes:
-        loss: The mean over the global batch.
-        samples: The number of samples.
-        seconds: Seconds by activity, those of the slowest task.
-        not_finite: For each replica whose loss or gradient was inf or NaN, what it was; the update
-            was then skipped.
-        gradient_norm: The global norm before clipping, if the norm is clipped.
-        histograms: Histograms by "weights/NAME" and "gradients/NAME".
-        traffic: For each node, by its id, the bytes of gradients and weights that it sent and
-            received.
-        ended: The time of the end (``time.monotonic``), if that is not the present.
-        losses: The mean of each named loss of a step over the global batch.
-        decisions: What was decided on the iteration and is needed to repeat it.
-    """
-
-    loss: float
+    loss: float  # mean over the global batch
     samples: int
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    not_finite: Mapping[int, str] = field(default_factory=dict)
-    gradient_norm: float | None = None
-    histograms: Mapping[str, Histogram] | None = None
-    traffic: Mapping[str, Traffic] = field(default_factory=dict)
-    ended: float | None = None
-    losses: Mapping[str, float] = field(default_factory=dict)
-    decisions: Decisions = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by activity, of the slowest task
+    not_finite: Mapping[int, str] = field(default_factory=dict)  # not empty: update skipped
+    gradient_norm: float | None = None  # before clipping; None: not clipped
+    histograms: Mapping[str, Histogram] | None = None  # by "weights/NAME" and "gradients/NAME"
+    traffic: Mapping[str, Traffic] = field(default_factory=dict)  # by node id
+    ended: float | None = None  # time.monotonic(); None: now
+    losses: Mapping[str, float] = field(default_factory=dict)  # named losses of a step
+    decisions: Decisions = field(default_factory=dict)  # needed to repeat it
 
 
 def summarize(
@@ -73,15 +58,7 @@ def summarize(
     seconds: Mapping[str, float],
     traffic: Mapping[str, Traffic] | None = None,
 ) -> IterationResult:
-    """Return the result of an iteration from the reports of its replicas and slices.
-
-    Args:
-        replicas: The reports of the replicas, in any order.
-        slices: The reports of the slices.
-        layout: The layout of the flat vector.
-        seconds: Seconds by activity.
-        traffic: The traffic by node.
-    """
+    """Return the result of an iteration from the reports of its replicas and slices."""
     ordered = sorted(replicas, key=lambda report: report.replica)
     total = sum(report.weight for report in ordered)
     loss = sum(report.loss * report.weight for report in ordered if report.weight)

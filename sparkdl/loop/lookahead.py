@@ -32,14 +32,9 @@ class PlannedIteration:
 
 
 class Lookahead:
-    """A plan of the coming iterations.
+    """A plan of the coming iterations; ``schedule`` must stand at ``state``.
 
-    Args:
-        config: The configuration of the loop.
-        between: The triggers, in addition to the stop, of the work between iterations.
-        schedule: The schedule, which stands at ``state``.
-        state: The current state.
-        ahead: Whether anything is to be planned ahead.
+    ``between`` has the triggers of the work between iterations, without the stop.
     """
 
     def __init__(

@@ -49,26 +49,11 @@ def train(
     history: History,
     interrupt: Interrupt,
 ) -> TrainState:
-    """Iterate until ``config.stop`` is true, or a callback or the user ends it, see
-    :attr:`History.stopped`.
+    """Iterate until ``config.stop`` is true, or a callback or the user ends the run.
 
-    Args:
-        trainer: Passed to the callbacks; the loop does not use it.
-        config: The configuration of the loop.
-        engine: Runs the iterations.
-        schedule: The learning rates; stands at ``state``.
-        periodic: The periodic tasks, in order.
-        callbacks: Called for every event, in order.
-        state: The state in which the run begins or continues.
-        history: The run's history, which grows.
-        interrupt: The user's requests to end.
-
-    Returns:
-        The state at the end of the run.
-
-    Raises:
-        KeyboardInterrupt: An iteration failed after the user's interrupt, which may have ended
-            something that it needs, such as Spark.
+    Return the last state; see :attr:`History.stopped`. ``schedule`` must stand at ``state``;
+    ``trainer`` is only passed to the callbacks. Raise KeyboardInterrupt if an iteration failed
+    after the user's interrupt, which may have ended something that it needs, such as Spark.
     """
     recoveries = engine.recoveries
     previous = previous_state(state, history)

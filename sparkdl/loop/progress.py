@@ -33,12 +33,7 @@ class Progress(Callback):
 def progress_of(mode: str, facts: str, began: float, one_pass: bool = False) -> Progress:
     """Return the callback that shows the progress of a run, as ``spark.sparkdl.progress`` says.
 
-    Args:
-        mode: "true" is the bar, "false" nothing, "auto" the bar on terminals and in notebooks and
-            lines in the log elsewhere. In notebooks, curves are below the bar.
-        facts: A description of the model and the data, for the first line of the log.
-        began: The time when ``fit`` was called, by ``time.monotonic()``.
-        one_pass: Whether only the current epoch is shown, for a run over data that arrive in parts.
+    ``began`` is a time of ``time.monotonic()``.
     """
     if shows_bar(mode):
         draws = _in_notebook() and not one_pass

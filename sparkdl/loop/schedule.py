@@ -29,16 +29,8 @@ _log = logging.getLogger("sparkdl")
 class Schedule:
     """The hyperparameters of each parameter group at the current iteration.
 
-    Args:
-        plan: The optimizers.
-        make: Called with each optimizer of ``plan`` to make its scheduler; None: there is no
-            schedule.
-        per: One of ``PER``.
-        metric: The metric of the validation that ReduceLROnPlateau follows. None means the loss,
-            which must then be the only metric.
-
-    Raises:
-        ModelError: The schedule cannot be built.
+    ``make`` makes the scheduler of an optimizer; None: there is none. ``metric`` is for
+    ReduceLROnPlateau; None is the loss, which must then be the only metric.
     """
 
     def __init__(
@@ -114,14 +106,7 @@ class Schedule:
     ) -> None:
         """Check that the schedule fits the run.
 
-        Args:
-            limit: The last iteration of the run, if it is known.
-            iterations_per_epoch: The number of iterations of an epoch.
-            metrics: The metrics of the run's validation, and whether more of each is better; empty
-                without validation.
-
-        Raises:
-            ModelError: It does not fit.
+        ``metrics`` says whether more of each is better; it is empty without validation.
         """
         if self.follows_validations:
             if not metrics:

@@ -227,14 +227,7 @@ def plateau(metric: str, patience: int, min_delta: float = 0.0) -> Trigger:
 
 
 def no_trigger(place: str, value: object, example: str, of: Callable[..., Trigger] = every) -> str:
-    """Return the error message for a value that was given in place of a trigger.
-
-    Args:
-        place: The argument in the call, with "{}" in place of the value.
-        value: The value.
-        example: A suitable trigger.
-        of: The function that makes a suitable trigger from a number.
-    """
+    """Return the error message for a value that is no trigger; ``place`` has "{}" for it."""
     name = getattr(value, "__name__", "")
     if name in __all__ and globals()[name] is value and not isinstance(value, type):
         arguments = ", ".join(inspect.signature(globals()[name]).parameters)

@@ -106,12 +106,6 @@ def is_better(record: Validated, best: Validated | None, metric: str, higher: bo
     """Return whether a validation's value is better than the best one before.
 
     NaN never is better, and neither is a missing value, if there was nothing to measure.
-
-    Args:
-        record: The validation.
-        best: The best validation before, or None.
-        metric: The name of the metric.
-        higher: Whether more is better.
     """
     value = record.metrics.get(metric, math.nan)
     if math.isnan(value) or best is None:

@@ -105,10 +105,6 @@ def resolve(metrics: Metrics) -> list[Metric]:
     Each is a name (see docs/guide/metrics.md), a :class:`Metric`, a ``torchmetrics.Metric``, or a
     pair (name, one of these). A dict {name: one of these} stands for such pairs. "loss" is skipped,
     because it is always computed.
-
-    Raises:
-        ParameterError: A name is unknown (the message suggests the nearest one), or two metrics
-            have the same name.
     """
     if isinstance(metrics, str) or not isinstance(metrics, Iterable):
         raise ParameterError(
@@ -137,15 +133,10 @@ def resolve(metrics: Metrics) -> list[Metric]:
 class Judging:
     """The interpretation of output and label by an accuracy: that of the loss. A saved model,
     which has no loss, stores this.
-
-    Attributes:
-        threshold: An output above it means class 1.
-        classes: A label with the output's shape is a probability of each class.
-        ignored: A label that does not count.
     """
 
-    threshold: float = 0.0
-    classes: bool = False
+    threshold: float = 0.0  # an output above it means class 1
+    classes: bool = False  # a label with the output's shape is a probability of each class
     ignored: int | None = None
 
     @staticmethod
@@ -169,10 +160,7 @@ def suited(
     """Return ``metrics`` with the accuracies among them set to interpret output and label as
     ``loss`` does.
 
-    Args:
-        metrics: The metrics.
-        loss: The loss, or None.
-        judging: The interpretation to use if there is no loss.
+    Without a loss, ``judging`` says how.
     """
     judging = judging or Judging()
     how = vars(judging if loss is None else Judging.of(loss))

@@ -123,13 +123,7 @@ def _settled(runs: list[ScoreRun]) -> tuple[ScoreRun, ...]:
 def top_k(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
     """Return whether the class ``target`` is among the ``k`` highest scores. Shape (B,), bool.
 
-    Args:
-        output: The scores, (B, C). Among equal scores the first class ranks first.
-        target: The classes, (B,) or (B, 1).
-        k: The number of highest scores.
-
-    Raises:
-        ValueError: The shapes do not fit, or ``k`` is more than C.
+    ``output`` is (B, C), ``target`` (B,) or (B, 1). Among equal scores the first class ranks first.
     """
     if output.ndim != 2 or target.numel() != len(output):
         raise ValueError(
@@ -148,16 +142,9 @@ def hit_ratio(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tenso
 
     A sample is one query with its C candidates: X. He et al., "Neural Collaborative Filtering", WWW
     2017, section 4.1. With ties at the k-th place the value is the probability of a hit if the tied
-    candidates are in random order. It is nan for a row with a nan score.
-
-    Args:
-        output: The scores, (B, C).
-        target: The number of the one relevant candidate, (B,), or the relevance of each, (B, C),
-            where more than 0 is relevant.
-        k: The number of highest scores.
-
-    Raises:
-        ValueError: The shapes or the numbers do not fit, or ``k`` is more than C.
+    candidates are in random order. It is nan for a row with a nan score. ``target`` is the number
+    of the one relevant candidate, (B,), or the relevance of each, (B, C), where more than 0 is
+    relevant.
     """
     scores, worth = _candidates(output, target, f"hit_ratio@{k}")
     if k > scores.shape[1]:
@@ -191,15 +178,7 @@ def ndcg(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
     2002, with the discount 1 / log2(1 + rank) and the relevance itself as gain. Tied candidates
     share the mean of their discounts (F. McSherry and M. Najork, ECIR 2008). The result is that of
     scikit-learn's ``ndcg_score(..., k=k)``. A row without a relevant candidate counts 0; a row with
-    a nan score is nan.
-
-    Args:
-        output: The scores, (B, C).
-        target: As for :func:`hit_ratio`; relevances may not be negative.
-        k: The number of highest scores.
-
-    Raises:
-        ValueError: The shapes or values do not fit.
+    a nan score is nan. ``target`` is as for :func:`hit_ratio`.
     """
     scores, worth = _candidates(output, target, f"ndcg@{k}")
     if (worth < 0).any():

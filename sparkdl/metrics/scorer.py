@@ -65,18 +65,8 @@ class Scorer:
     ) -> States:
         """Return the states after one more batch. ``states`` itself may be changed or consumed.
 
-        Args:
-            states: The states before the batch.
-            output: The value that the model returned, on any device.
-            targets: One tensor for each label, on the device of the output. The loss gets several
-                as a tuple; metrics need exactly one.
-            weights: One weight for each sample, for the loss.
-            samples: The number of samples, by default the rows of the first target or of the
-                output.
-
-        Raises:
-            ModelError: The loss fails. The message contains the shapes.
-            ParameterError: A metric fails. The message contains its name and the shapes.
+        The loss gets several targets as a tuple; metrics need exactly one. ``weights`` are for the
+        loss. ``samples`` is by default the rows of the first target or of the output.
         """
         count = _rows(output, targets) if samples is None else samples
         if not count:
@@ -121,11 +111,7 @@ class Scorer:
         return in_rows(part_of(returned, part), count, dimensions)
 
     def merge(self, many: Sequence[States]) -> States:
-        """Merge the states of several parts of the data, in order, into those of all of it.
-
-        Raises:
-            ParameterError: A metric fails.
-        """
+        """Merge the states of several parts of the data, in order, into those of all of it."""
         merged = self.start()
         for states in many:
             if not states[0]:
@@ -146,9 +132,6 @@ class Scorer:
     def values(self, states: States) -> dict[str, float]:
         """Return the values by name, "loss" first if there is one. Metrics that saw no sample are
         omitted.
-
-        Raises:
-            ParameterError: A metric fails.
         """
         values = {}
         total, mass = states[1]
@@ -175,9 +158,6 @@ class Scorer:
 
         A value that cannot be computed from a few rows, such as a correlation of one row, is no
         mistake.
-
-        Raises:
-            ParameterError: Some metrics cannot work; the message lists them.
         """
         problems = []
         for metric in self.metrics:
@@ -260,11 +240,6 @@ def _shape(tensor: torch.Tensor) -> str:
 def in_rows(output: Any, rows: int, dimensions: int | None = None) -> Any:
     """Return ``output`` with a dimension for rows, if a model or function has squeezed that of a
     single row.
-
-    Args:
-        output: The output.
-        rows: The number of rows of the batch.
-        dimensions: The number of dimensions of a batch's output, if it is known.
     """
     if rows != 1 or not isinstance(output, torch.Tensor):
         return output

@@ -40,11 +40,7 @@ class TorchMetric(Metric):
 
     @staticmethod
     def of(name: str, metric: Any) -> TorchMetric:
-        """Wrap a metric.
-
-        Raises:
-            ParameterError: The metric cannot be computed in parts.
-        """
+        """Wrap a metric that can be computed in parts."""
         problem = _why_not(metric)
         if problem:
             raise ParameterError(

@@ -56,15 +56,7 @@ class GridFits(Iterator[tuple[int, TorchModel]]):
     """
 
     def __init__(self, points: Sequence[GridPoint], dataset: DataFrame) -> None:
-        """Create the iterator. Nothing is read until the first ``next``.
-
-        Args:
-            points: An estimator for each point.
-            dataset: The training data.
-
-        Raises:
-            ParameterError: The Params of a point cannot work.
-        """
+        """Create the iterator. Nothing is read until the first ``next``."""
         self._points, self._dataset = points, dataset
         self._lock = threading.Lock()
         self._next = self._running = 0

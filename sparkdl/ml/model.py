@@ -162,12 +162,7 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
         return None
 
     def _columns(self, rows: DataFrame, scores: str) -> list[Column]:
-        """Return the output columns, in the order of :meth:`_outputs`.
-
-        Args:
-            rows: The rows with the module's output.
-            scores: The column that holds it.
-        """
+        """Return the output columns, in the order of :meth:`_outputs`."""
         output = self.trained.output
         one = output is not None and output.shape == (1,)
         kind = rows.schema[scores].dataType

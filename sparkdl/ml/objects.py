@@ -28,11 +28,7 @@ OBJECTS = ("model", "loss", "optimizer", "trainerArgs")
 
 
 def objects_by_name(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return objects as JSON.
-
-    Raises:
-        WithoutName: One has no such form; the message says which, to be put after a colon.
-    """
+    """Return objects as JSON, or raise :class:`WithoutName` for one that has no such form."""
     try:
         return {name: encode(value, name, leaf=_leaf) for name, value in objects.items()}
     except (TypeError, RecursionError) as error:
@@ -47,17 +43,9 @@ def pickled_objects(objects: Mapping[str, Any]) -> bytes:
 def objects_of(
     named: dict[str, Any] | None, pickled: bytes, trust: bool, path: str
 ) -> dict[str, Any]:
-    """Return the objects of a saved estimator.
+    """Return the objects of a saved estimator; ``named`` is None if they are in the pickle.
 
-    Args:
-        named: The objects by name, or None.
-        pickled: The pickle, if they have no names.
-        trust: Functions of any kind may be imported.
-        path: The folder, for messages.
-
-    Raises:
-        TrustError: A function that is named builds no module, and ``trust`` is False.
-        ModelError: Something cannot be imported or opened.
+    With ``trust``, functions of any kind may be imported.
     """
     try:
         if named is None:

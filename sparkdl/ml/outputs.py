@@ -11,11 +11,7 @@ from sparkdl.infer.output import Output
 
 
 def class_count(output: Output | None) -> int:
-    """Return the number of classes of a classifier with this output.
-
-    Raises:
-        ModelError: It is not the output of a classifier.
-    """
+    """Return the number of classes of a classifier with this output."""
     if output is None or len(output.shape) > 1:
         found = "not a single tensor" if output is None else f"of shape {['rows', *output.shape]}"
         raise ModelError(
@@ -26,24 +22,12 @@ def class_count(output: Output | None) -> int:
 
 
 def part_of_scores(scores: Column, first: int, count: int) -> Column:
-    """Return some values of the result of :class:`sparkdl.infer.class_scores.ClassScores` as a vector.
-
-    Args:
-        scores: The column with the result.
-        first: The number of the first value, from 0.
-        count: The number of values.
-    """
+    """Return values of a result of ``ClassScores`` as a vector; ``first`` counts from 0."""
     return array_to_vector(functions.slice(scores, first + 1, count))
 
 
 def as_numbers(output: Column, kind: DataType, one: bool) -> Column:
-    """Return a module's output as evaluators take it: one number as double, several as a vector.
-
-    Args:
-        output: The column with the output.
-        kind: Its type.
-        one: The output is an array of one number.
-    """
+    """Return a module's output as evaluators take it: one number as double, several as a vector."""
     if not isinstance(kind, ArrayType):
         return output.cast("double")
     if isinstance(kind.elementType, ArrayType):
@@ -52,12 +36,7 @@ def as_numbers(output: Column, kind: DataType, one: bool) -> Column:
 
 
 def nothing_like(kind: DataType, width: int) -> Column:
-    """Return NaN as a prediction of this type.
-
-    Args:
-        kind: The type of the prediction.
-        width: The number of values of a vector.
-    """
+    """Return NaN as a prediction of this type."""
     nan = functions.lit(float("nan"))
     if kind.typeName() == "double":
         return nan

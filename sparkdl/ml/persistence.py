@@ -117,12 +117,7 @@ class ModelReader(MLReader[Any]):
         self.cls = cls
 
     def load(self, path: str) -> Any:
-        """Read the model.
-
-        Raises:
-            TrustError: The folder would run code; see :func:`loading`.
-            ModelError: The recipe cannot be imported, or a file is damaged.
-        """
+        """Read the model, as far as :func:`loading` trusts its folder."""
         place = _readable(self.sparkSession, path)
         metadata = _metadata(place, self.sparkSession, self.cls)
         allowed = _permission.get(_NOTHING)
@@ -179,12 +174,7 @@ class EstimatorReader(MLReader[Any]):
         self.cls = cls
 
     def load(self, path: str) -> Any:
-        """Read the estimator.
-
-        Raises:
-            TrustError: The folder would run code; see :func:`loading`.
-            ModelError: A model, loss or optimizer cannot be imported.
-        """
+        """Read the estimator, as far as :func:`loading` trusts its folder."""
         place = _readable(self.sparkSession, path)
         metadata = _metadata(place, self.sparkSession, self.cls)
         allowed, named = _permission.get(_NOTHING), metadata["objects"]
@@ -246,11 +236,7 @@ def _check_classic(session: SparkSession) -> None:
 
 
 def _folder(session: SparkSession, path: str) -> HadoopFolder:
-    """Return the folder of an estimator or a model, in a file system that Hadoop knows.
-
-    Raises:
-        SessionError: The session is one of Spark Connect.
-    """
+    """Return the folder of an estimator or a model, in a file system that Hadoop knows."""
     _check_classic(session)
     configuration = session._jsparkSession.sessionState().newHadoopConf()
     return HadoopFolder.at(path, session._jvm, configuration)
@@ -267,12 +253,7 @@ def _readable(session: SparkSession, path: str) -> str:
 
 
 def _download(session: SparkSession, path: str, name: str, target: Path) -> None:
-    """Copy a file or folder in ``path`` to a local place.
-
-    Raises:
-        ModelError: There is none.
-        CheckpointError: It cannot be read.
-    """
+    """Copy a file or folder in ``path`` to a local place."""
     folder = _folder(session, path)
     if name not in folder.names():
         raise ModelError(f"{path}/{name} is missing: the folder is no whole model of sparkdl.ml.")

@@ -30,34 +30,17 @@ NUMBERS, CLASSES = "numbers", "classes"
 
 @dataclass(frozen=True, eq=False)
 class FitPlan:
-    """The trainer of a fit, without its validation data, and how the rows are chosen.
-
-    Attributes:
-        trainer: The trainer.
-        validation: The validation that was given, or its arguments without the data.
-        indicator: The column that says which rows to validate with, or None.
-        filters: Rows with invalid values are left out.
-        labels: The kind of the labels; None leaves them alone.
-    """
+    """The trainer of a fit, without its validation data, and how the rows are chosen."""
 
     trainer: Trainer
-    validation: Validation | Mapping[str, Any] | None
-    indicator: str | None
-    filters: bool
-    labels: str | None
+    validation: Validation | Mapping[str, Any] | None  # or its arguments without the data
+    indicator: str | None  # the column that says which rows to validate with
+    filters: bool  # rows with invalid values are left out
+    labels: str | None  # NUMBERS or CLASSES; None leaves them alone
 
     @staticmethod
     def of(estimator: TrainingParams, metrics: tuple[str, ...], labels: str | None) -> FitPlan:
-        """Make the plan of an estimator.
-
-        Args:
-            estimator: The estimator.
-            metrics: The metrics to validate with if none are given.
-            labels: The kind of its labels, or None.
-
-        Raises:
-            ParameterError: The Params cannot work.
-        """
+        """Make the plan of an estimator; ``metrics`` judge if it names none."""
         kind = type(estimator).__name__
         fields = estimator.getTrainerArgs()
         validation = fields.pop("validation", None)
@@ -138,14 +121,7 @@ class FitPlan:
         return logits or Judging.of(self.trainer.loss).threshold != 0.0
 
     def rows(self, data: DataFrame) -> tuple[DataFrame, DataFrame | None]:
-        """Return the rows to train on, and those to validate with, with columns as the fit needs them.
-
-        Args:
-            data: The user's DataFrame.
-
-        Raises:
-            ParameterError: The validation indicator is not there, or not boolean.
-        """
+        """Return the rows to train on and those to validate with, their columns as a fit needs."""
         if not isinstance(data, DataFrame):
             return data, None  # the fit says what is wrong
         training, validation = self._chosen(data), None
@@ -160,11 +136,7 @@ class FitPlan:
         return self._prepared(training), validation
 
     def trainer_with(self, validation_rows: DataFrame | None) -> Trainer:
-        """Return the trainer with its validation.
-
-        Args:
-            validation_rows: What :meth:`rows` returned.
-        """
+        """Return the trainer with its validation, on what :meth:`rows` returned for it."""
         given = self.validation
         if isinstance(given, Validation):
             data = given.data if validation_rows is None else validation_rows
@@ -181,11 +153,7 @@ class FitPlan:
 
     @contextlib.contextmanager
     def explaining_no_rows(self) -> Iterator[None]:
-        """Name the column that chose the rows where there are none to train on, or to validate with.
-
-        Raises:
-            DataError: That of the fit inside.
-        """
+        """Name the column that chose the rows where none is left to train on or validate with."""
         try:
             yield
         except DataError as error:

@@ -22,12 +22,7 @@ def column(name: str) -> Column:
 
 
 def are_valid(schema: StructType, names: Sequence[str]) -> Column:
-    """Return a condition: none of the columns holds null, NaN or an infinite number.
-
-    Args:
-        schema: The schema of the DataFrame.
-        names: The columns; those that are not there are left out, since a fit names them.
-    """
+    """Return a condition: no column (that is there) holds null, NaN or an infinite number."""
     there = [name for name in names if name in schema.names]
     conditions = [_is_valid(column(name), schema[name].dataType) for name in there]
     return reduce(lambda one, other: one & other, conditions, functions.lit(True))
@@ -47,16 +42,7 @@ def _is_valid(value: Column, kind: DataType) -> Column:
 
 
 def zeros(name: str, kind: DataType, field: Field) -> Column:
-    """Return a valid value for a row whose own is not: zeros of the shape that the model takes.
-
-    Args:
-        name: The name of the column.
-        kind: Its type.
-        field: The field that the model was trained with.
-
-    Raises:
-        ParameterError: The column holds something else than numbers.
-    """
+    """Return a valid value for a row whose own is not: zeros of the shape that the model takes."""
     shape = [1, *field.shape] if field.ragged else list(field.shape)
     inner = kind
     while isinstance(inner, ArrayType):
@@ -77,12 +63,8 @@ def zeros(name: str, kind: DataType, field: Field) -> Column:
 def as_classes(data: DataFrame, name: str, weights: bool) -> DataFrame:
     """Return ``data`` with a label column of numbers as the loss of a classifier takes it.
 
-    StringIndexer makes class numbers of type double, and torch's losses of classes take integers.
-
-    Args:
-        data: The rows.
-        name: The label column.
-        weights: The loss takes floating-point numbers, as BCEWithLogitsLoss does.
+    StringIndexer makes class numbers of type double, and torch's losses of classes take integers;
+    with ``weights`` the loss takes floats, as BCEWithLogitsLoss does.
     """
     kind = data.schema[name].dataType if name in data.schema.names else None
     if not isinstance(kind, NumericType) and (kind is None or kind.typeName() != "boolean"):
@@ -119,12 +101,6 @@ def label_names(schema: StructType, name: str) -> tuple[str, ...]:
 
 
 def class_metadata(name: str, labels: Sequence[str], count: int) -> dict[str, Any]:
-    """Return the metadata of a column of class numbers, from which IndexToString takes the names.
-
-    Args:
-        name: The name of the column.
-        labels: The names of the classes, if they have some.
-        count: The number of classes.
-    """
+    """Return the metadata of a column of class numbers, whose names IndexToString takes."""
     values = {"vals": list(labels)} if labels else {"num_vals": count}
     return {"ml_attr": {"type": "nominal", "name": name, **values}}

@@ -40,12 +40,7 @@ _KNOWN: Mapping[str, Mapping[str, Rule]] = {
 
 
 def rules_of(module: nn.Module, patterns: Mapping[str, Rule]) -> dict[str, Rule]:
-    """Return the rule of each buffer that something names.
-
-    Args:
-        module: The module.
-        patterns: ``Trainer.buffers``.
-    """
+    """Return the rule of each buffer that something names."""
     owners = dict(module.named_modules(remove_duplicate=False))
     aliases: dict[int, list[str]] = {}
     for name, buffer in module.named_buffers(remove_duplicate=False):
@@ -101,12 +96,7 @@ def known_rule(owner: nn.Module, attribute: str) -> Rule | None:
 
 
 def problems_of_rules(rules: Any, what: str) -> Iterator[str]:
-    """Yield the problem of a mapping of rules.
-
-    Args:
-        rules: The mapping.
-        what: Its name in messages.
-    """
+    """Yield the problem of a mapping of rules."""
     known = f"{', '.join(map(in_quotes, RULES))}, or a function of the stacked values"
     if not isinstance(rules, Mapping) or not all(isinstance(name, str) for name in rules):
         yield f'{what}: give a mapping from names, or patterns such as "*.codes", to {known}.'

@@ -32,10 +32,7 @@ def form_of(buffer: torch.Tensor | None) -> Form | None:
 def changed_form(name: str, before: Form | None, after: Form | None) -> str:
     """Return the message for a buffer of the state_dict whose form forward changes.
 
-    Args:
-        name: The name of the buffer.
-        before: Its form as built; None if there was no buffer.
-        after: Its form after forward; None if there is no buffer.
+    None: there is no such buffer.
     """
     was, now = (
         "None" if form is None else f"{list(form[0])} {str(form[1]).removeprefix('torch.')}"
@@ -54,9 +51,6 @@ def _in_form(segment: TensorRange, owner: nn.Module, attribute: str) -> torch.Te
 
     A buffer that no state_dict holds is taken to be a cache of this process. A buffer whose elements
     share memory gets memory of its own.
-
-    Raises:
-        ModelError: The form of a buffer of the state_dict has changed.
     """
     buffer = owner._buffers.get(attribute)
     if buffer is not None and buffer.dtype == segment.dtype and buffer.shape == segment.shape:
@@ -128,10 +122,8 @@ class FlatModule:
     def borrow(self, number: int, values: torch.Tensor) -> bool:
         """Make parameter ``number`` a view of ``values`` instead of ``flat``, until :meth:`give_back`.
 
-        The parameter's values in ``flat`` are lost.
-
-        Returns:
-            False, and nothing is changed, if the parameter is a copy and needs its own memory.
+        The parameter's values in ``flat`` are lost. Return False, and change nothing, if the
+        parameter is a copy and needs its own memory.
         """
         segment, parameter = self.parameters[number]
         if self._follows(parameter):

@@ -17,28 +17,16 @@ from sparkdl.model.preparation import WRAPPED
 
 @dataclass(frozen=True)
 class TensorRange:
-    """The range of one tensor in the flat vector.
-
-    Attributes:
-        name: The name of the parameter or buffer.
-        kind: "parameter"; or for a buffer "average", if its values are elements of the flat vector,
-            and "exact", if its bytes are in their place.
-        start: The first element in the flat vector.
-        length: The number of elements of the flat vector (for "exact": the tensor's bytes, rounded up).
-        shape: The shape of the tensor.
-        dtype: The dtype of the tensor.
-        sparse: The tensor is the table of an embedding with ``sparse=True``, whose gradient is rows.
-        rule: How replicas agree on the buffer; without meaning for a parameter.
-    """
+    """The range of one tensor in the flat vector."""
 
     name: str
-    kind: str
+    kind: str  # "parameter"; for a buffer "average", or "exact" if its bytes are there
     start: int
-    length: int
+    length: int  # in the flat vector; for "exact" the bytes, rounded up
     shape: tuple[int, ...]
     dtype: torch.dtype
     sparse: bool = False
-    rule: Rule = FIRST
+    rule: Rule = FIRST  # without meaning for a parameter
 
     @property
     def stop(self) -> int:
@@ -80,11 +68,7 @@ _NOTHING = (
 
 
 def layout_of(module: nn.Module, rules: Mapping[str, Rule] | None = None) -> Layout:
-    """Lay out ``module``, with ``rules`` for its buffers by pattern.
-
-    Raises:
-        ModelError: The module has something that cannot be trained.
-    """
+    """Lay out ``module``, with ``rules`` for its buffers by pattern."""
     tables = sparse_tables(module)
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     trainable.sort(key=lambda item: id(item[1]) in tables)
@@ -155,12 +139,7 @@ def layout_of(module: nn.Module, rules: Mapping[str, Rule] | None = None) -> Lay
 def check_memory(module: nn.Module, layout: Layout) -> None:
     """Raise an error if a trained parameter shares memory with another one, or with a buffer.
 
-    Args:
-        module: The module, or the one that it was copied from: copies of tensors share no memory.
-        layout: The layout of the module.
-
-    Raises:
-        ModelError: Two tensors share memory.
+    If the module was copied, give the original: copies of tensors share no memory.
     """
     named = {
         name.replace(WRAPPED, ""): local(tensor)

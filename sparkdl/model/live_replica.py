@@ -22,28 +22,16 @@ from sparkdl.model.recipe import Recipe
 
 @dataclass
 class LiveReplica:
-    """A built recipe that computes on ``device``; its flat vector may be elsewhere.
+    """A built recipe that computes on ``device``; its flat vector may be elsewhere."""
 
-    Attributes:
-        recipe: The recipe, without its initial weights.
-        flat: The module and its flat vector.
-        call: Runs the module.
-        device: The device.
-        loss: The recipe's loss, with its tensors on the device.
-        version: Names the weights that ``flat.flat`` holds now.
-        sink: The receiver of gradients, see :meth:`give_gradients`.
-        apart: A context in which gradients are only accumulated; set if they are otherwise summed over
-            processes.
-    """
-
-    recipe: Recipe
+    recipe: Recipe  # without its initial weights
     flat: FlatModule
     call: Callable[..., Any]
     device: torch.device
     loss: Callable[..., torch.Tensor]
-    version: str = ""
+    version: str = ""  # names the weights that flat.flat holds now
     sink: Callable[[int, torch.Tensor], None] | None = None
-    apart: Callable[[], AbstractContextManager[None]] | None = None
+    apart: Callable[[], AbstractContextManager[None]] | None = None  # only accumulates
     _watched: bool = False
 
     def __post_init__(self) -> None:
@@ -55,9 +43,6 @@ class LiveReplica:
 
         If the recipe holds a module, build it only once: training changes that module, and whoever
         needs its initial weights again must load the recipe again.
-
-        Raises:
-            ModelError: The model has a part of a model that was built before.
         """
         module = recipe.build()
         _check_new(module)
@@ -65,13 +50,7 @@ class LiveReplica:
 
     @staticmethod
     def around(recipe: Recipe, flat: FlatModule, device: torch.device | None = None) -> LiveReplica:
-        """Make a replica of a recipe that is already built.
-
-        Args:
-            recipe: The recipe.
-            flat: The built module with its flat vector.
-            device: The device to compute on; None: the device of the flat vector.
-        """
+        """Make a replica of a recipe that is already built."""
         call = prepared_forward(flat.module, recipe.options)
         device = device or flat.flat.device
         recipe = recipe.without_weights()
@@ -98,12 +77,7 @@ class LiveReplica:
     def call_through(
         self, call: Callable[..., Any], apart: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Run the module through a wrapper that sums gradients over processes.
-
-        Args:
-            call: Runs the module.
-            apart: A context in which gradients are only accumulated.
-        """
+        """Run the module through a wrapper that sums gradients over processes."""
         self.call, self.apart = call, apart
 
     def train(self) -> None:

@@ -36,10 +36,7 @@ class NoValuePerSample(ValueError):
 def call_loss(loss: Loss, output: object, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """Call ``loss(output, target)``, or ``loss(output)`` without a label.
 
-    Args:
-        loss: The loss.
-        output: The output of the model.
-        targets: The labels; several become one tuple.
+    Several labels become one tuple.
     """
     if not targets:
         return loss(output)
@@ -48,17 +45,11 @@ def call_loss(loss: Loss, output: object, targets: Sequence[torch.Tensor]) -> to
 
 @dataclass(frozen=True)
 class ClassLoss:
-    """The averaging rule of a loss on class numbers.
+    """The averaging rule of a loss on class numbers."""
 
-    Attributes:
-        ignored: The label that does not count.
-        weight: The weight of each class, or None.
-        averages: The loss takes a mean.
-    """
-
-    ignored: int
+    ignored: int  # the label that does not count
     weight: torch.Tensor | None
-    averages: bool
+    averages: bool  # the loss takes a mean
 
     @staticmethod
     def of(loss: Loss) -> ClassLoss | None:
@@ -113,17 +104,7 @@ def weighted_mean(
     ``torch.nn`` losses and functions with a ``reduction`` are called with "none"; any other loss
     must return a value for each sample. Values of shape (rows, ...) are first averaged over the
     other dimensions (summed for a reduction "batchmean"). With ``masses`` they are summed, and the
-    divisor is ``sum(w * masses)``.
-
-    Args:
-        loss: The loss.
-        output: The output of the model.
-        targets: The labels.
-        weights: The weights of the samples, (rows,).
-        masses: The result of :func:`masses_of`.
-
-    Raises:
-        NoValuePerSample: The loss gives no value for each sample.
+    divisor is ``sum(w * masses)``. Raise NoValuePerSample if the loss gives no such values.
     """
     return _weighted(loss, call_loss(unreduced(loss), output, targets), weights, masses)
 
@@ -137,18 +118,8 @@ def loss_of(
 ) -> tuple[torch.Tensor, float | None]:
     """Return the loss of some rows: (their mean, None), or the ``(sum, count)`` of the loss.
 
-    The result of the loss is not checked here, see :func:`check_sum`.
-
-    Args:
-        loss: The loss.
-        output: The output of the model.
-        targets: The labels.
-        weights: The weights of the rows, see :func:`weighted_mean`; a loss must then return its sums
-            and counts by row.
-        masses: The result of :func:`masses_of`.
-
-    Raises:
-        NoValuePerSample: There are weights, and the loss gives no value for each sample.
+    The result of the loss is not checked here, see :func:`check_sum`. With ``weights``, the loss
+    must return its sums and counts by row, or a value for each sample; else raise NoValuePerSample.
     """
     if weights is None:
         found = call_loss(loss, output, targets)

@@ -22,12 +22,8 @@ def build_optimizers(
 ) -> list[tuple[Factory | None, torch.optim.Optimizer]]:
     """Build every optimizer of ``recipe`` on ``module``.
 
-    Returns:
-        The optimizers in order, each with the class or partial that can make another one like it, or
-        with None if a user's function built it.
-
-    Raises:
-        ModelError: The recipe's optimizers do not fit the module.
+    Each comes with the class or partial that makes another one like it, or with None if a user's
+    function built it.
     """
     factory = recipe.optimizer
     if isinstance(factory, Mapping):

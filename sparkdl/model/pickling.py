@@ -63,13 +63,7 @@ def _parametrized(kind: type[nn.Module], names: tuple[str, ...]) -> nn.Module:
 
 @dataclass(frozen=True)
 class Rebuilt:
-    """A stand-in for a module; its pickle loads as the module.
-
-    Attributes:
-        make: Builds a module with the same names.
-        seed: The seed for that.
-        tensors: All parameters and buffers of the module.
-    """
+    """A stand-in for a module; its pickle loads as the module."""
 
     make: Callable[[], nn.Module]
     seed: int
@@ -77,13 +71,6 @@ class Rebuilt:
 
     @staticmethod
     def of(module: nn.Module, make: Callable[[], nn.Module], seed: int) -> Rebuilt:
-        """Make the stand-in of a module.
-
-        Args:
-            module: The module.
-            make: The function that has built it.
-            seed: The seed to call ``make`` with.
-        """
         return Rebuilt(make, seed, {name: tensor.detach() for name, tensor in _tensors(module)})
 
     def __reduce__(self) -> Any:

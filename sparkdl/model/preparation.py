@@ -31,16 +31,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def freeze(module: nn.Module, frozen: Iterable[str], unfrozen: Iterable[str]) -> None:
-    """Set ``requires_grad`` of the parameters that the patterns match.
-
-    Args:
-        module: The module.
-        frozen: Patterns of parameters that do not train.
-        unfrozen: Patterns of parameters that do train; they take precedence over ``frozen``.
-
-    Raises:
-        ModelError: A pattern matches nothing.
-    """
+    """Set ``requires_grad`` of the parameters that match; ``unfrozen`` takes precedence."""
     parameters = dict(module.named_parameters(remove_duplicate=False))  # a tied one under each name
     for option, patterns, trains in (("freeze", frozen, False), ("unfreeze", unfrozen, True)):
         for pattern in patterns:
@@ -128,14 +119,7 @@ def with_shared(weights: Mapping[str, Any], module: nn.Module) -> dict[str, Any]
 def start_from(module: nn.Module, weights: Mapping[str, torch.Tensor], strict: bool) -> None:
     """Load ``weights`` into ``module``.
 
-    Args:
-        module: The module.
-        weights: A state_dict; its names may be those of a compiled module.
-        strict: Names must be equal. If not, names that only one of the two has are ignored, such as
-            those of a new head.
-
-    Raises:
-        ModelError: Names or shapes do not fit.
+    Unless ``strict``, names that only one of the two has are ignored, such as those of a new head.
     """
     own = module.state_dict()
     weights = {name if name in own else name.replace(WRAPPED, ""): w for name, w in weights.items()}

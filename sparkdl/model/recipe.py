@@ -28,24 +28,7 @@ logger = logging.getLogger("sparkdl")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The user's model, loss and optimizer, with everything else that a process needs to build them.
-
-    Attributes:
-        model: A callable that returns the module, or a module.
-        loss: The loss.
-        optimizer: A callable, or one for each of several submodules.
-        seed: The seed for building the model.
-        options: The training options.
-        weights: A state_dict with the initial weights.
-        strict_weights: The names in ``weights`` must be those of the model.
-        frozen: Patterns of names of parameters that do not train.
-        unfrozen: Patterns of names of parameters that do train.
-        augment: Changes a sample's inputs before each use.
-        compression: Changes a gradient before it is sent.
-        buffers: Initial buffers that go with ``weights`` and are in no state_dict.
-        outer_optimizer: The optimizer of the slices, if replicas take the steps of ``optimizer``.
-        signature: Says how to call the model, and what its output is.
-    """
+    """The user's model, loss and optimizer, with all else that a process needs to build them."""
 
     model: Callable[[], nn.Module] | nn.Module
     loss: Callable[..., torch.Tensor]
@@ -58,21 +41,16 @@ class Recipe:
     unfrozen: tuple[str, ...] = ()
     augment: Callable[..., Any] | None = None
     compression: Callable[..., Any] | None = None
-    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)  # in no state_dict
     signature: Signature = BY_POSITION
-    outer_optimizer: Callable[..., Any] | None = None
+    outer_optimizer: Callable[..., Any] | None = None  # of the slices, if replicas take steps
 
     def build(self, reported: bool = False) -> nn.Module:
         """Build the module with its initial weights in training mode, the same in every process.
 
         A callable runs with ``torch``, ``numpy`` and ``random`` seeded; this process's own random
-        states are restored afterwards.
-
-        Args:
-            reported: Libraries may report what they load. True for the first of many builds.
-
-        Raises:
-            ModelError: The model cannot be built, or the options do not fit it.
+        states are restored afterwards. If ``reported``, libraries may report what they load: in the
+        first of many builds.
         """
         module = self._made(reported)
         if self.weights is not None:

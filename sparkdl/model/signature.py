@@ -19,14 +19,9 @@ Part: TypeAlias = str | int | Callable[[Any], Any] | None
 
 @dataclass(frozen=True)
 class Signature:
-    """A description of how a model is called, and which part of its return value is the output.
+    """A description of how a model is called, and which part of its return value is the output."""
 
-    Attributes:
-        inputs: The keywords by which the model takes its inputs; () if it takes them by position.
-        part: The part of the return value that is the output, for the loss, metrics and predictions.
-    """
-
-    inputs: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()  # keywords; (): the model takes them by position
     part: Part = None
 
     def bound(self, model: Callable[..., Any]) -> Callable[..., Any]:
@@ -51,25 +46,13 @@ class Signature:
         inputs: Sequence[torch.Tensor],
         targets: Sequence[torch.Tensor],
     ) -> Any:
-        """Return what ``model`` returns for a mini-batch, or what a step makes of it.
-
-        Args:
-            loss: The loss; if it is an :class:`OwnLoss`, the model also gets the targets.
-            model: The model.
-            inputs: Its inputs.
-            targets: The labels.
-        """
+        """Return what ``model`` returns for a mini-batch, or what a step makes of it."""
         own, call = inner(loss), self.bound(model)
         if isinstance(own, OwnLoss):
             return own.returned(model, call, inputs, targets)
         return call(*inputs)
 
     def output(self, returned: Any) -> Any:
-        """Return the output in the model's return value.
-
-        Raises:
-            ModelError: The return value has no such part.
-        """
         return part_of(returned, self.part)
 
     def for_loss(self, loss: Any, returned: Any) -> Any:
@@ -81,11 +64,7 @@ BY_POSITION = Signature()
 
 
 def part_of(returned: Any, part: Part) -> Any:
-    """Return a part of a model's return value.
-
-    Raises:
-        ModelError: There is no such part.
-    """
+    """Return a part of a model's return value."""
     if part is None:
         return returned
     if callable(part):

@@ -24,28 +24,16 @@ ALONE = (
 
 @dataclass(frozen=True)
 class ReturnedLosses:
-    """The result of a step on a mini-batch.
+    """The result of a step on a mini-batch."""
 
-    Attributes:
-        loss: The loss to minimize: a mean over the rows, or ``(sum, count)``.
-        losses: The losses to show, by name, each like ``loss``.
-        output: Runs the model on the inputs alone, for metrics.
-    """
-
-    loss: Any
-    losses: Mapping[str, Any]
-    output: Callable[[], Any]
+    loss: Any  # to minimize: a mean over the rows, or (sum, count)
+    losses: Mapping[str, Any]  # to show, each like loss
+    output: Callable[[], Any]  # runs the model on the inputs alone, for metrics
 
 
 @dataclass(frozen=True)
 class StepLoss(OwnLoss):
-    """The loss of ``Trainer(step=function)``.
-
-    Attributes:
-        function: ``function(module, batch)`` returns the loss or named losses.
-        inputs: The names of the inputs in the batch.
-        labels: The names of the labels in the batch.
-    """
+    """The loss of ``Trainer(step=function)``."""
 
     function: Callable[[Any, dict[str, torch.Tensor]], Any]
     inputs: tuple[str, ...]
@@ -87,9 +75,7 @@ def is_step(loss: Any) -> bool:
 def named_losses(returned: Any, weight: float) -> dict[str, tuple[torch.Tensor, float]]:
     """Return (sum, count) of each named loss of a step; nothing for what any model returned.
 
-    Args:
-        returned: The result of the step.
-        weight: The number of rows, by which a mean counts.
+    A mean counts by ``weight``, the number of rows.
     """
     if not isinstance(returned, ReturnedLosses):
         return {}

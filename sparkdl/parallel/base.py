@@ -176,9 +176,6 @@ def check_all_used(word: str, module: nn.Module) -> None:
     """Check that every trainable parameter got a gradient in a pass of the model.
 
     With the strategy ``word``, ranks would wait for a missing one.
-
-    Raises:
-        sparkdl.ModelError: If one got none.
     """
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.grad is None:
@@ -193,9 +190,6 @@ def check_one_length(word: str, fields: Sequence[Field]) -> None:
 
     Micro-batches, and the rows that ranks bring together, must have one shape. ``word`` is the word
     for the strategy.
-
-    Raises:
-        sparkdl.ParameterError: If a column is.
     """
     for field in fields:
         if field.padding is not None and field.padding.length is None:
@@ -210,9 +204,6 @@ def check_elementwise(word: str, optimizer: OptimizerSpec) -> None:
     """Check that an optimizer treats every element by itself.
 
     ``word`` is the word for the strategy, also in the checks below.
-
-    Raises:
-        sparkdl.ModelError: If the optimizer needs whole tensors.
     """
     if not (optimizer.elementwise and optimizer.separate):
         raise ModelError(
@@ -222,16 +213,7 @@ def check_elementwise(word: str, optimizer: OptimizerSpec) -> None:
 
 
 def check_dense(word: str, layout: Layout, instead: str = "zero1") -> None:
-    """Check that no embedding is sparse.
-
-    Args:
-        word: The word for the strategy.
-        layout: The layout of the model.
-        instead: The strategy that the error message suggests.
-
-    Raises:
-        sparkdl.ModelError: If one is.
-    """
+    """Check that no embedding is sparse."""
     for segment in layout.segments:
         if segment.sparse:
             raise ModelError(

@@ -18,14 +18,6 @@ def chain_of(
 
     For an ``nn.Sequential`` they are its members. For another model they are found by tracing its
     forward, see :func:`sparkdl.parallel.trace.trace_stages`.
-
-    Args:
-        module: The model.
-        split: Names that must be among the modules.
-        inputs: A few rows of each input.
-
-    Raises:
-        sparkdl.ModelError: If the forward cannot be traced.
     """
     if not is_chain(module):
         return trace_stages(module, split, inputs)
@@ -46,11 +38,7 @@ def is_chain(module: nn.Module) -> bool:
 
 
 def first_of(items: Items, name: str) -> int:
-    """Return the position of the item with this name, or of the first one inside it.
-
-    Raises:
-        sparkdl.ModelError: If there is none.
-    """
+    """Return the position of the item with this name, or of the first one inside it."""
     for place, (known, _) in enumerate(items):
         if known == name or known.startswith(f"{name}."):
             return place

@@ -119,11 +119,7 @@ def whole_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def units_of(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
-    """Return the submodules that are units, inner ones first.
-
-    Raises:
-        sparkdl.ModelError: If a pattern matches nothing, or a list of modules, which is never called.
-    """
+    """Return the submodules that are units, inner ones first."""
     if not patterns:
         uses = _uses(module)
         return [block for block in _blocks(module) if _uses(block).items() <= uses.items()]

@@ -20,17 +20,11 @@ class Mesh:
     """The sizes of a mesh, the outermost dimension first.
 
     Consecutive ranks differ in the last dimension with a size above 1.
-
-    Attributes:
-        data: Copies of the model, which differ in their samples.
-        pipe: Stages of a pipeline.
-        shard: Shards of each unit. The ranks have samples of their own.
-        tensor: Parts of each layer.
     """
 
-    data: int = 1
+    data: int = 1  # copies of the model, which differ in their samples
     pipe: int = 1
-    shard: int = 1
+    shard: int = 1  # of each unit; the ranks have samples of their own
     tensor: int = 1
 
     @property
@@ -85,14 +79,8 @@ DIMENSIONS = tuple(field.name for field in fields(Mesh))
 def mesh_of(asked: Mapping[str, int] | None, needed: tuple[str, ...], ranks: int) -> Mesh:
     """Return the mesh of the ranks.
 
-    Args:
-        asked: The sizes that the user has set. None means that all ranks are along the dimension of
-            the only strategy.
-        needed: The dimensions of the strategies, at most one if ``asked`` is None.
-        ranks: The number of ranks. What remains of it is the size of "data".
-
-    Raises:
-        sparkdl.ParameterError: If the sizes do not fit the number of ranks.
+    If ``asked`` is None, all ranks are along the dimension of the only strategy; else the ranks
+    that remain are along "data".
     """
     sizes = dict(asked) if asked is not None else dict.fromkeys(needed[:1], ranks)
     rest, left = divmod(ranks, math.prod(n for d, n in sizes.items() if d != "data"))

@@ -128,16 +128,7 @@ def _check_torch() -> None:
 
 
 def check_called(module: nn.Module, items: Items, options: TrainingOptions) -> None:
-    """Check that the modules for activation checkpointing are called as a whole.
-
-    Args:
-        module: The model.
-        items: Its chain of modules.
-        options: The options of training, which name the modules.
-
-    Raises:
-        sparkdl.ModelError: If one is not.
-    """
+    """Check that the modules for activation checkpointing are called as a whole."""
     whole = {id(child) for _, item in items for child in item.modules()}
     for pattern in options.activation_checkpointing:
         for name, child in module.named_modules():
@@ -172,13 +163,7 @@ def _check_count(strategy: Pipeline, items: Items, count: int) -> None:
 def check_shared(module: nn.Module, items: Items, bounds: Sequence[int]) -> None:
     """Check that no parameter or buffer is in two pipeline stages.
 
-    Args:
-        module: The model.
-        items: Its chain of modules.
-        bounds: The positions in the chain where stages begin, and the end.
-
-    Raises:
-        sparkdl.ModelError: If one is.
+    ``bounds`` are the positions in the chain where stages begin, and the end.
     """
     seen: dict[int, int] = {}
     for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
@@ -215,17 +200,6 @@ def with_split(
     """Return ``strategy`` with every cut named: the user's cuts, or those for equal work.
 
     Work is counted in floating-point operations of the multiplications in a forward pass.
-
-    Args:
-        strategy: The user's options.
-        module: The model.
-        inputs: A few rows of each input.
-        ranks: The number of ranks of a pipeline.
-        options: The options of training.
-
-    Raises:
-        sparkdl.ModelError: If the model cannot be split so.
-        sparkdl.ParameterError: If the number of stages, or the names of the cuts, do not fit the model.
     """
     items, count = chain_of(module, strategy.split, inputs), ranks * strategy.stages_per_rank
     starts = [first_of(items, name) for name in strategy.split]

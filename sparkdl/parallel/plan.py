@@ -32,14 +32,9 @@ STRATEGIES: dict[str, ParallelStrategy] = {
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """The strategies of a run, and the mesh of its ranks.
+    """The strategies of a run, and the mesh of its ranks."""
 
-    Attributes:
-        parts: The strategies by their dimensions of the mesh, the outermost first.
-        mesh: The arrangement of the ranks.
-    """
-
-    parts: Mapping[str, ParallelStrategy]
+    parts: Mapping[str, ParallelStrategy]  # by dimension, the outermost first
     mesh: Mesh
 
     @property
@@ -53,12 +48,7 @@ class ParallelPlan:
         return max((part.micro_batches for part in self.parts.values()), default=1)
 
     def pass_sizes(self, rows: int, accumulate: int) -> set[int]:
-        """Return the numbers of rows that the forward passes for a mini-batch have.
-
-        Args:
-            rows: The number of rows of the mini-batch.
-            accumulate: The number of parts of a mini-batch.
-        """
+        """Return the numbers of rows that the forward passes for a mini-batch have."""
         return {each for _, each, _ in micro_batches(rows, accumulate, self.micro_batches)}
 
     def planned(
@@ -101,16 +91,7 @@ def _made(strategy: str | ParallelStrategy) -> ParallelStrategy:
 def parallel_of(
     parts: Mapping[str, ParallelStrategy], mesh: Mapping[str, int] | None, ranks: int
 ) -> ParallelPlan:
-    """Return the plan for this number of ranks.
-
-    Args:
-        parts: The strategies by dimension.
-        mesh: The sizes that the user has set.
-        ranks: The number of ranks.
-
-    Raises:
-        sparkdl.ParameterError: If it does not fit ``mesh``.
-    """
+    """Return the plan for this number of ranks."""
     arranged = mesh_of(mesh, tuple(parts), ranks)
     return ParallelPlan({name: parts[name] for name in DIMENSIONS if name in parts}, arranged)
 

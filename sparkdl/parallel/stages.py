@@ -55,14 +55,8 @@ def _plain_operations() -> Iterator[None]:
 def balanced(costs: Sequence[float], parts: int) -> list[int]:
     """Divide a sequence into contiguous parts so that the most costly part is as cheap as possible.
 
-    Of several such divisions, return one whose earlier parts are shorter.
-
-    Args:
-        costs: The cost of each item.
-        parts: The number of parts, none of which is empty.
-
-    Returns:
-        The beginning of each part.
+    Return the beginning of each part, none of which is empty. Of several such divisions, return one
+    whose earlier parts are shorter.
     """
     count, sums = len(costs), [0.0, *itertools.accumulate(costs)]
     best = [[sums[stop] if stop else float("inf") for stop in range(count + 1)]]
@@ -87,15 +81,8 @@ def micro_batches(rows: int, accumulate: int, count: int) -> list[tuple[int, int
     """Divide the rows of a mini-batch into runs of equal micro-batches.
 
     Each of the ``accumulate`` parts of a mini-batch becomes ``count`` micro-batches, or fewer if it
-    has fewer rows. They are two runs if the rows do not divide evenly.
-
-    Args:
-        rows: The number of rows.
-        accumulate: The number of parts of a mini-batch.
-        count: The number of micro-batches of each part.
-
-    Returns:
-        The runs: (first row, rows of each micro-batch, number of micro-batches).
+    has fewer rows. They are two runs if the rows do not divide evenly. A run is (first row, rows of
+    each micro-batch, number of micro-batches).
     """
     parts, found = min(accumulate, rows), list[tuple[int, int, int]]()
     for i in range(parts):

@@ -118,18 +118,9 @@ class Tensor(ParallelStrategy):
 
 
 def plan_of(strategy: Tensor, module: nn.Module, ranks: int) -> dict[str, Any]:
-    """Return how each submodule that is split is split.
+    """Return how submodules are split, by name: "column", "row", or a style of torch.
 
-    Args:
-        strategy: The options of the split.
-        module: The model.
-        ranks: The number of parts of a layer. The default plan has only layers that it divides.
-
-    Returns:
-        "column", "row", or a style of torch, by the name of the submodule.
-
-    Raises:
-        sparkdl.ModelError: If a name matches nothing, or there is nothing to split.
+    The default plan has only layers that ``ranks`` divides.
     """
     names = [name for name, _ in module.named_modules() if name]
     found: dict[str, Any] = {}

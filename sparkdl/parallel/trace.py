@@ -43,14 +43,6 @@ def trace_stages(module: nn.Module, split: Sequence[str], inputs: Sequence[torch
 
     Submodules that call a list of modules one after another, or that contain a module of ``split``,
     are taken apart.
-
-    Args:
-        module: The model.
-        split: Names of modules that must be called by a piece of their own.
-        inputs: A few rows of each input.
-
-    Raises:
-        sparkdl.ModelError: If the forward cannot be traced.
     """
     needed = {""} | {name[:end] for name in split for end in _dots(name)}
     lists = _with_lists(module)

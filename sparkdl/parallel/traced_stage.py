@@ -14,15 +14,6 @@ class TracedStage(nn.Module):
     """Some steps of a recorded forward.
 
     Its argument and its result are one value, or a tuple of several.
-
-    Args:
-        nodes: The nodes of the recording that it runs.
-        takes: The nodes whose values are its argument.
-        gives: The nodes whose values are its result.
-        constants: The values of nodes that are always the same.
-        on_device: Those of ``constants`` that are the device of the inputs, which may have changed
-            since.
-        whole: The model.
     """
 
     def __init__(
@@ -31,7 +22,7 @@ class TracedStage(nn.Module):
         takes: list[fx.Node],
         gives: list[fx.Node],
         constants: dict[fx.Node, Any],
-        on_device: list[fx.Node],
+        on_device: list[fx.Node],  # constants that are the device of the inputs, which may change
         whole: nn.Module,
     ) -> None:
         super().__init__()

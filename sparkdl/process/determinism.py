@@ -21,10 +21,8 @@ T = TypeVar("T")
 class _Generators:
     """The state of this process's global generators.
 
-    Attributes:
-        depth: The number of open blocks that seed them.
-        lent: Their state from before the outermost of these blocks need not be restored.
-        seeded: How often they were seeded for work in :func:`steadily`.
+    ``depth`` is the number of open blocks that seed them; if ``lent``, their state from before the
+    outermost need not be restored. ``seeded`` counts seedings for work in :func:`steadily`.
     """
 
     def __init__(self) -> None:

@@ -123,12 +123,7 @@ def left_to_process() -> float:
 
 
 def is_scarce(nbytes: int, processes: int) -> bool:
-    """Return whether memory is too scarce for ``nbytes`` more, here or in several processes at once.
-
-    Args:
-        nbytes: The bytes that each process needs.
-        processes: How many processes of the machine need them.
-    """
+    """Return whether memory is too scarce for ``nbytes`` more, here or in each of ``processes``."""
     return left_to_process() < nbytes or left_to_machine() < nbytes * processes
 
 

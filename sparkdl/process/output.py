@@ -54,11 +54,7 @@ class _Labelled:
 
 
 def label_output(label: str) -> None:
-    """Put ``[label]`` before each line that this process prints or logs from now on.
-
-    Args:
-        label: The label, such as "replica 1, iteration 20"; empty for none.
-    """
+    """Put ``[label]`` (empty: nothing) before each line that this process prints from now on."""
     global _label
     if label or _label:
         for name in ("stdout", "stderr"):

@@ -35,11 +35,7 @@ def on_linux() -> bool:
 def keep_alive(connection: socket.socket, idle: int, interval: int, count: int) -> None:
     """Probe a silent TCP connection, so that it ends if the other host stops responding.
 
-    Args:
-        connection: The connection.
-        idle: Seconds of silence before the first probe.
-        interval: Seconds between two probes.
-        count: Probes without an answer after which the connection ends.
+    ``idle`` and ``interval`` are seconds, before the first probe and between two.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     first = getattr(socket, "TCP_KEEPIDLE", None)
@@ -88,9 +84,6 @@ def allocate(descriptor: int, nbytes: int) -> None:
     """Allocate the blocks of a new file of ``nbytes`` bytes.
 
     Without them, a process that writes to the file's mapping would be killed once the disk is full.
-
-    Raises:
-        OSError: There is no room (ENOSPC).
     """
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, nbytes)
@@ -103,9 +96,7 @@ def allocate(descriptor: int, nbytes: int) -> None:
 def map_privately(descriptor: int, known: mmap.mmap | None) -> mmap.mmap:
     """Map a file as it is now; what is written to the map stays in this process.
 
-    Args:
-        descriptor: The open file.
-        known: The private map of an earlier call, whose content may be given up, or None.
+    ``known``, the map of an earlier call, may be used again: its content is lost.
     """
     if known is not None and on_linux():
         known.madvise(mmap.MADV_DONTNEED)  # only Linux promises that the file is read again

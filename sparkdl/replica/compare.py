@@ -45,21 +45,13 @@ logger = logging.getLogger("sparkdl")
 
 @dataclass(frozen=True)
 class Described:
-    """The description of a parameter or a buffer.
-
-    Attributes:
-        role: The role, such as "trained parameter".
-        shape: The shape.
-        dtype: The name of the dtype.
-        digest: A digest of the bytes of all values.
-        some: Some of the values, evenly spread; empty if they are no floating-point numbers.
-    """
+    """The description of a parameter or a buffer."""
 
     role: str
     shape: tuple[int, ...]
     dtype: str
     digest: bytes
-    some: tuple[float, ...]
+    some: tuple[float, ...]  # evenly spread values; empty if they are no floating-point numbers
 
     def __str__(self) -> str:
         return f"a {self.role} {list(self.shape)} of {self.dtype}"
@@ -103,19 +95,12 @@ def _described(role: str, tensor: torch.Tensor) -> Described:
 
 @dataclass(frozen=True)
 class Compared:
-    """The differences between the model that a process has built and the driver's model.
-
-    Attributes:
-        digest: A digest of the whole model.
-        form: The first difference in names, shapes or types, as a sentence; empty if there is none.
-        values: The first difference in values, as a sentence or empty.
-        rounding: The first difference in last bits only, as a sentence or empty.
-    """
+    """The differences between the model that a process has built and the driver's model."""
 
     digest: str
-    form: str = ""
+    form: str = ""  # the first difference in names, shapes or types; "": none
     values: str = ""
-    rounding: str = ""
+    rounding: str = ""  # the first difference in last bits only
 
 
 def compared(module: nn.Module, expected: Description) -> Compared:
@@ -148,14 +133,8 @@ def _order(names: Description) -> str:
 def check_same(compared: Sequence[Compared | UserError]) -> None:
     """Check that all processes have built the same model as the driver.
 
-    Differences in rounding are only logged, as a warning.
-
-    Args:
-        compared: One element for each replica, in order. A UserError is the mistake that kept the
-            process from building a model; it is raised.
-
-    Raises:
-        ModelError: The models differ.
+    Differences in rounding are only logged, as a warning. A UserError, which kept a process from
+    building a model, is raised.
     """
     found: list[Compared] = []
     for one in compared:

@@ -72,25 +72,10 @@ def forward_backward(
     """Compute the gradient of the mini-batch's mean loss, and leave it in the parameters' ``grad``.
 
     With ``accumulate`` the mini-batch goes through in micro-batches, and the gradients add up.
-
-    Args:
-        replica: The replica.
-        batch: The mini-batch.
-        seed: The seed of random draws inside the model (dropout).
-        scale: A factor of the loss before backward, against underflow in fp16. The gradients are
-            divided by it again.
-        clock: The clock for the seconds of each activity.
-        sink: Takes each dense gradient as soon as it is complete. Gradients that it was not given
-            stay in ``grad``.
-        share: The factor that the gradient is to have.
-        parts: The smallest number of forward and backward passes. If it is not 0, no part is left
-            out, because other processes make their passes at the same time.
-        by_rows: See :class:`sparkdl.replica.compute.Division`.
-        stops: Says whether to leave out the rest of the micro-batches. The result is then that of a
-            mini-batch without them.
-
-    Returns:
-        The mean loss, its weight, and the named losses of a step.
+    ``scale`` multiplies the loss before backward, and the gradients are divided by it again.
+    ``sink`` takes each dense gradient as soon as it is complete; others stay in ``grad``. ``parts``
+    is the least number of passes; if it is not 0, no part is left out, because other processes make
+    their passes at the same time.
     """
     options = replica.recipe.options
     replica.train()
@@ -191,13 +176,7 @@ def _loss(
 def loss_of_output(
     replica: LiveReplica, output: object, part: MiniBatch
 ) -> tuple[torch.Tensor, float | None]:
-    """Return the loss for an output of the model, see :func:`sparkdl.model.loss.loss_of`.
-
-    Args:
-        replica: The replica.
-        output: The value that the model returned for ``part``.
-        part: The micro-batch.
-    """
+    """Return the loss for an output of the model, see :func:`sparkdl.model.loss.loss_of`."""
     with autocasting(replica):
         given = replica.recipe.signature.for_loss(replica.loss, output)
         return loss_of(replica.loss, given, part.targets, part.weights, part.masses)
@@ -236,24 +215,15 @@ class Division:
     gradients of all ranks are summed while they are computed. There, sums are divided by the rows,
     as if they were means over the rows. The sum over the ranks is multiplied by rows / count before
     it is clipped; the ranks exchange these numbers after the pass.
-
-    Attributes:
-        scale: The factor of the loss against underflow.
-        share: The factor that the gradient is to have.
-        rows: The weight of the rows of all parts.
-        by_rows: See the note.
-        counted: The count of the parts so far; None as long as the loss returned means.
-        unit: The count of the first part.
-        done: The share of the rows whose parts were not left out.
     """
 
     scale: float
     share: float
     rows: float
     by_rows: bool
-    counted: float | None = None
+    counted: float | None = None  # the count of the parts so far; None: the loss returns means
     unit: float = 0.0
-    done: float = 1.0
+    done: float = 1.0  # the share of the rows whose parts were not left out
 
     def factor(self, own: float, count: float | None) -> float:
         """Return the factor of the loss of the next part.

@@ -15,12 +15,6 @@ class EarlyStop:
     A part is a micro-batch, or a step of the replica's own. A replica stops after the part that ends
     nearest to the limit: another one, as long as those before, would end farther beyond it. Every
     replica does one at least.
-
-    Args:
-        limit: The limit of the iteration.
-        replica: The number of the replica.
-        clock: The clock of the replica's work.
-        device: The device that it computes on.
     """
 
     passed: PassedParts = ALL_PARTS

@@ -41,13 +41,7 @@ def writes_early(live: LiveReplica) -> bool:
 class GradientWriter:
     """A function object that writes gradients into the sections of all slices.
 
-    See [Note: gradients leave early].
-
-    Args:
-        live: The replica.
-        plans: All slices.
-        maps: The layout of the section of each slice.
-        out: The memory of the sections, uint8, slice after slice.
+    See [Note: gradients leave early]. ``out`` is uint8, slice after slice.
     """
 
     def __init__(

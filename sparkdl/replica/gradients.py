@@ -13,20 +13,12 @@ from sparkdl.slices.section import SparseRows
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a replica.
+    """The gradients of a replica."""
 
-    Attributes:
-        dense: The dense gradients by parameter number; None: there is none, or it is elsewhere.
-        tables: The rows of sparse tables by parameter number.
-        written: The numbers of the parameters whose gradients are in the sections already.
-        not_finite: The numbers of the parameters whose gradient has an inf or a NaN; None: not
-            checked yet.
-    """
-
-    dense: list[torch.Tensor | None]
+    dense: list[torch.Tensor | None]  # None: there is none, or it is elsewhere
     tables: dict[int, SparseRows]
-    written: frozenset[int] = frozenset()
-    not_finite: frozenset[int] | None = None
+    written: frozenset[int] = frozenset()  # the parameters whose gradients are in sections
+    not_finite: frozenset[int] | None = None  # None: not checked yet
 
     @property
     def absent(self) -> frozenset[int]:

@@ -17,15 +17,7 @@ _NUMBERS = {int: "int.", float: "float."}
 
 
 def keep_inner(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the optimizer state over the whole flat vector, as a replica keeps it.
-
-    Args:
-        plan: The single slice that is the whole flat vector.
-        state: Its state.
-
-    Raises:
-        ModelError: The state of the optimizer has a value that is no tensor or number.
-    """
+    """Return the optimizer state of ``plan``, the single slice that is the whole flat vector."""
     kept: dict[int, dict[str, torch.Tensor]] = {}
     for part in plan.parameters:
         if part.number not in state.held:
@@ -49,13 +41,7 @@ def keep_inner(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torch.
 
 
 def open_inner(plan: SliceSpec, kept: ByParameter, device: torch.device) -> SliceState:
-    """Return the state that :func:`keep_inner` kept, in memory of its own, with empty ``weights``.
-
-    Args:
-        plan: The single slice that is the whole flat vector.
-        kept: The tensors; empty before the first step.
-        device: The device of the element-wise state.
-    """
+    """Return the state that :func:`keep_inner` kept, in its own memory, with empty ``weights``."""
     state = SliceState(torch.empty(0, device=device))
     for part in plan.parameters:
         named = kept.get(part.number)
@@ -78,25 +64,14 @@ def open_inner(plan: SliceSpec, kept: ByParameter, device: torch.device) -> Slic
 
 
 def keep_replica(plan: SliceSpec, state: SliceState) -> dict[int, dict[str, torch.Tensor]]:
-    """Return what :func:`keep_inner` does and the weights, for a replica with weights of its own.
-
-    Args:
-        plan: The single slice that is the whole flat vector.
-        state: Its state.
-
-    Raises:
-        ModelError: The state of the optimizer has a value that is no tensor or number.
-    """
+    """Return the result of :func:`keep_inner` with the weights, for a replica with its own."""
     return {**keep_inner(plan, state), len(plan.parameters): {_WEIGHTS: state.weights.cpu()}}
 
 
 def open_replica_state(plan: SliceSpec, kept: ByParameter, weights: torch.Tensor) -> SliceState:
     """Return the state that :func:`keep_replica` kept, with ``weights`` as its memory.
 
-    Args:
-        plan: The single slice that is the whole flat vector.
-        kept: The tensors; empty before the first step.
-        weights: The flat vector, to which the weights are copied if there are any.
+    Weights that it kept are copied there.
     """
     state = open_inner(plan, kept, weights.device)
     own = kept.get(len(plan.parameters), {})

@@ -56,19 +56,11 @@ class ResidualHandle:
 
 @dataclass(frozen=True)
 class PassedParts:
-    """The parts of its iteration that a replica did, if it may stop early.
+    """The parts of its iteration that a replica did, if it may stop early."""
 
-    Attributes:
-        parts: The number of micro-batches or steps of its own that it did; 0 if it could not stop
-            early.
-        of: The number that there were to do.
-        missed: The rows of the others.
-        recorded_as: The name of the decision that records ``parts``.
-    """
-
-    parts: int = 0
+    parts: int = 0  # 0: it could not stop early
     of: int = 0
-    missed: int = 0
+    missed: int = 0  # the rows of the parts left out
     recorded_as: str = MICRO_BATCHES
 
 
@@ -90,73 +82,40 @@ class Fault:
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """The report of one replica.
-
-    Attributes:
-        replica: The number of the replica.
-        count: The number of samples.
-        weight: Their weight in the mean: their number, or the sum of their weights.
-        loss: The mean loss over them.
-        node_id: The node.
-        seconds: Seconds by activity.
-        not_finite: The first value that is inf or NaN ("the loss", or the gradient of a parameter),
-            or empty.
-        received: The bytes of weights that came from another node, by slice.
-        residual: The handle of the state that the replica now keeps for compression.
-        losses: Sum and count of each named loss of a step.
-        passed: What the replica did of its rows.
-    """
+    """The report of one replica."""
 
     replica: int
     count: int
-    weight: float
+    weight: float  # the number of samples, or the sum of their weights
     loss: float
     node_id: str
     seconds: Mapping[str, float] = field(default_factory=dict)
-    not_finite: str = ""
-    received: Mapping[int, int] = field(default_factory=dict)
+    not_finite: str = ""  # the first value that is inf or NaN, by name
+    received: Mapping[int, int] = field(default_factory=dict)  # from other nodes, by slice
     residual: ResidualHandle | None = None
-    losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    losses: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # (sum, count)
     passed: PassedParts = field(default_factory=lambda: ALL_PARTS)
 
 
 @dataclass(frozen=True)
 class SliceReport:
-    """The report of a synchronization task.
-
-    Attributes:
-        index: The number of the slice.
-        node_id: The node.
-        state: The handle of the new state, or None if there are faults.
-        replicas: The reports of the replicas.
-        faults: The reasons why nothing was done.
-        seconds: Seconds by activity.
-        received: The bytes of gradients that came from another node, by replica.
-        skipped: A gradient was not finite, and ``state`` is the old state.
-        norm: The global norm before clipping, if it was computed.
-        histograms: Histograms by "weights" or "gradients" and parameter number.
-        passed: What each replica did of its rows, as its gradient says; empty without a limit.
-    """
+    """The report of a synchronization task."""
 
     index: int
     node_id: str
-    state: SliceHandle | None
+    state: SliceHandle | None  # None: there are faults
     replicas: tuple[ReplicaReport, ...] = ()
     faults: tuple[Fault, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
-    received: Mapping[int, int] = field(default_factory=dict)
-    skipped: bool = False
+    received: Mapping[int, int] = field(default_factory=dict)  # from other nodes, by replica
+    skipped: bool = False  # a gradient was not finite, and state is the old one
     norm: float | None = None
     histograms: Mapping[tuple[str, int], Histogram] = field(default_factory=dict)
-    passed: tuple[PassedParts, ...] = ()
+    passed: tuple[PassedParts, ...] = ()  # of each replica; empty without a limit
 
 
 class Clock:
-    """Seconds by activity since the clock was made. Times of the same activity add up.
-
-    Args:
-        now: Returns the time in seconds.
-    """
+    """Seconds by activity since the clock was made. Times of the same activity add up."""
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.seconds: dict[str, float] = {}
@@ -171,28 +130,16 @@ class Clock:
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """The request of the training loop to an engine.
+    """The request of the training loop to an engine."""
 
-    Attributes:
-        index: The iteration's number in the run, from 0.
-        epoch: The epoch, from 0.
-        batch: The number of the global batch within the epoch, from 0.
-        hyperparameters: A schedule's values, one mapping for each parameter group; None: unchanged.
-        description: The text that the Spark UI shows.
-        loss_scale: Factor of the loss before backward.
-        histograms: Whether histograms of weights and gradients are wanted.
-        decisions: If the iteration is repeated, what was decided the first time; None: the engine
-            decides.
-    """
-
-    index: int
+    index: int  # in the run, from 0
     epoch: int
-    batch: int = 0
-    hyperparameters: tuple[Mapping[str, Any], ...] | None = None
+    batch: int = 0  # within the epoch, from 0
+    hyperparameters: tuple[Mapping[str, Any], ...] | None = None  # None: unchanged
     description: str = ""
     loss_scale: float = 1.0
     histograms: bool = False
-    decisions: Decisions | None = None
+    decisions: Decisions | None = None  # of the first time, if it is repeated; None: decide
 
     def with_rows(self, rows: Sequence[tuple[int, int]]) -> IterationRows:
         """Return the iteration with the rows of each replica."""
@@ -203,29 +150,19 @@ class Iteration:
 class Limit:
     """A limit for the replicas of an iteration, beyond which they leave out the rest of their parts:
     micro-batches, or steps of their own.
-
-    Attributes:
-        seconds: The time of a replica's work; None: none is measured.
-        may_miss: The most rows that all replicas may leave out together. If they leave out more, the
-            slices are not updated.
-        parts: If the iteration is repeated, how many parts each replica does.
     """
 
-    seconds: float | None = None
-    may_miss: int = sys.maxsize
-    parts: tuple[int, ...] = ()
+    seconds: float | None = None  # of a replica's work; None: none is measured
+    may_miss: int = sys.maxsize  # rows of all together; beyond, slices are not updated
+    parts: tuple[int, ...] = ()  # if it is repeated: what each replica does
 
 
 @dataclass(frozen=True, kw_only=True)
 class IterationRows(Iteration):
-    """An iteration, and the rows [start, stop) of each replica in its order of the epoch.
-
-    Attributes:
-        limit: The limit for its replicas; None: each does all of its rows.
-    """
+    """An iteration, and the rows [start, stop) of each replica in its order of the epoch."""
 
     rows: tuple[tuple[int, int], ...]
-    limit: Limit | None = None
+    limit: Limit | None = None  # None: each replica does all of its rows
 
     @property
     def size(self) -> int:

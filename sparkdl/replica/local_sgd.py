@@ -43,13 +43,8 @@ def several_steps(
     """Take one optimizer step for each mini-batch. The result contains the difference of the
     weights.
 
-    Args:
-        live: The replica, with version t of the weights.
-        batches: The mini-batches.
-        work: The replica's part of the iteration.
-        state: The optimizer state over the whole flat vector, which is changed.
-        whole: The updater of a single slice that is the whole flat vector.
-        clock: The clock for the seconds of each activity.
+    ``state`` is over the whole flat vector, and is changed; ``whole`` updates the single slice that
+    is this vector.
     """
     flat, layout, options = live.flat.flat, live.flat.layout, live.recipe.options
     begin = flat[: whole.plan.dense_length].clone()
@@ -107,14 +102,7 @@ def several_steps(
 def _with_rest(
     moved: ReplicaResult, done: int, work: ReplicaIteration, steps: int
 ) -> ReplicaResult:
-    """Return the result of ``done`` steps with the weight of all, and what was left out.
-
-    Args:
-        moved: The result.
-        done: The number of steps that were taken.
-        work: The replica's part of the iteration.
-        steps: The number of steps of an iteration that has a row for each.
-    """
+    """Return the result of ``done`` steps with the weight of all, and what was left out."""
     rows = work.rows[1] - work.rows[0]
     passed = PassedParts(done, min(steps, rows), rows - moved.count, INNER_STEPS)
     return replace(moved, weight=moved.weight * (rows / moved.count), passed=passed)
@@ -130,18 +118,7 @@ def step_alone(
     number: int = 0,
     factor: float = 1.0,
 ) -> None:
-    """Take one step of a replica's own optimizer.
-
-    Args:
-        live: The replica.
-        gradients: The gradients of its mini-batch.
-        work: The replica's part of the iteration.
-        state: The state over the whole flat vector, which is the replica's and is changed.
-        whole: The updater of a single slice that is the whole flat vector.
-        loss: The mean loss of the mini-batch.
-        number: The number of the step in the iteration.
-        factor: A factor of the gradients.
-    """
+    """Take one step of a replica's own optimizer, which changes ``state``."""
     flat, options = live.flat.flat, whole.options
     reduced = ReducedGradient(_flatten(live, gradients, whole), gradients.absent)
     if factor != 1.0:
@@ -180,13 +157,7 @@ def numbers_not_finite(live: LiveReplica, gradients: Gradients) -> set[int]:
 
 
 def problem_of_step(live: LiveReplica, loss: float, gradients: Gradients) -> str:
-    """Return the name of a value of a pass that is inf or NaN, or an empty string.
-
-    Args:
-        live: The replica.
-        loss: The loss of its mini-batch.
-        gradients: The gradients.
-    """
+    """Return the name of a value of a pass that is inf or NaN, or an empty string."""
     if not math.isfinite(loss):
         return f"the loss ({loss})"
     wrong = numbers_not_finite(live, gradients)

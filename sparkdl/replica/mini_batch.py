@@ -51,22 +51,13 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """The tensors of some samples.
-
-    Attributes:
-        inputs: The model inputs.
-        targets: The labels.
-        weights: The weight of each sample; None: all are equal.
-        masses: The amount of each sample that the loss counts, see
-            :func:`sparkdl.model.loss.masses_of`.
-        lengths: See :attr:`sparkdl.data.batches.Batch.lengths`.
-    """
+    """The tensors of some samples."""
 
     inputs: list[torch.Tensor]
     targets: list[torch.Tensor]
-    weights: torch.Tensor | None = None
-    masses: torch.Tensor | None = None
-    lengths: Sequence[RowLengths | None] = ()
+    weights: torch.Tensor | None = None  # of each sample; None: all are equal
+    masses: torch.Tensor | None = None  # see sparkdl.model.loss.masses_of
+    lengths: Sequence[RowLengths | None] = ()  # see sparkdl.data.batches.Batch.lengths
 
     def __len__(self) -> int:
         return len(self.inputs[0])
@@ -109,13 +100,7 @@ def _shortened(tensor: torch.Tensor, lengths: RowLengths) -> torch.Tensor:
 def weigh(
     targets: Sequence[torch.Tensor], weights: torch.Tensor | None, options: TrainingOptions
 ) -> torch.Tensor | None:
-    """Return the weight of each sample: its own weight times that of its class.
-
-    Args:
-        targets: The labels; the first is the class.
-        weights: The samples' own weights; None: all are equal.
-        options: The training options.
-    """
+    """Return the weight of each sample: its own times that of its class, the first label."""
     if options.class_weights is None:
         return weights
     table = torch.tensor(options.class_weights, dtype=torch.float64, device=targets[0].device)

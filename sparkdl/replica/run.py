@@ -39,32 +39,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """The constants of a fit.
-
-    Attributes:
-        slab: The slabs of the run.
-        seed: The seed of the run.
-        replicas: The number M of replicas.
-        slices: The number N of slices.
-        batch_spec: How rows become mini-batches.
-        shares: For each replica, about how many rows of its partition a mini-batch takes.
-        threads: torch's threads in a task. They change the bits, so they are fixed.
-        whole_tensors: Slices are cut only between tensors, because the optimizer or the compression
-            needs it.
-        keeps_tensors: Replicas keep tensors between iterations: what compression leaves out of their
-            gradients, or the state of their own optimizer.
-        numerics: torch's settings on the driver.
-    """
+    """The constants of a fit."""
 
     slab: SlabConfig
     seed: int
     replicas: int
     slices: int
     batch_spec: BatchSpec
-    shares: tuple[int, ...]
-    threads: int
-    whole_tensors: bool = False
-    keeps_tensors: bool = False
+    shares: tuple[int, ...]  # by replica: about how many rows a mini-batch takes
+    threads: int  # torch's in a task; fixed, because they change the bits
+    whole_tensors: bool = False  # slices are cut only between tensors
+    keeps_tensors: bool = False  # replicas keep some between iterations
     numerics: Numerics = field(default_factory=Numerics)
 
     @property
@@ -89,14 +74,6 @@ def install_recipe(run: RunSpec, fragments: Iterable[bytes], nbytes: int = 0) ->
     """Write the pickled recipe into this node's slab root, unless it is there already.
 
     The first directory with enough space is used.
-
-    Args:
-        run: The run.
-        pieces: The pickled recipe, in pieces.
-        nbytes: The number of bytes in all pieces.
-
-    Raises:
-        OSError: The recipe cannot be written.
     """
     root = open_root(run.slab, create=True)
     assert root is not None
@@ -213,12 +190,7 @@ _live: OrderedDict[tuple[str, torch.device], LiveReplica] = OrderedDict()
 
 
 def live_replica(slab: SlabConfig, load: Callable[[], Recipe]) -> LiveReplica:
-    """Return the replica of a run on this task's device. It is released when the run ends on this node.
-
-    Args:
-        slab: The slabs of the run.
-        load: Returns the recipe; called if the replica is not cached.
-    """
+    """Return the replica of a run on this task's device, released when the run ends here."""
     device = task_device()
     key = slab.name, device
     replica = _live.get(key)

@@ -23,15 +23,7 @@ def score_partition(
     batch_spec: BatchSpec,
     batch_size: int,
 ) -> list[Any]:
-    """Return the scorer's states over all rows of a partition, in evaluation mode and in order.
-
-    Args:
-        live: The replica with the weights.
-        partition: The validation samples.
-        scorer: The loss and the metrics.
-        batch_spec: How rows become batches.
-        batch_size: The number of rows of a batch.
-    """
+    """Return the scorer's states over all rows of a partition, in evaluation mode and in order."""
     states, device = scorer.start(), live.device
     dtype, scorer = live.recipe.options.autocast_dtype, scorer.on(device)
     cast: Any = (

@@ -25,13 +25,7 @@ from sparkdl.slices.spec import SliceSpec
 def section_maps(
     live: LiveReplica, plans: Sequence[SliceSpec], outcome: ReplicaResult
 ) -> list[SectionLayout]:
-    """Return the layout of each slice's section for this outcome.
-
-    Args:
-        live: The replica.
-        plans: All slices.
-        outcome: The replica's result.
-    """
+    """Return the layout of each slice's section for this outcome."""
     wire = live.recipe.options.wire_dtype or live.flat.layout.dtype
     arrays = {
         name: str(array.dtype).removeprefix("torch.") for name, array in outcome.arrays.items()
@@ -64,13 +58,7 @@ def _specs(plan: SliceSpec, outcome: ReplicaResult) -> tuple[TensorSpec, ...] | 
 def sections_nbytes(
     live: LiveReplica, plans: Sequence[SliceSpec], maps: Sequence[SectionLayout]
 ) -> list[int]:
-    """Return the number of bytes of each slice's section.
-
-    Args:
-        live: The replica.
-        plans: All slices.
-        maps: The layouts of :func:`section_maps`.
-    """
+    """Return the number of bytes of each slice's section."""
     dtype = live.flat.layout.dtype
     return [section_nbytes(plan, dtype, section) for plan, section in zip(plans, maps, strict=True)]
 
@@ -83,15 +71,7 @@ def write_sections(
     outcome: ReplicaResult,
     out: np.ndarray,
 ) -> list[Section]:
-    """Write the replica's sections, except for gradients that are in them already.
-
-    Args:
-        live: The replica.
-        plans: All slices.
-        maps: The layouts of :func:`section_maps`.
-        outcome: The replica's result.
-        out: Memory for the sections, uint8, slice after slice.
-    """
+    """Write the sections into ``out``, uint8, except for gradients that are in them already."""
     layout = live.flat.layout
     buffers = live.flat.buffers()  # ignored without a weight
     sections, place = [], 0
@@ -129,14 +109,7 @@ def not_finite(
     sections: Sequence[Section],
     outcome: ReplicaResult,
 ) -> str:
-    """Return the name of a value in the sections that is inf or NaN, or an empty string.
-
-    Args:
-        live: The replica.
-        plans: All slices.
-        sections: The sections as they are sent.
-        outcome: The replica's result.
-    """
+    """Return the name of a value in the sections that is inf or NaN, or an empty string."""
     if not np.isfinite(outcome.loss):
         return f"the loss ({outcome.loss})"
     known = outcome.gradients.not_finite

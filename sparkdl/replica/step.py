@@ -44,13 +44,7 @@ class ReplicaIteration:
     def mini_batches(
         self, live: LiveReplica, partition: MappedPartition, count: int = 1
     ) -> list[Batch]:
-        """Read the rows, and return them as mini-batches.
-
-        Args:
-            live: The replica.
-            partition: The replica's samples.
-            count: The number of mini-batches, which have nearly equal size. Empty ones are omitted.
-        """
+        """Read the rows, and return ``count`` nearly equal mini-batches, without empty ones."""
         start, stop = self.rows
         batch_spec = replace(self.batch_spec, augment=live.recipe.augment)
         epoch, replica = self.step.epoch, self.replica
@@ -77,28 +71,14 @@ class ReplicaIteration:
 
 @dataclass(frozen=True)
 class ReplicaResult:
-    """The result of a replica's work.
-
-    Attributes:
-        loss: The mean loss.
-        weight: The weight in the average over the replicas.
-        count: The number of samples.
-        gradients: The gradients.
-        arrays: After local steps, the element-wise optimizer state.
-        others: After local steps, all other optimizer state, packed.
-        compressed: The tensors that a hook sends in place of the dense gradients, by parameter
-            number.
-        kept: The tensors that the replica keeps of them, by parameter number.
-        losses: Sum and count of each named loss of a step.
-        passed: What was done of the rows.
-    """
+    """The result of a replica's work."""
 
     loss: float = 0.0
     weight: float = 0.0
     count: int = 0
     gradients: Gradients = field(default_factory=lambda: Gradients([], {}))
-    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    others: bytes = b""
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # after local steps
+    others: bytes = b""  # after local steps: all other optimizer state, packed
     compressed: ByParameter | None = None
     kept: ByParameter = field(default_factory=dict)
     losses: Losses = field(default_factory=dict)
@@ -110,11 +90,7 @@ def to_mini_batch(
 ) -> MiniBatch:
     """Return a batch as tensors on the replica's device, with the weight of each sample.
 
-    Args:
-        batch: The batch.
-        live: The replica.
-        training: Whether class weights and masses apply.
-        masses: Whether masses are computed in training, see :func:`sparkdl.model.loss.masses_of`.
+    Class weights and masses apply only in ``training``.
     """
     device, taken = live.device, None
     targets = to_tensors(batch.targets, device)
@@ -135,15 +111,7 @@ def one_gradient(
     clock: Clock,
     writer: GradientWriter | None = None,
 ) -> ReplicaResult:
-    """Run forward and backward over the mini-batch.
-
-    Args:
-        live: The replica.
-        batch: The mini-batch.
-        work: The replica's part of the iteration.
-        clock: The clock for the seconds of each activity.
-        writer: Takes the dense gradients, if there is one.
-    """
+    """Run forward and backward over the mini-batch."""
     mini_batch = to_mini_batch(batch, live)
     limit, stops = work.step.limit, None
     if limit is not None:
@@ -171,12 +139,6 @@ def compress_outcome(
     """Return ``outcome`` with its dense gradients compressed.
 
     Parameters without a gradient keep the state that they had.
-
-    Args:
-        live: The replica.
-        outcome: The replica's result.
-        work: The replica's part of the iteration.
-        kept: The tensors that the replica kept in its last iteration.
     """
     assert live.recipe.compression is not None
     layout = live.flat.layout

@@ -35,11 +35,7 @@ def left_where_large(pool: Pool, result: Any, submission: int) -> Any:
     """Return ``result``, or :class:`Left` if it is large bytes or a large array and a slab has room.
 
     A rank of a gang has its state in memory, so the loss of its slabs does not cost the result.
-
-    Args:
-        pool: The pool to leave it in.
-        result: The result of a task.
-        submission: The submission of the task; buffers of results of earlier submissions are free.
+    Buffers of results of earlier submissions are free.
     """
     if not isinstance(result, (bytes, np.ndarray)):
         return result
@@ -55,11 +51,7 @@ def left_where_large(pool: Pool, result: Any, submission: int) -> Any:
 
 
 def read_part(pool: Pool, part: Reference) -> bytes:
-    """Return a copy of the bytes.
-
-    Raises:
-        StaleReferenceError: The buffer was deleted or written again.
-    """
+    """Return a copy of the bytes; StaleReferenceError if they were deleted or written again."""
     data = pool.read(part).tobytes()
     pool.check(part)
     return data

@@ -47,20 +47,12 @@ MAX_OPEN_BUFFERS = 256
 
 @dataclass(frozen=True)
 class Reference:
-    """A handle of the bytes of one write in a slab of one node.
-
-    Attributes:
-        path: The file.
-        nonce: The nonce of the write (hex).
-        node_id: The id of the node.
-        offset: Bytes from the start of the payload.
-        nbytes: Number of bytes.
-    """
+    """A handle of the bytes of one write in a slab of one node."""
 
     path: str
-    nonce: str
+    nonce: str  # of the write, in hex
     node_id: str
-    offset: int
+    offset: int  # bytes from the start of the payload
     nbytes: int
 
     def part(self, offset: int, nbytes: int) -> Reference:
@@ -120,15 +112,8 @@ class Pool:
     def claim(self, role: str, nbytes: int, submission: int, oldest_needed: int) -> Iterator[Claim]:
         """Hold a buffer for writing until the block ends. See [Note: who may write a buffer].
 
-        Args:
-            role: The role; only buffers of the same role and size are reused.
-            nbytes: The size of the payload.
-            submission: The submission of the write.
-            oldest_needed: Buffers with a stamp below this submission are free.
-
-        Raises:
-            SlabFullError: No directory has room.
-            StaleReferenceError: The slab root was deleted.
+        One of the same role and size is reused if its stamp is below ``oldest_needed``. Raise
+        SlabFullError without room, and StaleReferenceError if the root was deleted.
         """
         root = open_root(self.config)
         if root is None:

@@ -59,11 +59,8 @@ def release(run: str) -> None:
 def watch(config: SlabConfig, awaited: bool = False) -> None:
     """Release what this process keeps of a run as soon as the run's root on this node is removed.
 
-    The root of samples that were placed before the run is watched too.
-
-    Args:
-        config: The slabs of the run.
-        awaited: The process that removes the root is to wait for this one.
+    The root of samples that were placed before the run is watched too. If ``awaited``, the process
+    that removes the root waits for this one.
     """
     if config.samples:
         watch(SlabConfig(config.directory, config.samples))

@@ -31,18 +31,11 @@ OPEN_TRIES = 16
 
 @dataclass(frozen=True)
 class SlabConfig:
-    """The location of a run's slabs; it travels with the run's tasks.
-
-    Attributes:
-        directory: The value of ``spark.sparkdl.slab.dir``.
-        name: The unpredictable name of the run's root.
-        samples: The name of another root with the run's samples, if they were placed before the run.
-            On each node both roots have one token, that of the samples.
-    """
+    """The location of a run's slabs; it travels with the run's tasks."""
 
     directory: str
-    name: str
-    samples: str = ""
+    name: str  # the unpredictable name of the run's root
+    samples: str = ""  # the root of samples placed before; its token is that of both
 
     @staticmethod
     def new(directory: str, application_id: str, samples: str = "") -> SlabConfig:
@@ -74,11 +67,8 @@ _open_roots: dict[str, Root] = {}
 def open_root(config: SlabConfig, create: bool = False) -> Root | None:
     """Return this process's root of ``config``, or None if this node has none.
 
-    With ``create``, make the root (mode 0700) and sweep roots whose application is dead.
-
-    Raises:
-        SlabFullError: The root cannot be made.
-        PermissionError: The root is not a directory of this user with mode 0700.
+    With ``create``, make the root (mode 0700) and sweep roots whose application is dead. A root
+    that is not a directory of this user with mode 0700 is a PermissionError.
     """
     root, shared = _open_roots.get(config.name), None
     if config.samples:
@@ -138,11 +128,7 @@ def _opened(places: Sequence[Path], shared: str | None) -> Root:
 
 
 def open_private(path: str | Path, flags: int) -> int:
-    """Open a file of a slab root, a new one with mode 0600: the opener for :func:`open`.
-
-    Raises:
-        OSError: The path is a link.
-    """
+    """Open a file (no link) of a slab root, a new one with mode 0600: the opener of ``open``."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
@@ -153,11 +139,7 @@ def read_private(path: str | Path) -> bytes:
 
 
 def write_private(path: str | Path, data: bytes | Iterable[bytes]) -> None:
-    """Make a file of a slab root from bytes or from several pieces.
-
-    Raises:
-        FileExistsError: The name is taken.
-    """
+    """Make a file of a slab root from bytes or pieces; FileExistsError if the name is taken."""
     with open(path, "xb", opener=open_private) as file:
         for piece in [data] if isinstance(data, bytes) else data:
             file.write(piece)

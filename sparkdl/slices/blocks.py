@@ -31,13 +31,6 @@ def cut_blocks(plan: SliceSpec, elements: int = BLOCK_ELEMENTS) -> list[SliceSpe
     """Cut a slice into blocks.
 
     Only dense parameters are cut: sparse tables and buffers together form the last block.
-
-    Args:
-        plan: The slice.
-        elements: The largest number of elements of a block of dense parameters, a multiple of 64.
-
-    Returns:
-        The blocks in order, or only ``plan`` itself if it has at most ``elements`` elements.
     """
     assert elements % ALIGNMENT == 0
     if plan.length <= elements:
@@ -73,12 +66,8 @@ def block_of_state(
 ) -> SliceState:
     """Return the part of a slice's state that belongs to a block.
 
-    Args:
-        plan: The slice.
-        block: A block of it.
-        arrays_of: The state whose weights and arrays the result shares memory with.
-        rest_of: The state whose ``held`` and ``others`` the result gets. ``others`` are copied,
-            because each block that has a fragment of a parameter steps them anew.
+    Weights and arrays share the memory of ``arrays_of``. ``others`` are copied from ``rest_of``,
+    because each block that has a fragment of a parameter steps them anew.
     """
     start, stop = block.start - plan.start, block.stop - plan.start
     numbers = [p.number for p in block.parameters if p.number in rest_of.others]
@@ -91,14 +80,7 @@ def block_of_state(
 
 
 def keep_block(plan: SliceSpec, block: SliceSpec, stepped: SliceState, whole: SliceState) -> None:
-    """Copy into the slice's state ``whole`` what a step added to the state of one of its blocks.
-
-    Args:
-        plan: The slice.
-        block: The block that was stepped.
-        stepped: The state of the block after the step.
-        whole: The state of the slice. Arrays that it does not have yet are created.
-    """
+    """Copy into the slice's state ``whole`` what a step added to the state of one of its blocks."""
     start = block.start - plan.start
     for name, array in stepped.arrays.items():
         if name not in whole.arrays:
@@ -112,26 +94,14 @@ def keep_block(plan: SliceSpec, block: SliceSpec, stepped: SliceState, whole: Sl
 
 
 def block_of_section(plan: SliceSpec, block: SliceSpec, whole: Section) -> Section:
-    """Return a block's part of a replica's section. It shares memory with the section.
-
-    Args:
-        plan: The slice.
-        block: The block.
-        whole: The section for the slice.
-    """
+    """Return a block's part of a replica's section. It shares memory with the section."""
     start, stop = block.start - plan.start, block.stop - plan.start
     tables = whole.tables if block.tables else {}
     return replace(whole, gradient=whole.gradient[start:stop], tables=tables)
 
 
 def block_of_reduced(plan: SliceSpec, block: SliceSpec, whole: ReducedGradient) -> ReducedGradient:
-    """Return a block's part of a reduced gradient. It shares memory with the gradient.
-
-    Args:
-        plan: The slice.
-        block: The block.
-        whole: The reduced gradient of the slice.
-    """
+    """Return a block's part of a reduced gradient. It shares memory with the gradient."""
     start, stop = block.start - plan.start, block.stop - plan.start
     tables = whole.tables if block.tables else {}
     return ReducedGradient(whole.gradient[start:stop], whole.absent, tables)

@@ -171,17 +171,9 @@ def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
 def compress(
     hook: Hook, bucket: GradBucket, wire: torch.dtype
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Compress one gradient, see [Note: error feedback].
+    """Compress one gradient into the tensors to send and those to keep, see [Note: error feedback].
 
     A gradient that is not finite is sent whole, because the iteration will not be applied.
-
-    Args:
-        hook: The compression hook.
-        bucket: The gradient as backward made it, with everything that the replica kept.
-        wire: The dtype to which sent tensors of the gradient's dtype are rounded.
-
-    Returns:
-        The tensors to send and the tensors that the replica keeps, both by name.
     """
     state = dict(bucket.state)
     residual = state.pop(RESIDUAL, None)
@@ -208,16 +200,7 @@ def compress(
 def decompress(
     sent: Tensors, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the dense gradient that was sent, in new memory.
-
-    Args:
-        sent: The tensors in one of the three forms, by name.
-        shape: The shape of the result.
-        dtype: The dtype of the result.
-
-    Raises:
-        ValueError: ``sent`` is none of the three forms or does not fit the shape.
-    """
+    """Return the dense gradient that was sent, in new memory."""
     length = math.prod(shape)
     if sent.keys() == {"left", "right"}:
         # copies: the bits of a product may depend on the alignment of its factors

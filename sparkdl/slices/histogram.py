@@ -19,19 +19,11 @@ EDGES = np.concatenate([[-np.inf], -_POSITIVE[::-1], _POSITIVE, [np.inf]])
 
 @dataclass(frozen=True)
 class Histogram:
-    """Counts per bin with the extremes and sums of the values.
+    """Counts per bin with the extremes and sums of the values."""
 
-    Attributes:
-        counts: ``counts[i]`` is the number of values in [EDGES[i], EDGES[i + 1]).
-        smallest: The smallest value, infinity if there is none.
-        largest: The largest value, minus infinity if there is none.
-        total: The sum of the values, in float64.
-        squares: The sum of their squares, in float64.
-    """
-
-    counts: np.ndarray
-    smallest: float
-    largest: float
+    counts: np.ndarray  # [i]: the values in [EDGES[i], EDGES[i + 1])
+    smallest: float  # infinity if there is no value
+    largest: float  # minus infinity if there is no value
     total: float
     squares: float
 
@@ -65,13 +57,7 @@ class Histogram:
 def histograms_of(
     fragments: Sequence[Fragment], weights: torch.Tensor, reduced: ReducedGradient
 ) -> dict[tuple[str, int], Histogram]:
-    """Return histograms of the weights and the gradient of each fragment of a slice.
-
-    Args:
-        fragments: The fragments.
-        weights: The weights of the slice.
-        reduced: The gradient of the slice.
-    """
+    """Return histograms of the weights and the gradient of each fragment of a slice."""
     found = {}
     for fragment in fragments:
         here = slice(fragment.start, fragment.stop)

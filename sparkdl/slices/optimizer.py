@@ -25,21 +25,13 @@ from sparkdl.model.recipe import Recipe
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """One optimizer without its tensors.
-
-    Attributes:
-        make: Builds the optimizer from parameter groups.
-        kind: The optimizer's class.
-        groups: The hyperparameters of each parameter group.
-        members: For each group, the numbers of its trainable parameters in the layout's order.
-        dimensions: For each group, the number of dimensions of its first parameter.
-    """
+    """One optimizer without its tensors."""
 
     make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
     kind: type[torch.optim.Optimizer]
     groups: tuple[dict[str, Any], ...]
-    members: tuple[tuple[int, ...], ...]
-    dimensions: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]  # by group: parameters' numbers, in layout order
+    dimensions: tuple[int, ...]  # by group: those of its first parameter
 
     @property
     def name(self) -> str:
@@ -50,15 +42,7 @@ class GroupSpec:
         fragments: Mapping[int, torch.Tensor],
         hyperparameters: Sequence[Mapping[str, Any]] | None = None,
     ) -> torch.optim.Optimizer | None:
-        """Build the optimizer on some tensors.
-
-        Args:
-            pieces: The tensors by parameter number.
-            hyperparameters: One mapping for each group, which overrides the values of ``groups``.
-
-        Returns:
-            The optimizer, or None if none of ``pieces`` is a parameter of it.
-        """
+        """Build the optimizer on tensors by parameter number; None if none of them is its."""
         groups = []
         for i, (group, members) in enumerate(zip(self.groups, self.members, strict=True)):
             if params := [fragments[n] for n in members if n in fragments]:
@@ -90,16 +74,11 @@ class OptimizerSpec:
     """All optimizers of a run, and how the flat vector may be cut for them.
 
     Parameter groups are numbered over all parts, in order.
-
-    Attributes:
-        parts: The optimizers.
-        elementwise: Slices may be cut anywhere; otherwise only between tensors.
-        separate: There may be several slices.
     """
 
     parts: tuple[GroupSpec, ...]
-    elementwise: bool = True
-    separate: bool = True
+    elementwise: bool = True  # slices may be cut anywhere; else only between tensors
+    separate: bool = True  # there may be several slices
 
     @staticmethod
     def of(
@@ -111,15 +90,6 @@ class OptimizerSpec:
 
         ``elementwise`` and ``separate`` are not known yet, see
         :func:`sparkdl.slices.optimizer_probe.probe_cut_rule`.
-
-        Args:
-            recipe: The recipe.
-            parameters: The trainable parameters in layout order.
-            module: The model.
-
-        Raises:
-            ModelError: An optimizer is capturable, has a parameter that is not the module's, or
-                shares a parameter with another optimizer.
         """
         number = {id(p): i for i, p in enumerate(parameters)}
         names = {id(p): name for name, p in module.named_parameters()}
@@ -178,13 +148,7 @@ class OptimizerSpec:
         fragments: Mapping[int, torch.Tensor],
         hyperparameters: Sequence[Mapping[str, Any]] | None = None,
     ) -> list[torch.optim.Optimizer]:
-        """Build the optimizers that have any of the given tensors as parameters.
-
-        Args:
-            pieces: The tensors by parameter number.
-            hyperparameters: One mapping for each group, such as a schedule's values, which
-                overrides the hyperparameters of ``groups``.
-        """
+        """Build the optimizers that have any of the given tensors as parameters."""
         built, first = [], 0
         for part in self.parts:
             last = first + len(part.groups)
@@ -242,15 +206,10 @@ DECLARED = "update_depends_on"
 
 @dataclass(frozen=True)
 class CutRule:
-    """The permitted cuts for an optimizer.
+    """The permitted cuts for an optimizer."""
 
-    Attributes:
-        elementwise: A cut through a tensor changes nothing.
-        separate: The update of one tensor does not depend on the others.
-    """
-
-    elementwise: bool
-    separate: bool
+    elementwise: bool  # a cut through a tensor changes nothing
+    separate: bool  # the update of one tensor does not depend on the others
 
 
 KINDS = {
@@ -262,11 +221,7 @@ KINDS = {
 
 
 def declared(kind: type[torch.optim.Optimizer]) -> CutRule | None:
-    """Return the rule that an optimizer class declares itself, or None.
-
-    Raises:
-        ModelError: The declaration has an unknown value.
-    """
+    """Return the rule that an optimizer class declares itself, or None."""
     answer = getattr(kind, DECLARED, None)
     if answer is None:
         return None

@@ -86,16 +86,7 @@ _CUT: list[list[Span]] = [[(0, 0, 8)], [(0, 8, 24), (1, 24, 36)], [(1, 36, 48)]]
 def probe_cut_rule(
     plan: OptimizerSpec, parameters: Sequence[torch.nn.Parameter], module: torch.nn.Module
 ) -> OptimizerSpec:
-    """Return ``plan`` with the rule for cutting its slices, after a trial of the optimizers.
-
-    Args:
-        plan: The optimizers of ``module``.
-        parameters: The trainable parameters, in layout order.
-        module: The model.
-
-    Raises:
-        ModelError: An optimizer does not work at all on such parameters.
-    """
+    """Return ``plan`` with the rule for cutting its slices, after a trial of the optimizers."""
     number = {id(p): i for i, p in enumerate(parameters)}
     tables = {number[key] for key in sparse_tables(module) if key in number}
     shapes = [None if i in tables else tuple(p.shape) for i, p in enumerate(parameters)]
@@ -220,10 +211,10 @@ def _same_at_size(plan: OptimizerSpec, shape: tuple[int, ...]) -> bool:
     into few elements, and at odd multiples of 64 bytes."""
     size = math.prod(shape)
     middle = size // 64 * 32 + 16
-    pieces: list[list[Span]] = [[(0, 0, 16)], [(0, 16, middle)], [(0, middle, size)]]
+    cuts: list[list[Span]] = [[(0, 0, 16)], [(0, 16, middle)], [(0, middle, size)]]
     try:
         whole = _update(plan, shape, [[(0, 0, size)]], trial=_AT_SIZE)
-        return _same(_update(plan, shape, pieces, trial=_AT_SIZE), whole)
+        return _same(_update(plan, shape, cuts, trial=_AT_SIZE), whole)
     except ModelError:
         raise
     except Exception:  # it may have a kernel for a GPU alone

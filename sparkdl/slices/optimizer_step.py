@@ -32,28 +32,12 @@ def step_slice(
     sparse: Mapping[int, SparseRows] | None = None,
     loss: torch.Tensor | None = None,
 ) -> None:
-    """Make one optimizer step on a slice, in place.
+    """Make one optimizer step on a slice, in place: ``state`` must be the caller's own copy.
 
-    State that an optimizer creates in its first step is added to ``state``.
-
-    Args:
-        plan: The slice.
-        state: The state of the slice, which must be the caller's own copy.
-        gradient: The gradient of the dense parameters, ``plan.dense_length`` elements; if
-            ``sparse`` is None, of all parameters, ``plan.trainable_length`` elements.
-        absent: The numbers of the parameters without any gradient, which their optimizer skips.
-        optimizer_plan: The optimizers.
-        hyperparameters: One mapping for each parameter group, which overrides those of
-            ``optimizer_plan``.
-        sparse: For each fragment of ``plan.tables`` the rows that have a gradient, counted from the
-            fragment's first row. A fragment that is neither here nor in ``absent`` has no such row
-            in this slice. None means that the gradients of tables are dense.
-        loss: The mean loss of the batch (NaN if it is not given), for optimizers whose step
-            evaluates it.
-
-    Raises:
-        ModelError: An optimizer evaluates the loss more than once, or the state is of one with other
-            hyperparameters.
+    State that an optimizer creates in its first step is added to ``state``. If ``sparse`` is None,
+    the gradients of tables are dense, and ``gradient`` has ``plan.trainable_length`` elements; else
+    it has ``plan.dense_length``. Parameters in ``absent`` are skipped; a table that is neither
+    there nor in ``sparse`` only has no such row in this slice.
     """
     fragments, tensors = _tensors(plan, state)
     places = {n: tensor.data_ptr() for n, tensor in tensors.items()}
@@ -91,14 +75,7 @@ def evaluated_weights(
     optimizer_plan: OptimizerSpec,
     hyperparameters: Sequence[Mapping[str, Any]] | None = None,
 ) -> torch.Tensor:
-    """Return the weights of a slice as ``eval()`` of the optimizers leaves them; ``state`` stays.
-
-    Args:
-        plan: The slice.
-        state: The state of the slice, whose weights are those at which gradients are taken.
-        optimizer_plan: The optimizers.
-        hyperparameters: As in :func:`step_slice`.
-    """
+    """Return a slice's weights as ``eval()`` of the optimizers leaves them; ``state`` stays."""
     names = {name for held in state.held.values() for name in held}
     copied = SliceState(
         state.weights.clone(),
@@ -258,13 +235,7 @@ def wants_loss(kind: type[torch.optim.Optimizer]) -> bool:
 
 
 def evaluate_once(loss: torch.Tensor | None, name: str) -> Callable[[], Any]:
-    """Return the closure for such an optimizer; it may be called once.
-
-    Args:
-        loss: The value of the loss. None: it is not known, and the closure returns NaN.
-        name: The optimizer's name, for the :class:`sparkdl.errors.ModelError` that the closure
-            raises when it is called a second time.
-    """
+    """Return the closure for an optimizer that evaluates the loss, once; None becomes NaN."""
     evaluations = 0
 
     def closure() -> torch.Tensor:

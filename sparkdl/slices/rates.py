@@ -16,13 +16,9 @@ Hyperparameters = tuple[Mapping[str, Any], ...] | None
 def scaled_rates(
     optimizer: OptimizerSpec, hyperparameters: Hyperparameters, share: float, scale: str | None
 ) -> Hyperparameters:
-    """Return hyperparameters with the learning rates of a step that has a share of all gradients.
+    """Return hyperparameters with the learning rates of a step with a share of all gradients.
 
-    Args:
-        optimizer: The optimizers.
-        hyperparameters: One mapping for each parameter group; None: those of ``optimizer``.
-        share: The share of the gradients.
-        scale: "share", "root", "auto" or None, see :class:`sparkdl.Asynchronous`.
+    ``scale`` is that of :class:`sparkdl.Asynchronous`.
     """
     if share == 1.0 or scale is None:
         return hyperparameters

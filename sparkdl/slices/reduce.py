@@ -28,16 +28,10 @@ NORM_EPSILON = 1e-6
 
 @dataclass
 class ReducedGradient:
-    """The gradient of the mean loss over the global batch, for one slice. It is changed in place.
-
-    Attributes:
-        gradient: The dense gradient, (dense_length,) in the flat vector's dtype.
-        absent: The numbers of the parameters for which no replica has a gradient.
-        tables: The touched rows of sparse tables, by parameter number.
-    """
+    """The gradient of the global batch's mean loss, for one slice. It is changed in place."""
 
     gradient: torch.Tensor
-    absent: frozenset[int] = frozenset()
+    absent: frozenset[int] = frozenset()  # the parameters for which no replica has a gradient
     tables: dict[int, SparseRows] = field(default_factory=dict)
 
 
@@ -47,16 +41,8 @@ def reduce_gradients(
     """Average the replicas' gradients over the global batch.
 
     Each replica is weighted by its samples. The sum has the order of [Note: the shape of a sum] and
-    is made in the dtype of ``out``, whatever dtype was sent.
-
-    Args:
-        plan: The slice.
-        sections: The sections of all replicas, in any order.
-        out: Memory for the dense gradient, (dense_length,).
-
-    Returns:
-        The reduced gradient. Its dense part is ``out``, or the memory of a section of kind SPARE,
-        which is the complete sum already.
+    is made in the dtype of ``out``, whatever dtype was sent. The dense part of the result is
+    ``out``, or the memory of a section of kind SPARE, which is the complete sum already.
     """
     ordered = sorted(sections, key=lambda section: section.replica)
     shares = shares_of([c.weight for c in ordered])
@@ -127,15 +113,7 @@ def penalize(
     l1: Mapping[int, float],
     l2: Mapping[int, float],
 ) -> None:
-    """Add the gradient of ``l1 * sum |w| + l2 / 2 * sum w**2`` to the reduced gradient.
-
-    Args:
-        plan: The slice.
-        reduced: The gradient, which is changed.
-        weights: The weights of the slice.
-        l1: The strength of the L1 penalty by parameter number.
-        l2: The strength of the L2 penalty by parameter number.
-    """
+    """Add the gradient of ``l1 * sum |w| + l2 / 2 * sum w**2`` to the reduced gradient."""
     if not l1 and not l2:
         return
     for fragment in plan.parameters:
@@ -179,15 +157,9 @@ def clip_factor(squares: Sequence[float], limit: float) -> tuple[float, float]:
 
 
 def clip_norm(reduced: ReducedGradient, squares: Sequence[float], limit: float) -> float:
-    """Scale the gradient so that the global norm is at most ``limit``.
+    """Scale the gradient to a global norm of at most ``limit``; return the norm before.
 
-    Args:
-        reduced: The gradient, which is changed.
-        squares: The :func:`squared_norm` of every slice, in slice order.
-        limit: The largest norm.
-
-    Returns:
-        The global norm before.
+    ``squares`` has the :func:`squared_norm` of every slice, in slice order.
     """
     norm, scale = clip_factor(squares, limit)
     if scale < 1.0:
@@ -198,13 +170,7 @@ def clip_norm(reduced: ReducedGradient, squares: Sequence[float], limit: float) 
 
 
 def scaled(reduced: ReducedGradient, scale: float, out: torch.Tensor) -> ReducedGradient:
-    """Return a gradient times ``scale``.
-
-    Args:
-        reduced: The gradient.
-        scale: The factor.
-        out: Memory for the dense part of the result.
-    """
+    """Return a gradient times ``scale``, with ``out`` as the memory of its dense part."""
     torch.mul(reduced.gradient, scale, out=out)
     tables = {number: (rows, values * scale) for number, (rows, values) in reduced.tables.items()}
     return ReducedGradient(out, reduced.absent, tables)
@@ -218,12 +184,6 @@ def average(
     The weights become the mean of the replicas' weights. The optimizer state of a parameter becomes
     the mean over the replicas that had a gradient for it; state that has no mean is taken from the
     first of these. Where none had one, only the numbers of its parameter group have changed.
-
-    Args:
-        plan: The slice.
-        state: The state of the slice, version t.
-        moved: The reduced difference of the weights.
-        sections: The sections of all replicas.
     """
     state.weights[: plan.dense_length].add_(moved.gradient)
     ordered = sorted(sections, key=lambda section: section.replica)
@@ -266,15 +226,9 @@ def average(
 def merge_buffers(
     plan: SliceSpec, sections: Sequence[Section], weights: torch.Tensor, seed: int = 0
 ) -> None:
-    """Merge the buffers of the replicas by their rules, see :mod:`sparkdl.model.buffers`.
+    """Merge buffers into ``weights`` by their rules, see :mod:`sparkdl.model.buffers`.
 
     A replica with weight 0 has not run a forward pass and is ignored. If all have, nothing changes.
-
-    Args:
-        plan: The slice.
-        sections: The sections of all replicas.
-        weights: The slice of the flat vector, with the buffers as they were, which are changed.
-        seed: The seed of the random draws of functions.
     """
     ordered = sorted((c for c in sections if c.weight), key=lambda section: section.replica)
     single = [c for c in ordered if not c.repeats]
@@ -305,13 +259,9 @@ def merge_buffers(
 def merge_values(
     rule: Rule, values: Sequence[torch.Tensor], weights: Sequence[float], merged: torch.Tensor
 ) -> None:
-    """Merge the values of replicas, in their order, by a rule that is no function or has one value.
+    """Merge values, in order, into ``merged``, by a rule that is no function or has one value.
 
-    Args:
-        rule: The rule.
-        values: The values; what replicas have added for the rule "sum".
-        weights: The weight of each, for a mean.
-        merged: The value before, which is changed.
+    For the rule "sum", ``values`` are what the replicas have added.
     """
     first, *others = values
     if rule == SUM:

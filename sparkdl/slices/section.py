@@ -44,54 +44,30 @@ update may change.
 
 @dataclass(frozen=True)
 class SectionLayout:
-    """The lengths of the variable parts of a section.
-
-    Attributes:
-        wire: The dtype of gradients in the section.
-        rows: The number of touched rows of each sparse table, by parameter number.
-        arrays: The dtype name of each array of optimizer state, by its name.
-        compressed: The tensors that replace the dense gradient if it is compressed.
-        gradient: OWN, SUM or NOTHING.
-    """
+    """The lengths of the variable parts of a section."""
 
     wire: torch.dtype
-    rows: Mapping[int, int] = field(default_factory=dict)
-    arrays: Mapping[str, str] = field(default_factory=dict)
-    compressed: tuple[TensorSpec, ...] | None = None
-    gradient: str = OWN
+    rows: Mapping[int, int] = field(default_factory=dict)  # touched rows, by number of the table
+    arrays: Mapping[str, str] = field(default_factory=dict)  # dtype names, by array
+    compressed: tuple[TensorSpec, ...] | None = None  # in place of the dense gradient
+    gradient: str = OWN  # or SUM or NOTHING
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section, opened: what replica ``replica`` sends to a slice.
-
-    Attributes:
-        replica: The number of the replica.
-        weight: Its number of samples, or the sum of their weights.
-        gradient: The dense gradient, (dense_length,); empty if it is compressed or of kind NOTHING.
-        buffers: The values of the buffers in the slice; what was added to those whose rule is "sum".
-        absent: The numbers of the parameters without a gradient.
-        tables: The gradients of sparse tables by parameter number, with rows counted from the
-            fragment's first row.
-        arrays: After local steps, the element-wise optimizer state.
-        compressed: The compressed gradient, by parameter number.
-        kind: What ``gradient`` is: OWN, SUM, NOTHING or SPARE.
-        others: After local steps, all other optimizer state, packed.
-        repeats: An earlier rank has the same buffers, because it runs the same rows through a part of
-            the same model.
-    """
+    """A section, opened: what replica ``replica`` sends to a slice."""
 
     replica: int
-    weight: float
-    gradient: torch.Tensor
-    buffers: torch.Tensor
+    weight: float  # the number of samples, or the sum of their weights
+    gradient: torch.Tensor  # (dense_length,); empty if it is compressed or of kind NOTHING
+    buffers: torch.Tensor  # for the rule "sum": what was added
     absent: frozenset[int] = frozenset()
-    tables: Mapping[int, SparseRows] = field(default_factory=dict)
-    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    tables: Mapping[int, SparseRows] = field(default_factory=dict)  # rows from the fragment's first
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)  # after local steps
     compressed: ByParameter | None = None
     kind: str = OWN
     others: bytes = b""
-    repeats: bool = False
+    repeats: bool = False  # an earlier rank, with the same rows, has the same buffers
 
     def dense_gradient(self, plan: SliceSpec, dtype: torch.dtype) -> torch.Tensor:
         """Return the dense gradient, (dense_length,) in ``dtype``, zero where this replica sent
@@ -107,13 +83,7 @@ class Section:
 
 
 def section_nbytes(plan: SliceSpec, dtype: torch.dtype, layout: SectionLayout) -> int:
-    """Return the number of bytes of a section, a multiple of 64.
-
-    Args:
-        plan: The slice.
-        dtype: The dtype of the flat vector.
-        layout: The layout of the section.
-    """
+    """Return the number of bytes of a section, a multiple of 64."""
     return sum(_aligned(nbytes) for _, nbytes, _ in _parts(plan, dtype, layout))
 
 
@@ -128,18 +98,7 @@ def open_section(
     absent: frozenset[int] = frozenset(),
     others: bytes = b"",
 ) -> Section:
-    """Return a section whose tensors share the memory of ``data``, for reading or for writing.
-
-    Args:
-        plan: The slice.
-        dtype: The dtype of the flat vector.
-        layout: The layout of the section.
-        data: The bytes of the section.
-        replica: The number of the replica.
-        weight: The replica's weight in the average.
-        absent: The numbers of the parameters without a gradient.
-        others: Packed optimizer state, see :class:`Section`.
-    """
+    """Return a section whose tensors share the memory of ``data``, for reading or for writing."""
     parts: dict[str, torch.Tensor] = {"gradient": torch.empty(0, dtype=layout.wire)}
     compressed: ByParameter | None = None
     place = 0
@@ -190,15 +149,7 @@ def write_gradients(
     """Write the gradients of a replica into a section, rounded to the section's dtype.
 
     The places of parameters without a gradient are filled with zeros. In a compressed section only
-    the tables are written.
-
-    Args:
-        layout: The layout of the flat vector.
-        plan: The slice.
-        gradients: The dense gradients by parameter number.
-        tables: The gradients of sparse tables by parameter number.
-        out: The section.
-        written: The numbers of the parameters whose gradients are in the section already.
+    the tables are written. Those of parameters in ``written`` are there already.
     """
     for fragment in plan.parameters:
         if fragment.number in written:

@@ -42,10 +42,6 @@ class StoredSlice:
 def pack(plan: SliceSpec, state: SliceState) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors and the metadata of a slice's file. The tensors are contiguous and on the
     CPU.
-
-    Raises:
-        CheckpointError: A value of the optimizer state is not a tensor, number, text or None, nor a
-            list, tuple or dict of these. The message names the parameter and the key.
     """
     tensors: dict[str, torch.Tensor] = {}
     places: set[int] = set()
@@ -95,12 +91,7 @@ def pack(plan: SliceSpec, state: SliceState) -> tuple[dict[str, torch.Tensor], d
 
 
 def to_bytes(plan: SliceSpec, state: SliceState) -> bytes:
-    """Return the slice as the bytes of a safetensors file.
-
-    Raises:
-        CheckpointError: As :func:`pack` does, or the header of the file would be too long to be
-            read.
-    """
+    """Return the slice as the bytes of a safetensors file."""
     tensors, metadata = pack(plan, state)
     data = safetensors.torch.save(tensors, metadata)
     header = int.from_bytes(data[:8], "little")
@@ -115,8 +106,7 @@ def to_bytes(plan: SliceSpec, state: SliceState) -> bytes:
 def unpack(data: bytes) -> StoredSlice:
     """Read the bytes that :func:`to_bytes` wrote. The tensors own their memory.
 
-    Raises:
-        DamagedCheckpoint: The bytes are not such a file.
+    Raise DamagedCheckpoint for other bytes.
     """
     try:
         tensors, metadata = parse_tensors(data)
@@ -157,15 +147,8 @@ def reslice(parts: Iterable[StoredSlice], plan: SliceSpec, dtype: torch.dtype) -
     An array is zero where no part has it, because the parameter had no such state there. Arrays of
     weights, such as their moving average, are in every part or in none. State of a whole parameter
     comes from the part where the parameter starts, otherwise from the next part that has it.
-
-    Args:
-        parts: At least the stored slices that overlap with the slice, in any order. Each is
-            released before the next is taken.
-        plan: The slice.
-        dtype: The dtype of the flat vector.
-
-    Raises:
-        DamagedCheckpoint: The parts do not cover the slice exactly once, or differ in a dtype.
+    ``parts`` are at least those that overlap with the slice, in any order; each is released before
+    the next is taken. Raise DamagedCheckpoint if they do not cover it exactly once.
     """
     weights = torch.empty(plan.length, dtype=dtype)
     arrays: dict[str, torch.Tensor] = {}

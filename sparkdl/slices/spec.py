@@ -17,29 +17,15 @@ from sparkdl.model.layout import Layout, TensorRange
 
 @dataclass(frozen=True)
 class Fragment:
-    """The part of one tensor of the layout that lies in a slice.
+    """The part of one tensor of the layout that lies in a slice."""
 
-    Attributes:
-        number: The tensor's number in the layout. Trainable parameters come first, so this is the
-            parameter's number too.
-        kind: The tensor's kind, such as "parameter".
-        start: The first element, counted from the start of the slice.
-        length: The number of elements.
-        shape: The tensor's shape if the fragment is all of it, (rows, width) for a fragment of a
-            sparse table, otherwise empty.
-        sparse: Whether the tensor is a table with sparse gradients.
-        first_row: In a sparse table, the number of the fragment's first row.
-        dtype: The tensor's dtype.
-        rule: How replicas agree on the buffer.
-    """
-
-    number: int
+    number: int  # in the layout: trainable parameters come first
     kind: str
-    start: int
+    start: int  # counted from the start of the slice
     length: int
-    shape: tuple[int, ...] = ()
+    shape: tuple[int, ...] = ()  # of the whole tensor; (rows, width) in a sparse table; else empty
     sparse: bool = False
-    first_row: int = 0
+    first_row: int = 0  # in a sparse table: the number of the fragment's first row
     dtype: torch.dtype = torch.float32
     rule: Rule = FIRST
 
@@ -95,12 +81,7 @@ def slice_specs(layout: Layout, slices: int, whole: bool = False) -> list[SliceS
     """Cut ``layout`` into contiguous slices of nearly equal length, some of which may be empty.
 
     Cuts are at multiples of 64 bytes; in a sparse table they are between two rows, and none is in a
-    buffer whose rule is a function.
-
-    Args:
-        layout: The layout of the flat vector.
-        slices: The number of slices.
-        whole: Cut only between two tensors, for optimizers that need whole tensors.
+    buffer whose rule is a function. With ``whole``, cuts are only between two tensors.
     """
     cuts = [_allowed(layout, layout.size * n // slices, whole) for n in range(slices)]
     plans = []

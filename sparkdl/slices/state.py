@@ -27,20 +27,11 @@ class SliceState:
     """The state of one slice in memory.
 
     A parameter is in ``held`` and ``others`` from its first step on.
-
-    Attributes:
-        weights: The slice of the flat vector.
-        arrays: Optimizer state with one value for each element, by name; each has the slice's
-            trainable length.
-        held: The names of the arrays that a parameter has, by its number. With several optimizers a
-            parameter has only those of its own.
-        others: All other optimizer state (step counts, factors, lists of tensors), by parameter
-            number and name.
     """
 
     weights: torch.Tensor
-    arrays: dict[str, torch.Tensor] = field(default_factory=dict)
-    held: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    arrays: dict[str, torch.Tensor] = field(default_factory=dict)  # each (trainable_length,)
+    held: dict[int, tuple[str, ...]] = field(default_factory=dict)  # names of a parameter's arrays
     others: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -54,15 +45,8 @@ def join_states(
 ) -> SliceState:
     """Join the optimizer state of all slices into that of one slice.
 
-    State of a whole parameter comes from the first slice that has it.
-
-    Args:
-        plans: All slices.
-        states: Their states, in the same order.
-        device: The device of the result.
-
-    Returns:
-        The state, in memory of its own, with empty ``weights``.
+    State of a whole parameter comes from the first slice that has it. The result has memory of its
+    own, and empty ``weights``.
     """
     joined = SliceState(torch.empty(0, device=device))
     ends = [plan.start + plan.trainable_length for plan in plans if plan.parameters]

@@ -23,17 +23,11 @@ stay in the cache."""
 
 @dataclass(frozen=True)
 class Term:
-    """A term of a sum.
+    """A term of a sum."""
 
-    Attributes:
-        place: The number of the replica, or of the first replica of a block that is summed already.
-        values: The values of the term.
-        share: The factor of the values; None: they are added as they are.
-    """
-
-    place: int
+    place: int  # the replica, or the first of a block that is summed already
     values: torch.Tensor
-    share: float | None = None
+    share: float | None = None  # a factor; None: the values are added as they are
 
 
 def additions(places: Sequence[int]) -> list[int]:

@@ -61,39 +61,23 @@ which gradients are taken."""
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of an update.
+    """The result of an update."""
 
-    Attributes:
-        norm: The global norm before clipping, if there is a limit.
-        histograms: Histograms of the new weights and of the gradients as they were applied, by
-            ("weights" or "gradients", parameter number).
-    """
-
-    norm: float | None
+    norm: float | None  # before clipping; None: there is no limit
     histograms: Mapping[tuple[str, int], Histogram]
 
 
 @dataclass(frozen=True)
 class SliceUpdater:
-    """The constants of a slice's owner.
-
-    Attributes:
-        plan: The slice.
-        optimizer: The optimizers.
-        options: The training options.
-        dtype: The dtype of the flat vector.
-        l1: The strengths of the L1 penalty by parameter number.
-        l2: The strengths of the L2 penalty by parameter number.
-        separable: The optimizer treats every element by itself.
-    """
+    """The constants of a slice's owner."""
 
     plan: SliceSpec
     optimizer: OptimizerSpec
     options: TrainingOptions
     dtype: torch.dtype
-    l1: Mapping[int, float]
+    l1: Mapping[int, float]  # strengths of the penalty, by parameter number
     l2: Mapping[int, float]
-    separable: bool = False
+    separable: bool = False  # the optimizer treats every element by itself
 
     @staticmethod
     def of(
@@ -132,13 +116,7 @@ class SliceUpdater:
     def reduce(
         self, sections: Sequence[Section], weights: torch.Tensor, out: torch.Tensor
     ) -> ReducedGradient:
-        """Return the gradient of the slice, with penalties and clipped by value, in ``out``.
-
-        Args:
-            sections: The sections of all replicas.
-            weights: Version t of the slice's weights.
-            out: Memory for the dense gradient, (dense_length,).
-        """
+        """Return the gradient of the slice, with penalties and clipped by value, in ``out``."""
         return self._reduce(self.plan, sections, weights, out)
 
     def _reduce(
@@ -180,18 +158,9 @@ class SliceUpdater:
     ) -> UpdateResult:
         """Write version t+1 into ``new``. See [Note: one pass over the bytes].
 
-        Args:
-            old: Version t.
-            new: Either ``old`` itself, or a state with the same ``held`` and ``others`` and the
-                same arrays, in memory of its own with arbitrary content.
-            sections: The sections of all replicas.
-            hyperparameters: One mapping for each parameter group, which overrides those of the
-                optimizer.
-            known: The gradient, if it is reduced already. It is not changed.
-            squares: The :meth:`squared_norm` of every slice, if gradients are clipped by norm.
-            loss: The mean loss of the global batch.
-            seed: The seed for :meth:`drawing`.
-            shown: The fragments to make histograms of.
+        ``new`` is ``old`` itself, or a state with the same ``held``, ``others`` and arrays in
+        memory of its own with arbitrary content. ``known`` is the gradient if it is reduced
+        already; it is not changed. ``squares`` has the :meth:`squared_norm` of every slice.
         """
         norm, scale = None, 1.0
         if self.clips_norm and self.options.clip_norm is not None:

@@ -30,10 +30,7 @@ class Artifact:
     def of(data: bytes, name: str, session: Any) -> Artifact:
         """Send bytes as a file, unless the session has it, and return the artifact.
 
-        Args:
-            data: The bytes.
-            name: A name that belongs to these bytes alone, since a session replaces no file.
-            session: The session of Spark Connect.
+        The name must belong to these bytes alone, since a session replaces no file.
         """
         sent = _sent.setdefault(session, set())
         if name not in sent:
@@ -54,13 +51,7 @@ class Artifact:
 
 
 def sent_bytes(data: bytes, kind: str, session: Any) -> bytes | Artifact:
-    """Return bytes as they travel with a query: themselves, or the artifact that has them.
-
-    Args:
-        data: The bytes.
-        kind: The suffix of the file's name.
-        session: The session of Spark Connect.
-    """
+    """Return bytes as they travel with a query: themselves, or the artifact that has them."""
     if len(data) <= INLINE_BYTES:
         return data
     name = hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -33,17 +33,7 @@ Gpu = int | str
 def choose_gpus(
     addresses: Sequence[str], visible: str | None, count: int, names: Callable[[], Sequence[str]]
 ) -> list[Gpu]:
-    """Return the devices that ``addresses`` denote.
-
-    Args:
-        addresses: The addresses that Spark assigned.
-        visible: The value of ``CUDA_VISIBLE_DEVICES``; None if it is not set.
-        count: The number of devices that torch sees.
-        names: Returns their names.
-
-    Raises:
-        SessionError: An address is none of these devices.
-    """
+    """Return the devices that ``addresses`` denote, among ``count`` that torch sees."""
     return [_choose(address.strip(), visible, count, names) for address in addresses]
 
 
@@ -85,9 +75,6 @@ def gpus_of(addresses: Sequence[str]) -> list[Gpu]:
     """Return the devices of the addresses that Spark assigned; none if all GPUs are hidden.
 
     The executors' environment hides them, see :func:`hidden`.
-
-    Raises:
-        SessionError: Torch sees no GPU, or not the assigned ones.
     """
     if hidden(os.environ.get(VISIBLE)):
         return []
@@ -106,11 +93,7 @@ def gpus_of(addresses: Sequence[str]) -> list[Gpu]:
 
 
 def use_gpu(gpu: Gpu) -> torch.device:
-    """Make ``gpu`` torch's current device, and return it.
-
-    Raises:
-        SessionError: ``gpu`` is a part of a GPU, and this process already uses another one.
-    """
+    """Make ``gpu`` torch's current device, and return it."""
     if isinstance(gpu, str):
         if torch.cuda.is_initialized() and os.environ.get(VISIBLE) != gpu:
             raise SessionError(
@@ -139,23 +122,14 @@ def _names() -> list[str]:
 
 @dataclass(frozen=True)
 class Sight:
-    """The facts that decide whether torch sees a GPU.
-
-    Attributes:
-        built: Whether torch is built with CUDA or ROCm.
-        visible: The value of ``CUDA_VISIBLE_DEVICES``; None if it is not set.
-        forked: Whether CUDA had started in the process that this one was forked from.
-        address_space: The limit of the address space in bytes; None without one.
-        driver: Whether a GPU driver is on this node.
-        said: The first line of torch's error on starting CUDA; empty without one.
-    """
+    """The facts that decide whether torch sees a GPU."""
 
     built: bool
-    visible: str | None
-    forked: bool
-    address_space: int | None
+    visible: str | None  # CUDA_VISIBLE_DEVICES; None if it is not set
+    forked: bool  # CUDA had started in the process that this one was forked from
+    address_space: int | None  # its limit in bytes
     driver: bool
-    said: str
+    said: str  # the first line of torch's error on starting CUDA; or empty
 
     @staticmethod
     def here() -> Sight:
@@ -205,14 +179,9 @@ def task_device(before: torch.device | None = None) -> torch.device:
     """Choose this task's device, and make a GPU torch's current device.
 
     This is the GPU that Spark assigned, the first if there are several. Without an assignment it is
-    ``before``, if given; else the node's GPUs are used in turn, by partition; without GPUs it is
-    the CPU. Once a GPU is current, memory is pinned for it, and a user's ``.cuda()`` goes there.
-
-    Args:
-        before: The device on which this process keeps something from an earlier task.
-
-    Raises:
-        sparkdl.SessionError: Spark assigned a GPU that torch does not see.
+    ``before``, if given, on which this process keeps something of an earlier task; else the node's
+    GPUs are used in turn, by partition; without GPUs it is the CPU. Once a GPU is current, memory
+    is pinned for it, and a user's ``.cuda()`` goes there.
     """
     from pyspark import TaskContext
 

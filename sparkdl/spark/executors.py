@@ -34,19 +34,12 @@ next heartbeat, 10 s later.
 
 @dataclass(frozen=True, order=True)
 class Executor:
-    """An executor of the session.
-
-    Attributes:
-        host: Spark's name of its machine.
-        name: Its identifier.
-        slots: The number of tasks that it runs at a time.
-        used: Whether it may have had any tasks.
-    """
+    """An executor of the session."""
 
     host: str
     name: str
-    slots: int
-    used: bool = True
+    slots: int  # tasks that it runs at a time
+    used: bool = True  # it may have had tasks
 
     @property
     def place(self) -> str | None:

@@ -180,11 +180,7 @@ def _session_ended(how: str) -> SessionError:
 
 @contextlib.contextmanager
 def end_of_session_explained(session: Any) -> Iterator[None]:
-    """Translate what the calls of a client raise once a Spark Connect session has ended.
-
-    Raises:
-        SessionError: The session was stopped meanwhile, or its server went away.
-    """
+    """Make a SessionError of what a client's calls raise once a Spark Connect session has ended."""
     try:
         yield
     except Exception as error:
@@ -212,15 +208,8 @@ def _did_not_start(said: str) -> str:
 def reading_explained(doing: str = "reading the data") -> Iterator[None]:
     """Translate the errors of jobs that read the data; ``doing`` says what the data are read for.
 
-    Raises:
-        DataError: The query of the data itself fails (a cast, a UDF, a function of ``rdd.map``), or a
-            row cannot be read.
-        ModelError: The executors lack a module of the user, or have another version of it, or the
-            model fails on rows.
-        SessionError: The executors run another version of Python, or a Spark Connect session ended.
-        StateLostError: The tasks found slabs deleted.
-        StalledError: Nothing happened in the job.
-        TrainingError: The job failed for another reason.
+    A query or row that fails is a DataError; a model that fails on rows, or user modules that the
+    executors lack, a ModelError; the rest is as in :func:`faults_explained`.
     """
     try:
         yield
@@ -280,14 +269,8 @@ def deleted(reason: str) -> bool:
 def faults_explained(doing: str) -> Iterator[None]:
     """Translate the error of a failed Spark job into one that says what failed, where and why.
 
-    Args:
-        doing: What the job does, for the message.
-
-    Raises:
-        SessionError: The executors run another version of Python, or a Spark Connect session ended.
-        StateLostError: The tasks found slabs deleted.
-        StalledError: Nothing happened in the job.
-        TrainingError: The job failed for another reason.
+    It is a StateLostError if slabs were deleted, a StalledError if nothing happened, a SessionError
+    for another Python or a session that ended, else a TrainingError.
     """
     try:
         yield

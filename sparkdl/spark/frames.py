@@ -56,13 +56,7 @@ class _Located:
 
 
 def map_frames(rdd: RDD, task: Callable[[int, Any], Frames], barrier: bool = False) -> RDD:
-    """Run ``task(partition, records) -> frames`` over ``rdd``; return an RDD of raw frames.
-
-    Args:
-        rdd: The RDD of the records.
-        task: The function that yields the frames of a partition.
-        barrier: Whether all tasks run at once, and can wait for each other.
-    """
+    """Run ``task(partition, records) -> frames`` over ``rdd``; return an RDD of raw frames."""
     mapped = _MappedFrames(rdd, _Located(task), isFromBarrier=barrier)
     mapped._bypass_serializer = True
     mapped._jrdd_deserializer = NoOpSerializer()
@@ -129,12 +123,9 @@ def zip_frames(left: RDD, right: RDD) -> RDD:
 
 
 def shuffle_frames(keyed: RDD, num_partitions: int, few_bytes: bool = False) -> RDD:
-    """Send frames to partitions through a Spark shuffle.
+    """Send frames to partitions through a Spark shuffle; a task yields :func:`send` pairs.
 
-    Args:
-        keyed: The result of :func:`map_frames` with a task that yields :func:`send` pairs.
-        num_partitions: The number of partitions to send to.
-        few_bytes: Whether all frames of a task together fit into the JVM's memory.
+    With ``few_bytes`` all frames of a task together fit into the JVM's memory.
     """
     jvm = keyed.ctx._jvm
     assert jvm is not None
@@ -292,11 +283,8 @@ def forget_last_shuffle(rdd: RDD, only_frames: bool = False) -> None:
     """Delete the files of the shuffle that ``rdd`` reads, but not of those behind it.
 
     Those may be a user's, and a job of another thread that reads one would find it empty. In local
-    mode this waits: deleted later, they would be missing in a job that has made them anew.
-
-    Args:
-        rdd: The RDD.
-        only_frames: Delete them only if they are of :func:`shuffle_frames`.
+    mode this waits: deleted later, they would be missing in a job that has made them anew. With
+    ``only_frames``, only files of :func:`shuffle_frames` are deleted.
     """
     with contextlib.suppress(Py4JError):
         read = rdd._jrdd.rdd()

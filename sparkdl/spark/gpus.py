@@ -31,16 +31,7 @@ _looked: dict[tuple[str, frozenset[str]], list[int]] = {}
 def within_gpus(context: SparkContext, replicas: int, chosen: bool, engine: str) -> int:
     """Return the number of replicas, after checking that they do not share GPUs by accident.
 
-    Args:
-        context: The Spark context.
-        replicas: The intended number of replicas.
-        chosen: Whether the user has set that number.
-        engine: The name of the engine. "local" uses no GPU, and has as many replicas as other
-            engines would have in the same session.
-
-    Raises:
-        SessionError: Spark assigns GPUs that torch does not see, or tasks of a cluster would share
-            GPUs although the user has not asked for it.
+    ``chosen``: the user has set it. The engine "local" has as many as others, and uses no GPU.
     """
     assigned = conf_of(context).contains(AMOUNT)
     if is_local(context):
@@ -77,13 +68,7 @@ def _capped(replicas: int, gpus: int) -> int:
 
 
 def sharing(there: Sequence[Executor], counts: Sequence[int], replicas: int) -> str | None:
-    """Return a message if a host may run more tasks at a time than it has GPUs, else None.
-
-    Args:
-        there: The executors.
-        counts: The number of GPUs that a task sees on each of them.
-        replicas: The number of replicas.
-    """
+    """Return a message if a host may run more tasks at a time than it has GPUs, else None."""
     slots: dict[str, int] = {}
     gpus: dict[str, int] = {}
     for executor, count in zip(there, counts, strict=False):

@@ -19,13 +19,8 @@ MOST = 8
 class Watchdog:
     """A thread that watches the jobs of a job group until :meth:`stop`.
 
-    If none of their tasks starts or ends for some time, the jobs are cancelled, and Spark reports
-    the reason to whoever waits for them.
-
-    Args:
-        context: The Spark context.
-        group: The job group.
-        seconds: The time without progress after which jobs are cancelled; None: no timeout.
+    If none of their tasks starts or ends for ``seconds`` (None: no limit), the jobs are cancelled,
+    and Spark reports the reason to whoever waits for them.
     """
 
     def __init__(self, context: SparkContext, group: str, seconds: float | None) -> None:

@@ -219,16 +219,7 @@ def check_replaceable(what: str, path: Path) -> None:
 
 
 def check_writable(what: str, named: str | Path, folder: Path) -> None:
-    """Raise an error if no file can be written in ``folder``, which is created.
-
-    Args:
-        what: The name of the summary, for the message.
-        named: The path that the user passed to it.
-        folder: The folder to check.
-
-    Raises:
-        ParameterError: The folder cannot be created or written to.
-    """
+    """Raise ParameterError if no file can be written in ``folder``, which is created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -244,11 +235,6 @@ def extra_needed(what: str, extra: str, library: str) -> ParameterError:
     """Return the error for a library that is not installed.
 
     It is raised when the summary is created, not during the training.
-
-    Args:
-        what: The name of the summary.
-        extra: The extra of sparkdl that has the library.
-        library: The name of the library for pip.
     """
     return ParameterError(
         f'{what} needs a library that is not installed: pip install {library} (the extra "{extra}")'

@@ -31,19 +31,12 @@ _OPEN: set[str] = set()
 
 @dataclass(frozen=True)
 class TrackingSettings:
-    """The settings of MLflow in a process, which go with a callback to the process that runs it.
-
-    Attributes:
-        process: Identifies the process.
-        store: The tracking URI.
-        run_id: The id of the active run; empty without one.
-        experiment: The id of the experiment of further runs; None is MLflow's own choice.
-    """
+    """The settings of MLflow in a process, which go with a callback to the process that runs it."""
 
     process: tuple[str, int]
     store: str
-    run_id: str
-    experiment: str | None
+    run_id: str  # of the active run; "" without one
+    experiment: str | None  # of further runs; None: MLflow's own choice
 
     @staticmethod
     def here() -> TrackingSettings:
@@ -64,23 +57,11 @@ class TrackedRun:
     """A writer to a run of MLflow: the active one, or one that it starts.
 
     It may travel to another process, as over Spark Connect. There it writes to the store, the active
-    run and the experiment of the process that it comes from.
-
-    Attributes:
-        run_id: The id of the run; empty before :meth:`open`.
-        client: The client of MLflow, after :meth:`open`.
+    run and the experiment of the process that it comes from. If it ``awaits_model``, the run goes
+    on after the fit, until :meth:`end`.
     """
 
     def __init__(self, name: str | None, awaits_model: bool = False) -> None:
-        """Create a writer.
-
-        Args:
-            name: The name of a run that it starts.
-            awaits_model: The run goes on after the fit, until :meth:`end`.
-
-        Raises:
-            ParameterError: The extra ``mlflow`` is not installed.
-        """
         try:
             library()
         except ImportError:

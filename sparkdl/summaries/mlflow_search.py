@@ -46,28 +46,12 @@ class SearchRuns:
         return self._run.run_id
 
     def open(self, trainer: Trainer, space: Mapping[str, str]) -> None:
-        """Begin to log a search.
-
-        Args:
-            trainer: The trainer whose arguments are varied.
-            space: The values that are tried, in words, by the names of arguments.
-
-        Raises:
-            ParameterError: MLflow cannot log.
-        """
         self._shared = plain_parameters(trainer, (Trigger,))
         shared = {name: text for name, text in self._shared.items() if name not in space}
         tried = {f"space/{name}": text for name, text in space.items()}
         self._run.open({**shared, **tried}, 0)
 
     def add(self, trainer: Trainer | None, record: Any, history: History | None) -> None:
-        """Log a trial that has ended.
-
-        Args:
-            trainer: The trainer of the trial; None if there cannot be one.
-            record: Its :class:`sparkdl.tune.TrialRecord`.
-            history: The history of its training; None if only the record is known.
-        """
         log = functools.partial(self._add, trainer, record, history)
         self._run.attempt(f"trial {record.number}", log)
 
@@ -101,11 +85,6 @@ class SearchRuns:
         client.set_terminated(run, status, ended)
 
     def close(self, result: Any) -> None:
-        """End the log.
-
-        Args:
-            result: The :class:`sparkdl.tune.SearchResult`; None if the search failed.
-        """
         if result is not None:
             self._run.attempt("the result of the search", lambda: self._log_result(result))
             if result.best is not None and self._log_models:

@@ -37,11 +37,7 @@ class TensorBoard(Summaries):
 
 
 class EventFiles:
-    """A writer of TensorBoard's event files into a folder.
-
-    Raises:
-        ParameterError: The extra ``tensorboard`` is not installed.
-    """
+    """A writer of TensorBoard's event files into a folder."""
 
     def __init__(self, log_dir: str | Path) -> None:
         try:

@@ -43,28 +43,15 @@ ROWS_OF_A_STEP = 6
 
 @dataclass(frozen=True)
 class Difference:
-    """The loss of all rows compared with that of two parts.
-
-    Attributes:
-        whole: The mean loss of all rows.
-        together: The mean loss put together from the two parts.
-        kind: The kind of loss that would differ like this: "no count", "adds up", "another mean" or
-            "depends".
-    """
+    """The loss of all rows compared with that of two parts."""
 
     whole: float
     together: float
-    kind: str
+    kind: str  # "no count", "adds up", "another mean" or "depends"
 
 
 def is_averaged(parallel: ParallelPlan, counts: Sequence[int], accumulate: int) -> bool:
-    """Return whether the loss of a batch is put together from several mini-batches.
-
-    Args:
-        parallel: The plan of how ranks share the work.
-        counts: The number of rows of each replica.
-        accumulate: The number of micro-batches.
-    """
+    """Return whether the loss of a batch is put together from several mini-batches."""
     return have_copies(parallel, counts) or accumulate > 1 or parallel.micro_batches > 1
 
 
@@ -78,11 +65,6 @@ def rows_for_loss(loss: Loss, rows: Sequence[Rows], more: Sequence[Rows]) -> Seq
     """Return the rows to check a loss on: more rows, if it is not one of torch's own.
 
     A step runs the model on each part of them, so it gets a few.
-
-    Args:
-        loss: The loss.
-        rows: The rows that the model is tried on.
-        more: These and some others.
     """
     if is_step(loss):
         more = [field[:ROWS_OF_A_STEP] for field in more]
@@ -96,18 +78,10 @@ def rows_for_loss(loss: Loss, rows: Sequence[Rows], more: Sequence[Rows]) -> Seq
 def gives_sums(
     module: nn.Module, recipe: Recipe, batch: Batch, labels: Sequence[Rows], averaged: bool
 ) -> bool:
-    """Return whether the loss returns ``(sum, count)``.
+    """Return whether the loss returns ``(sum, count)``; ``labels`` are not padded yet.
 
-    Args:
-        module: A private copy of the model, which accepts the rows.
-        recipe: The model, the loss and their options.
-        batch: Some rows of the data, as in training.
-        labels: The labels of these rows, not padded yet.
-        averaged: True if the run averages the losses of several mini-batches.
-
-    Raises:
-        ModelError: The second number of the pair is not a count, or ``averaged`` is True and the
-            loss of all rows does not follow from the losses of their parts.
+    Raise ModelError if, with ``averaged``, the loss of all rows does not follow from those of their
+    parts.
     """
     loss, inputs, targets = recipe.loss, to_tensors(batch.inputs), to_tensors(batch.targets)
     own = None if batch.weights is None else torch.from_numpy(batch.weights)

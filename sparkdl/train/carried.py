@@ -19,19 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CarriedRun:
-    """The end of one ``partial_fit``, from which the next one continues.
-
-    Attributes:
-        trained: The result.
-        state: The state in which the run ended.
-        best: The packed slices of the best weights, if they are kept.
-        schedule: The schedule as it stands; None if it must be made anew and brought to ``state``.
-    """
+    """The end of one ``partial_fit``, from which the next one continues."""
 
     trained: TrainedModel
     state: TrainState
-    best: tuple[bytes, ...] | None = None
-    schedule: Schedule | None = None
+    best: tuple[bytes, ...] | None = None  # packed slices; None: not kept
+    schedule: Schedule | None = None  # None: made anew and brought to ``state``
 
 
 def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> StoredState | None:
@@ -72,12 +65,9 @@ def has_rows(data: Any) -> bool:
 def begin_batch(
     before: TrainState, iterations_per_epoch: int, each_an_epoch: bool = False
 ) -> TrainState:
-    """Return the state at the start of new data: counters continue, and the position is the beginning.
+    """Return the state at the start of new data: counters continue, the position is 0.
 
-    Args:
-        before: The present state of the run.
-        iterations_per_epoch: The number of iterations of an epoch of the new data.
-        each_an_epoch: True if a pass that was cut short counts as an epoch, as every pass does.
+    With ``each_an_epoch`` a pass that was cut short counts as an epoch.
     """
     epoch = before.epoch + (each_an_epoch and before.position != 0)
     return replace(before, epoch=epoch, position=0, iterations_per_epoch=iterations_per_epoch)

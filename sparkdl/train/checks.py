@@ -148,14 +148,7 @@ def problems_of(trainer: Any) -> Iterator[str]:
 def problems_of_start(
     resume: Any, start: Any = None, optimizer_state: Any = None, replay: Any = None
 ) -> Iterator[str]:
-    """Yield the problems of the arguments that say how a run begins.
-
-    Args:
-        resume: The checkpoint to resume from.
-        start: The earlier result to begin with.
-        optimizer_state: The choice of its optimizer state.
-        replay: The history to repeat.
-    """
+    """Yield the problems of the arguments that say how a run begins."""
     if not isinstance(resume, (str, os.PathLike, type(None))):
         yield (
             f'resume is {kind_of(resume)}: give "latest", or the path of a checkpoint or of '

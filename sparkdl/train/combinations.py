@@ -18,9 +18,7 @@ from sparkdl.parallel.plan import parts_of
 def problems_of_combinations(trainer: Any, strategies: bool) -> Iterator[str]:
     """Yield the problems of fields that do not go together.
 
-    Args:
-        trainer: The trainer.
-        strategies: True if ``strategy`` and ``mesh`` are valid by themselves.
+    ``strategies``: ``strategy`` and ``mesh`` are valid by themselves.
     """
     if isinstance(trainer.local_steps, int) and trainer.local_steps > 1 and trainer.wire != "fp32":
         yield (

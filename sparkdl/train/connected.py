@@ -64,18 +64,8 @@ def run_connected(
 ) -> CarriedRun:
     """Train in a session of Spark Connect; see :func:`sparkdl.train.fit.run`.
 
-    Args:
-        trainer: The user's trainer.
-        data: The training data, or samples that were persisted before.
-        resume: The checkpoint to resume from.
-        start: The earlier result with whose weights to begin.
-        kept: The optimizer state to begin with.
-        carried: The end of the previous pass, for ``partial_fit``.
-        one_pass: True for ``partial_fit``.
-        any_data: The checkpoint may come from other data.
-        replay: The history to repeat. A gang decides nothing, so it is only checked.
-        quiet: Whether to show no progress.
-        added: Whether callbacks that every fit of this process has are added.
+    ``replay`` is only checked, since a gang decides nothing; ``added``: callbacks that every fit of
+    this process has are added.
     """
     placed = data if isinstance(data, PersistedSamples) else None
     session = connected_session_of(data if placed is None else placed.data, "fit")

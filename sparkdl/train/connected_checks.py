@@ -59,13 +59,7 @@ def check_connected(data: Any) -> None:
 
 
 def check_result(trainer: Trainer, model: PreparedModel, most: int) -> None:
-    """Raise ParameterError if the result is too large for rows, and cannot take another way.
-
-    Args:
-        trainer: The user's trainer.
-        model: The prepared model.
-        most: The bytes of the largest result that comes back as rows.
-    """
+    """Raise ParameterError if the result, above ``most`` bytes, has no other way than rows."""
     kinds = 1 + (trainer.ema is not None) + bool(trainer.validation and trainer.validation.best)
     nbytes = model.layout.nbytes * kinds
     if nbytes > most and trainer.checkpoint is None:

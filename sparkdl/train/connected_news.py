@@ -24,49 +24,28 @@ HIDDEN = "false"
 
 @dataclass(frozen=True)
 class Question:
-    """A question to rank 0.
+    """A question to rank 0."""
 
-    Attributes:
-        known: The number of lines of its log that the client has.
-        end: Whether training is to end after the current iteration.
-    """
-
-    known: int
-    end: bool
+    known: int  # lines of its log that the client has
+    end: bool  # after the current iteration
 
 
 @dataclass(frozen=True)
 class News:
-    """The answer of rank 0.
+    """The answer of rank 0."""
 
-    Attributes:
-        facts: A description of model and data; "" before training.
-        state: The state of the run, without histograms; None before training.
-        log: The level and the text of further lines of its log.
-    """
-
-    facts: str
-    state: TrainState | None
-    log: Sequence[tuple[int, str]]
+    facts: str  # "" before training
+    state: TrainState | None  # without histograms; None before training
+    log: Sequence[tuple[int, str]]  # level and text of further lines
 
 
 class ReportedProgress(Progress):
-    """The progress of a run in rank 0, which answers the client's questions.
+    """The progress of a run in rank 0, which answers the client's questions."""
 
-    Attributes:
-        interrupt: The user's request to end, which comes with a question.
-        patience: The seconds that the run goes on without a question once there was one; None is no
-            bound.
-    """
-
-    patience: float | None = None
+    patience: float | None = None  # seconds without a question, once there was one; None: no bound
 
     def __init__(self, log: Sequence[tuple[int, str]]) -> None:
-        """Create the progress of a run.
-
-        Args:
-            log: The lines that rank 0 logs, which grow.
-        """
+        """Take the lines that rank 0 logs, a list that grows."""
         self.interrupt = Interrupt()
         self._log, self._facts = log, ""
         self._state: TrainState | None = None
@@ -110,12 +89,7 @@ class ReportedProgress(Progress):
 
 
 class FollowedFit:
-    """A follower of a fit on the client: it shows the progress, and passes an interrupt on.
-
-    Attributes:
-        known: The number of lines of the log of rank 0 that were told.
-        training: Whether rank 0 trains, as far as is known.
-    """
+    """A follower of a fit on the client: it shows the progress, and passes an interrupt on."""
 
     def __init__(
         self,
@@ -125,20 +99,11 @@ class FollowedFit:
         one_pass: bool,
         interrupt: Interrupt,
     ) -> None:
-        """Create it for one submission.
-
-        Args:
-            trainer: The trainer.
-            ranks: The number of ranks.
-            settings: The settings of the session.
-            one_pass: True for ``partial_fit``.
-            interrupt: The user's requests to end.
-        """
         self._trainer, self._ranks, self._one_pass = trainer, ranks, one_pass
         self._mode, self._awaited = settings.progress, settings.client_seconds is not None
         self._interrupt, self._began = interrupt, time.monotonic()
         self._progress: Progress | None = None
-        self.known, self.training = 0, False
+        self.known, self.training = 0, False  # lines of the log; whether rank 0 trains
 
     def question(self) -> Question | None:
         """See :class:`sparkdl.gang.connect.Follower`, also for the methods below."""

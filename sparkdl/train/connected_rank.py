@@ -60,83 +60,47 @@ STORED = "stored"
 
 @dataclass(frozen=True)
 class FitOrder:
-    """The order that rank 0 gets: what it is to train, and how.
+    """The order that rank 0 gets: what it is to train, and how."""
 
-    Attributes:
-        trainer: The trainer, without the data of its validation.
-        start: The earlier result with whose weights to begin, or None.
-        kept: The optimizer state to begin with, or None.
-        carried: The end of the previous pass, for ``partial_fit``.
-        one_pass: True for ``partial_fit``.
-        any_data: The checkpoint may come from other data.
-        settings: The settings of the session.
-        numerics: The client's numeric settings of torch.
-    """
-
-    trainer: Trainer
+    trainer: Trainer  # without the data of its validation
     start: TrainedModel | None
     kept: StoredState | None
     carried: CarriedRun | None
     one_pass: bool
     any_data: bool
     settings: Settings
-    numerics: Numerics = field(default_factory=Numerics.here)
+    numerics: Numerics = field(default_factory=Numerics.here)  # those of the client
 
 
 @dataclass(frozen=True)
 class FitEnd:
-    """The end of a fit. Its weights travel in rows of their own.
-
-    Attributes:
-        samples: The description of the training samples.
-        output: The model's output for one sample, or None.
-        state: The state in which the run ended.
-        history: The history of the run.
-        kinds: The kinds of weights.
-        packed: The packed state of each slice, if it was collected.
-        packed_best: The packed slices of the best weights, if they are kept.
-        schedule: The schedule as it stands, for the next pass.
-        attributes: The pickled attributes of each callback, as far as they pickle.
-        weights: The flat vector of each kind; empty until the client has its rows.
-    """
+    """The end of a fit. Its weights travel in rows of their own."""
 
     samples: SampleSet
     output: Output | None
     state: TrainState
     history: History
     kinds: list[str]
-    packed: tuple[bytes, ...] | None
+    packed: tuple[bytes, ...] | None  # None: not collected
     packed_best: tuple[bytes, ...] | None
     schedule: Schedule | None
-    attributes: tuple[bytes, ...] = ()
-    weights: dict[str, bytes] = field(default_factory=dict)
+    attributes: tuple[bytes, ...] = ()  # each callback's, pickled as far as they pickle
+    weights: dict[str, bytes] = field(default_factory=dict)  # empty until the client has its rows
 
 
 @dataclass(frozen=True)
 class LedFit:
-    """A fit, as the work of a gang that its rank 0 leads; see :class:`sparkdl.gang.led_task.LedWork`.
-
-    Attributes:
-        slab: The slabs of the run.
-        write: Writes the rows of a task.
-        num_features: The number of inputs of a sample.
-        weighted: Whether samples have weights.
-        order: The pickled :class:`FitOrder`, or the artifact that has it.
-        resume: The checkpoint to resume from, or None.
-        most: The bytes of the largest result that comes back as rows.
-        again: Whether the gang was submitted before, and lost.
-        control: Where rank 0 takes questions, or None.
-    """
+    """A fit, as work of a gang that rank 0 leads; see :class:`sparkdl.gang.led_task.LedWork`."""
 
     slab: SlabConfig
     write: WriteBoth
     num_features: int
     weighted: bool
-    order: bytes | Artifact
+    order: bytes | Artifact  # the pickled FitOrder
     resume: str | None
-    most: int = MAX_ROWS_BYTES
-    again: bool = False
-    control: ControlAddress | None = None
+    most: int = MAX_ROWS_BYTES  # bytes of a result that comes back as rows
+    again: bool = False  # the gang was submitted before, and lost
+    control: ControlAddress | None = None  # where rank 0 takes questions
 
     def begin(self, batches: Iterable[pa.RecordBatch]) -> list[Any]:
         frames = [pickle.dumps(handle) for handle in self.write(batches)]

@@ -37,15 +37,9 @@ def in_session_of(data: DataFrame, other: Any) -> Any:
 
 @dataclass(frozen=True)
 class ConnectedRows:
-    """The rows of a fit, with a partition for each rank.
+    """The rows of a fit, with a partition for each rank."""
 
-    Attributes:
-        frame: The rows of training and validation.
-        write: Writes those of a partition into slabs.
-        ranks: The number of ranks.
-    """
-
-    frame: DataFrame
+    frame: DataFrame  # of training and validation
     write: WriteBoth
     ranks: int
 
@@ -53,18 +47,7 @@ class ConnectedRows:
     def of(
         trainer: Trainer, data: DataFrame, ranks: int, float_dtype: str, slab: SlabConfig
     ) -> ConnectedRows:
-        """Return the rows of ``data``, and those of the validation of ``trainer``.
-
-        Args:
-            trainer: The user's trainer.
-            data: The training data.
-            ranks: The number of ranks.
-            float_dtype: The dtype of floating-point values.
-            slab: The place of the slabs.
-
-        Raises:
-            DataError: The columns do not fit.
-        """
+        """Return the rows of ``data``, and those of the validation of ``trainer``."""
         training: Source = source(trainer, data, ranks, float_dtype, slab)
         chosen, columns = chosen_columns(training)
         write, other = WriteBoth(WriteDataFrame(slab, columns), None), None
@@ -96,10 +79,6 @@ class PersistedSamples(SharedSamples):
 
     Their rows are persisted where the ranks need them: nothing is read or shuffled again, but each
     fit writes them into slabs of its own. See :class:`sparkdl.PlacedSamples`.
-
-    Attributes:
-        data: The training data.
-        rows: The persisted rows.
     """
 
     data: DataFrame

@@ -56,33 +56,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Start:
-    """The state in which a run begins, if that is not the recipe's.
-
-    Attributes:
-        resuming: The checkpoints to resume from, or None.
-        kept: The optimizer state to begin with, or None.
-        carried: The end of the previous pass, for ``partial_fit``.
-        one_pass: True for ``partial_fit``: one pass over the data, which is a part of all data.
-        replay: The history whose decisions are repeated; None: no replay.
-    """
+    """The state in which a run begins, if that is not the recipe's."""
 
     resuming: ResumeCandidates | None = None
     kept: StoredState | None = None
     carried: CarriedRun | None = None
-    one_pass: bool = False
-    replay: History | None = None
+    one_pass: bool = False  # of ``partial_fit``: one pass, over a part of all data
+    replay: History | None = None  # its decisions are repeated
 
 
 def check_replay(trainer: Trainer, replay: History | None) -> None:
-    """Check that a run can repeat what was decided on the iterations of a history.
-
-    Args:
-        trainer: The trainer of the run that repeats it, with the engine that it uses.
-        replay: The history; None: no replay.
-
-    Raises:
-        ParameterError: The trainer cannot repeat it.
-    """
+    """Check that a run can repeat what was decided on the iterations of a history."""
     if replay is None:
         return
     model = trainer.consistency_model
@@ -120,15 +104,7 @@ def check_replayed_settings(replay: History, settings: Mapping[str, int]) -> Non
 
 
 def check_replayed_data(replay: History, plan: EpochPlan) -> None:
-    """Check that a history is that of a run with such data, as far as it tells.
-
-    Args:
-        replay: The history.
-        plan: The batches of an epoch of the run that repeats it.
-
-    Raises:
-        ParameterError: The recorded run had other batches, or other data.
-    """
+    """Check that a history is that of a run with such data, as far as it tells."""
     first = next(iter(replay), None)
     if first is None or first["iteration"] != 1:
         return
@@ -150,41 +126,24 @@ def check_replayed_data(replay: History, plan: EpochPlan) -> None:
 
 @dataclass(frozen=True)
 class FinishedCourse(Generic[Result]):
-    """The end of a course.
+    """The end of a course."""
 
-    Attributes:
-        result: The result that ``take`` has made of the engine.
-        state: The state in which the run ended.
-        schedule: The schedule as it stands.
-        packed_best: The packed slices of the best weights, if they are kept for another pass.
-    """
-
-    result: Result
+    result: Result  # of ``take``
     state: TrainState
     schedule: Schedule
-    packed_best: tuple[bytes, ...] | None
+    packed_best: tuple[bytes, ...] | None  # None: not kept for another pass
 
 
 @dataclass(frozen=True)
 class FinishedEngine:
-    """An engine that has trained, and what its result is made of.
-
-    Attributes:
-        engine: The engine.
-        kinds: The kinds of weights that the result holds.
-        make: Makes the :class:`TrainedModel` from a ``module`` and a ``history``.
-        output: The model's output for one sample, or None.
-        history: The history of the run.
-        packed: The packed state of each slice, if it is wanted and could be collected.
-        callbacks: The callbacks of the run, which are told of the result.
-    """
+    """An engine that has trained, and what its result is made of."""
 
     engine: Engine
-    kinds: list[str]
-    make: Callable[..., TrainedModel]
+    kinds: list[str]  # of weights
+    make: Callable[..., TrainedModel]  # of a ``module`` and a ``history``
     output: Output | None
     history: History
-    packed: tuple[bytes, ...] | None
+    packed: tuple[bytes, ...] | None  # None: not wanted, or could not be collected
     callbacks: list[Callback]
 
 
@@ -202,18 +161,9 @@ def run_course(
 ) -> FinishedCourse[Result]:
     """Try the model out, build the engine, train, and take the result from the engine.
 
-    Args:
-        trainer: The user's trainer.
-        prepared: A list with the prepared model, which is taken out of it: its module takes memory.
-        samples: The training samples, in place.
-        validation_samples: The validation samples, in place, or None.
-        start: The state in which the run begins.
-        inputs: Makes the inputs of the engine, once the model has been tried out.
-        take: Takes the result from the engine, and tells the callbacks of it. If it fails, the model
-            is kept as :class:`Rescue` says.
-        progress_of: Makes the callback that shows the progress, from a description of model and data.
-        resources: What the fit owns in Spark, if it runs on the driver.
-        interrupts: The user's requests, if they do not come as signals to this process.
+    ``prepared`` holds one model, which is taken out of it, since its module takes memory. ``take``
+    also tells the callbacks of the result; if it fails, the model is kept as :class:`Rescue` says.
+    ``interrupts``: requests that do not come as signals to this process.
     """
     model, one_pass, carried = prepared.pop(), start.one_pass, start.carried
     validation = validation_set(trainer, validation_samples, model.float_dtype)
@@ -275,14 +225,7 @@ def told_model(
     model: PreparedModel,
     weights: Callable[[str], torch.Tensor],
 ) -> TrainedModel:
-    """Return the trained model with its optimizer state, once the callbacks have been told of it.
-
-    Args:
-        done: The engine when training has ended.
-        trainer: The user's trainer.
-        model: The prepared model.
-        weights: Returns the flat vector of a kind of weights.
-    """
+    """Return the trained model with its optimizer state, once the callbacks know of it."""
     trained = trained_model(done.make, model.payload, done.kinds, weights, done.history)
     tell_result(done.callbacks, trainer, with_state(trained, done.packed, model))
     return trained
@@ -291,13 +234,7 @@ def told_model(
 def with_state(
     trained: TrainedModel, packed: tuple[bytes, ...] | None, model: PreparedModel
 ) -> TrainedModel:
-    """Return ``trained`` with its optimizer state, if that was collected.
-
-    Args:
-        trained: The trained model.
-        packed: The packed state of each slice, or None.
-        model: The prepared model.
-    """
+    """Return ``trained`` with its optimizer state, if that was collected."""
     if packed is not None:
         digest, identity = weights_digest(trained.module), ModelIdentity.of(model.layout)
         trained.optimizer_state = StoredState(packed, identity, model.optimizers, digest)

@@ -48,18 +48,8 @@ def engine_inputs(
 ) -> EngineInputs:
     """Return the argument of :func:`sparkdl.engines.registry.build_engine`.
 
-    Args:
-        trainer: The user's trainer.
-        settings: The session's settings.
-        model: The recipe and what follows from it.
-        samples: The training samples, in place.
-        validation: The validation samples, or None.
-        slab: The slabs of the run.
-        threads: torch's threads in a task.
-        resources: What the fit owns in Spark, if it runs on the driver.
-        gang: The ranks, if they are there already.
-        recorded: The decisions of the history that the run repeats, by the number of the iteration;
-            None: it repeats none.
+    ``gang``: the ranks, if they exist already; ``recorded``: decisions to repeat, by iteration
+    number.
     """
     run = run_spec(trainer, model, samples, slab, threads)
     return EngineInputs(
@@ -88,15 +78,7 @@ def engine_inputs(
 def run_spec(
     trainer: Trainer, model: PreparedModel, samples: SampleSet, slab: SlabConfig, threads: int
 ) -> RunSpec:
-    """Return the constants of a run.
-
-    Args:
-        trainer: The user's trainer.
-        model: The recipe and what follows from it.
-        samples: The training samples, in place.
-        slab: The slabs of the run.
-        threads: torch's threads in a task.
-    """
+    """Return the constants of a run."""
     total, replicas = sum(samples.counts), len(samples.counts)
     compressed, optimizer = trainer.compression is not None, model.slice_optimizer
     return RunSpec(
@@ -114,13 +96,7 @@ def run_spec(
 
 
 def batch_spec(trainer: Trainer, samples: SampleSet, float_dtype: str) -> BatchSpec:
-    """Return how training rows become mini-batches, except for ``augment``, which is in the recipe.
-
-    Args:
-        trainer: The user's trainer.
-        samples: The samples.
-        float_dtype: The dtype of floating-point values.
-    """
+    """Return how rows become mini-batches, except for ``augment``, which is in the recipe."""
     return BatchSpec(
         num_features=samples.num_features,
         num_labels=samples.num_labels,

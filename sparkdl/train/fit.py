@@ -108,16 +108,8 @@ def run(
 ) -> CarriedRun:
     """Train, and return the result and the state in which the run ended.
 
-    Args:
-        trainer: The user's trainer.
-        data: The training data, or samples that were placed before.
-        resume: The checkpoint to resume from, as in :meth:`sparkdl.Trainer.fit`.
-        start: The earlier result with whose weights to begin.
-        kept: The optimizer state to begin with.
-        carried: The end of the previous pass, for ``partial_fit``.
-        one_pass: True for ``partial_fit``: one pass over ``data``, which is a part of all data.
-        any_data: The checkpoint may come from other data.
-        replay: The history whose decisions are repeated; None: no replay.
+    ``carried`` and ``one_pass`` are of ``partial_fit``: one pass over ``data``, a part of all data.
+    ``any_data``: the checkpoint may come from other data.
     """
     began = time.monotonic()
     placed = data if isinstance(data, PlacedSamples) else None

@@ -25,14 +25,7 @@ if TYPE_CHECKING:
 def result_maker(
     trainer: Trainer, model: PreparedModel, samples: SampleSet, output: Output | None
 ) -> Callable[..., TrainedModel]:
-    """Return a function that makes the result from a ``module`` and a ``history``.
-
-    Args:
-        trainer: The user's trainer.
-        model: The prepared model.
-        samples: The training samples.
-        output: The model's output for one sample, or None.
-    """
+    """Return a function that makes the result from a ``module`` and a ``history``."""
     return functools.partial(
         TrainedModel,
         model=trainer.model,
@@ -66,15 +59,7 @@ def trained_model(
     weights: Callable[[str], torch.Tensor],
     history: History,
 ) -> TrainedModel:
-    """Return the result of a fit.
-
-    Args:
-        result: The result of :func:`result_maker`.
-        payload: The pickled recipe.
-        kinds: The kinds of weights that the result holds.
-        weights: Returns the flat vector of a kind. One is held at a time.
-        history: The history of the run.
-    """
+    """Return the result of a fit; one vector of ``weights`` is held at a time."""
     found = {
         which: result(module=filled(build_model(payload), weights(which)), history=history)
         for which in kinds

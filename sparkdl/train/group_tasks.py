@@ -49,23 +49,14 @@ MOST_PREPARED = 4
 
 @dataclass(frozen=True)
 class FitGroup:
-    """The function of ``applyInArrow``: a group's rows in, one row with its model or the reason out.
+    """The function of ``applyInArrow``: a group's rows in, its model or the reason why not out."""
 
-    Attributes:
-        trainer: The trainer, of the engine "local".
-        columns: The columns of a sample.
-        num_features: How many of them are features.
-        slab: The slab root, which the driver removes after all groups.
-        threads: torch's threads.
-        numerics: torch's settings on the driver.
-    """
-
-    trainer: Trainer
+    trainer: Trainer  # of the engine "local"
     columns: tuple[Column, ...]
     num_features: int
-    slab: SlabConfig
+    slab: SlabConfig  # removed by the driver after all groups
     threads: int
-    numerics: Numerics
+    numerics: Numerics  # those of the driver
 
     def __call__(self, key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
         began, found = time.perf_counter(), History()
@@ -146,24 +137,13 @@ def _remove(handle: SampleHandle) -> None:
 
 @dataclass(frozen=True)
 class PredictGroup:
-    """The function of a cogroup's ``applyInArrow``: a group's rows and its model in, predictions out.
-
-    Attributes:
-        payload: The pickled recipe.
-        dtype: The NumPy name of the weights' dtype.
-        features: The feature columns.
-        signature: The way to call the model.
-        dimensions: The number of dimensions of a batch's output.
-        prediction_col: The name of the new column.
-        type: Its Arrow type.
-        batch_size: The number of rows of a forward pass.
-    """
+    """The function of a cogroup's ``applyInArrow``: rows and model in, predictions out."""
 
     payload: bytes
-    dtype: str
+    dtype: str  # of the weights, by its NumPy name
     features: tuple[Column, ...]
     signature: Signature
-    dimensions: int
+    dimensions: int  # of a batch's output
     prediction_col: str
     type: pa.DataType
     batch_size: int

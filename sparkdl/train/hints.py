@@ -68,13 +68,7 @@ def precision_hint(module: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
 
 
 def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequence[Field]) -> str:
-    """Return the remedy if the model fails on its inputs.
-
-    Args:
-        error: The error of the model.
-        inputs: The tensors that it got.
-        fields: The fields of the inputs.
-    """
+    """Return the remedy if the model fails on its inputs."""
     hints = []
     integers = [
         (field.name, tensor)
@@ -127,13 +121,6 @@ def length_hint(
     """Return the remedy if the model accepts the rows once those of varying length are cut.
 
     Whole numbers are zeros here, so that no number is out of range.
-
-    Args:
-        call: Runs the model on inputs and labels.
-        inputs: The inputs that it fails on.
-        targets: The labels.
-        fields: The fields of the inputs.
-        labels: The fields of the labels.
     """
     varying = [(f, t) for f, t in zip(fields, inputs, strict=True) if f.ragged]
     longest = max((tensor.shape[1] for _, tensor in varying), default=0)
@@ -175,13 +162,7 @@ def length_hint(
 
 
 def keyword_hint(error: Exception, module: nn.Module, keywords: Sequence[str]) -> str:
-    """Return the remedy if the model does not take its inputs by the keywords of ``features=``.
-
-    Args:
-        error: The error of the model.
-        module: The model.
-        keywords: The keywords.
-    """
+    """Return the remedy if the model does not take its inputs by the keywords of ``features=``."""
     if not keywords or not isinstance(error, TypeError):
         return ""
     taken = inspect.signature(module.forward).parameters.values()
@@ -223,14 +204,7 @@ def step_hint(loss: Any) -> str:
 def one_number_hint(
     loss: Loss, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
 ) -> str:
-    """Return the remedy if the label is an array of one number per row, and the loss takes numbers.
-
-    Args:
-        loss: The loss.
-        output: The model's output.
-        targets: The labels.
-        labels: The fields of the labels.
-    """
+    """Return the remedy if a label is an array of one number, and the loss takes numbers."""
     if len(targets) != 1 or targets[0].ndim != 2 or targets[0].shape[1] != 1:
         return ""
     number, name = targets[0][:, 0], labels[0].name
@@ -338,14 +312,7 @@ def _forwards_as(loss: Any, kind: type[nn.Module]) -> bool:
 def loss_hint(
     error: Exception, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
 ) -> str:
-    """Return the remedy if the loss fails on the output and the label.
-
-    Args:
-        error: The error of the loss.
-        output: The model's output.
-        targets: The labels.
-        labels: The fields of the labels.
-    """
+    """Return the remedy if the loss fails on the output and the label."""
     if not isinstance(output, torch.Tensor):
         return (
             f" The loss gets what the model returns, {described(output)}: say which part of it the "
@@ -384,13 +351,7 @@ def _classes_hint(output: torch.Tensor, target: torch.Tensor) -> str:
 
 
 def label_hint(error: Exception, targets: Sequence[torch.Tensor], labels: Sequence[Field]) -> str:
-    """Return the remedy if the loss does not accept the label's type or range.
-
-    Args:
-        error: The error of the loss.
-        targets: The labels.
-        labels: The fields of the labels.
-    """
+    """Return the remedy if the loss does not accept the label's type or range."""
     if len(targets) != 1:
         return ""
     name, target = labels[0].name, targets[0]

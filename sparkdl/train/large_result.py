@@ -31,24 +31,14 @@ _SCHEMA = "number long, data binary"
 
 @dataclass(frozen=True)
 class StoredRows:
-    """Rows in files.
-
-    Attributes:
-        uri: The folder.
-        sizes: The bytes of each row, by kind, in the order in which they are stored.
-        digests: The SHA-256 of each file.
-    """
+    """Rows in files."""
 
     uri: str
-    sizes: Mapping[str, int]
-    digests: tuple[bytes, ...]
+    sizes: Mapping[str, int]  # bytes by kind, in the order in which they are stored
+    digests: tuple[bytes, ...]  # SHA-256 of each file
 
     def fetch(self, session: Any) -> dict[str, bytes]:
-        """Read the rows in a session of Spark Connect, and delete the files.
-
-        Raises:
-            CheckpointError: A file is not the one that rank 0 has written.
-        """
+        """Read the rows in a session of Spark Connect, and delete the files."""
         data = bytearray()
         pieces = len(self.digests)
         for start in range(0, pieces, AT_ONCE):
@@ -74,15 +64,7 @@ class StoredRows:
 
 
 def store_rows(path: str | os.PathLike[str], rows: Mapping[str, bytes]) -> StoredRows:
-    """Write rows into a new folder in ``path``.
-
-    Args:
-        path: A folder that all executors share.
-        rows: The rows by kind.
-
-    Raises:
-        CheckpointError: The folder cannot be written.
-    """
+    """Write rows into a new folder in ``path``, which all executors share."""
     folder = Folder.of(path).folder(result_name())
     folder.make()
     data, digests = b"".join(rows.values()), []

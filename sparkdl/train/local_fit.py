@@ -39,14 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LocalResult:
-    """The end of a local fit.
+    """The end of a local fit."""
 
-    Attributes:
-        weights: The flat vector of each kind of weights that the result holds.
-        history: The history of the run.
-    """
-
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor]  # flat vectors by kind
     history: History
 
 
@@ -56,11 +51,6 @@ class LocalFit:
     data alike.
 
     A fit has the bits of ``trainer.fit`` with ``engine="local"`` on the same samples.
-
-    Attributes:
-        training: The training samples.
-        validation: The validation samples, or None.
-        float_dtype: The dtype of floating-point values.
     """
 
     training: SampleSet
@@ -70,17 +60,9 @@ class LocalFit:
     def run(
         self, trainer: Trainer, callbacks: Sequence[Callback], slab: SlabConfig, threads: int
     ) -> LocalResult:
-        """Train.
+        """Train with ``callbacks`` in place of the trainer's; its validation data is not looked at.
 
-        Args:
-            trainer: The trainer; the data of its validation is not looked at.
-            callbacks: The callbacks of the loop, in place of those of the trainer.
-            slab: The name of the run; nothing is written there.
-            threads: torch's threads.
-
-        Raises:
-            UserError: The trainer cannot work on these samples.
-            TrainingError: An iteration fails.
+        Nothing is written to ``slab``, which only names the run.
         """
         model, validation, _ = self._tried(trainer)
         run, history = run_spec(trainer, model, self.training, slab, threads), History()
@@ -100,14 +82,7 @@ class LocalFit:
         weights: Callable[[str], torch.Tensor],
         history: History,
     ) -> TrainedModel:
-        """Return the trained model of a fit that :meth:`run` made in another process.
-
-        Args:
-            trainer: Its trainer.
-            kinds: The kinds of weights.
-            weights: Returns the flat vector of a kind.
-            history: Its history.
-        """
+        """Return the trained model of a fit that :meth:`run` made in another process."""
         model, _, output = self._tried(trainer)
         result = result_maker(trainer, model, self.training, output)
         return trained_model(result, model.payload, kinds, weights, history)
@@ -133,15 +108,7 @@ def local_engine(
     run: RunSpec,
     validation: ValidationSet | None = None,
 ) -> LocalEngine:
-    """Return an engine of this process that holds the first state.
-
-    Args:
-        trainer: The user's trainer.
-        model: The prepared model.
-        samples: The training samples.
-        run: The constants of the run.
-        validation: The validation samples with their scorer, or None.
-    """
+    """Return an engine of this process that holds the first state."""
     batch = trainer.batch_size * trainer.options.local_steps
     engine = build_local(samples, run, model.payload, batch, validation, trainer.consistency_model)
     engine.load()
@@ -156,15 +123,9 @@ def train_here(
     callbacks: Sequence[Callback],
     history: History,
 ) -> TrainState:
-    """Run the loop from the first iteration until the trainer's ``stop``, and return the last state.
+    """Run the loop from the first iteration to the trainer's ``stop``; return the last state.
 
-    Args:
-        trainer: The user's trainer.
-        engine: An engine that holds the first state.
-        schedule: A schedule that has not been stepped.
-        tasks: What is done between iterations.
-        callbacks: The callbacks of the loop, in place of those of the trainer.
-        history: An empty history, which grows.
+    ``schedule`` must be fresh; ``callbacks`` take the place of the trainer's; ``history`` grows.
     """
     state = begin_batch(first_state(trainer.options), engine.plan.num_iterations)
     state = catch_up(schedule, state, history)

@@ -30,13 +30,7 @@ logger = logging.getLogger("sparkdl")
 def run_identity(
     trainer: Trainer, model: PreparedModel, handles: Sequence[SampleHandle]
 ) -> RunIdentity:
-    """Return the identity of a run, as its checkpoints record it.
-
-    Args:
-        trainer: The user's trainer.
-        model: The model, as it is before training.
-        handles: The handles of the training partitions.
-    """
+    """Return the identity of a run, as its checkpoints record it."""
     return RunIdentity(
         model=ModelIdentity.of(model.layout),
         data=DataIdentity.of(handles),
@@ -68,21 +62,7 @@ def periodic_tasks(
     history: History,
     one_pass: bool,
 ) -> list[PeriodicTask]:
-    """Return the tasks that the loop runs after an iteration when they are due, in order.
-
-    Args:
-        trainer: Says what to validate with, and where and when to write checkpoints.
-        engine: The engine that trains.
-        validation: The validation samples in place, or None.
-        identity: The model and the data that a checkpoint belongs to.
-        manifest_model: The description of the model for a checkpoint's manifest.
-        state: The state in which the run begins.
-        history: The run's history, which grows.
-        one_pass: True for a ``partial_fit``, after which another may follow.
-
-    Raises:
-        CheckpointError: No checkpoint can be written at the trainer's path.
-    """
+    """Return the tasks that the loop runs after an iteration when they are due, in order."""
     tasks: list[PeriodicTask] = []
     if validation is not None and trainer.validation is not None:
         tasks.append(Validator(engine, trainer.validation, validation.scorer, history))

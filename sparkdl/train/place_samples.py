@@ -36,15 +36,7 @@ def source(
     float_dtype: str,
     slab: SlabConfig,
 ) -> Source:
-    """Return the description of the training data from which samples are made.
-
-    Args:
-        trainer: The user's trainer.
-        data: The training data.
-        replicas: M, the number of replicas.
-        float_dtype: The dtype of floating-point values.
-        slab: The place of the slabs.
-    """
+    """Return the description of the training data from which samples are made."""
     return Source(
         data,
         trainer.feature_columns,
@@ -59,17 +51,7 @@ def source(
 
 
 def place(trainer: Trainer, source: Source, resources: FitResources) -> SampleSet:
-    """Write samples into slabs, on the executors or, for the local engine, in this process.
-
-    Args:
-        trainer: The user's trainer.
-        source: The data.
-        resources: What the fit owns in Spark.
-
-    Raises:
-        DataError: A row cannot become a sample.
-        TrainingError: Spark fails.
-    """
+    """Write samples into slabs, on the executors or, for the local engine, in this process."""
     with reading_explained():
         if trainer.engine == "local":
             return materialize_here(source)
@@ -83,14 +65,7 @@ def place(trainer: Trainer, source: Source, resources: FitResources) -> SampleSe
 
 
 def check_partitions(rdd: RDD) -> None:
-    """Check that the ranks of a gang can get the partitions of the samples.
-
-    Args:
-        rdd: The RDD of the samples.
-
-    Raises:
-        DataError: Spark would refuse the barrier stage.
-    """
+    """Check that the ranks of a gang can get the partitions of the samples."""
     if not is_one_to_one(rdd):
         raise DataError(
             "coalesce(), union() or the like made these partitions of others, and over such Spark runs "
@@ -102,20 +77,7 @@ def check_partitions(rdd: RDD) -> None:
 def place_validation(
     trainer: Trainer, training: Source, samples: SampleSet, resources: FitResources
 ) -> SampleSet | None:
-    """Write the validation samples into slabs beside the training samples.
-
-    Args:
-        trainer: The user's trainer.
-        training: The description of the training data.
-        samples: The training samples.
-        resources: What the fit owns in Spark.
-
-    Returns:
-        The samples; None if there is no validation.
-
-    Raises:
-        DataError: A row cannot become a sample, or the samples are unlike those of the training.
-    """
+    """Write the validation samples into slabs beside the training samples."""
     validation = trainer.validation
     if validation is None:
         return None
@@ -129,15 +91,7 @@ def place_validation(
 
 
 def check_validation(samples: SampleSet, found: SampleSet) -> None:
-    """Check that the validation samples are like those of the training.
-
-    Args:
-        samples: The training samples.
-        found: The validation samples.
-
-    Raises:
-        DataError: They are unlike.
-    """
+    """Check that the validation samples are like those of the training."""
     inputs, here = samples.num_features, found.num_features
     if (here, len(found.fields)) != (inputs, len(samples.fields)):
         raise DataError(
@@ -158,16 +112,7 @@ def check_validation(samples: SampleSet, found: SampleSet) -> None:
 def validation_set(
     trainer: Trainer, samples: SampleSet | None, float_dtype: str
 ) -> ValidationSet | None:
-    """Return the placed validation samples with the trainer's scorer.
-
-    Args:
-        trainer: The user's trainer.
-        samples: The validation samples, or None.
-        float_dtype: The dtype of floating-point values.
-
-    Returns:
-        The samples with their scorer; None if there is no validation.
-    """
+    """Return the placed validation samples with the trainer's scorer."""
     validation = trainer.validation
     if validation is None or samples is None:
         return None

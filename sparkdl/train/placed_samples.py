@@ -156,11 +156,7 @@ def replicas_of(
 ) -> int:
     """Return M: as chosen, or as many as the cluster can run at once.
 
-    Args:
-        trainer: The user's trainer.
-        context: The Spark context.
-        settings: The session's settings; their time limit bounds the wait for an executor.
-        chosen: The number that was chosen, or None.
+    The time limit of ``settings`` bounds the wait for an executor.
     """
     replicas = chosen
     if replicas is None:

@@ -66,12 +66,7 @@ class PlainState:
 
         Of the loss these are buffers. Other state of it causes only a warning, since it may have no
         effect.
-
-        Args:
-            run: Repeats the pass that was made since this object was created.
-
-        Raises:
-            ModelError: There is such state, or a buffer of the state_dict has changed its form.
+        ``run`` repeats the pass that was made since this object was created.
         """
         self._check_forms()
         self._check_loss()
@@ -102,15 +97,9 @@ class PlainState:
 
         Each worker would make its own value, from the rows that it sees first. A value that is the
         same for all rows, such as a mask or a table of positions, is allowed, and so is one that
-        only the rows of the last pass decide, such as its activations.
-
-        Args:
-            run: Repeats the pass that was made since this object was created.
-            other: Makes a pass over other rows of the same shapes.
-            build: Builds the module anew.
-
-        Raises:
-            ModelError: The model has such a value.
+        only the rows of the last pass decide, such as its activations. ``run`` repeats the pass
+        that was made since this object was created, ``other`` makes one over other rows of the same
+        shapes.
         """
         now = self._held()
         made = {place for place, value in now.items() if self._before.get(place) is None and value}

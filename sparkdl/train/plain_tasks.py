@@ -29,31 +29,18 @@ CLEAN_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class PlainTasks:
-    """The parts of a session that a run of plain tasks needs.
-
-    Attributes:
-        session: The session.
-        context: Its SparkContext; None in a session of Spark Connect.
-        settings: The settings of the session.
-        slab: The slabs of the run.
-        slots: The number of tasks that run at once.
-        threads: The threads of each.
-    """
+    """The parts of a session that a run of plain tasks needs."""
 
     session: Any
-    context: SparkContext | None
+    context: SparkContext | None  # None in a session of Spark Connect
     settings: Settings
     slab: SlabConfig
-    slots: int
-    threads: int
+    slots: int  # tasks at once
+    threads: int  # of each task
 
     @staticmethod
     def of(data: DataFrame) -> PlainTasks:
-        """Return those of the session of ``data``.
-
-        Raises:
-            SessionError: The session was stopped.
-        """
+        """Return those of the session of ``data``."""
         if is_connected(data):
             session = connected_session_of(data, "fit_groups")
             settings = settings_of(None, session)
@@ -68,11 +55,7 @@ class PlainTasks:
 
     @contextlib.contextmanager
     def running(self, description: str) -> Iterator[None]:
-        """Remove the slabs of the tasks in the block afterwards.
-
-        Args:
-            description: What they do, for the Spark UI.
-        """
+        """Remove the slabs of the tasks in the block afterwards; the UI shows ``description``."""
         if self.context is None:
             try:
                 yield
@@ -102,11 +85,6 @@ def clean_nodes(session: Any, slab: SlabConfig, tasks: int) -> None:
     """Remove the slabs of a run in a session of Spark Connect, from the nodes that tasks get to.
 
     If others use the slots for :data:`CLEAN_SECONDS`, the slabs stay until their executors have ended.
-
-    Args:
-        session: The session.
-        slab: The slabs.
-        tasks: The number of tasks.
     """
     if session.is_stopped:
         return

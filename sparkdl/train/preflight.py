@@ -49,19 +49,8 @@ def preflight(
 ) -> tuple[Output | None, bool]:
     """Try the model, the loss and the metrics on a few rows, in this process.
 
-    Args:
-        trainer: The user's trainer.
-        model: The prepared model.
-        samples: The training samples.
-        validation: The validation samples, or None.
-        endless: True if ``stop`` has no effect, as in ``partial_fit``.
-
-    Returns:
-        The model's output for one sample (None if it is not a single tensor), and whether the loss
-        returns ``(sum, count)``.
-
-    Raises:
-        UserError: Something fails on the rows.
+    Return the output for one sample (None: not a single tensor), and whether the loss returns
+    ``(sum, count)``. ``endless``: ``stop`` has no effect.
     """
     if trainer.bucketing is not None and not any(field.ragged for field in samples.fields):
         raise ParameterError(
@@ -150,17 +139,6 @@ def check_single_rows(
     """Raise an error if a mini-batch would have one row, and the model or the loss needs more.
 
     Batch norm needs more, and so does a loss whose input went through ``.squeeze()``.
-
-    Args:
-        module: A private copy of the model.
-        recipe: The model, the loss and their options.
-        batch: Rows to try them on.
-        plan: The mini-batches of an epoch.
-        iterations: The number of iterations of the run, if it is known.
-        parallel: The plan of how ranks share the work.
-
-    Raises:
-        ModelError: A mini-batch of the run would have one row, and this fails.
     """
     found = _refused(module, recipe, batch)
     if found is None:
@@ -235,15 +213,8 @@ def check_frequencies(module: nn.Module) -> None:
 def check_writes(module: nn.Module, recipe: Recipe, batch: Batch, before: dict[str, int]) -> None:
     """Warn of a forward pass that writes to trained parameters.
 
-    Args:
-        module: A private copy of the model, whose weights are changed.
-        recipe: The model, the loss and their options.
-        batch: Some rows.
-        before: The checksums of the parameters before any pass.
-
-    Raises:
-        ModelError: A step writes to parameters, a forward pass to frozen ones, or a lookup to the
-            rows of a trained table (``max_norm``).
+    Raise ModelError if a step writes to parameters, a pass to frozen ones, or a lookup to a trained
+    table (``max_norm``). This changes the weights of ``module``.
     """
     for name, table in module.named_modules():
         norm = table.max_norm if isinstance(table, nn.Embedding | nn.EmbeddingBag) else None

@@ -50,30 +50,17 @@ logger = logging.getLogger("sparkdl")
 
 @dataclass(frozen=True)
 class PreparedModel:
-    """The recipe of a model and what follows from it.
-
-    Attributes:
-        recipe: The parts that the user passed, with their options.
-        payload: The pickled recipe.
-        module: A module for the preflight.
-        layout: The layout of the flat vector.
-        built: A description of the new module, which executors compare with what they build; empty
-            with the local engine.
-        optimizer: The plan of the optimizers.
-        schedule: The schedule of the learning rates.
-        outer: The plan of the optimizer of the slices, if replicas take the steps of ``optimizer``.
-        sums: True if the loss returns ``(sum, count)``, which the preflight finds out.
-    """
+    """The recipe of a model and what follows from it."""
 
     recipe: Recipe
     payload: bytes
-    module: nn.Module
+    module: nn.Module  # for the preflight
     layout: Layout
-    built: Description
+    built: Description  # executors compare it with what they build; empty: local engine
     optimizer: OptimizerSpec
     schedule: Schedule
-    outer: OptimizerSpec | None = None
-    sums: bool = False
+    outer: OptimizerSpec | None = None  # of the slices, if replicas take the steps of ``optimizer``
+    sums: bool = False  # the loss returns (sum, count), as the preflight finds out
 
     @property
     def slice_optimizer(self) -> OptimizerSpec:
@@ -99,13 +86,7 @@ def prepare(
 ) -> PreparedModel:
     """Build everything that needs no data, and check it.
 
-    Args:
-        trainer: The user's trainer.
-        start: The earlier result with whose weights to begin, or None.
-        check_data: Raises an error for validation data that this fit cannot read.
-
-    Raises:
-        UserError: Something cannot work.
+    ``check_data`` raises an error for validation data that this fit cannot read.
     """
     if trainer.validation is not None:
         _check_data(trainer.validation.data, check_data)

@@ -60,20 +60,10 @@ def try_model(
     inputs_are: Sequence[Field],
     labels_are: Sequence[Field],
 ) -> Output | None:
-    """Run forward, loss and backward on a few real rows, and return the model's output for a sample.
+    """Run forward, loss and backward on a few real rows, and return the output for a sample.
 
-    Args:
-        module: A private copy of the model, whose running statistics may change.
-        recipe: The model, the loss and their options.
-        batch: The rows, as in training.
-        inputs_are: The fields of the inputs.
-        labels_are: The fields of the labels.
-
-    Returns:
-        The output, or None if it is not a single tensor (such a model trains, but cannot predict).
-
-    Raises:
-        ModelError: The model or the loss fails, or returns something that cannot be used.
+    Return None if it is not a single tensor (such a model trains, but cannot predict). The running
+    statistics of ``module`` may change.
     """
     loss, options = recipe.loss, recipe.options
     inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
@@ -231,17 +221,7 @@ def _part_of(returned: Any, signature: Signature) -> Any:
 
 
 def check_scorer(module: nn.Module, signature: Signature, validation: ValidationSet) -> None:
-    """Try the model, the loss and the metrics on a few rows of the validation data.
-
-    Args:
-        module: The model.
-        signature: The way to call it, and the part of its result that is the output.
-        validation: The validation samples, with their scorer.
-
-    Raises:
-        ModelError: The model or the loss fails.
-        ParameterError: A metric does not go with the output or the label.
-    """
+    """Try the model, the loss and the metrics on a few rows of the validation data."""
     batch = preview_batch(validation.batch_spec, validation.samples.preview)
     targets = to_tensors(batch.targets)
     rows = len(batch.inputs[0])

@@ -93,14 +93,7 @@ def plan_optimizer(
 ) -> OptimizerSpec:
     """Return the plan of the recipe's optimizers on ``module``.
 
-    Args:
-        recipe: The recipe with the optimizers.
-        module: The model that they train.
-        slices: The number of slices, or None for as many as the optimizers allow.
-        word: The name of the optimizers in messages.
-
-    Raises:
-        ModelError: An optimizer cannot be built, trains nothing, or does not allow so many slices.
+    ``slices`` None: as many as they allow; ``word`` names them in messages.
     """
     named = dict(module.named_parameters())
     layout = layout_of(module)
@@ -142,15 +135,7 @@ def plan_optimizer(
 
 
 def check_closures(model: Consistency, *plans: OptimizerSpec) -> None:
-    """Check that no optimizer needs a loss that a consistency model cannot give it.
-
-    Args:
-        model: The consistency model.
-        plans: The plans of the optimizers.
-
-    Raises:
-        ModelError: An optimizer's step requires a closure, and other weights come in between.
-    """
+    """Check that no optimizer needs a loss that a consistency model cannot give it."""
     if model.keep == 1 and model.outer_optimizer is None:
         return
     for part in (part for plan in plans for part in plan.parts):
@@ -164,11 +149,7 @@ def check_closures(model: Consistency, *plans: OptimizerSpec) -> None:
 
 
 def check_evaluated(model: Consistency, options: TrainingOptions, plan: OptimizerSpec) -> None:
-    """Check that the replicas' optimizers have no ``eval()`` where each keeps a state of its own.
-
-    Raises:
-        ModelError: One has.
-    """
+    """Check that optimizers of replicas that keep a state of their own have no ``eval()``."""
     if options.keeps_own and plan.evaluates:
         raise ModelError(
             f"optimizer {plan.name} with consistency={type(model).__name__}: the weights that count "
@@ -179,16 +160,7 @@ def check_evaluated(model: Consistency, options: TrainingOptions, plan: Optimize
 
 
 def check_options(options: TrainingOptions, module: nn.Module, layout: Layout) -> None:
-    """Raise an error if the model does not support the options of a run.
-
-    Args:
-        options: The options.
-        module: The model.
-        layout: The layout of its flat vector.
-
-    Raises:
-        ModelError: An option does not work with this model.
-    """
+    """Raise an error if the model does not support the options of a run."""
     check_modules(module, options.activation_checkpointing)
     tables = [segment.name for segment in layout.segments if segment.sparse]
     if options.steps_on_replicas and tables:

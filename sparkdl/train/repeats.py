@@ -25,13 +25,7 @@ logger = logging.getLogger("sparkdl")
 
 
 def tell_of_hidden_state(module: nn.Module, recipe: Recipe, batch: Batch) -> None:
-    """Warn if the output of a model, or of a step, depends on earlier passes.
-
-    Args:
-        module: A private copy of the model, which accepts the rows.
-        recipe: The model, the loss and their options.
-        batch: Some rows.
-    """
+    """Warn if the output of a model, or of a step, depends on earlier passes."""
     found = []
     for _ in range(2):
         given = (batch.inputs, batch.targets)
@@ -50,14 +44,7 @@ def tell_of_hidden_state(module: nn.Module, recipe: Recipe, batch: Batch) -> Non
 
 
 def tell_of_own_draws(how: BatchSpec, preview: Sequence[Rows], seed: int, batch: Batch) -> None:
-    """Warn if ``augment`` makes something else of the same rows the second time.
-
-    Args:
-        how: Says how rows become the arrays of a mini-batch.
-        preview: Some rows.
-        seed: The seed of the run.
-        batch: What ``augment`` made of them with that seed the first time.
-    """
+    """Warn if ``augment``, which made ``batch`` with ``seed``, makes something else this time."""
     if how.augment is None:
         return
     with seeded(seed):
@@ -80,11 +67,6 @@ def tell_of_mixed_rows(module: nn.Module, recipe: Recipe, batch: Batch) -> None:
     It does only if this changes at least half of the rows, and by more than rounding would in any
     dtype: in another mini-batch a model may choose another expert for a few rows. A model that
     draws random numbers, has weights of 16 bits, or cannot be compared, is passed over.
-
-    Args:
-        module: A private copy of the model, which accepts the rows.
-        recipe: The model, the loss and their options.
-        batch: Some rows.
     """
     inputs = [tensor[:_ROWS] for tensor in to_tensors(batch.inputs)]
     rows = len(inputs[0])

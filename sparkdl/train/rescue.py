@@ -44,16 +44,6 @@ class Rescue(Callback):
         history: History,
         one_pass: bool = False,
     ) -> None:
-        """Create a rescue for one run.
-
-        Args:
-            trainer: The user's trainer.
-            engine: The engine that trains.
-            identity: The model and the data that a checkpoint belongs to.
-            manifest_model: The description of the model for a checkpoint's manifest.
-            history: The run's history.
-            one_pass: True for a ``partial_fit``.
-        """
         self._manifest_model, self._one_pass = manifest_model, one_pass
         self._trainer, self._engine = trainer, engine
         self._identity, self._history = identity, history

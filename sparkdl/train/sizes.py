@@ -35,16 +35,6 @@ def check_sizes(
     """Raise an error if the model is too large for the driver, or for the slabs of a single node.
 
     The estimate is the least that the run needs.
-
-    Args:
-        trainer: The user's trainer.
-        layout: The layout of the model's flat vector.
-        replicas: M, the number of replicas.
-        context: The SparkContext, if there is one.
-        slab_dir: The directory of slabs, or "auto".
-
-    Raises:
-        ParameterError: The driver cannot hold the result, or the node has no room to train.
     """
     if layout.nbytes <= SMALL_BYTES:
         return
@@ -105,19 +95,7 @@ def _gb(nbytes: float) -> str:
 
 
 def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ranks: int) -> None:
-    """Raise an error if a gang of this many ranks cannot run.
-
-    Args:
-        trainer: The user's trainer.
-        model: The prepared model.
-        context: The SparkContext.
-        ranks: The number of ranks.
-
-    Raises:
-        ParameterError: The ranks cannot share the work as the trainer says.
-        ModelError: The model cannot be cut for this many ranks.
-        SessionError: The ranks cannot run at once.
-    """
+    """Raise an error if a gang of this many ranks cannot run."""
     check_mesh(trainer, model, ranks)
     profile, least = trainer.resource_profile, trainer.min_ranks
     slots = check_slots(context, ranks, profile=profile, min_slots=least)
@@ -126,17 +104,7 @@ def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ra
 
 
 def check_mesh(trainer: Trainer, model: PreparedModel, ranks: int) -> None:
-    """Raise an error if this many ranks cannot share the work as the trainer says.
-
-    Args:
-        trainer: The user's trainer.
-        model: The prepared model.
-        ranks: The number of ranks.
-
-    Raises:
-        ParameterError: The ranks cannot share the work.
-        ModelError: The model cannot be cut for this many ranks.
-    """
+    """Raise an error if this many ranks cannot share the work as the trainer says."""
     raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, ranks)))
     parallel = parallel_of(trainer.parts, trainer.mesh, ranks)
     for part in parallel.parts.values():

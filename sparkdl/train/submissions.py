@@ -38,17 +38,11 @@ LOSSES_FROM_START = 4
 
 @dataclass(frozen=True)
 class NewestCheckpoint:
-    """The newest checkpoint of a run's folder.
+    """The newest checkpoint of a run's folder."""
 
-    Attributes:
-        uri: Its folder, or "".
-        iteration: The number of its iteration.
-        replicas: M of the checkpoint to resume from, or None.
-    """
-
-    uri: str
+    uri: str  # "": there is none
     iteration: int
-    replicas: int | None
+    replicas: int | None  # M of the checkpoint to resume from, if any
 
 
 @dataclass(frozen=True)
@@ -84,18 +78,7 @@ class _Look:
 
 
 def look(session: Any, trainer: Trainer, resume: str | None, any_data: bool) -> NewestCheckpoint:
-    """Return what the executors see of a run's checkpoints.
-
-    Args:
-        session: The session.
-        trainer: The trainer, which says where they are.
-        resume: The checkpoint to resume from, or None.
-        any_data: The checkpoint may come from other data.
-
-    Raises:
-        UserError: There is no checkpoint to resume from.
-        CheckpointError: The folder cannot be read.
-    """
+    """Return what the executors see of a run's checkpoints."""
     task = accompanied(_Look(trainer.checkpoint, resume, any_data))
     with reading_explained("looking for checkpoints"):
         table = session.range(0, 1, 1, 1).mapInArrow(task, "found binary").toArrow()
@@ -108,18 +91,7 @@ def look(session: Any, trainer: Trainer, resume: str | None, any_data: bool) -> 
 
 @dataclass(frozen=True)
 class Submissions:
-    """The submissions of a fit: one, and another for each time that ranks are lost.
-
-    Attributes:
-        session: The session.
-        trainer: The trainer.
-        settings: The settings of the session.
-        frame: The rows, with a partition for each rank.
-        ranks: The number of ranks.
-        fit: The work of the ranks.
-        before: The newest checkpoint before the run.
-        one_pass: True for ``partial_fit``.
-    """
+    """The submissions of a fit: one, and another for each time that ranks are lost."""
 
     session: Any
     trainer: Trainer
@@ -127,15 +99,13 @@ class Submissions:
     frame: DataFrame
     ranks: int
     fit: LedFit
-    before: NewestCheckpoint
+    before: NewestCheckpoint  # the newest before the run
     one_pass: bool = False
 
     def end(self) -> FitEnd | None:
         """Return the end of the fit, with its weights; None if there were no rows.
 
-        Raises:
-            KeyboardInterrupt: The user interrupted before the training, or twice.
-            Exception: What rank 0 has raised.
+        Raise KeyboardInterrupt if the user interrupted before the training, or twice.
         """
         follower: FollowedFit | None = None
 

@@ -52,13 +52,7 @@ def combinations(space: Mapping[str, Domain]) -> float:
 
 
 def trials_that_differ(space: Mapping[str, Domain], trials: int | None, default: int) -> int:
-    """Return the number of trials: no more than there are combinations, since each is tried once.
-
-    Args:
-        space: The domains.
-        trials: The number that the user gave, or None.
-        default: The number if none is given.
-    """
+    """Return the number of trials, at most that of combinations, since each is tried once."""
     size = combinations(space)
     if trials is not None and trials > size:
         logger.warning(
@@ -75,15 +69,6 @@ class Grid:
     learns = False
 
     def __init__(self, space: Mapping[str, Domain], trials: int | None) -> None:
-        """Create a grid.
-
-        Args:
-            space: The domains, which must be choices.
-            trials: The number of trials, or None for all combinations.
-
-        Raises:
-            ParameterError: A domain has no list of values.
-        """
         endless = [name for name, domain in space.items() if not isinstance(domain, Choice)]
         if endless:
             raise ParameterError(

@@ -24,12 +24,7 @@ FIXED = {
 
 
 def problems_of_names(trainer: Trainer, names: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what is wrong with the names of a search space.
-
-    Args:
-        trainer: The user's trainer.
-        names: The space.
-    """
+    """Yield what is wrong with the names of a search space."""
     known = [field.name for field in fields(trainer) if field.init]
     if not names:
         yield 'the space is empty: name what varies, such as {"optimizer.lr": [0.01, 0.1]}.'
@@ -51,15 +46,7 @@ def problems_of_names(trainer: Trainer, names: Mapping[str, Any]) -> Iterator[st
 
 
 def with_values(trainer: Trainer, values: Mapping[str, Any]) -> Trainer:
-    """Return the trainer with some of its arguments replaced.
-
-    Args:
-        trainer: The user's trainer.
-        values: The values by name, such as ``{"optimizer.lr": 0.1, "batch_size": 64}``.
-
-    Raises:
-        ParameterError: The trainer cannot have such a value.
-    """
+    """Return the trainer with some of its arguments replaced, such as "optimizer.lr"."""
     found: dict[str, Any] = {}
     for name in sorted(values, key=lambda name: name.count(".")):  # a factory before its arguments
         first, _, rest = name.partition(".")
@@ -69,18 +56,10 @@ def with_values(trainer: Trainer, values: Mapping[str, Any]) -> Trainer:
 
 
 def changed(before: Any, path: str, value: Any, where: str, try_only: bool = False) -> Any:
-    """Return ``before`` with one of its arguments replaced.
+    """Return ``before`` (a factory, a dataclass or a mapping) with one of its arguments replaced.
 
-    Args:
-        before: A factory (a class, a function or a partial), a dataclass, or a mapping of these.
-        path: The name of the argument; dots lead into arguments, or into the keys of a mapping.
-            Empty: the value itself.
-        value: The new value.
-        where: The name of ``before``, for messages.
-        try_only: Look up the names only, and do not make a dataclass with the value.
-
-    Raises:
-        ParameterError: There is no such argument.
+    Dots in ``path`` lead into arguments, or into keys of a mapping; "" is the value itself. With
+    ``try_only`` the names are looked up, but no dataclass is made with the value.
     """
     if not path:
         return value

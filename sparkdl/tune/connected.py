@@ -25,11 +25,7 @@ from sparkdl.tune.tasks import trainer_of
 
 
 def check_search(trainer: Trainer, path: Any) -> None:
-    """Check what a search in a session of Spark Connect cannot have.
-
-    Raises:
-        SessionError: It has a path, or its trainer has checkpoints.
-    """
+    """Raise :class:`SessionError` for what a search cannot have in a Spark Connect session."""
     for name, value in (("path=", path), ("Trainer(checkpoint=)", trainer.checkpoint)):
         if value is not None:
             raise SessionError(
@@ -47,17 +43,8 @@ class ConnectedTrials:
         trainer: Trainer,
         space: Mapping[str, Domain],
         objective: Objective,
-        parallel: int | None,
+        parallel: int | None,  # trials at once; None: as many as have slots
     ) -> None:
-        """Create a runner.
-
-        Args:
-            data: The training data, a DataFrame of Spark Connect.
-            trainer: The user's trainer.
-            space: The domains by the names of arguments.
-            objective: The aim of the search.
-            parallel: The number of trials that run at once; None is as many as have their slots.
-        """
         self._session: Any = data.sparkSession
         self._data, self._space, self._objective = data, space, objective
         trainer = for_gang(trainer)

@@ -44,12 +44,7 @@ _MODEL = "model"
 
 
 class SearchFolder:
-    """The files of one search.
-
-    Attributes:
-        search_id: A random name of the search.
-        records: The trials that are finished, by number.
-    """
+    """The files of one search."""
 
     def __init__(self, folder: Folder, search_id: str, objective: Objective) -> None:
         self._folder, self._objective = folder, objective
@@ -63,14 +58,7 @@ class SearchFolder:
     ) -> SearchFolder:
         """Open the folder of a search, which is created if there is none.
 
-        Args:
-            path: A path or a URI.
-            told: What is searched, in words; a search goes on only if all of it is the same.
-            objective: The aim of the search.
-
-        Raises:
-            ParameterError: The folder holds another search, or something else.
-            CheckpointError: It cannot be read or written.
+        A search goes on only if all of ``told``, what is searched in words, is the same.
         """
         folder = Folder.of(path)
         entries = folder.entries()
@@ -110,13 +98,7 @@ class SearchFolder:
     def check_data(
         self, reading: str, training: Sequence[SampleHandle], validation: Sequence[SampleHandle]
     ) -> None:
-        """Raise ParameterError if earlier trials of this search had other data.
-
-        Args:
-            reading: The way in which the trial reads the data.
-            training: The samples to train on.
-            validation: The samples to validate with.
-        """
+        """Raise ParameterError if earlier trials of this search had other data."""
         there = _read(self._folder, DATA) if DATA in self._folder.entries() else {}
         here = {"data": DataIdentity.of(training), "validation data": DataIdentity.of(validation)}
         for what, data in here.items() if reading in there else ():
@@ -149,11 +131,7 @@ class SearchFolder:
                 self._folder.delete(_model(before.number))
 
     def model(self, number: int) -> tuple[Mapping[str, torch.Tensor], History]:
-        """Return the weights by kind and the history of the best trial.
-
-        Raises:
-            ParameterError: The file is damaged, or was deleted because a later trial is better.
-        """
+        """Return the weights by kind and the history of the best trial."""
         if _model(number) not in self._folder.entries():
             raise ParameterError(
                 f"{self._folder} has the model of the best of its {len(self.records)} trials only, and "

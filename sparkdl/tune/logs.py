@@ -23,31 +23,13 @@ class SearchLog(Protocol):
     """A place where a search is logged, by the driver."""
 
     def open(self, trainer: Trainer, space: Mapping[str, str]) -> None:
-        """Begin to log a search.
-
-        Args:
-            trainer: The user's trainer.
-            space: The values that are tried, in words, by the names of arguments.
-
-        Raises:
-            ParameterError: Nothing can be logged there.
-        """
+        """Begin to log a search over ``space`` in words; raise ParameterError if that cannot be."""
 
     def add(self, trainer: Trainer | None, record: TrialRecord, history: History | None) -> None:
-        """Log a trial that has ended.
-
-        Args:
-            trainer: The trainer of the trial; None if there cannot be one.
-            record: The row of the table.
-            history: The history of its training; None if only the record is known.
-        """
+        """Log a trial that has ended; ``history`` is None if only the record is known."""
 
     def close(self, result: Any) -> None:
-        """End the log.
-
-        Args:
-            result: The :class:`sparkdl.tune.SearchResult`; None if the search failed.
-        """
+        """End the log; ``result`` is None if the search failed."""
 
 
 class SearchLogs:
@@ -59,13 +41,6 @@ class SearchLogs:
     def __init__(
         self, logs: Sequence[SearchLog], trainer: Trainer, space: Mapping[str, Domain]
     ) -> None:
-        """Create the logs.
-
-        Args:
-            logs: Each log.
-            trainer: The user's trainer.
-            space: The domains by the names of arguments.
-        """
         self._logs, self._trainer, self._space = logs, trainer, space
         self.result: SearchResult | None = None
         """The result, once it is there."""

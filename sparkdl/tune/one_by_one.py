@@ -37,18 +37,8 @@ class OneByOne:
         space: Mapping[str, Domain],
         objective: Objective,
         placements: Placements,
-        keep: bool,
+        keep: bool,  # outcomes have the weights, to be written to a folder
     ) -> None:
-        """Create a runner.
-
-        Args:
-            context: The Spark context.
-            trainer: The user's trainer.
-            space: The domains by the names of arguments.
-            objective: The aim of the search.
-            placements: The samples.
-            keep: Whether outcomes have the weights, to be written to a folder.
-        """
         self._context, self._trainer, self._space = context, trainer, space
         self._objective, self._placements, self._keep = objective, placements, keep
 

@@ -59,21 +59,8 @@ class OptunaSearch:
         trials: int | None,
         seed: int,
         objective: Objective,
-        search_id: str,
+        search_id: str,  # by which a storage knows the trials of this search
     ) -> None:
-        """Create the algorithm.
-
-        Args:
-            options: The user's settings.
-            space: The domains by the names of arguments.
-            trials: The number of trials, or None.
-            seed: The seed of the search.
-            objective: The aim of the search.
-            search_id: The name under which a storage knows the trials of this search.
-
-        Raises:
-            ParameterError: Optuna is not installed, or a setting is wrong.
-        """
         self._optuna = library()
         self._options, self._space, self._seed = options, space, seed
         self._objective, self._id = objective, search_id
@@ -212,16 +199,10 @@ class OptunaSearch:
 
 
 class Pruning(Callback):
-    """A callback that asks an Optuna pruner after each validation, and stops a trial that it gives up.
+    """A callback that asks an Optuna pruner after each validation, and stops a trial it gives up.
 
     It compares with the trials that were known when this one was chosen, so its decision does not
     depend on how fast others are. It travels to the task of a trial.
-
-    Args:
-        pruner: The pruner.
-        earlier: The trials before this one, finished or not.
-        objective: The aim of the search.
-        name: The name of the study.
     """
 
     def __init__(
@@ -263,11 +244,7 @@ def _direction(objective: Objective) -> str:
 
 
 def library() -> Any:
-    """Return the module ``optuna``.
-
-    Raises:
-        ParameterError: It is not installed.
-    """
+    """Return the module ``optuna``."""
     try:
         import optuna
     except ImportError:

@@ -16,13 +16,7 @@ from sparkdl.tune.folder import SearchFolder
 
 
 class Placements:
-    """The samples of a search, placed once for each way to read the data. Use it as a context manager.
-
-    Args:
-        data: The training data.
-        names: The names of the space.
-        folder: The folder of the search, or None.
-    """
+    """The samples of a search, placed once for each way to read the data, in a context manager."""
 
     def __init__(
         self, data: DataFrame | RDD[Any], names: Sequence[str], folder: SearchFolder | None

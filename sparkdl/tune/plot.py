@@ -28,20 +28,11 @@ def plot_trials(
     objective: Objective,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """Draw parallel coordinates, and return the figure.
+    """Draw parallel coordinates, return the figure, and write it to ``path`` if there is one.
 
     There is an axis for each argument, and the metric is at the right. A line is a trial, coloured by
     its value; the best one is thick. Pruned trials are dashed, and failed ones are grey and have no
     value.
-
-    Args:
-        records: The trials.
-        space: The domains by the names of arguments.
-        objective: The aim of the search.
-        path: The file to write as well; its suffix (.png, .svg, .pdf, ...) is the format.
-
-    Raises:
-        ParameterError: matplotlib is not installed.
     """
     try:
         from matplotlib import colormaps

@@ -75,17 +75,11 @@ class TrialRecord:
 
 @dataclass(frozen=True)
 class Objective:
-    """The aim of a search.
-
-    Attributes:
-        metric: The name of the metric of the validations.
-        higher: Whether more is better.
-        best: Whether a trial counts by its best validation, and not by its last one.
-    """
+    """The aim of a search."""
 
     metric: str
-    higher: bool
-    best: bool
+    higher: bool  # more is better
+    best: bool  # a trial counts by its best validation, not by its last one
 
     def is_better(self, record: TrialRecord, best: TrialRecord | None) -> bool:
         """Return whether a record takes the place of the ``best`` one so far.
@@ -102,13 +96,7 @@ class Objective:
         return record.value > best.value if self.higher else record.value < best.value
 
     def record(self, number: int, arguments: Mapping[str, Any], history: History) -> TrialRecord:
-        """Return the record of a training that ended without an error.
-
-        Args:
-            number: The number of the trial.
-            arguments: What was tried, as it is shown.
-            history: The history of the training.
-        """
+        """Return the record of a training that ended without an error."""
         validations = history.validations
         scores = tuple(
             Score(iteration=one["iteration"], value=one["metrics"].get(self.metric, math.nan))
@@ -168,16 +156,9 @@ def failed(number: int, arguments: Mapping[str, Any], error: BaseException) -> T
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """The result of a trial.
-
-    Attributes:
-        record: The row of the table.
-        weights: The flat vector of the weights by kind, if the trial is the best so far; else empty.
-        history: The history of its training, likewise, or if the search is logged.
-        trained: The result itself, if the trial was made by this process.
-    """
+    """The result of a trial."""
 
     record: TrialRecord
-    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    history: History | None = None
-    trained: TrainedModel | None = None
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)  # flat; {} if not best
+    history: History | None = None  # of the best so far, or for a log
+    trained: TrainedModel | None = None  # if this process made the trial

@@ -43,14 +43,7 @@ class Runner(Protocol):
         pruning: Callback | None,
         best: TrialRecord | None,
     ) -> RunningTrial:
-        """Start a trial.
-
-        Args:
-            number: The number of the trial.
-            arguments: Its values, as they are shown.
-            pruning: A callback that may stop it, or None.
-            best: The best record so far, or None.
-        """
+        """Start a trial with ``arguments`` as they are shown; ``best`` is the best so far."""
 
 
 @dataclass(frozen=True)

@@ -29,24 +29,15 @@ class SampleFiles:
 
     In local mode tasks map the driver's files. On a cluster the files are broadcast, and the first
     task on a node writes them into the slab root there, which other tasks on the node map too.
-
-    Attributes:
-        slab: The slabs that hold the files on each node.
-        names: The names of the files, without their folders.
-        copies: Their bytes, or None in local mode.
     """
 
     slab: SlabConfig
-    names: tuple[str, ...]
-    copies: BroadcastBytes | None
+    names: tuple[str, ...]  # without their folders
+    copies: BroadcastBytes | None  # None in local mode
 
     @staticmethod
     def of(context: SparkContext, slab: SlabConfig, samples: Sequence[SampleSet]) -> SampleFiles:
-        """Broadcast the files of ``samples``, unless tasks can map them where they are.
-
-        Raises:
-            ParameterError: They are too large to be copied to every node.
-        """
+        """Broadcast the files of ``samples``, unless tasks can map them where they are."""
         if is_local(context):
             return SampleFiles(slab, (), None)
         found = (path for one in samples for handle in one.handles for path in _paths(handle))

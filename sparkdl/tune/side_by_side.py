@@ -47,20 +47,8 @@ class SideBySide:
         placements: Placements,
         slots: int,
         name: str,
-        logged: bool,
+        logged: bool,  # outcomes have the history in any case
     ) -> None:
-        """Create a runner.
-
-        Args:
-            context: The Spark context.
-            trainer: The user's trainer, with the local engine.
-            space: The domains by the names of arguments.
-            objective: The aim of the search.
-            placements: The samples.
-            slots: The number of trials that run at once.
-            name: The name of the job group.
-            logged: Outcomes have the history in any case.
-        """
         self.slots = slots
         self._context, self._trainer, self._space = context, trainer, space
         self._objective, self._placements, self._name = objective, placements, name

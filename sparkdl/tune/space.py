@@ -27,12 +27,7 @@ class Domain(Protocol):
         """Return a random value, as it is shown."""
 
     def suggest(self, trial: Any, name: str) -> Shown:
-        """Return the value that an Optuna trial suggests, as it is shown.
-
-        Args:
-            trial: The ``optuna.Trial``.
-            name: The name of the argument.
-        """
+        """Return the value that an Optuna trial suggests, as it is shown."""
 
     def value(self, shown: Any) -> Any:
         """Return the value to pass for one that is shown."""
@@ -91,16 +86,10 @@ class Integers:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of some values of any kind.
-
-    Attributes:
-        options: The values.
-        labels: Each value as it is shown: itself if it is a number, a text, a truth value or None,
-            else its description.
-    """
+    """One of some values of any kind."""
 
     options: tuple[Any, ...]
-    labels: tuple[Shown, ...]
+    labels: tuple[Shown, ...]  # each as shown: itself if it is plain, else described
 
     @staticmethod
     def of(options: Sequence[Any]) -> Choice:
@@ -211,14 +200,7 @@ def _bounds(name: str, low: Any, high: Any, positive: bool = False) -> tuple[flo
 
 
 def domains_of(space: Mapping[str, Any]) -> dict[str, Domain]:
-    """Return the domain of each argument of a space.
-
-    Args:
-        space: The domains, or lists of values, by the names of arguments.
-
-    Raises:
-        ParameterError: A value is neither a domain nor a list.
-    """
+    """Return the domain of each argument of a space."""
     found: dict[str, Domain] = {}
     for name, given in space.items():
         if isinstance(given, (Uniform, Integers, Choice)):

@@ -15,11 +15,6 @@ class TrialTable:
     """The finished trials while a search runs, in a folder too if there is one.
 
     It is a context manager that shows the progress.
-
-    Attributes:
-        records: The finished trials by number.
-        best: The best record so far, or None.
-        best_outcome: The outcome with its model; None if only the folder has it.
     """
 
     def __init__(
@@ -30,22 +25,13 @@ class TrialTable:
         trials: int,
         logs: SearchLogs,
     ) -> None:
-        """Create a table.
-
-        Args:
-            objective: The aim of the search.
-            folder: The folder of the search, or None.
-            progress: The setting ``spark.sparkdl.progress``.
-            trials: The number of trials to make.
-            logs: The logs of the search.
-        """
         self._logs = logs
         self._objective, self._trials, self._progress = objective, trials, progress
         self.folder = folder
         self.earlier = {} if folder is None else dict(folder.records)
         self.records: dict[int, TrialRecord] = {}
         self.best: TrialRecord | None = None
-        self.best_outcome: TrialOutcome | None = None
+        self.best_outcome: TrialOutcome | None = None  # also None if only the folder has it
         self._bar: Any = None
         self._told_at = time.monotonic()
 

@@ -24,23 +24,12 @@ from sparkdl.tune.space import Domain
 
 @dataclass(frozen=True)
 class TrialSetup:
-    """The common part of all trials on the same samples.
+    """The common part of all trials on the same samples."""
 
-    Attributes:
-        trainer: The user's trainer; its validation has no data.
-        space: The domains by the names of arguments.
-        objective: The aim of the search.
-        training: The training samples, as the driver mapped them.
-        validation: The validation samples, likewise.
-        float_dtype: The floating dtype of the samples.
-        threads: torch's threads in a task.
-        numerics: torch's settings on the driver.
-    """
-
-    trainer: Trainer
+    trainer: Trainer  # its validation has no data
     space: Mapping[str, Domain]
     objective: Objective
-    training: SampleSet
+    training: SampleSet  # as the driver mapped them
     validation: SampleSet
     float_dtype: str
     threads: int
@@ -51,17 +40,8 @@ class TrialSetup:
 class RunTrial:
     """A task that makes one trial and yields its pickled :class:`TrialOutcome`.
 
-    An error of the training is an outcome too, because Spark would try a task again that fails.
-
-    Attributes:
-        setup: The pickled :class:`TrialSetup`.
-        files: The files of the samples on other nodes. They are no part of the setup, because Spark
-            loads only the broadcasts that the task itself refers to.
-        number: The number of the trial.
-        arguments: Its values, as they are shown.
-        pruning: A callback that may stop it, or None.
-        best: The best record when the trial was started; the weights of a worse one stay here.
-        logged: The history is wanted in any case.
+    An error of the training is an outcome too, because Spark would try a task again that fails. The
+    files are no part of the setup, because Spark loads only the broadcasts that a task refers to.
     """
 
     setup: BroadcastBytes
@@ -69,8 +49,8 @@ class RunTrial:
     number: int
     arguments: Mapping[str, Any]
     pruning: Callback | None
-    best: TrialRecord | None
-    logged: bool = False
+    best: TrialRecord | None  # when the trial started; the weights of a worse one stay here
+    logged: bool = False  # the history is wanted in any case
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         for _ in frames:
@@ -107,16 +87,7 @@ class RunTrial:
 def trainer_of(
     trainer: Trainer, space: Mapping[str, Domain], arguments: Mapping[str, Any]
 ) -> Trainer:
-    """Return the trainer of a trial.
-
-    Args:
-        trainer: The user's trainer.
-        space: The domains by the names of arguments.
-        arguments: The values of the trial, as they are shown.
-
-    Raises:
-        ParameterError: The trainer cannot have these values.
-    """
+    """Return the trainer of a trial."""
     return with_values(trainer, {n: space[n].value(shown) for n, shown in arguments.items()})
 
 

@@ -32,15 +32,10 @@ _ENOUGH = 200_000
 
 @dataclass(frozen=True)
 class Behind:
-    """The user's code behind some values.
-
-    Attributes:
-        modules: The modules, by name.
-        functions: The functions that travel by value.
-    """
+    """The user's code behind some values."""
 
     modules: dict[str, types.ModuleType]
-    functions: list[types.FunctionType]
+    functions: list[types.FunctionType]  # those that travel by value
 
 
 def modules_behind(

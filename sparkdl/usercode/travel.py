@@ -37,23 +37,14 @@ os.register_at_fork(after_in_child=_begin_process)
 
 @dataclass(frozen=True)
 class OwnModule:
-    """A module of the user's in the driver's process.
-
-    Attributes:
-        name: The name of the module.
-        file: Its file on the driver.
-        folder: The folder on the driver's path from which it was imported.
-        needed: The value itself needs it, not only another module.
-        functions: Digests by name; empty if it is unknown how the module was loaded.
-        loaded: How often it was seen to be loaded.
-    """
+    """A module of the user's in the driver's process."""
 
     name: str
     file: str
-    folder: str
-    needed: bool
-    functions: Mapping[str, str]
-    loaded: int
+    folder: str  # on the driver's path, from which it was imported
+    needed: bool  # by the value itself, not only by another module
+    functions: Mapping[str, str]  # digests; {} if it is unknown how it was loaded
+    loaded: int  # how often it was seen to be loaded
 
 
 @dataclass(frozen=True)
@@ -77,16 +68,7 @@ class OwnModules:
 
 
 def arrive(process: str, version: tuple[int, ...], modules: tuple[OwnModule, ...]) -> OwnModules:
-    """Make sure, on unpickling, that the user's modules are present and equal to the driver's.
-
-    Args:
-        process: Identifies the sending process, which has its modules already.
-        version: Its Python version; code is compared only between equal versions.
-        modules: The modules.
-
-    Raises:
-        ModelError: A module is missing or has other code.
-    """
+    """Check, on unpickling, that the user's modules are there and equal to those of ``process``."""
     arrived = OwnModules(process, version, modules)
     if process == _PROCESS:
         return arrived
@@ -237,12 +219,7 @@ def _missing(own: OwnModule, name: str | None) -> str:
 
 
 def model_needs(error: ModuleNotFoundError, where: str) -> ModelError:
-    """Return the error to raise if the model cannot be built because a module is missing.
-
-    Args:
-        error: The error from building it.
-        where: The processes that lack the module: "the executors", "the ranks".
-    """
+    """Return the error to raise if the model cannot be built because a module is missing."""
     return ModelError(f"model() fails on {where}: {error}. {REMEDY}")
 
 

@@ -13,7 +13,7 @@ from launch import ROOT
 DOTTED = re.compile(r"\bsparkdl(?:\.[A-Za-z_]\w*)+")
 IMPORTED = re.compile(r"from (sparkdl(?:\.\w+)*) import \(?([\w, \n]+)")
 FILES = re.compile(r"\bsparkdl(?:/\w+)+\.py\b")
-NO_NAMES = re.compile(r"sparkdl\.(zip|ml|planner|ema|residual|process\.other)")
+NO_NAMES = re.compile(r"sparkdl\.(zip|ml|planner|ema|evaluated|residual|process\.other)")
 """A file, rooms to come, and names of arrays."""
 
 

@@ -455,13 +455,13 @@ def test_what_is_too_much_to_be_told_goes_through_a_shuffle(
     frames, alone, monkeypatch, set_stages, case, fits
 ):
     """An iteration whose second half cannot be told is computed again; later ones are not tried."""
-    asked, post = [], forms.post
+    asked = []
 
-    def limited(context, fit, value):
-        asked.append(getattr(value, "pending", None) is not None)
-        return fits and not asked[-1] and post(context, fit, value)
+    def too_large(message):
+        asked.append(message.pending is not None)
+        return asked[-1] or not fits
 
-    monkeypatch.setattr(forms, "post", limited)
+    monkeypatch.setattr(forms, "_too_large", too_large)
     set_stages("two")
     trainer, here = alone(case)
     _compare(case, trainer, here, run(trainer, frames[0], "shuffle"))

@@ -130,26 +130,15 @@ Specs: TypeAlias = Mapping[str, ColumnSpec]
 
 @dataclass(frozen=True)
 class Column:
-    """An input or label column, or the weight.
-
-    Attributes:
-        name: The name of the column.
-        dtype: The NumPy name of a sample's dtype.
-        depth: The number of array levels of the column (0: a number).
-        vector: The column holds ``pyspark.ml.linalg`` vectors.
-        spec: The specification, if the type alone does not say how to read the column.
-        weight: The column holds the weights of the samples.
-        trained: For a ``Convert``, the field that its results had when the model was trained.
-        label: The column is a label.
-    """
+    """An input or label column, or the weight."""
 
     name: str
     dtype: str
-    depth: int = 0
-    vector: bool = False
-    spec: ColumnSpec | None = None
+    depth: int = 0  # levels of arrays; 0: a number
+    vector: bool = False  # of pyspark.ml.linalg
+    spec: ColumnSpec | None = None  # None: the type alone says how to read the column
     weight: bool = False
-    trained: Field | None = None
+    trained: Field | None = None  # of a Convert: the field of its results in training
     label: bool = field(default=False, compare=False)
 
     @property
@@ -182,11 +171,7 @@ class NamedFunction:
     """Called with the function by :meth:`load`; None: ``load`` returns the function itself."""
 
     def load(self) -> Any:
-        """Import the function, and return what :attr:`make` makes of it.
-
-        Raises:
-            ParameterError: The function cannot be imported.
-        """
+        """Import the function, and return what :attr:`make` makes of it."""
         module, _, path = self.name.partition(":")
         try:
             found = _resolve(module, path)
@@ -201,11 +186,7 @@ class NamedFunction:
 
 
 def specs_to_json(specs: Specs) -> dict[str, Any]:
-    """Return the specifications as JSON values, by column.
-
-    Raises:
-        ParameterError: A specification cannot be saved, such as one with a function without a name.
-    """
+    """Return the specifications as JSON values, by column."""
     return {name: {"kind": spec.kind, **spec.to_json(name)} for name, spec in specs.items()}
 
 
@@ -230,9 +211,6 @@ def name_of(function: Any, where: str) -> str:
     """Return the name under which a file stores a function and by which it can be imported.
 
     ``where`` says in messages what the function belongs to.
-
-    Raises:
-        ParameterError: The function has no such name.
     """
     module, path = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     try:

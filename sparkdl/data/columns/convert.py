@@ -81,18 +81,7 @@ class Convert(ColumnSpec):
 
 
 def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:
-    """Return a Python value as an array: floats in ``float_dtype``, integers and booleans unchanged.
-
-    Args:
-        value: The value.
-        name: The name of the column or field, for messages.
-        row: The number of the row, for messages.
-        float_dtype: The dtype of floats.
-        remedy: The advice in messages.
-
-    Raises:
-        RowError: The value is not numeric, is masked or empty, or holds NaN or inf.
-    """
+    """Return a value as a finite array: floats in ``float_dtype``, integers and booleans as is."""
     if masked(value):
         raise RowError(name, row, "holds a masked value", remedy)
     try:

@@ -28,13 +28,9 @@ _FLOATS = {"float", "double", "decimal"}
 def numeric_column(
     name: str, data_type: DataType, float_dtype: str, trained: Field | None
 ) -> Column | str:
-    """Return the column of numbers, arrays or vectors, or what is wrong with its type and what to do.
+    """Return the column of numbers, arrays or vectors, or what is wrong with it and what to do.
 
-    Args:
-        name: The name of the column.
-        data_type: Its Spark type.
-        float_dtype: The model's floating dtype.
-        trained: The field that the model was trained with; integers become floats if it has floats.
+    Integers become floats if the ``trained`` field has floats.
     """
     column = _numeric(name, data_type, float_dtype)
     if isinstance(column, str):
@@ -115,16 +111,8 @@ def _numeric(name: str, data_type: DataType, float_dtype: str) -> Column | str:
 def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
     """Return the array as a C-contiguous NumPy array of shape (rows, *shape of one row).
 
-    A :class:`sparkdl.Sequence` becomes a :class:`Ragged`.
-
-    Args:
-        array: The Arrow array.
-        column: Its description.
-        first_row: The number of the array's row 0 in its partition, for messages.
-
-    Raises:
-        RowError: A row is null, holds NaN or a number that is infinite in ``column.dtype``, differs in
-            shape from row 0, is a damaged image or an invalid weight, or its function fails.
+    A :class:`sparkdl.Sequence` becomes a :class:`Ragged`. ``first_row`` is the number of row 0 in
+    its partition, for the :class:`RowError` of a row that cannot be converted.
     """
     if column.spec is not None:
         return column.spec.convert(array, column, first_row)
@@ -157,16 +145,7 @@ def _check_finite(values: np.ndarray, column: Column, first_row: int) -> None:
 
 
 def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
-    """Check the weights of consecutive rows.
-
-    Args:
-        values: The weights, (rows,).
-        name: The name of their column, for messages.
-        first_row: The number of the first row, for messages.
-
-    Raises:
-        RowError: A weight is infinite or below 0.
-    """
+    """Raise :class:`RowError` for an infinite or negative weight; row 0 is ``first_row``."""
     wrong = np.flatnonzero(np.isinf(values) | (values < 0))
     if len(wrong):
         row = int(wrong[0])

@@ -41,27 +41,15 @@ def copied_residuals(kept: ByParameter) -> ByParameter:
 
 @dataclass
 class BackgroundResult:
-    """The results of one rank's background work.
+    """The results of one rank's background work."""
 
-    Attributes:
-        states: For each use of the state, its results by slice index.
-        residuals: The results for the rank's compression residuals.
-        error: The exception that a use raised, if any.
-    """
-
-    states: list[dict[int, Any]] = field(default_factory=list)
+    states: list[dict[int, Any]] = field(default_factory=list)  # for each use, by slice
     residuals: list[Any] = field(default_factory=list)
     error: Exception | None = None
 
 
 class Background:
-    """A thread that makes a series of calls, one after another.
-
-    Args:
-        name: The name under which the driver started this work.
-        states: For each use of the state, the call to make for each slice.
-        residuals: The calls to make with the rank's residuals.
-    """
+    """A thread that makes a series of calls, one after another."""
 
     def __init__(
         self,
@@ -104,11 +92,5 @@ class Background:
 def on_copies(
     use: Callable[..., Any], plans: Mapping[int, Any], states: Mapping[int, SliceState]
 ) -> dict[int, Callable[[], Any]]:
-    """Return calls that use copies of states.
-
-    Args:
-        use: Called as ``use(index, plan, state)`` for each slice.
-        plans: The slices by index.
-        states: The states by slice index, which are copied now.
-    """
+    """Return calls ``use(index, plan, state)`` with copies of the states, which are made now."""
     return {n: functools.partial(use, n, plans[n], copied(state)) for n, state in states.items()}

@@ -24,9 +24,6 @@ class BuildLock:
 
     It holds it from the beginning of the block until :meth:`release` is called, or until the end of
     the block. A rank that holds it must not wait for another one.
-
-    Args:
-        folder: A directory that all ranks of the node share.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -80,22 +80,9 @@ class GangEngine:
     ) -> None:
         """Create the engine without starting the ranks.
 
-        Args:
-            gang: The ranks. The record of each has the handle of its partition of the training
-                samples or, with validation, a pair of handles.
-            place_again: A function that has samples placed again which do not lie on the nodes of
-                their ranks: 0 for those of the training, 1 for those of the validation.
-            samples: The training samples.
-            validation: The validation samples, or None.
-            layout: The layout of the model's flat vector.
-            run: The constants of the run.
-            recipe: The recipe, pickled.
-            built: The description of the new model, which the ranks compare with what they build.
-            spare: See :class:`sparkdl.engines.gang.rank_messages.RankConfig`.
-            batch_size: The rows of an iteration's global batch.
-            parallel: The plan of how the ranks share the work.
-            weighted_batches: See :class:`sparkdl.engines.gang.rank_messages.RankConfig`.
-            sums: See :class:`sparkdl.engines.gang.rank_messages.RankConfig`.
+        The record of a rank has the handle of its training samples or, with validation, a pair of
+        handles. ``place_again`` has samples placed again that do not lie on the nodes of their
+        ranks: 0 for those of the training, 1 for those of the validation.
         """
         self.plan = EpochPlan(samples.counts, batch_size)
         self._layout, self._run, self._validation = layout, run, validation
@@ -220,10 +207,6 @@ class GangEngine:
         """Wait for background work and return its results.
 
         See :meth:`sparkdl.loop.engine.PendingStateWork.used`.
-
-        Args:
-            name: The name of the work.
-            count: The number of its uses of the state.
         """
         self._ready()
         found: list[BackgroundResult | None] = self._call(

@@ -15,16 +15,10 @@ from sparkdl.replica.iteration import Iteration, IterationRows
 
 @dataclass(frozen=True)
 class FinishedIteration:
-    """The reports of an iteration.
-
-    Attributes:
-        results: The reports of the ranks.
-        seconds: The duration of the iteration, without that of earlier ones that were in flight.
-        ended: The time at which it had ended (``time.monotonic``).
-    """
+    """The reports of an iteration."""
 
     results: list[RankReport]
-    seconds: float
+    seconds: float  # without those of earlier iterations in flight
     ended: float
 
 
@@ -42,12 +36,7 @@ class _Asked:
 
 
 class InFlight:
-    """A queue of iterations whose reports have not been fetched, the oldest first.
-
-    Args:
-        gang: The gang that runs the iterations.
-        step: Makes the message to the ranks from an iteration.
-    """
+    """A queue of iterations whose reports have not been fetched, the oldest first."""
 
     def __init__(self, gang: RankGroup, step: Callable[[Iteration], IterationRows]) -> None:
         self._gang, self._step = gang, step

@@ -15,11 +15,9 @@ _gangs = itertools.count()
 
 
 def check_carried(parallel: ParallelPlan, device: torch.device) -> None:
-    """Check that the backend can send tensors between the ranks of a split model.
+    """Raise SessionError if a model is split and ranks share a GPU.
 
-    Raises:
-        sparkdl.SessionError: If ranks share a GPU. Gloo then connects them, and it does not send GPU
-            tensors.
+    Gloo then connects them, and it does not send GPU tensors.
     """
     cut = [part.word for part in parallel.parts.values() if part.shares_samples]
     if cut and sending_device(device) != device:

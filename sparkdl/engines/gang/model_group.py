@@ -28,16 +28,7 @@ from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 
 
 class ModelGroup:
-    """The model-parallel group of a rank.
-
-    Args:
-        mesh: The arrangement of all ranks.
-        rank: This rank.
-        group: The process group of its ranks, if there are others.
-        live: The replica of this rank.
-        like: Some rows of the data, which show the shapes and dtypes.
-        near: The rows of other ranks that this rank can read itself.
-    """
+    """The model-parallel group of a rank."""
 
     def __init__(
         self,
@@ -68,13 +59,7 @@ class ModelGroup:
     def together(
         self, work: ReplicaIteration, weights: Sequence[float], own: MiniBatch | None
     ) -> MiniBatch:
-        """Return, on every rank, all rows of the group that have weight.
-
-        Args:
-            work: The iteration.
-            weights: The weights of all ranks.
-            own: The rows of this rank.
-        """
+        """Return, on every rank, all rows of the group that have weight."""
         counts, to = self.counts(work, weights), self.ranks
         here = self.here(work, counts, own, to)
         return MiniBatch(self.inputs(counts, here, to), *self.targets(counts, here, to))
@@ -91,17 +76,7 @@ class ModelGroup:
         own: MiniBatch | None,
         to: Sequence[int],
     ) -> dict[int, MiniBatch]:
-        """Return the rows that this rank has or can read.
-
-        Args:
-            work: The iteration.
-            counts: The result of :meth:`counts`.
-            own: The rows of this rank.
-            to: The ranks that need the rows.
-
-        Returns:
-            Rows by the rank that has them.
-        """
+        """Return the rows that this rank has, or can read for ``to``, by the rank that has them."""
         found = {r: own for r in counts if r == self._rank and own is not None}
         for r in counts if self._rank in to else ():
             if self._near.reaches(r, self._rank):
@@ -111,13 +86,7 @@ class ModelGroup:
     def inputs(
         self, counts: Mapping[int, int], here: Mapping[int, MiniBatch], to: Sequence[int]
     ) -> list[torch.Tensor]:
-        """Return the inputs of all rows on the ranks ``to``, and nothing on other ranks.
-
-        Args:
-            counts: The result of :meth:`counts`.
-            here: The result of :meth:`here`.
-            to: The ranks that need the rows.
-        """
+        """Return the inputs of all rows on the ranks ``to``, and nothing on other ranks."""
         known = {r: batch.inputs for r, batch in here.items()}
         return self._brought(counts, self._like.inputs, known, to)
 
@@ -174,17 +143,10 @@ class ModelGroup:
     def scored(
         self, counts: Sequence[int], score: Callable[[], Any], most: int, outputs: bool = False
     ) -> Any:
-        """Score on each rank in turn, while the whole group runs the model on that rank's batches.
+        """Score on each rank in turn, while its whole group runs the model on that rank's batches.
 
-        Args:
-            counts: The number of batches of every rank.
-            score: Scores this rank's batches.
-            most: The largest number of batches in any group. A group with fewer continues with rows
-                that do not count.
-            outputs: Whether ``score`` runs the model itself after a step.
-
-        Returns:
-            The result of this rank's ``score``.
+        Groups with fewer than ``most`` batches continue with rows that do not count. With
+        ``outputs``, ``score`` runs the model itself after a step.
         """
         module, result = self._live.flat.module, None
         for member in self.ranks:
@@ -235,12 +197,7 @@ class NodeLocalRows:
         run: RunSpec,
         live: LiveReplica,
     ) -> None:
-        """Open the partitions that can be read.
-
-        Args:
-            samples: The sample locations of all ranks.
-            ranks: The ranks whose rows may be needed.
-        """
+        """Open the partitions that can be read."""
         self._run, self._live = run, live
         self._node_ids = [each.node_id for each in samples]
         self._sent = live.recipe.augment is not None

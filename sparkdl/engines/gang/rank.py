@@ -101,12 +101,7 @@ class InitRank:
 
 
 class Rank:
-    """One rank of the gang. See the note above.
-
-    Attributes:
-        snapshots: The commands about snapshots.
-        state: The commands about the state, from :meth:`begin` on.
-    """
+    """One rank of the gang. See the note above."""
 
     state: StateCommands
 
@@ -148,11 +143,7 @@ class Rank:
     def begin(self, samples: Sequence[SampleLocation]) -> ModelError | SessionError | None:
         """Build what this rank holds, once all ranks are on the nodes of their samples.
 
-        Args:
-            samples: The sample locations of all ranks, or nothing if the model is not split.
-
-        Returns:
-            The error in how the model is split or in where it runs, or None.
+        ``samples`` is empty if the model is not split. Returns an error in the split, or None.
         """
         if self._handles[0].num_rows:
             self._partition = open_partition(self._handles[0])
@@ -238,16 +229,7 @@ class Rank:
         return [found for (found,) in gathered([weight])]
 
     def score(self, scorer: Scorer, batch_spec: BatchSpec, batch_size: int) -> list[Any] | None:
-        """Return the scorer's states for this rank's partition of the validation samples.
-
-        Args:
-            scorer: Scores batches.
-            batch_spec: How batches are made from columns.
-            batch_size: The number of samples in a batch.
-
-        Returns:
-            The states, or None if the partition is empty.
-        """
+        """Return the scorer's states for this rank's validation samples; None without samples."""
         handle = self._handles[1]
         label_output(f"rank {self._member.rank}, validation")
 

@@ -30,16 +30,9 @@ from sparkdl.replica.run import RunSpec
 
 
 def send(value: Any, to: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Send a value to rank ``to``.
+    """Send tensors, numbers, text and None in tuples, lists and dicts to rank ``to``.
 
-    Args:
-        value: Tensors, numbers, text and None in tuples, lists and dicts.
-        to: The rank that receives it.
-        group: The process group of both ranks.
-        device: The device of the tensors that the group's backend sends.
-
-    Raises:
-        TypeError: If the value contains anything else.
+    ``device`` is that of the tensors which the group's backend sends, here and below.
     """
     content = _written(value).to(device)
     dist.send(torch.tensor([len(content)], device=device), to, group)
@@ -47,14 +40,7 @@ def send(value: Any, to: int, group: dist.ProcessGroup | None, device: torch.dev
 
 
 def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """Return the value that another rank sends.
-
-    Args:
-        source: The rank that sends it.
-        group: The process group of both ranks.
-        device: The device of the tensors that the group's backend sends, and of those that are
-            returned.
-    """
+    """Return the value that another rank sends, with its tensors on ``device``."""
     size = torch.zeros(1, dtype=torch.int64, device=device)
     dist.recv(size, source, group)
     content = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -65,15 +51,7 @@ def receive(source: int, group: dist.ProcessGroup | None, device: torch.device) 
 def broadcast(
     value: Any, source: int, group: dist.ProcessGroup | None, device: torch.device
 ) -> Any:
-    """Return the value of one rank on every rank of a group.
-
-    Args:
-        value: The value. It is ignored on other ranks than ``source``.
-        source: The rank whose value is returned.
-        group: The ranks. None means all.
-        device: The device of the tensors that the group's backend sends, and of those that are
-            returned.
-    """
+    """Return the value of rank ``source`` on every rank of a group; None: on all ranks."""
     mine = dist.get_rank() == source
     content = _written(value).to(device) if mine else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([len(content)], device=device)
@@ -125,17 +103,7 @@ def _read(content: torch.Tensor, device: torch.device) -> Any:
 
 
 def exchange_bytes(parcel: bytearray, to: int, source: int, rank: int) -> memoryview:
-    """Send bytes to one rank, and receive bytes from another at the same time.
-
-    Args:
-        parcel: The bytes to send.
-        to: The rank that receives them.
-        source: The rank that sends to this one.
-        rank: This rank.
-
-    Returns:
-        The bytes that ``source`` has sent.
-    """
+    """Send bytes to rank ``to``, and return those that ``source`` sends at the same time."""
     if to == rank:
         return memoryview(parcel)
     length = torch.zeros(1, dtype=torch.int64)
@@ -159,27 +127,15 @@ def _both(sent: torch.Tensor, to: int, arrived: torch.Tensor, source: int) -> No
 
 @dataclass(frozen=True)
 class RankConfig:
-    """The configuration with which a rank begins.
-
-    Attributes:
-        run: The run.
-        recipe: Tells where the recipe is.
-        built: The description of the model as the driver has built it.
-        spare: A few rows of data, for a rank that has none in an iteration.
-        checksums: The checksums of the partitions of training samples.
-        parallel: The strategies and the mesh.
-        weighted_batches: Whether the weight of a mini-batch may differ from its number of rows, so
-            that ranks have to exchange weights.
-        sums: Whether the loss returns ``(sum, count)``.
-    """
+    """The configuration with which a rank begins."""
 
     run: RunSpec
     recipe: RecipeSource
     built: Description
-    spare: Batch
+    spare: Batch  # a few rows, for a rank that has none in an iteration
     checksums: tuple[int, ...]
     parallel: ParallelPlan
-    weighted_batches: bool
+    weighted_batches: bool  # weights may differ from numbers of rows, so ranks exchange them
     sums: bool
 
 
@@ -193,14 +149,7 @@ class SampleLocation:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """The status of a rank after it has built its model.
-
-    Attributes:
-        samples: The location of its training samples.
-        compared: How its model compares with the driver's.
-        here: For each of its partitions, whether it is on this node.
-        unchanged: Whether the training rows are the same as before.
-    """
+    """The status of a rank after it has built its model."""
 
     samples: SampleLocation
     compared: Compared
@@ -210,18 +159,10 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The report of a rank about an iteration.
-
-    Attributes:
-        report: The report on its rows.
-        slices: Reports on the slices that it answers for, if there is more to say than that they
-            were updated.
-        writing: Whether background work is still running.
-        loss_rank: The rank whose report has the loss.
-    """
+    """The report of a rank about an iteration."""
 
     report: ReplicaReport
-    slices: list[SliceReport]
+    slices: list[SliceReport]  # only if there is more to say than that they were updated
     writing: bool
     loss_rank: int
 

@@ -28,23 +28,13 @@ States = dict[int, SliceState]
 
 
 class RankState(Protocol):
-    """The state that a rank holds. All ranks call its methods at the same time.
-
-    Attributes:
-        live: The replica.
-        slices: The slices of the whole state, as code outside the gang knows them.
-        owners: The updaters of what this rank updates. ``states`` and ``best`` have the same keys.
-        counted: The updaters of those parameters in ``owners`` that no earlier rank updates.
-        first: Whether no earlier rank updates the same slices.
-        states: The current state.
-        best: The weights that are kept as the best.
-    """
+    """The state that a rank holds. All ranks call its methods at the same time."""
 
     live: LiveReplica
-    slices: list[SliceSpec]
-    owners: dict[int, SliceUpdater]
-    counted: dict[int, SliceUpdater]
-    first: bool
+    slices: list[SliceSpec]  # of the whole state, as code outside the gang knows them
+    owners: dict[int, SliceUpdater]  # what this rank updates; states and best have the same keys
+    counted: dict[int, SliceUpdater]  # the parameters in owners that no earlier rank updates
+    first: bool  # no earlier rank updates the same slices
     states: States
     best: States
 
@@ -123,10 +113,6 @@ def needs_all_losses(held: RankState, sums: bool) -> bool:
     """Return whether an update needs the losses of all ranks, or whether they are finite.
 
     Then every rank must know the loss of its own samples.
-
-    Args:
-        held: The state that this rank holds.
-        sums: Whether the loss returns ``(sum, count)``.
     """
     options, owners = held.live.recipe.options, held.owners.values()
     kinds = [type(o) for owner in owners for o in owner.optimizer.schedule_targets()]
@@ -172,14 +158,7 @@ def broadcast_parts(
     ranks: Sequence[int],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Broadcast each slice from the rank that updated it.
-
-    Args:
-        flat: The flat vector, which contains the slices.
-        plans: The slices.
-        ranks: For each slice, the rank that updated it.
-        group: The ranks that receive the slices. None means all.
-    """
+    """Broadcast each slice from the rank that updated it."""
     sent = [
         dist.broadcast(flat[part_of(plan)], rank, group=group, async_op=True)
         for plan, rank in zip(plans, ranks, strict=True)

@@ -25,17 +25,7 @@ def update_slices(
 ) -> list[SliceReport]:
     """Regularize, clip and update this rank's slices, and send their weights to the other ranks.
 
-    Args:
-        held: The state that this rank holds.
-        run: The run.
-        node_id: The id of this rank's node.
-        step: The iteration.
-        sections: The sections from which each slice is updated; others stay as they are.
-        loss: The loss of the global batch.
-        clock: Measures the time of each activity.
-
-    Returns:
-        Reports on the slices that no earlier rank updates.
+    Slices without sections stay as they are. The reports are on those that no earlier rank updates.
     """
     known: dict[int, ReducedGradient] = {}
     squares = [0.0] * run.slices

@@ -38,9 +38,6 @@ class Turned(Protocol):
     """A conversion between a rank's part as torch splits it and rows of every parameter.
 
     Code outside the strategy knows rows only. All ranks call the methods at the same time.
-
-    Attributes:
-        layout: The layout of the rows.
     """
 
     layout: Layout
@@ -54,27 +51,15 @@ class Turned(Protocol):
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A replica of which a rank has a part.
-
-    Attributes:
-        live: The replica with this rank's part.
-        whole: The layout of all parts together.
-        mesh: The arrangement of the ranks.
-        spans: Gives the ranges of the flat vector that a rank has.
-        turned: The conversion to these ranges, if the part is not rows already.
-        repeated: The numbers of the parameters that an earlier rank has too.
-        update_group: The ranks with the same part, each of which updates some of it ("zero1"). If
-            it is empty, each rank updates all of its part.
-        group: The process group that contains ``update_group``.
-    """
+    """A replica of which a rank has a part."""
 
     live: LiveReplica
     whole: Layout
     mesh: Mesh
     spans: Callable[[int], list[ShardRange]]
-    turned: Turned | None = None
+    turned: Turned | None = None  # None: the part is rows already
     repeated: frozenset[int] = frozenset()
-    update_group: Sequence[int] = ()
+    update_group: Sequence[int] = ()  # each updates some of the same part; empty: all of it
     group: dist.ProcessGroup | None = None
 
 
@@ -87,13 +72,7 @@ class ShardedState:
     """
 
     def __init__(self, cut: ShardSpec, run: RunSpec, rank: int) -> None:
-        """Create the state, which is empty until :meth:`begin` or :meth:`place`.
-
-        Args:
-            cut: The part of the model that this rank has.
-            run: The run, with one slice for each rank.
-            rank: This rank.
-        """
+        """Create the state, which is empty until :meth:`begin` or :meth:`place`."""
         self.live, self._rank, self._turned = cut.live, rank, cut.turned
         self.slices = slice_specs(cut.whole, run.slices, whole=run.whole_tensors)
         self._update_group, self._group = cut.update_group or (rank,), cut.group

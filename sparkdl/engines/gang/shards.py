@@ -27,20 +27,12 @@ from sparkdl.slices.state import SliceState
 
 @dataclass(frozen=True)
 class ShardRange:
-    """Elements [start, stop) of the flat vector: part of a parameter with its padding, or all buffers.
+    """A range [start, stop) of the flat vector: part of a parameter and padding, or all buffers."""
 
-    Attributes:
-        number: The number of the parameter, or None for the buffers.
-        start: The first element.
-        stop: The end of the range.
-        length: The number of elements of the parameter, in front of the padding; 0 for the buffers.
-        repeated: An earlier rank has the same parameter.
-    """
-
-    number: int | None
+    number: int | None  # of the parameter; None: the buffers
     start: int
     stop: int
-    length: int
+    length: int  # without the padding; 0 for the buffers
     repeated: bool = False
 
     @property
@@ -56,13 +48,7 @@ def _plan(start: int, stop: int, trainable: int) -> SliceSpec:
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the rows [first, last) that a rank has, as ``torch.chunk`` splits a parameter.
-
-    Args:
-        rows: The number of rows of the parameter.
-        ranks: The number of ranks.
-        rank: The rank.
-    """
+    """Return the rows [first, last) that a rank has, as ``torch.chunk`` splits a parameter."""
     each = math.ceil(rows / ranks)
     return min(rank * each, rows), min((rank + 1) * each, rows)
 
@@ -72,12 +58,7 @@ RowsOf: TypeAlias = Callable[[int], tuple[int, int]]
 
 
 def nested_shards(cuts: Sequence[tuple[int, int]]) -> RowsOf:
-    """Return the rows of a rank that is part of nested splits.
-
-    Args:
-        cuts: For each dimension of the mesh, the outermost first, the pair (n, r): the rank is the
-            r-th of n.
-    """
+    """Return the rows of the r-th of n ranks, for a pair (n, r) of each split, outermost first."""
 
     def rows(count: int) -> tuple[int, int]:
         first, last = 0, count
@@ -90,13 +71,7 @@ def nested_shards(cuts: Sequence[tuple[int, int]]) -> RowsOf:
 
 
 def layout_of_rows(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> Layout:
-    """Return the layout of a rank's rows.
-
-    Args:
-        layout: The layout of the whole model.
-        rows: The rows of each parameter that the rank has.
-        numbers: The parameters of which it has rows. Every rank has all buffers.
-    """
+    """Return the layout of a rank's rows of the parameters ``numbers``, and of all buffers."""
     segments, position, step = [], 0, ALIGNMENT // layout.dtype.itemsize
     for number, segment in enumerate(layout.segments):
         if segment.kind == "parameter":
@@ -111,13 +86,7 @@ def layout_of_rows(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> La
 
 
 def spans_of(layout: Layout, rows: RowsOf, numbers: Collection[int]) -> list[ShardRange]:
-    """Return the ranges of the flat vector that a rank has, in ascending order.
-
-    Args:
-        layout: The layout of the whole model.
-        rows: The rows of each parameter that the rank has.
-        numbers: The parameters of which it has rows. Every rank has all buffers.
-    """
+    """Return the ranges of the flat vector that a rank has, in ascending order."""
     found = []
     for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
         if segment.kind != "parameter" or not segment.length or number not in numbers:
@@ -143,13 +112,7 @@ def _buffers_of(layout: Layout) -> list[ShardRange]:
 
 
 def parts_of(own: Layout, spans: Sequence[ShardRange], state: SliceState) -> Iterator[StoredSlice]:
-    """Yield a rank's state, one span after another.
-
-    Args:
-        own: The layout of the rank's shards, and of ``state``.
-        spans: The ranges of the flat vector that the rank has.
-        state: The rank's state.
-    """
+    """Yield a rank's state, one span after another."""
     for span in spans:
         start = _place(own, span)
         weights = state.weights[start : start + span.known]
@@ -169,16 +132,8 @@ def state_from(
 ) -> SliceState:
     """Assemble a rank's state from parts, each of which lies in one of its spans.
 
-    Each part is freed before the next is taken. Elements outside of all spans are zero.
-
-    Args:
-        own: The layout of the rank's shards.
-        spans: The ranges of the flat vector that the rank has.
-        parts: The parts, in any order.
-        dtype: The dtype of the weights.
-
-    Raises:
-        sparkdl.DamagedCheckpoint: If the parts do not cover the spans exactly.
+    Each part is freed before the next is taken. Elements outside of all spans are zero. Parts that
+    do not cover the spans exactly raise DamagedCheckpoint.
     """
     state = SliceState(torch.zeros(own.size, dtype=dtype))
     trainable = own.parameters_stop
@@ -213,11 +168,7 @@ def _place(own: Layout, span: ShardRange) -> int:
 def cut(part: StoredSlice, start: int, stop: int, number: int | None) -> StoredSlice | None:
     """Return the part of a stored slice that lies in a range, or None.
 
-    Args:
-        part: The stored slice.
-        start: The first element of the range.
-        stop: The end of the range.
-        number: The parameter whose state that belongs to no single element is included, or None.
+    It includes the state of parameter ``number`` that belongs to no single element.
     """
     low, high = max(part.start, start), min(part.stop, stop)
     if low >= high:
@@ -241,13 +192,7 @@ def _kept(
 def for_slice(
     spans: Sequence[ShardRange], parts: Sequence[StoredSlice], plan: SliceSpec
 ) -> bytearray:
-    """Pack the pieces that a rank sends to the owner of a slice.
-
-    Args:
-        spans: The ranges of the flat vector that the rank has.
-        parts: Its state, one part for each span.
-        plan: The slice.
-    """
+    """Pack the pieces that a rank sends to the owner of a slice."""
     return _packed(
         cut(part, plan.start, plan.stop, span.number)
         for span, part in zip(spans, parts, strict=True)

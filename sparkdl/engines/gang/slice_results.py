@@ -14,13 +14,7 @@ from sparkdl.slab.root import SlabConfig
 
 
 class SliceResults:
-    """Calls of the ranks' methods that have a result for each slice.
-
-    Args:
-        call: Called as ``call(doing, method, *arguments)``; returns the results of all ranks.
-        slab: The slabs, in which ranks leave large results.
-        slices: The number of slices.
-    """
+    """Calls of the ranks' methods that have a result for each slice."""
 
     def __init__(self, call: Callable[..., list[Any]], slab: SlabConfig, slices: int) -> None:
         self._call, self._slab, self._slices = call, slab, slices

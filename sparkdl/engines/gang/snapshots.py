@@ -34,12 +34,7 @@ from sparkdl.slices.state import SliceState
 
 @dataclass(frozen=True)
 class NodeFiles:
-    """A snapshot: files that the first rank of each node has written there.
-
-    Attributes:
-        name: The name of the snapshot, which is part of the file names.
-        holders: The first rank of each node.
-    """
+    """A snapshot: files that the first rank of each node has written there."""
 
     name: str
     holders: tuple[int, ...]
@@ -52,13 +47,7 @@ class SnapshotFiles:
     folder: Path
 
     def write(self, name: str, number: int, packed: bytes) -> None:
-        """Write one part of a snapshot, completely or not at all.
-
-        Args:
-            name: The name of the snapshot.
-            number: The number of the part.
-            packed: The content of the file.
-        """
+        """Write one part of a snapshot, completely or not at all."""
         path = self._path(name, number)
         draft = path.with_name(f"{path.name}.new")
         try:
@@ -90,13 +79,7 @@ def pack(plan: SliceSpec, states: Sequence[SliceState]) -> bytes:
 
 
 def unpack(plan: SliceSpec, packed: bytes, dtype: torch.dtype) -> list[SliceState]:
-    """Unpack what :func:`pack` has packed.
-
-    Args:
-        plan: The slice.
-        packed: The packed states.
-        dtype: The dtype of the weights.
-    """
+    """Unpack what :func:`pack` has packed."""
     return [ReadCarried((file,))(plan, dtype) for file in split_files(packed)]
 
 
@@ -136,13 +119,7 @@ class Snapshots:
     Every method but :meth:`begin` is a command that all ranks get at the same time.
 
     A snapshot has one part for each slice and, if gradients are compressed, one more for the
-    residuals of each rank.
-
-    Args:
-        files: The snapshot files of this node.
-        rank: This rank.
-        slices: The number of slices.
-        residuals: The number of ranks that may have residuals; 0 if gradients are not compressed.
+    residuals of each rank: ``residuals`` in all, else 0.
     """
 
     def __init__(self, files: SnapshotFiles, rank: int, slices: int, residuals: int) -> None:
@@ -156,8 +133,7 @@ class Snapshots:
     def save(self, name: str, holders: Sequence[int]) -> str | None:
         """Write this state to files on the nodes of ``holders``, the first rank of each node.
 
-        Returns:
-            A problem on this rank, such as a full disk, or None. No other rank waits because of it.
+        Returns a problem on this rank, such as a full disk; no other rank waits because of it.
         """
         self._sync.settle()
         holds, held = self._rank in holders, self._held

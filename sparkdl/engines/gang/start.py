@@ -37,22 +37,7 @@ def start_ranks(
     recipe: bytes,
     place_again: Callable[[int], None],
 ) -> tuple[str, ...]:
-    """Start the ranks, let each build what it holds, and check that they can train together.
-
-    Args:
-        gang: The gang.
-        setup: The configuration of every rank.
-        recipe: The recipe, pickled, which the ranks get as ``setup`` says.
-        place_again: A function that has the training samples (0) or the validation samples (1) placed
-            again, because they do not lie on the nodes of their ranks.
-
-    Returns:
-        The id of each rank's node.
-
-    Raises:
-        sparkdl.TrainingError: If ranks do not find their samples, again and again.
-        sparkdl.UserError: If a rank cannot build the model, or builds another than the driver.
-    """
+    """Start the ranks, let each build what it holds, and check that they can train together."""
     for _ in range(MAX_SUBMISSIONS):
         gang.start()
         setup.recipe.bring(gang, recipe)
@@ -89,13 +74,7 @@ def gang_of_rdds(
 ) -> tuple[Gang, Callable[[int], None]]:
     """Return a gang for the partitions of samples, and what places these again.
 
-    Args:
-        resources: What the fit owns in Spark; it closes the gang.
-        name: The job group of the gang.
-        samples: The RDDs of the training samples and, if there are any, of the validation samples.
-        timeout: The seconds in which a command must end. None means no limit.
-        profile: The resources of the ranks' tasks, if they differ from those of other tasks.
-        min_ranks: The smallest number of task slots that is enough. None means one for each rank.
+    ``min_ranks`` is the smallest number of task slots that is enough; None: one for each rank.
     """
     frames = samples[0] if len(samples) == 1 else zip_frames(*samples)
     hosting = None

@@ -29,12 +29,6 @@ class StateCommands:
     """The use of a rank's state by the driver. Every public method is one of its commands.
 
     ``_read`` is the state that :meth:`read` has read and :meth:`place` has still to place.
-
-    Args:
-        held: The state that the rank holds.
-        sync: The exchange of its gradients, which has the residuals.
-        run: The run.
-        rank: The rank.
     """
 
     def __init__(self, held: RankState, sync: GradientSync, run: RunSpec, rank: int) -> None:
@@ -54,15 +48,9 @@ class StateCommands:
     def read(
         self, read: ReadState | None, reported: tuple[type[Exception], ...], which: str
     ) -> Any:
-        """Read the initial slices, without placing them.
+        """Read the initial slices, without placing them; None: the recipe's weights.
 
-        Args:
-            read: Reads one slice. None means that the recipe's weights are used.
-            reported: The exceptions that are returned instead of raised.
-            which: The weights that the slices replace.
-
-        Returns:
-            An exception of ``reported``, or None.
+        Returns an exception of ``reported``, if one was raised.
         """
         self._read = None
         if read is None:
@@ -112,16 +100,7 @@ class StateCommands:
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str, submission: int
     ) -> dict[int, Any]:
-        """Use the states of the slices that this rank answers for.
-
-        Args:
-            use: Called as ``use(index, plan, state)``.
-            which: The weights to use: the current ones or the best.
-            submission: A number that increases with every request, for the slabs.
-
-        Returns:
-            The results by slice index. Large ones are left in slabs.
-        """
+        """Use the states of the slices that this rank answers for; large results stay in slabs."""
         plans, states, pool = self._held.slices, self._slices(which), open_pool(self._run.slab)
         return {
             n: left_where_large(pool, use(n, plans[n], state), submission)

@@ -22,13 +22,6 @@ class RowLayout:
     """A conversion between a rank's parts of parameters and rows, one whole parameter at a time.
 
     It implements :class:`sparkdl.engines.gang.sharded_state.Turned`.
-
-    Args:
-        live: The replica with this rank's parts.
-        whole: The layout of the whole model.
-        mesh: The ranks that hold one model together.
-        rows: The rows that this rank has of a parameter.
-        numbers: The parameters of which these ranks have parts.
     """
 
     def __init__(

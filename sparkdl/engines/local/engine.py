@@ -39,15 +39,7 @@ class LocalEngine:
     """An engine that runs M replicas in turn on one live module, then updates N slices in turn.
 
     It opens all samples at the start. Mapped samples stay readable even if their files are deleted.
-
-    Args:
-        samples: The training samples, in slabs.
-        run: The constants of the run.
-        recipe: The pickled recipe of the model.
-        batch_size: The rows of a global batch, local steps included.
-        validation: The validation samples; None without validation.
-        consistency: The rule for the version of the weights that replicas compute on.
-        now: The clock that replicas measure their work by, in seconds.
+    ``batch_size`` includes local steps; ``now`` is the replicas' clock, in seconds.
     """
 
     recoveries = 0

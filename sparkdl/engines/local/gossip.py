@@ -22,17 +22,11 @@ from sparkdl.slices.update import SliceUpdater
 
 @dataclass(frozen=True)
 class Gossiped:
-    """The result of an iteration.
-
-    Attributes:
-        reports: The reports of the replicas with rows.
-        kept: The new state of every replica; empty if the update was skipped.
-        mean: The mean of their flat vectors; None if the update was skipped.
-    """
+    """The result of an iteration."""
 
     reports: list[ReplicaReport]
-    kept: Mapping[int, ByParameter]
-    mean: torch.Tensor | None
+    kept: Mapping[int, ByParameter]  # of every replica; empty: the update was skipped
+    mean: torch.Tensor | None  # of their flat vectors; None: the update was skipped
 
 
 def gossip(
@@ -44,16 +38,9 @@ def gossip(
     mean: torch.Tensor,
     kept: Mapping[int, ByParameter],
 ) -> Gossiped:
-    """Run an iteration of all replicas, each on its own weights.
+    """Run an iteration of all replicas, each on its own weights; those of ``live`` are lost.
 
-    Args:
-        live: The module and its flat vector, whose values are lost.
-        plans: The plans of the run.
-        run: The run.
-        partitions: The samples of each replica.
-        step: The iteration.
-        mean: The flat vector of a replica that has kept nothing.
-        kept: The tensors that each replica has kept.
+    A replica that has kept nothing begins with ``mean``.
     """
     layout, plan = live.flat.layout, plans.whole.plan
     replicas, reports = list[_Replica](), dict[int, ReplicaReport]()
@@ -88,12 +75,7 @@ def gossip(
 
 
 class _Replica:
-    """A replica in an iteration.
-
-    Attributes:
-        state: Its weights and the state of its optimizer.
-        weight: The weight of its rows in the mean.
-    """
+    """A replica in an iteration."""
 
     def __init__(self, live: LiveReplica, work: ReplicaIteration, state: SliceState) -> None:
         self._live, self._work, self.state = live, work, state

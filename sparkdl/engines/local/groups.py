@@ -28,15 +28,9 @@ from sparkdl.slices.state import SliceState
 
 @dataclass(frozen=True)
 class ComputedTurn:
-    """A gradient of a group.
+    """A gradient of a group."""
 
-    Attributes:
-        ends: The virtual time when it arrives.
-        reports: The reports of the group's replicas.
-        sections: Their sections.
-    """
-
-    ends: float
+    ends: float  # the virtual time when it arrives
     reports: list[ReplicaReport]
     sections: list[list[Section]]
 
@@ -46,16 +40,6 @@ class LocalGroupEngine(LocalEngine):
 
     It has one thread, so a turn takes no time of others. It is the reference for the shuffle engine:
     with the same order of turns it has the same bits.
-
-    Args:
-        samples: See :class:`sparkdl.engines.local.engine.LocalEngine`, also for the next four.
-        run: The constants of the run.
-        recipe: The pickled recipe of the model.
-        batch_size: The rows of a global batch.
-        validation: The validation samples; None without validation.
-        model: The consistency model.
-        recorded: The decisions of a history that the run repeats, by the number of the iteration.
-        seconds: Returns the virtual time that a turn takes.
     """
 
     def __init__(
@@ -168,17 +152,7 @@ def local_engine(
     model: Consistency,
     recorded: Mapping[int, Decisions] | None = None,
 ) -> LocalEngine:
-    """Build the local engine for a consistency model.
-
-    Args:
-        samples: See :class:`sparkdl.engines.local.engine.LocalEngine`, also for the next five.
-        run: The constants of the run.
-        recipe: The pickled recipe of the model.
-        batch_size: The rows of a global batch, local steps included.
-        validation: The validation samples; None without validation.
-        model: The consistency model.
-        recorded: The decisions of a history that the run repeats, by the number of the iteration.
-    """
+    """Build the local engine for a consistency model."""
     if isinstance(model, Asynchronous):
         return LocalGroupEngine(samples, run, recipe, batch_size, validation, model, recorded)
     return LocalEngine(samples, run, recipe, batch_size, validation, model)

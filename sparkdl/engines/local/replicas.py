@@ -35,18 +35,7 @@ from sparkdl.slices.state import SliceState, join_states
 class LocalReplicas:
     """The replicas of a run, and what each keeps from one iteration to the next.
 
-    Args:
-        samples: The training samples, in slabs.
-        run: The constants of the run.
-        recipe: The pickled recipe of the model.
-        now: The clock that replicas measure their work by, in seconds.
-
-    Attributes:
-        partitions: The samples of each replica; None for a replica without rows.
-        live: The module and its flat vector.
-        plans: The updaters of the slices.
-        kept: The tensors that each replica has kept: what compression has left out, or the state of
-            its own optimizer.
+    This is what compression has left out, or the state of the replica's own optimizer.
     """
 
     def __init__(
@@ -79,14 +68,7 @@ class LocalReplicas:
         weights: Sequence[torch.Tensor],
         states: Sequence[SliceState],
     ) -> tuple[ReplicaReport, list[Section], ReplicaResult]:
-        """Do the work of one replica, and return its report, its sections, and the whole result.
-
-        Args:
-            step: The iteration.
-            replica: The number of the replica, which has rows in this iteration.
-            weights: The weights of each slice to compute with.
-            states: The states of the slices, for local steps.
-        """
+        """Do the work of a replica with rows; return its report, its sections, and the result."""
         live, clock = self.live, Clock(self._now)
         partition = self.partitions[replica]
         assert partition is not None
@@ -154,11 +136,7 @@ class LocalReplicas:
 
 
 def open_all(samples: SampleSet) -> list[MappedPartition | None]:
-    """Open the samples of every replica; None for a replica without rows.
-
-    Raises:
-        StateLostError: Files of samples are gone.
-    """
+    """Open the samples of every replica; None for a replica without rows."""
     try:
         return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]
     except StaleReferenceError as error:

@@ -26,14 +26,7 @@ from sparkdl.slices.update import SliceUpdater
 def reduce_slice(
     step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
 ) -> ReducedHeader:
-    """Reduce slice ``partition`` into a slab, and return a header with its part of the norm.
-
-    Args:
-        step: The iteration.
-        partition: The number of the slice.
-        run: The constants of the run.
-        frames: The replicas' headers and payloads, in any order.
-    """
+    """Reduce slice ``partition`` into a slab, and return a header with its part of the norm."""
     clock = Clock()
     found = read_sections(step, partition, run, frames)
     if isinstance(found, SliceReport):
@@ -64,14 +57,7 @@ def reduce_slice(
 def update_slice(
     step: IterationMessage, partition: int, run: RunSpec, headers: Sequence[ReducedHeader]
 ) -> SliceReport:
-    """Clip the reduced gradient of slice ``partition`` by the global norm, and update the slice.
-
-    Args:
-        step: The iteration.
-        partition: The number of the slice.
-        run: The constants of the run.
-        headers: The results of :func:`reduce_slice` for all slices, in order.
-    """
+    """Clip the reduced gradient of slice ``partition`` by the global norm, and update the slice."""
     clock, pool = Clock(), open_pool(run.slab)
     mine = headers[partition]
     report = mine.report

@@ -38,21 +38,7 @@ def compress_here(
     message: IterationMessage,
     pool: Pool,
 ) -> tuple[ReplicaResult, ResidualHandle]:
-    """Compress a replica's outcome in a task, with the residuals in this node's slabs.
-
-    Args:
-        live: The live replica.
-        outcome: The replica's gradients.
-        work: The replica's part of the iteration.
-        message: The iteration, with the handles of the old residuals.
-        pool: The slabs of this node.
-
-    Returns:
-        The compressed outcome, and the handle of the new residuals.
-
-    Raises:
-        sparkdl.errors.StaleReferenceError: The old residuals were overwritten while they were read.
-    """
+    """Compress a replica's outcome in a task, with the residuals in this node's slabs."""
     before = _handle(message, work.replica)
     kept = read_residuals(pool, before) if before else {}
     outcome = compress_outcome(live, outcome, work, kept)
@@ -69,18 +55,7 @@ def inner_state(
     plan: SliceSpec,
     device: torch.device,
 ) -> SliceState:
-    """Return the state that a replica kept for its own optimizer in this node's slabs.
-
-    Args:
-        work: The replica's part of the iteration.
-        message: The iteration, with the handles of the residuals.
-        pool: The slabs of this node.
-        plan: The single slice that is the whole flat vector.
-        device: The device of the replica.
-
-    Raises:
-        sparkdl.errors.StaleReferenceError: The state was overwritten while it was read.
-    """
+    """Return the state that a replica kept for its own optimizer in this node's slabs."""
     before = _handle(message, work.replica)
     if before is None:
         return open_inner(plan, {}, device)
@@ -98,13 +73,7 @@ def keep_here(
 
 
 def residual_fault(step: IterationMessage, replica: int, node_id: str) -> Fault | None:
-    """Return a fault if the task does not run on the node that holds its replica's residuals.
-
-    Args:
-        step: The iteration, with the handles of the residuals.
-        replica: The number of the replica.
-        node_id: The id of the task's node.
-    """
+    """Return a fault if the task does not run on the node that holds its replica's residuals."""
     before = _handle(step, replica)
     if before is None or before.reference.node_id == node_id:
         return None
@@ -141,11 +110,6 @@ class InitialResiduals:
 
     Yields one frame, a pickled (replica, handle or None), or (replica, exception) if ``read``
     raises one of ``reported``.
-
-    Attributes:
-        read: Returns a replica's residuals, or None if it has none.
-        reported: The exceptions of ``read`` to yield.
-        submission: The submission of the buffers that are written.
     """
 
     read: ReadResiduals

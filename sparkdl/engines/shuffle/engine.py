@@ -41,13 +41,6 @@ class ShuffleEngine:
     """The engine that submits iterations as Spark jobs, again where necessary, and commits them.
 
     See "One iteration" in docs/architecture.md.
-
-    Args:
-        spec: The constants of the run.
-        batch_size: The rows of a global batch, local steps included.
-        stages: The setting ``spark.sparkdl.stages``.
-        validation: The validation samples; None without validation.
-        consistency: The rule for the version of the weights that replicas compute on.
     """
 
     begins_ahead = False

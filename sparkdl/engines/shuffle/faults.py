@@ -24,16 +24,7 @@ RESIDUAL_FOREIGN = "residual foreign"
 
 
 def raise_unrecoverable(faults: Sequence[Fault], doing: str) -> None:
-    """Raise an error if another submission could not resolve one of the faults.
-
-    Args:
-        faults: The faults that tasks reported.
-        doing: What the job does, for messages.
-
-    Raises:
-        StateLostError: The state of a slice or the residuals of a replica are lost.
-        TrainingError: Samples have changed.
-    """
+    """Raise an error if another submission could not resolve one of the faults."""
     for fault in faults:
         if fault.kind == STATE_FOREIGN:
             raise StateLostError(

@@ -21,11 +21,6 @@ class FormChooser:
 
     With one stage, each of M replicas updates all N slices; with two, each slice is updated once.
     The bits are the same in every form, so a choice that depends on timing does not affect results.
-
-    Args:
-        spec: The constants of the run.
-        placement: The placement of replicas and slices.
-        stages: The setting ``spark.sparkdl.stages``.
     """
 
     def __init__(self, spec: ShuffleSpec, placement: Placement, stages: str) -> None:

@@ -77,12 +77,7 @@ def run_job(rdd: RDD, count: int, name: str, meanwhile: Callable[[], None]) -> l
 
 @dataclass(frozen=True)
 class _OnOneNode:
-    """A form whose jobs have one stage each.
-
-    Attributes:
-        placement: The placement of replicas and slices.
-        resources: The fit's Spark resources.
-    """
+    """A form whose jobs have one stage each."""
 
     placement: Placement
     resources: FitResources

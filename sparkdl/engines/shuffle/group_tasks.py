@@ -37,13 +37,9 @@ Headers = tuple[tuple[GradientHeader, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class TurnMessage(IterationMessage):
-    """A turn of a group as the driver submits it.
+    """A turn of a group as the driver submits it."""
 
-    Attributes:
-        oldest_gradient: The submission of the oldest gradient that is not applied yet.
-    """
-
-    oldest_gradient: int = 0
+    oldest_gradient: int = 0  # the submission of the oldest that is not applied yet
 
     @property
     def oldest_gradients(self) -> int:
@@ -53,26 +49,15 @@ class TurnMessage(IterationMessage):
 
 @dataclass(frozen=True)
 class CommitEntry:
-    """A commit: one optimizer step.
+    """A commit: one optimizer step."""
 
-    Attributes:
-        index: The number from which the seed of the update is derived.
-        headers: The headers of its gradients.
-    """
-
-    index: int
+    index: int  # seeds the update
     headers: Headers
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommitMessage(IterationMessage):
-    """Commits that are made one after another, of which the last one is kept as a version.
-
-    Attributes:
-        entries: The commits.
-        share: The share of all groups in each of them.
-        scale: What multiplies the learning rate, see :class:`sparkdl.Asynchronous`.
-    """
+    """Commits that are made one after another, of which the last one is kept as a version."""
 
     entries: tuple[CommitEntry, ...]
     share: float

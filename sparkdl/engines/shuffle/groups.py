@@ -49,15 +49,7 @@ POLL_SECONDS = 0.001
 
 
 class GroupEngine(ShuffleEngine):
-    """A shuffle engine that runs turns of groups, see :mod:`sparkdl.consistency.turns`.
-
-    Args:
-        spec: The constants of the run.
-        batch_size: The rows of a global batch.
-        model: The consistency model.
-        validation: The validation samples; None without validation.
-        recorded: The decisions of a history that the run repeats, by the number of the iteration.
-    """
+    """A shuffle engine that runs turns of groups, see :mod:`sparkdl.consistency.turns`."""
 
     def __init__(
         self,

@@ -50,11 +50,6 @@ def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> It
 
     Every frame holds the replica's weight. Those to tasks of its own node also hold the headers of
     the slices that the task sums.
-
-    Args:
-        replica: The number of the replica.
-        nodes: The nodes of replicas and owners.
-        headers: The replica's headers, one per slice.
     """
     node_id = nodes.replicas[replica]
     weight = headers[0].weight if headers[0].section is not None else None
@@ -166,11 +161,6 @@ def weight_frames(report: SliceReport, run: RunSpec, nodes: Nodes) -> Iterator[b
 
     The report goes to the first replica. The slice's new weights, if there are any, go to one replica
     on each other node.
-
-    Args:
-        report: The report of the slice, with the handle of its new version.
-        run: The constants of the run.
-        nodes: The nodes of replicas and owners.
     """
     pool = open_pool(run.slab)
     news = report.state is not None and not (report.faults or report.skipped)

@@ -47,13 +47,8 @@ FEW_BYTES = 64 << 20
 class Placement:
     """The persisted RDDs of a run, and the node of each replica.
 
-    Attributes:
-        slice_rdd: The RDD of the slices' owners, which lies where the slices' state lies. A
-            partition has as many records as there are replicas.
-        slices_counted: The same with as many records as there are slices, if a job needs it so.
-        replica_nodes: The node token of each replica; empty until the replicas are placed.
-        two_stages: Whether an iteration takes two stages, not three: slices need no global norm.
-        few_bytes: Whether the model has at most :data:`FEW_BYTES`.
+    ``slice_rdd`` lies where the slices' state lies, with a record per replica in each partition;
+    ``slices_counted`` has a record per slice, if a job needs it so.
     """
 
     def __init__(self, spec: ShuffleSpec) -> None:
@@ -144,24 +139,12 @@ class Placement:
         return map_frames(zip_frames(self._replicas, self.samples), AtReplicas(task, ()))
 
     def zipped_with_slices(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
-        """Run a task over (frame, owner) pairs, and return its unpickled results.
-
-        Args:
-            frames: An RDD with one partition per slice.
-            count: The number of frames in each partition.
-            task: The task.
-        """
+        """Run a task over (frame, owner) pairs, and return its unpickled results."""
         owners = map_frames(self.slice_rdd, Recount(count))
         return self.pickled(map_frames(zip_frames(frames, owners), task))
 
     def zipped_with_replicas(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
-        """Run a task over (frame, padded replica) pairs, and return its unpickled results.
-
-        Args:
-            frames: An RDD with one partition per replica.
-            count: The number of frames in each partition.
-            task: The task.
-        """
+        """Run a task over (frame, padded replica) pairs, and return its unpickled results."""
         padded = self._padded(self.samples, (count,) * self._run.replicas)
         return self.pickled(map_frames(zip_frames(frames, padded), task))
 
@@ -177,15 +160,7 @@ class Placement:
         copies: NodeCopies,
         checksums: tuple[int, ...] | None = None,
     ) -> RDD:
-        """Return the RDD of a task at every replica, with a version as references or bytes.
-
-        Args:
-            task: The task.
-            samples: An RDD with one record per replica.
-            states: The version of every slice to compute on.
-            copies: The copies that nodes have of other nodes' slices of that version.
-            checksums: The checksums of the samples, if they are not the training samples.
-        """
+        """Return the RDD of a task at every replica, with a version as references or bytes."""
         if self.has_all_weights(states, copies):
             body = AtReplicas(task, states, checksums, copies)
             return map_frames(self._with_samples(samples), body)
@@ -236,17 +211,7 @@ class Placement:
         return len({*self.replica_nodes, *[state.node_id for state in states]}) == 1
 
     def retry(self, submit: Callable[[], tuple[Any, list[Fault]]], doing: str, samples: RDD) -> Any:
-        """Submit a job, again if its tasks run on other nodes than expected, and return its result.
-
-        Args:
-            submit: Submits the job and returns its result, or the faults of its tasks.
-            doing: What the job does, for messages.
-            samples: The RDD of the samples that the job reads.
-
-        Raises:
-            sparkdl.TrainingError: The tasks still have faults after :data:`MAX_SUBMISSIONS`
-                submissions, or a fault that another submission cannot resolve.
-        """
+        """Submit a job, again if its tasks run on other nodes than expected; return its result."""
         faults: list[Fault] = []
         for submission in range(MAX_SUBMISSIONS):
             with faults_explained(doing):

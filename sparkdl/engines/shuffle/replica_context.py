@@ -82,19 +82,7 @@ class PadFrames:
 
 @dataclass(frozen=True)
 class ReplicaContext:
-    """The context of a task at a replica.
-
-    Attributes:
-        run: The constants of the run.
-        index: The number of the replica.
-        samples: The handle of its samples.
-        checksum: The checksum that the samples must have.
-        states: Version t of every slice.
-        copies: The copies of other nodes' slices on this node.
-        arrived: The states of slices that came as bytes.
-        pool: The slabs of this node.
-        waited: The seconds of waiting for ``arrived``.
-    """
+    """The context of a task at a replica."""
 
     run: RunSpec
     index: int
@@ -117,13 +105,6 @@ class ReplicaContext:
         """Open what a task needs: its handles, this node's slabs, and the version to compute on.
 
         :meth:`fault` says whether all of it is here.
-
-        Args:
-            body: The body of the task.
-            replica: The frame of the replica.
-            samples: The frame of its samples.
-            arrived: The states of slices that came as bytes.
-            copies: The copies on nodes.
         """
         handle: ReplicaHandle = pickle.loads(replica)
         checksum = handle.checksum if body.checksums is None else body.checksums[handle.index]
@@ -194,18 +175,11 @@ ReplicaTask = Callable[[ReplicaContext], Iterator[bytes]]
 
 @dataclass(frozen=True)
 class AtReplicas:
-    """Body over (replica, samples) pairs: run ``task`` at each, with weights by reference.
-
-    Attributes:
-        task: The task.
-        states: Version t of every slice.
-        checksums: The checksums of each partition's samples, if they are not the training samples.
-        copies: The copies on nodes, as in :class:`IterationMessage`.
-    """
+    """Body over (replica, samples) pairs: run ``task`` at each, with weights by reference."""
 
     task: ReplicaTask
     states: tuple[SliceHandle, ...]
-    checksums: tuple[int, ...] | None = None
+    checksums: tuple[int, ...] | None = None  # if not of the training samples
     copies: NodeCopies = field(default_factory=dict)
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:

@@ -53,16 +53,10 @@ than copying them first."""
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """Task at a replica: run one replica for one iteration, and send a frame to each slice's owner.
-
-    Attributes:
-        step: The iteration.
-        nodes: The nodes, if they sum their gradients first. All gradients then stay on this node,
-            and the frames go to the tasks that sum.
-    """
+    """Task at a replica: run it for one iteration, and send a frame to each slice's owner."""
 
     step: IterationMessage
-    nodes: Nodes | None = None
+    nodes: Nodes | None = None  # if they sum first: gradients stay here, frames go to them
 
     def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
         nodes = self.nodes
@@ -112,10 +106,7 @@ def compute_sections(
 ) -> list[Sent]:
     """Run forward and backward, write the gradients, and return what goes to each slice.
 
-    Args:
-        context: The context of the replica.
-        step: The iteration.
-        nodes: The nodes, if they sum their gradients first: then all gradients go by reference.
+    With ``nodes``, which sum their gradients first, all gradients go by reference.
     """
     fault = context.fault() or residual_fault(step, context.index, context.pool.node_id)
     if (
@@ -257,11 +248,6 @@ class Score:
     """Task at a replica with validation samples: score them.
 
     Yields one frame, a pickled (replica, states) or (replica, fault); none without samples.
-
-    Attributes:
-        scorer: The loss and the metrics.
-        batch_spec: How rows are assembled into mini-batches.
-        batch_size: The rows of a forward pass.
     """
 
     scorer: Scorer

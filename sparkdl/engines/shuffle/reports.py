@@ -15,26 +15,13 @@ from sparkdl.replica.iteration import Fault, ReplicaReport, SliceHandle, SliceRe
 
 @dataclass(frozen=True, kw_only=True)
 class IterationReports:
-    """The reports of an iteration.
+    """The reports of an iteration."""
 
-    Attributes:
-        faults: The reasons why nothing was done. If there are any, nothing else counts.
-        replicas: The reports of the replicas.
-        slices: The reports of the slices in order; empty if the gradients are pending.
-        pending: The gradients that were written and are not applied; None if they are applied, or
-            one is not finite.
-        applied: If gradients of the iteration before were pending, the version made of them.
-        update_seconds: The seconds by activity of each task that updated slices.
-        copies: The copies of the version that the iteration began with, if nodes got them first.
-        installed: If nodes sum, the copies of the new weights that each replica wrote for its node.
-        falls_short: Whether nothing is updated because replicas left out too much.
-    """
-
-    faults: tuple[Fault, ...] = ()
+    faults: tuple[Fault, ...] = ()  # why nothing was done; then nothing else counts
     replicas: tuple[ReplicaReport, ...] = ()
-    slices: tuple[SliceReport, ...] = ()
-    pending: PendingGradients | None = None
-    applied: tuple[SliceHandle, ...] = ()
+    slices: tuple[SliceReport, ...] = ()  # in order; empty: the gradients are pending
+    pending: PendingGradients | None = None  # None: applied, or one is not finite
+    applied: tuple[SliceHandle, ...] = ()  # the version made of gradients pending before
     update_seconds: tuple[Mapping[str, float], ...] = ()
     copies: NodeCopies = field(default_factory=dict)
     installed: tuple[NodeWeights, ...] = ()
@@ -42,11 +29,9 @@ class IterationReports:
 
     @staticmethod
     def of(slices: Sequence[SliceReport], **rest: Any) -> IterationReports:
-        """Make the reports of an iteration that updated its slices.
+        """Make the reports of an iteration from those of its slices, in any order.
 
-        Args:
-            slices: The reports of the slices, in any order.
-            rest: Other fields. ``replicas`` are in the report of the first slice if not given.
+        ``rest`` are other fields. Without ``replicas``, the report of the first slice has them.
         """
         ordered = tuple(sorted(slices, key=lambda report: report.index))
         return IterationReports(

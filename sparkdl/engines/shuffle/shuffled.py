@@ -69,12 +69,7 @@ class NodeReducePlan:
         ]
 
     def chosen(self, node_ids: tuple[str, ...], states: Sequence[SliceHandle]) -> Nodes | None:
-        """Return the nodes if they should sum; None if each replica should send its own gradients.
-
-        Args:
-            node_ids: The node id of each replica.
-            states: The committed version of every slice.
-        """
+        """Return the nodes if they should sum; None if each replica should send its gradients."""
         nodes = Nodes(node_ids, tuple(state.node_id for state in states))
         if not self._possible or len({*nodes.replicas, *nodes.slices}) == 1:
             return None
@@ -88,11 +83,6 @@ class Shuffled:
     """The form in which forward-backward and synchronization meet at a shuffle.
 
     If it saves enough time, nodes sum the gradients in between and share the new weights.
-
-    Attributes:
-        placement: The placement of replicas and slices.
-        resources: The fit's Spark resources.
-        node_sums: The choice of whether nodes sum their replicas' gradients.
     """
 
     placement: Placement

@@ -36,32 +36,18 @@ def _forget_scratch(run: str) -> None:
 
 @dataclass(frozen=True)
 class ReadSections:
-    """The sections of all replicas for one slice, and what they are applied to.
-
-    Attributes:
-        updater: The constants of the slice.
-        pool: The slabs of this node.
-        state: The version that the update is applied to.
-        sections: The sections, in order of the replicas.
-        loss: The mean loss over the global batch.
-        report: The report so far.
-        references: The references to the sections that lie in slabs of this node.
-    """
+    """The sections of all replicas for one slice, and what they are applied to."""
 
     updater: SliceUpdater
     pool: Pool
-    state: SliceHandle
-    sections: list[Section]
+    state: SliceHandle  # the version to update
+    sections: list[Section]  # in order of the replicas
     loss: float
     report: SliceReport
     references: list[Reference]
 
     def check(self) -> None:
-        """Check that no section was overwritten while it was read.
-
-        Raises:
-            sparkdl.errors.StaleReferenceError: One was; see [Note: who may write a buffer].
-        """
+        """Raise StaleReferenceError if a section was overwritten while it was read."""
         for reference in self.references:
             self.pool.check(reference)
 
@@ -69,17 +55,7 @@ class ReadSections:
 def read_sections(
     step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
 ) -> ReadSections | SliceReport:
-    """Open the sections of all replicas for slice ``partition``.
-
-    Args:
-        step: The iteration.
-        partition: The number of the slice.
-        run: The constants of the run.
-        frames: The replicas' headers and payloads, in any order.
-
-    Returns:
-        The sections; or a report, if there is a reason not to update.
-    """
+    """Open the sections of all replicas for a slice; a report is a reason not to update it."""
     pool, state = open_pool(run.slab), step.states[partition]
     frames = sorted(frames, key=lambda frame: frame[0].replica)
     headers: list[GradientHeader] = [header for header, _ in frames]
@@ -130,14 +106,7 @@ def _loss(headers: Sequence[GradientHeader]) -> float:
 def synchronize(
     step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
 ) -> SliceReport:
-    """Reduce slice ``partition``, update it, write the next version, and return its report.
-
-    Args:
-        step: The iteration.
-        partition: The number of the slice.
-        run: The constants of the run.
-        frames: The replicas' headers and payloads, in any order.
-    """
+    """Reduce slice ``partition``, update it, write the next version, and return its report."""
     clock = Clock()
     found = read_sections(step, partition, run, frames)
     if isinstance(found, SliceReport):

@@ -14,17 +14,7 @@ from sparkdl.replica.run import RunSpec
 
 @dataclass(frozen=True, kw_only=True)
 class ShuffleSpec:
-    """The constants that the parts of the engine share.
-
-    Attributes:
-        samples: The training samples, in slabs.
-        layout: The layout of the model's flat vector.
-        run: The constants of the run.
-        recipe: The pickled recipe of the model.
-        options: The training options of the recipe.
-        built: The description of the driver's model, which each replica must equal at first.
-        resources: The fit's Spark resources.
-    """
+    """The constants that the parts of the engine share."""
 
     samples: SampleSet
     layout: Layout

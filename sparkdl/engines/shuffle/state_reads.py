@@ -34,15 +34,7 @@ from sparkdl.usercode import accompanied
 
 @dataclass(frozen=True)
 class SnapshotRdds:
-    """A snapshot of the state that Spark keeps, on two executors if there are two.
-
-    Attributes:
-        slices: The RDD of the slices' state, see
-            :class:`sparkdl.engines.shuffle.snapshot_tasks.TakeSnapshot`.
-        slice_frames: The number of its frames per partition.
-        residuals: The RDD of the replicas' residuals; None if there are none.
-        residual_frames: The number of its frames per partition.
-    """
+    """A snapshot of the state that Spark keeps, on two executors if there are two."""
 
     slices: RDD
     slice_frames: int
@@ -51,12 +43,7 @@ class SnapshotRdds:
 
 
 class StateReader:
-    """The jobs that read the state at the places of replicas and slices.
-
-    Args:
-        placement: The placement of replicas and slices.
-        resources: The fit's Spark resources.
-    """
+    """The jobs that read the state at the places of replicas and slices."""
 
     def __init__(self, placement: Placement, resources: FitResources) -> None:
         self._placement, self._resources = placement, resources
@@ -85,13 +72,7 @@ class StateReader:
     def weights(
         self, states: Sequence[SliceHandle], dtype: torch.dtype, which: str = CURRENT
     ) -> torch.Tensor:
-        """Return the flat weights, read from slabs on the driver's node or fetched by jobs in parts.
-
-        Args:
-            states: The state of every slice.
-            dtype: The dtype of the weights.
-            which: The kind of weights.
-        """
+        """Return the flat weights, from slabs on the driver's node or fetched by jobs in parts."""
         fragments = [weights_at(state, which) for state in states]
         flat = torch.empty(
             sum(r.nbytes for some in fragments for r in some) // dtype.itemsize, dtype=dtype
@@ -114,11 +95,6 @@ class StateReader:
         """Call ``use`` on every slice with one task per slice, in parallel.
 
         Large results come back like the weights.
-
-        Args:
-            states: The state of every slice.
-            use: The function, see :meth:`sparkdl.loop.engine.Engine.map_slices`.
-            submission: The submission of buffers for large results.
         """
         with faults_explained("reading the state"):
             task = MapSlice(states, use, submission)
@@ -153,13 +129,7 @@ class StateReader:
         best: tuple[SliceHandle, ...],
         residuals: tuple[ResidualHandle | None, ...],
     ) -> SnapshotRdds:
-        """Have Spark keep a copy of the state.
-
-        Args:
-            states: The state of every slice.
-            best: The best weights of every slice; empty if none are kept.
-            residuals: The residuals of every replica, or None.
-        """
+        """Have Spark keep a copy of the state; ``best`` is empty if no best weights are kept."""
         self._context.setJobDescription("sparkdl: taking a snapshot")
         task = TakeSnapshot(states, best)
         with (

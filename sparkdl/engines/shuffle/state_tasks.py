@@ -78,14 +78,8 @@ class InitialState:
     """Body over the owner RDD: write version 0 of the slice.
 
     Yields a pickled :class:`SliceReport`. If ``read`` raises one of ``reported``, or the model
-    cannot be built again, the frame is the pickled exception.
-
-    Attributes:
-        read: Returns a slice's state from elsewhere (a checkpoint, an earlier run). None: take the
-            weights of a replica that is built for this purpose, and no optimizer state.
-        reported: The exceptions of ``read`` to yield.
-        role: The role of the buffers that are written.
-        submission: The submission of the buffers.
+    cannot be built again, the frame is the pickled exception. Without ``read`` the slice gets the
+    weights of a replica that is built for this purpose, and no optimizer state.
     """
 
     read: Callable[[SliceSpec, torch.dtype], SliceState] | None = None
@@ -115,16 +109,10 @@ class InitialState:
 
 @dataclass(frozen=True)
 class PublishWeights:
-    """Body over the owner RDD if replicas are on other nodes: send weights to each replica.
-
-    Attributes:
-        states: Version t of every slice.
-        replica_tokens: The node of each replica; ``None`` if bytes must be sent whatever the node.
-        everything: Whether to send the optimizer state too.
-    """
+    """Body over the owner RDD if replicas are on other nodes: send weights to each replica."""
 
     states: tuple[SliceHandle, ...]
-    replica_tokens: tuple[str | None, ...]
+    replica_tokens: tuple[str | None, ...]  # nodes; None: bytes must be sent whatever the node
     everything: bool = False
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:

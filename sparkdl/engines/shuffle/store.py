@@ -48,13 +48,6 @@ def next_version(
     content, which the ``with`` block overwrites. State that is not in arrays is the same object in
     both and has its own memory. ``seal`` checks that version t was not overwritten in the meantime,
     see [Note: who may write a buffer].
-
-    Args:
-        pool: The slabs of this node.
-        handle: The handle of version t.
-        dtype: The dtype of the weights.
-        submission: The submission of the new buffers.
-        oldest_needed: The submission below which buffers are free.
     """
     with contextlib.ExitStack() as claims:
         to = NewVersion(pool, submission, oldest_needed, claims, replaces=handle)
@@ -68,13 +61,7 @@ def next_version(
 class NewVersion:
     """Version t+1 of a slice while it is being written.
 
-    Args:
-        pool: The slabs of this node.
-        submission: The submission of the new buffers.
-        oldest_needed: The submission below which buffers are free.
-        claims: The stack that the claims of the buffers are entered into.
-        role: The role of the buffers.
-        replaces: The handle of the version that this one is made from, if any.
+    Buffers of submissions below ``oldest_needed`` are free.
     """
 
     def __init__(
@@ -103,13 +90,7 @@ class NewVersion:
         return tensor
 
     def seal(self, state: SliceState) -> SliceHandle:
-        """Write what is not in slabs yet (new optimizer state, others); return the handle of the
-        version.
-
-        Raises:
-            sparkdl.errors.StaleReferenceError: The version that this one replaces was overwritten
-                while it was read.
-        """
+        """Write what is not in slabs yet (new optimizer state, others); return the handle."""
         for name, array in state.arrays.items():
             if name not in self._claimed:
                 self.like(name, array).copy_(array)
@@ -139,14 +120,7 @@ class NewVersion:
 def first_version(
     pool: Pool, state: SliceState, submission: int, role: str = "state"
 ) -> SliceHandle:
-    """Write a state that is not in slabs yet.
-
-    Args:
-        pool: The slabs of this node.
-        state: The state.
-        submission: The submission of the buffers.
-        role: The role of the buffers.
-    """
+    """Write a state that is not in slabs yet."""
     with contextlib.ExitStack() as claims:
         new = NewVersion(pool, submission, submission, claims, role)
         new.like("weights", state.weights).copy_(state.weights)
@@ -154,13 +128,7 @@ def first_version(
 
 
 def read_version(pool: Pool, handle: SliceHandle, dtype: torch.dtype) -> SliceState:
-    """Return a state mapped from slabs: do not write to it, and check its references after use.
-
-    Args:
-        pool: The slabs of this node.
-        handle: The handle of the state.
-        dtype: The dtype of the weights.
-    """
+    """Return a state mapped from slabs: do not write to it, and check its references after use."""
     arrays = {
         name: torch.from_numpy(pool.read(reference).view(kind))
         for name, kind, reference in handle.arrays
@@ -179,14 +147,7 @@ def weights_at(handle: SliceHandle, which: str = CURRENT) -> list[Reference]:
 
 
 def copy_weights(pool: Pool, handle: SliceHandle, role: str, submission: int) -> SliceHandle:
-    """Copy the weights of a slice that count into a buffer that only a later such copy reuses.
-
-    Args:
-        pool: The slabs of this node.
-        handle: The handle of the slice's state.
-        role: The role of the buffer.
-        submission: The submission of the buffer.
-    """
+    """Copy the weights of a slice that count into a buffer that only a later such copy reuses."""
     references = weights_at(handle)
     with pool.claim(role, handle.weights.nbytes, submission, submission) as claim:
         rest = claim.bytes
@@ -201,14 +162,9 @@ def copy_weights(pool: Pool, handle: SliceHandle, role: str, submission: int) ->
 def write_copy(
     pool: Pool, handle: SliceHandle, frames: Iterator[bytes], role: str, submission: int
 ) -> SliceHandle:
-    """Write the content of ``handle`` into buffers of ``role``, and return the handle of the copy.
+    """Write the content of ``handle`` into buffers of ``role``; return the handle of the copy.
 
-    Args:
-        pool: The slabs of this node.
-        handle: The handle of the original, which may lie elsewhere.
-        frames: The bytes of the original, see :func:`sparkdl.slab.parts.frames_of`.
-        role: The role of the buffers.
-        submission: The submission of the buffers; those of earlier submissions are free.
+    Buffers of earlier submissions are free.
     """
     with contextlib.ExitStack() as claims:
 
@@ -242,15 +198,7 @@ _LENGTH = struct.Struct("<q")
 def write_residuals(
     pool: Pool, replica: int, before: ResidualHandle | None, kept: ByParameter, submission: int
 ) -> ResidualHandle:
-    """Write the version after ``before``: the length of the pickled specs, the specs, the tensors.
-
-    Args:
-        pool: The slabs of this node.
-        replica: The number of the replica.
-        before: The handle of the last version; None for the first.
-        kept: The residuals.
-        submission: The submission of the buffer.
-    """
+    """Write the version after ``before``: the length of the pickled specs, these, the tensors."""
     version = before.version + 1 if before else 1
     specs = specs_of(kept)
     head = pickle.dumps(specs, protocol=pickle.HIGHEST_PROTOCOL)
@@ -267,15 +215,7 @@ def write_residuals(
 def copy_residuals(
     pool: Pool, replica: int, nbytes: int, frames: Iterator[bytes], submission: int
 ) -> ResidualHandle:
-    """Write a replica's residuals from elsewhere as its first version.
-
-    Args:
-        pool: The slabs of this node.
-        replica: The number of the replica.
-        nbytes: The size of the residuals.
-        frames: The bytes of the residuals, see :func:`sparkdl.slab.parts.frames_of`.
-        submission: The submission of the buffer.
-    """
+    """Write a replica's residuals from elsewhere as its first version."""
     with pool.claim(
         f"residual.{replica}.1", _one_of_few(nbytes), submission, oldest_needed=submission
     ) as claim:

@@ -77,27 +77,15 @@ def least_bytes(parameter_bytes: int, nodes: int) -> float:
 
 @dataclass(frozen=True)
 class SliceBytes:
-    """The sizes of a slice in bytes.
+    """The sizes of a slice in bytes."""
 
-    Attributes:
-        wire: The size of its dense gradient as it travels.
-        flat: The size of its dense gradient in the flat vector's dtype.
-        weights: The size of its weights.
-    """
-
-    wire: int
-    flat: int
+    wire: int  # of the dense gradient as it travels
+    flat: int  # of the dense gradient in the flat vector's dtype
     weights: int
 
 
 def sum_is_smaller(terms: int, wire: int, flat: int) -> bool:
-    """Return whether a sum of gradients takes fewer bytes than the gradients themselves.
-
-    Args:
-        terms: The number of gradients.
-        wire: The bytes of an element as it travels.
-        flat: The bytes of an element of the flat vector's dtype.
-    """
+    """Return whether a sum of gradients takes fewer bytes than the gradients themselves."""
     return terms > 1 and terms * wire > flat
 
 
@@ -108,13 +96,7 @@ class _Plan:
 
 
 def planned(nodes: Nodes, slices: Sequence[SliceBytes], summed: bool) -> dict[str, Traffic]:
-    """Return the traffic that an iteration will cause per node, without tables and buffers.
-
-    Args:
-        nodes: The nodes of replicas and owners.
-        slices: The sizes of each slice.
-        summed: Whether each node sums its replicas' gradients and receives new weights once.
-    """
+    """Return the traffic that an iteration will cause per node, without tables and buffers."""
     plan = _Plan()
     for node_id in nodes.node_ids:
         members = nodes.members(node_id)

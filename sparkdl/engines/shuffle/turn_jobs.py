@@ -17,38 +17,20 @@ from sparkdl.spark.frames import RunningJob, map_frames, shuffle_frames, some_pa
 
 @dataclass(frozen=True)
 class RunningTurn:
-    """A turn that is under way, or whose gradient waits.
-
-    Attributes:
-        turn: The turn.
-        asked: The iteration of the loop in which it began.
-        submission: The submission of its gradients.
-        job: Its job.
-        shuffled: The RDD behind which shuffle files are; None if there are none.
-        tries: The number of submissions before this one.
-        headers: The headers of its gradients, once they are there.
-        reports: The reports of its replicas, once they are there.
-    """
+    """A turn that is under way, or whose gradient waits."""
 
     turn: Turn
     asked: Iteration
     submission: int
     job: RunningJob
     shuffled: RDD | None
-    tries: int = 0
+    tries: int = 0  # submissions before this one
     headers: Headers = ()
     reports: tuple[ReplicaReport, ...] = ()
 
 
 def turn_rdd(placement: Placement, message: TurnMessage, group: range, alone: bool) -> RDD:
-    """Return the RDD of a turn, whose frames hold the headers of its gradients.
-
-    Args:
-        placement: The placement of replicas and slices.
-        message: The turn.
-        group: Its replicas.
-        alone: Whether everything is on one node.
-    """
+    """Return the RDD of a turn, whose frames hold the headers of its gradients."""
     task = TakeTurn(message) if alone else ForwardBackward(message)
     rdd = placement.tasks_with_weights(task, placement.samples, message.read_states, message.copies)
     some = some_partitions(rdd, group)

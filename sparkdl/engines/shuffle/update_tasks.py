@@ -26,12 +26,7 @@ from sparkdl.spark.worker import finish_task
 
 @dataclass(frozen=True)
 class Synchronize:
-    """Body of the synchronization stage: reduce slice n, update it, and write version t+1.
-
-    Attributes:
-        step: The iteration.
-        tell: The sink of the report and the new weights.
-    """
+    """Body of the synchronization stage: reduce slice n, update it, and write version t+1."""
 
     step: IterationMessage
     tell: ReportSink = to_driver
@@ -126,13 +121,7 @@ class UpdateReduced:
 
 
 def apply_pending(step: IterationMessage, partition: int, run: RunSpec) -> SliceReport:
-    """Bring slice ``partition`` to the version after the pending iteration, and return its report.
-
-    Args:
-        step: The iteration that is submitted, which names the pending gradients.
-        partition: The number of the slice.
-        run: The constants of the run.
-    """
+    """Bring slice ``partition`` to the version after the pending iteration; return its report."""
     pending = step.pending
     assert pending is not None
     own = pending.index == step.index

@@ -41,11 +41,6 @@ class SliceVersions:
     Every update makes the next version of the newest one. Where an iteration left its gradients
     *pending*, the version made of them counts already: the next iteration makes it as it begins, or
     :meth:`settled` does.
-
-    Args:
-        spec: The constants of the run.
-        placement: The placement of replicas and slices.
-        keep: The number of versions to keep.
     """
 
     def __init__(self, spec: ShuffleSpec, placement: Placement, keep: int = 1) -> None:
@@ -121,13 +116,7 @@ class SliceVersions:
         self._keep_residuals(reports.replicas)
 
     def add(self, states: tuple[SliceHandle, ...], submission: int, updates: int) -> None:
-        """Keep a version that was made by several updates of the newest one.
-
-        Args:
-            states: Its handles.
-            submission: The submission of its buffers.
-            updates: The number of updates.
-        """
+        """Keep a version that was made by several updates of the newest one."""
         newest = self.newest
         if states == newest.states:  # no gradient was finite, so their buffers are still needed
             submission = newest.submission
@@ -201,14 +190,7 @@ class SliceVersions:
     ) -> None:
         """Place replicas where their samples are, and write the first version of the state.
 
-        Args:
-            read: Returns a slice's state from elsewhere; None: use the recipe's weights.
-            reported: The exceptions of ``read`` that are raised as they are.
-            which: ``BEST`` to write the weights that are kept as the best, else the current state.
-
-        Raises:
-            sparkdl.ParameterError: A slice is too large to go to another node.
-            sparkdl.TrainingError: The job failed.
+        Without ``read``, it has the recipe's weights. Exceptions in ``reported`` are raised as is.
         """
         self._pending = None
         with faults_explained("setting up the replicas"):

@@ -34,18 +34,7 @@ class _Content:
 def version_frame(
     pool: Pool, partition: int, handle: SliceHandle, dtype: torch.dtype, everything: bool
 ) -> bytes:
-    """Return a frame with a slice's weights as raw bytes.
-
-    Args:
-        pool: The slabs of this node.
-        partition: The number of the slice.
-        handle: The handle of its version.
-        dtype: The dtype of the weights.
-        everything: Whether to include the optimizer state.
-
-    Raises:
-        sparkdl.errors.StaleReferenceError: The version was overwritten while it was read.
-    """
+    """Return a frame with a slice's weights as raw bytes."""
     state = read_version(pool, handle, dtype)
     parts = [state.weights.view(torch.uint8)]
     content = _Content(len(state.weights), (), b"")
@@ -91,15 +80,7 @@ def load_weights(
 ) -> None:
     """Copy version t into the live replica, unless the replica has it already.
 
-    Args:
-        live: The live replica.
-        plans: The slices.
-        states: The handle of each slice.
-        arrived: The states of slices that came as bytes; the others are read from slabs.
-        pool: The slabs of this node.
-
-    Raises:
-        sparkdl.errors.StaleReferenceError: A slice was overwritten while it was read.
+    Slices that did not arrive as bytes are read from slabs.
     """
     version = "/".join(state.version for state in states)
     live.flat.give_back()
@@ -123,12 +104,6 @@ def map_weights(
 
     The results are valid only if ``pool.check`` passes for every slice afterwards. Only tensors
     that two slices share, buffers, and tensors of another dtype are copied.
-
-    Args:
-        live: The live replica.
-        plans: The slices.
-        states: The handle of each slice, on this node.
-        pool: The slabs of this node.
     """
     live.note_version("")
     flat, layout = live.flat.flat, live.flat.layout
@@ -151,19 +126,7 @@ def joined_state(
     dtype: torch.dtype,
     device: torch.device,
 ) -> SliceState:
-    """Join the states of all slices into one, see :func:`sparkdl.slices.state.join_states`.
-
-    Args:
-        plans: The slices.
-        states: The handle of each slice.
-        arrived: The states of slices that came as bytes; the others are read from slabs.
-        pool: The slabs of this node.
-        dtype: The dtype of the weights.
-        device: The device of the result.
-
-    Raises:
-        sparkdl.errors.StaleReferenceError: A slice was overwritten while it was read.
-    """
+    """Join the states of all slices into one, see :func:`sparkdl.slices.state.join_states`."""
     found = [
         arrived.get(plan.index) or read_version(pool, handle, dtype)
         for plan, handle in zip(plans, states, strict=True)

@@ -31,24 +31,14 @@ QUANTIZED = (None, "int8")
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward pass of a model.
+    """The forward pass of a model."""
 
-    Attributes:
-        module: The module, in evaluation mode.
-        signature: The way to call it.
-        precision: One of :data:`PRECISIONS`.
-    """
-
-    module: nn.Module
+    module: nn.Module  # in evaluation mode
     signature: Signature
-    precision: str = "fp32"
+    precision: str = "fp32"  # one of PRECISIONS
 
     def returned(self, arrays: Sequence[Rows]) -> Any:
-        """Return what the model returns for a batch.
-
-        Raises:
-            ModelError: The model fails.
-        """
+        """Return what the model returns for a batch; raise ModelError if it fails."""
         device = device_of(self.module)
         inputs = self._inputs(model_inputs(arrays), device)
         with torch.no_grad(), self._autocast(device):
@@ -68,11 +58,7 @@ class Forward:
     def predictions(
         self, arrays: Sequence[Rows], columns: Iterable[OutputColumn]
     ) -> list[np.ndarray]:
-        """Return the values of each column for a batch.
-
-        Raises:
-            ModelError: The model fails.
-        """
+        """Return the values of each column for a batch."""
         count, fixed = len(arrays[0]), getattr(self.module, "fixed_rows", None)
         if fixed is not None and count < fixed:
             filled = np.minimum(np.arange(fixed), count - 1)  # the last row again
@@ -125,9 +111,6 @@ def quantized(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose linear and recurrent layers compute in int8, on the CPU.
 
     Weights are quantized here, activations batch by batch (dynamic quantization).
-
-    Raises:
-        ModelError: It has no such layer, or torch cannot quantize it.
     """
     from torch.ao import quantization
 

@@ -53,17 +53,11 @@ class Options:
 
 @dataclass(frozen=True)
 class Inference:
-    """Predictions that are ready to be computed.
-
-    Attributes:
-        task: The work on a partition.
-        options: The options.
-        module: The module before it is quantized.
-    """
+    """Predictions that are ready to be computed."""
 
     task: ScoreRows
     options: Options
-    module: nn.Module
+    module: nn.Module  # before it is quantized
 
     def udf(self, example: DataFrame) -> Any:
         """Return the work as a function of columns of the types that ``example`` has."""
@@ -71,11 +65,7 @@ class Inference:
         return arrow_udf(accompanied(self.task), types, self.task.sql_type)
 
     def applied(self, data: DataFrame) -> DataFrame:
-        """Return the data with the columns of predictions.
-
-        Raises:
-            DataError: A column of this name exists, or two new ones have the same.
-        """
+        """Return the data with the columns of predictions."""
         names = [column.name for column in self.task.outputs]
         keep = self.options.handle_invalid == "keep"
         fields = [*names, *([self.options.error_col] if keep else [])]

@@ -19,22 +19,13 @@ from sparkdl.model.signature import Part, described, part_of, parts_of, problems
 
 @dataclass(frozen=True)
 class OutputColumn:
-    """A column of predictions.
-
-    Attributes:
-        name: The name of the column.
-        part: The part of what the model returns, see :attr:`sparkdl.model.signature.Signature.part`.
-        output: The description of one prediction.
-        by_element: The first dimension of a prediction is that of the row's own sequence, so it is cut
-            to the row's length.
-        labels: The texts that the numbers stand for; empty if the column has the numbers.
-    """
+    """A column of predictions."""
 
     name: str
     part: Part
     output: Output
-    by_element: bool = False
-    labels: tuple[str, ...] = ()
+    by_element: bool = False  # the first dimension is the row's sequence: cut it to its length
+    labels: tuple[str, ...] = ()  # texts that the numbers stand for; (): the numbers stay
 
     @property
     def sql_type(self) -> str:
@@ -48,12 +39,7 @@ class OutputColumn:
         return 4 * math.prod(shape)
 
     def to_arrow(self, values: np.ndarray, sequences: Ragged | None) -> pa.Array:
-        """Return the predictions of a batch as an Arrow array.
-
-        Args:
-            values: The predictions, (rows, ...).
-            sequences: The sequences of the rows, if their lengths vary.
-        """
+        """Return predictions, (rows, ...), as an Arrow array; ``sequences`` if lengths vary."""
         if self.labels:
             return pa.array(self.labels).take(pa.array(values.reshape(-1)))
         if not self.by_element or sequences is None:
@@ -64,16 +50,7 @@ class OutputColumn:
 
 
 def offered_parts(returned: Any, rows: int, name: str) -> dict[str, Part]:
-    """Return the parts that become columns if the user names none: the tensors with a row each.
-
-    Args:
-        returned: The value that the model returned.
-        rows: The number of rows of the batch.
-        name: The name of the column if there is only one.
-
-    Raises:
-        ModelError: There is none.
-    """
+    """Return the parts that become columns if the user names none: the tensors with a row each."""
     if isinstance(returned, torch.Tensor):
         return {name: None}
     found: dict[Any, Any] = {
@@ -93,11 +70,7 @@ def offered_parts(returned: Any, rows: int, name: str) -> dict[str, Part]:
 
 
 def named_parts(outputs: Any, name: str) -> dict[str, Part] | None:
-    """Return the parts that the user asks for by column name, or None if the user leaves it open.
-
-    Raises:
-        ParameterError: ``outputs`` names no parts.
-    """
+    """Return the parts that the user asks for by column name; None if the user leaves it open."""
     if outputs is None:
         return None
     if isinstance(outputs, Mapping):
@@ -117,12 +90,7 @@ def named_parts(outputs: Any, name: str) -> dict[str, Part] | None:
 
 
 def described_column(name: str, part: Part, values: Any, rows: int) -> OutputColumn:
-    """Return the column of a part, given its value for a batch.
-
-    Raises:
-        ModelError: It is no tensor with a row for each row of the batch.
-        ParameterError: No column can hold it.
-    """
+    """Return the column of a part, given its value for a batch."""
     if not isinstance(values, torch.Tensor) or not values.ndim or len(values) != rows:
         raise ModelError(
             f'output "{name}" is {described(values)} for a batch of {counted(rows, "row")}: it must be '
@@ -134,12 +102,7 @@ def described_column(name: str, part: Part, values: Any, rows: int) -> OutputCol
 
 
 def value_of(returned: Any, part: Part) -> Any:
-    """Return a part; a function that fails is a user's mistake.
-
-    Raises:
-        ParameterError: The function of the part fails.
-        ModelError: There is no such part.
-    """
+    """Return a part; a function that fails is a user's mistake."""
     try:
         return part_of(returned, part)
     except (ModelError, ParameterError):

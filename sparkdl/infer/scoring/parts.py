@@ -55,26 +55,11 @@ def write_parts(
 ) -> DataFrame:
     """Write the data with predictions into a folder, except for the partitions that are there.
 
-    A row belongs to a partition by the hash of its content, whatever the cluster, so that the rows of
-    finished partitions are left out before anything is computed for them. The name of a file has a
-    digest of the rows that it was made from, so that other rows are noticed.
-
-    Args:
-        data: The rows.
-        score: Adds the predictions.
-        path: The folder or its URI.
-        partitions: The number of files.
-        overwrite: Replace other predictions, once the new ones are complete.
-        identity: A digest of what the predictions depend on besides the rows.
-        reason: A column that ``score`` adds; rows where it is not null are not written. None writes
-            all rows.
-
-    Returns:
-        The data with predictions, as read from there.
-
-    Raises:
-        UserError: An argument does not fit, or the folder holds other predictions.
-        TrainingError: The job fails.
+    A row belongs to a partition by the hash of its content, whatever the cluster, so that the rows
+    of finished partitions are left out before anything is computed for them. The name of a file has
+    a digest of the rows that it was made from, so that other rows are noticed. ``identity`` is a
+    digest of what else the predictions depend on. Rows where the column ``reason``, which ``score``
+    adds, is not null are not written. Return the data as read from the folder.
     """
     partitions = plain(partitions)
     if (
@@ -122,11 +107,7 @@ def write_parts(
 def _finished(
     folder: Folder, partitions: int, identity: str, overwrite: bool
 ) -> tuple[dict[int, re.Match[str]], list[str]]:
-    """Return the names of the partitions that are there, and those of other predictions.
-
-    Raises:
-        ParameterError: There are other predictions, which may not be deleted, or other files.
-    """
+    """Return the names of the partitions that are there, and those of other predictions."""
     finished: dict[int, re.Match[str]] = {}
     others = []
     for name in folder.entries():
@@ -214,12 +195,7 @@ def _delete_others(folder: Folder, written: Collection[str], partitions: Collect
 
 
 def _digest(rows: int, total: int) -> str:
-    """Return a digest of rows.
-
-    Args:
-        rows: The number of rows.
-        total: The sum of their hashes.
-    """
+    """Return a digest of rows from their number and the sum of their hashes."""
     return hashlib.blake2b(f"{rows} {total}".encode(), digest_size=8).hexdigest()
 
 
@@ -228,22 +204,14 @@ class WritePart:
     """A ``mapInArrow`` task that writes one partition, which appears once it is complete.
 
     It yields the name of the file. A column of the batches has the hash of each row.
-
-    Attributes:
-        folder: The folder.
-        partitions: The number of partitions.
-        identity: A digest of what the predictions depend on.
-        schema: The schema in Spark's JSON.
-        finished: The partitions that are there already.
-        reason: The column that is not null in rows that are not written, or None.
     """
 
     folder: Folder
     partitions: int
     identity: str
-    schema: str
-    finished: frozenset[int]
-    reason: str | None
+    schema: str  # in Spark's JSON
+    finished: frozenset[int]  # partitions that are there already
+    reason: str | None  # not null in rows that are not written
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()

@@ -61,12 +61,7 @@ def prepare(
 ) -> Inference:
     """Return the work that :func:`predict` does, checked and tried; see there for the arguments.
 
-    Args:
-        finish: Changes the columns that were found.
-        padding_side: The side on which texts are padded; None is that of the tokenizer.
-
-    Raises:
-        UserError: The data, an argument or the model does not fit.
+    ``finish`` changes the columns found; ``padding_side`` None is that of the tokenizer.
     """
     for name, given in (("predict", data), ("example=", example)):
         if not isinstance(given, DataFrame) and (given is not None or name == "predict"):

@@ -15,11 +15,7 @@ CLASSIFIER = "ForSequenceClassification"
 
 
 def library() -> Any:
-    """Return the package transformers.
-
-    Raises:
-        ParameterError: It is not installed.
-    """
+    """Return the package transformers."""
     try:
         import transformers
     except ImportError:
@@ -33,13 +29,7 @@ def library() -> Any:
 def pretrained(folder: Path, head: str | None) -> nn.Module:
     """Return the model of a folder; nothing is downloaded, and no code in the folder is run.
 
-    Args:
-        folder: The folder.
-        head: "none" for the model without its head, "classes" for one that classifies texts, None for
-            the class that the folder names.
-
-    Raises:
-        ModelError: The folder has no such model.
+    ``head``: "none", "classes" (it classifies texts), or None for the class that the folder names.
     """
     transformers = library()
     try:
@@ -66,16 +56,7 @@ def pretrained(folder: Path, head: str | None) -> nn.Module:
 
 
 def tokenizer_of(given: Any, folder: Path | None, where: str) -> Any:
-    """Return a tokenizer.
-
-    Args:
-        given: A tokenizer, the path of a folder that has one, or None.
-        folder: The folder of the model, in which to look if none is given; or None.
-        where: The column, for messages.
-
-    Raises:
-        ParameterError: There is none.
-    """
+    """Return ``given``, a tokenizer or the path of one; if None, the tokenizer in ``folder``."""
     if given is not None and not isinstance(given, (str, Path)):
         if not callable(given) and not hasattr(given, "encode_batch"):
             raise ParameterError(

@@ -36,9 +36,7 @@ class ExportedModule(nn.Module):
     """An exported program; its pickle holds what ``torch.export.save`` writes.
 
     The module that torch makes of a program refuses ``eval()``, so it is no submodule of this one.
-
-    Attributes:
-        fixed_rows: The number of rows that the program was exported for; None if it takes any number.
+    ``fixed_rows`` is the number of rows that it was exported for; None: any.
     """
 
     def __init__(self, program: torch.export.ExportedProgram) -> None:

@@ -32,21 +32,13 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model as it was found.
+    """A model as it was found."""
 
-    Attributes:
-        module: The module, on the CPU.
-        build: The function that built it, or the module; a module that does not pickle is built by it.
-        trained: The model that ``fit`` or ``load`` returned, if it is one.
-        folder: The folder of ``save_pretrained`` that it comes from, if it comes from one.
-        inner: The module as it was found, if :attr:`module` has been made of it since.
-    """
-
-    module: nn.Module
-    build: Any
+    module: nn.Module  # on the CPU
+    build: Any  # the function that builds it if it does not pickle, or the module
     trained: TrainedModel | None = None
-    folder: Path | None = None
-    inner: nn.Module | None = None
+    folder: Path | None = None  # of ``save_pretrained``
+    inner: nn.Module | None = None  # as it was found, if ``module`` was made of it
 
     @property
     def origin(self) -> nn.Module:
@@ -57,15 +49,7 @@ class ModelSource:
 def read_model(model: Any, weights: Any = None, head: str | None = None) -> ModelSource:
     """Return the model that a user gave.
 
-    Args:
-        model: The model, see :func:`sparkdl.predict`.
-        weights: A state_dict or the path of a file with one, or None.
-        head: For a folder of transformers: "none" (the model without a head), "classes" (a head that
-            classifies), or None (the class that the folder names).
-
-    Raises:
-        ParameterError: It is no model.
-        ModelError: It cannot be read, or the weights do not fit.
+    ``head`` is that of :func:`sparkdl.infer.scoring.pretrained.pretrained`.
     """
     if isinstance(model, (str, os.PathLike)):
         source = _of_path(path_here(model), head)

@@ -29,30 +29,17 @@ LEAST_ROWS = 8
 
 @dataclass(frozen=True)
 class ScoreRows:
-    """The work on a partition.
-
-    Attributes:
-        module: The module on its way to the workers.
-        columns: The feature columns.
-        outputs: The columns of predictions.
-        signature: The way to call the module.
-        batch_size: The number of rows of a forward pass.
-        unit_bytes: The bytes of the largest tensor that a layer returns for a row, or for an element of
-            a row whose length varies; 0 if that is not known. See :meth:`rows_at_once`.
-        window: The number of rows that are read, and sorted by length, together.
-        precision: The precision of the forward pass.
-        error_col: The field with the reason why a row has no predictions; None: that is an error.
-    """
+    """The work on a partition."""
 
     module: ShippedModule
     columns: tuple[Column, ...]
     outputs: tuple[OutputColumn, ...]
     signature: Signature
     batch_size: int
-    unit_bytes: int
-    window: int
+    unit_bytes: int  # of a row's (or element's) largest tensor; 0: unknown; see rows_at_once
+    window: int  # rows read, and sorted by length, together
     precision: str = "fp32"
-    error_col: str | None = None
+    error_col: str | None = None  # for the reason why a row has no predictions; None: raise
 
     @property
     def sql_type(self) -> str:
@@ -152,17 +139,11 @@ class ScoreRows:
 
 @dataclass
 class Predictions:
-    """The predictions of a window, which come in any order.
-
-    Attributes:
-        count: The number of rows of the window.
-        columns: The columns of predictions.
-        problems: The reason why a row has none, by its place.
-    """
+    """The predictions of a window, which come in any order."""
 
     count: int
     columns: Sequence[OutputColumn]
-    problems: dict[int, str]
+    problems: dict[int, str]  # the reason why a row has none, by its place
     _parts: list[tuple[np.ndarray, list[pa.Array]]] = field(default_factory=list)
 
     def add(self, batch: Group, values: Sequence[np.ndarray]) -> None:

@@ -27,11 +27,7 @@ POOLINGS = ("mean", "cls", "max", "last")
 class Embedder(nn.Module):
     """A model whose last hidden states become one vector a text.
 
-    Attributes:
-        model: The model.
-        config: Its configuration.
-        pooling: "mean" or "max" over the tokens, the first token ("cls"), or the last one ("last").
-        normalize: Scale each vector to length 1.
+    ``pooling`` takes the "mean" or "max" of the tokens, the first ("cls") or the "last" one.
     """
 
     main_input_name = "input_ids"
@@ -137,11 +133,7 @@ def prepare_embedding(
     output_col: str,
     options: Options,
 ) -> Inference:
-    """Return the work that :func:`embed` does; see there for the arguments.
-
-    Raises:
-        UserError: The data, an argument or the model does not fit.
-    """
+    """Return the work that :func:`embed` does; see there for the arguments."""
     source = read_model(model, head="none")
     chosen = pooling or _pooling_of(source.folder)
     if chosen not in POOLINGS:
@@ -209,11 +201,7 @@ def prepare_classes(
     scores_col: str | None,
     options: Options,
 ) -> Inference:
-    """Return the work that :func:`classify` does; see there for the arguments.
-
-    Raises:
-        UserError: The data, an argument or the model does not fit.
-    """
+    """Return the work that :func:`classify` does; see there for the arguments."""
     source = read_model(model, head="classes")
     config = getattr(source.module, "config", None)
     labels = getattr(config, "id2label", None)

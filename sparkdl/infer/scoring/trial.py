@@ -40,15 +40,6 @@ def tried_columns(
 
     Return also the bytes of the largest tensor that a layer returns for a row, or for an element of a
     row whose length varies.
-
-    Args:
-        forward: The forward pass.
-        arrays: Two rows of each feature.
-        parts: The parts of what it returns by column, or None for those that suggest themselves.
-        name: The name of the column if there is only one.
-
-    Raises:
-        UserError: The model fails, or the parts are none.
     """
     fixed = getattr(forward.module, "fixed_rows", None)
     if fixed is not None:
@@ -117,13 +108,7 @@ def _padded_length(arrays: Sequence[Rows]) -> int:
 
 
 def made_up(columns: Sequence[Column], fields: Sequence[Field], types: Sequence[Any]) -> Any:
-    """Return two rows that look like those of the columns, or None if that cannot be known.
-
-    Args:
-        columns: The feature columns.
-        fields: The fields that the model was trained with, if any.
-        types: The Spark types of the columns.
-    """
+    """Return two rows that look like those of the columns, or None if that cannot be known."""
     if fields:
         return zeros_like(fields)
     known = {"string": pa.array(["a", "a a"])}
@@ -143,16 +128,7 @@ def made_up(columns: Sequence[Column], fields: Sequence[Field], types: Sequence[
 
 
 def rows_to_try(data: DataFrame, columns: Sequence[Column], keep: bool) -> Iterator[list[Rows]]:
-    """Yield rows of the data, by one Spark job: the first two, and single ones if bad ones are allowed.
-
-    Args:
-        data: The rows.
-        columns: The feature columns.
-        keep: Rows may be bad.
-
-    Raises:
-        DataError: The data is a stream, has no row, or the rows are bad.
-    """
+    """Yield rows, by one Spark job: the first two, and single ones if bad ones are allowed."""
     if data.isStreaming:
         raise DataError(
             "the data is a stream, whose rows cannot be looked at beforehand: pass example=, a "

@@ -22,22 +22,16 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of a window whose tensors have the same shapes.
+    """Rows of a window whose tensors have the same shapes."""
 
-    Attributes:
-        places: The places of the rows in the window, ascending.
-        arrays: One array per feature.
-    """
-
-    places: np.ndarray
-    arrays: Sequence[Rows]
+    places: np.ndarray  # in the window, ascending
+    arrays: Sequence[Rows]  # one per feature
 
     def batches(self, size: Callable[[int], int]) -> Iterator[Group]:
         """Yield the rows in batches; rows of varying length from long to short.
 
-        Args:
-            size: The number of rows of a batch, given the length of its longest row (1 if lengths do
-                not vary).
+        ``size`` gives a batch's number of rows by its longest row's length (1 if lengths do not
+        vary).
         """
         lengths = lengths_of(self.arrays)
         if lengths is None:
@@ -59,41 +53,22 @@ class Group:
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive rows of a partition, as tensors.
-
-    Attributes:
-        count: The number of rows.
-        groups: The rows that became tensors.
-        problems: The reason why a row did not, by its place.
-    """
+    """Consecutive rows of a partition, as tensors."""
 
     count: int
     groups: Sequence[Group]
-    problems: dict[int, str] = field(default_factory=dict)
+    problems: dict[int, str] = field(default_factory=dict)  # why a row is in no group, by its place
 
 
 @dataclass(frozen=True)
 class ReadWindow:
-    """The conversion of a window's Arrow arrays into tensors.
-
-    Attributes:
-        columns: The feature columns.
-        keep: Set bad rows apart instead of raising an error.
-    """
+    """The conversion of a window's Arrow arrays into tensors."""
 
     columns: Sequence[Column]
-    keep: bool
+    keep: bool  # set bad rows apart instead of raising an error
 
     def __call__(self, arrays: Sequence[pa.Array], first_row: int) -> Window:
-        """Return the window.
-
-        Args:
-            arrays: One Arrow array per feature.
-            first_row: The number of the window's first row in its partition, for messages.
-
-        Raises:
-            RowError: A row cannot become a tensor, and bad rows are not kept.
-        """
+        """Return the window; raise RowError for a bad row that is not kept."""
         count = len(arrays[0])
         places = np.arange(count)
         if not self.keep:

@@ -203,7 +203,7 @@ def repair_model(folder: Path) -> None:
     """Let ``model.json`` have the checksums of the files that are there: a forgery."""
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         content = json.loads((folder / "model.json").read_bytes())
-        for name in content["files"]:
+        for name in filter(lambda name: (folder / name).is_file(), content["files"]):
             content["files"][name] = hashlib.sha256((folder / name).read_bytes()).hexdigest()
         content["checksum"] = json_checksum(content)
         (folder / "model.json").write_text(json.dumps(content))

@@ -13,7 +13,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data.batches import Batch
-from sparkdl.data.ragged import Ragged, Rows, dense
+from sparkdl.data.ragged import Ragged, Rows, dense, padded_lengths
 from sparkdl.errors import ModelError
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
@@ -61,7 +61,9 @@ def check(
     generator = np.random.default_rng(0)
     inputs = generator.normal(size=(ROWS, WIDTH)).astype(np.float32)
     weights = generator.gamma(2.0, size=ROWS).astype(np.float32) if weighted else None
-    batch = Batch([inputs], dense([labels]), weights)
+    batch = Batch(
+        [inputs], dense([labels]), weights, [None, *padded_lengths([labels], labels=True)]
+    )
     recipe = Recipe(module, loss, torch.optim.SGD, 3, TrainingOptions(weighted=weighted))  # type: ignore[arg-type]
     if dtype != torch.float32:
         module = nn.Sequential(Narrow(dtype), module.to(dtype))

@@ -291,4 +291,6 @@ class Extra(nn.Linear):
 def test_a_model_that_could_not_be_saved_is_told(caplog: pytest.LogCaptureFixture) -> None:
     trainer = sparkdl.Trainer(model=Extra(3, 4), loss=nn.MSELoss(), optimizer=torch.optim.Adam)
     prepare(trainer, None)
-    assert 'could not be saved: state_dict() has "_extra_state", a dict, but' in caplog.text
+    assert 'could not be saved: state_dict() has "_extra_state", a dict, but' in " ".join(
+        caplog.messages
+    )

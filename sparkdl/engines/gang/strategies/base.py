@@ -129,39 +129,22 @@ class Build:
     """The parts of a rank, from the recipe to its state, which the strategies assemble in turn.
 
     What comes after ``state`` is there only if the model is split.
-
-    Attributes:
-        setup: The configuration of the rank.
-        samples: The sample locations of all ranks, or nothing if the model is not split.
-        member: The context of the rank.
-        live: The replica, once the model is split.
-        state: The state that this rank holds, from when gradients are asked for.
-        groups: The process groups of this rank.
-        lock: The lock of this node. Nothing may be sent before it is released.
-        recipe: The recipe, without weights.
-        module: The module, which is split in place.
-        whole: The layout of the whole model.
-        outermost: The modules that this rank calls: the module, or its pipeline stages.
-        home: The device that has the parameters and updates them.
-        numbers: Gives the numbers of the segments of ``whole`` of which a rank has something.
-        row_dimensions: The dimensions of the mesh that split parameters by rows, the outermost first.
-        shards: What this rank has of the model.
     """
 
     setup: RankConfig
-    samples: Sequence[SampleLocation]
+    samples: Sequence[SampleLocation]  # of all ranks; empty if the model is not split
     member: RankContext
     live: LiveReplica = field(init=False)
     state: RankState = field(init=False)
     groups: MeshGroups = field(init=False)
-    lock: BuildLock = field(init=False)
-    recipe: Recipe = field(init=False)
-    module: nn.Module = field(init=False)
+    lock: BuildLock = field(init=False)  # nothing may be sent before it is released
+    recipe: Recipe = field(init=False)  # without weights
+    module: nn.Module = field(init=False)  # split in place
     whole: Layout = field(init=False)
     outermost: list[nn.Module] = field(init=False)
     home: torch.device = field(init=False)
     numbers: Callable[[int], frozenset[int]] = field(init=False)
-    row_dimensions: tuple[str, ...] = field(init=False)
+    row_dimensions: tuple[str, ...] = field(init=False)  # of the mesh, the outermost first
     shards: ShardSpec = field(init=False)
 
     @property

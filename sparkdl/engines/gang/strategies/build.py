@@ -28,17 +28,10 @@ def build_rank(
     samples: Sequence[SampleLocation],
     member: RankContext,
 ) -> tuple[RankState, GradientSync]:
-    """Build the replica, and return the state that this rank holds and the exchange of its gradients.
+    """Build the replica; return the state that this rank holds and the exchange of its gradients.
 
-    Args:
-        load: Reads the recipe.
-        setup: The configuration of the rank.
-        samples: The sample locations of all ranks, or nothing if the model is not split.
-        member: The context of the rank.
-
-    Raises:
-        sparkdl.ModelError: If the layers cannot be split as the plan says.
-        sparkdl.SessionError: If a model that is split so cannot run on these devices.
+    Raises ModelError if the layers cannot be split as the plan says, and SessionError if a model
+    that is split so cannot run on these devices.
     """
     keep_heap()
     build = Build(setup=setup, samples=samples, member=member)

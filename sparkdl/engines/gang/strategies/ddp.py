@@ -73,16 +73,11 @@ class DDPRank(RankStrategy[DDP]):
 
 
 class WeightedSum:
-    """A communication hook for DDP, which sums buckets over the ranks, weighted by each rank's share.
+    """A communication hook for DDP: it sums buckets over the ranks, weighted by each rank's share.
 
     DDP's own mean gives every rank the same weight. That is the mean over the global batch only if
-    all ranks have the same number of samples.
-
-    Args:
-        names: The names of the parameters, by ``id``.
-        dtype: The dtype in which gradients are multiplied by the share. Gradients of lower
-            precision are not rounded before the sum.
-        wire: The dtype of the sum, if it is another one.
+    all ranks have the same number of samples. Gradients are multiplied in ``dtype``, so that lower
+    precision does not round them before the sum in ``wire``.
     """
 
     def __init__(self, names: dict[int, str], dtype: torch.dtype, wire: torch.dtype | None) -> None:
@@ -206,15 +201,9 @@ class BucketedDDP(SummedGradients):
 
 
 def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedSum:
-    """Wrap ``live`` in DDP.
+    """Wrap ``live`` in DDP, and return the communication hook.
 
-    Args:
-        live: The replica.
-        spare: A few rows, which show whether there are parameters without a gradient. DDP must know.
-        strategy: The options of DDP.
-
-    Returns:
-        The communication hook.
+    The ``spare`` rows show whether there are parameters without a gradient. DDP must know.
     """
     before = live.flat.flat.clone()
     forward_backward(live, spare, 0, 1.0, Clock())

@@ -115,17 +115,7 @@ def shard_units(
     piped: bool,
     layers_split: bool,
 ) -> None:
-    """Apply ``fully_shard`` to units, and to their parent for what is in none of them.
-
-    Args:
-        strategy: The options.
-        units: The units.
-        outermost: The module that contains them.
-        mesh: The ranks over which the units are sharded.
-        options: The options of training.
-        piped: Whether the units are part of a pipeline.
-        layers_split: Whether layers have been split before.
-    """
+    """Apply ``fully_shard`` to units, and to their parent for what is in none of them."""
     trained = next((p.dtype for p in outermost.parameters() if p.requires_grad), torch.float32)
     computed = PRECISIONS[strategy.param_dtype]
     # Copies of a pipeline have different numbers of micro-batches, so each step gathers once

@@ -42,13 +42,7 @@ class GossipSync(GradientSync):
     ends_before_report = True
 
     def __init__(self, live: LiveReplica, rank: int, whole: SliceUpdater) -> None:
-        """Create the rank's work.
-
-        Args:
-            live: The replica of this rank.
-            rank: This rank.
-            whole: The updater of a single slice that is the whole flat vector.
-        """
+        """Create the work; ``whole`` updates a single slice that is the whole flat vector."""
         super().__init__(rank)
         self._live, self._whole = live, whole
         self._arrived: ByParameter | None = None

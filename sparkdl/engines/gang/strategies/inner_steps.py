@@ -39,17 +39,7 @@ class InnerSteps(SummedGradients):
         spare: Batch,
         whole: SliceUpdater,
     ) -> None:
-        """Create the rank's work.
-
-        Args:
-            live: The replica of this rank.
-            plans: The slices that this rank updates.
-            rank: This rank.
-            spare: See :class:`SummedGradients`. It is not needed here, because a rank without rows
-                takes no step.
-            whole: The updater of a single slice that is the whole flat vector, with the optimizer of
-                the inner steps.
-        """
+        """Create the work; ``whole`` makes the inner steps, on one slice, the flat vector."""
         super().__init__(live, plans, rank, spare)
         self.steps = live.recipe.options.local_steps
         self._whole = whole

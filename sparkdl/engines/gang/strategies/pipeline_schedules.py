@@ -31,20 +31,7 @@ Shapes: TypeAlias = list[tuple[int, tuple[Any, ...], tuple[Any, ...]]]
 
 
 class Schedules:
-    """The schedules for the pipeline stages of this rank.
-
-    Args:
-        stages: The stages of this rank, by number.
-        placement: The placement of the stages.
-        strategy: The options of the pipeline.
-        members: The ranks of its pipeline, in order.
-        rank: This rank.
-        pipe: The process group of ``members`` that carries the messages.
-        in_turn: Moves values between ranks.
-        live: The replica of this rank.
-        like: The inputs of some rows.
-        loss: Computes the loss from an output and the number of its micro-batch.
-    """
+    """The schedules for the pipeline stages of this rank."""
 
     def __init__(
         self,

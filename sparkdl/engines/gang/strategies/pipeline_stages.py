@@ -59,17 +59,11 @@ class StageModule(nn.Module):
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """The placement of pipeline stages and parameters on ranks.
+    """The placement of pipeline stages and parameters on ranks."""
 
-    Attributes:
-        count: The number of stages. Stage s is on the ranks with place s % ``mesh.pipe``.
-        mesh: The arrangement of the ranks.
-        places: For each segment of the model's layout, the place of its stage.
-    """
-
-    count: int
+    count: int  # stage s is on the ranks with place s % mesh.pipe
     mesh: Mesh
-    places: tuple[int, ...]
+    places: tuple[int, ...]  # of the stage of each segment of the layout
 
     def stages(self, rank: int) -> range:
         return range(self.mesh.place(rank, "pipe"), self.count, self.mesh.pipe)
@@ -82,16 +76,9 @@ class StagePlacement:
 
 @dataclass(frozen=True)
 class PipelineBuild:
-    """The result of splitting a model into pipeline stages.
+    """The result of splitting a model into pipeline stages."""
 
-    Attributes:
-        live: The replica with this rank's stages in its flat vector. The parameters of other stages
-            are empty.
-        stages: The stages of this rank.
-        placement: The placement of all stages.
-    """
-
-    live: LiveReplica
+    live: LiveReplica  # parameters of other ranks' stages are empty
     stages: list[StageModule]
     placement: StagePlacement
 
@@ -101,13 +88,6 @@ class StageRelay:
 
     If layers are split too, every stage is on several ranks, and values move between ranks with the
     same parts.
-
-    Args:
-        placement: The placement of the stages.
-        stages: The stages of this rank, by number.
-        rank: This rank.
-        group: The process group of the ranks whose samples go through the same weights.
-        live: The replica of this rank.
     """
 
     def __init__(

@@ -61,18 +61,6 @@ class PipelineSync(CopySync):
         near: NodeLocalRows,
         needs_all_losses: bool,
     ) -> None:
-        """Create the schedules.
-
-        Args:
-            staged: The replica with its pipeline stages.
-            plans: The slices that this rank updates.
-            rank: This rank.
-            spare: A few rows, for passes without effect.
-            strategy: The options of the pipeline.
-            groups: The process groups of this rank.
-            near: The rows of other ranks that this rank can read itself.
-            needs_all_losses: Whether every rank must know the loss of its own samples.
-        """
         super().__init__(staged.live, plans, rank, spare)
         self._needs_all_losses = needs_all_losses
         self._strategy, self._placement = strategy, staged.placement

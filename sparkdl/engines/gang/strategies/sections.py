@@ -36,14 +36,7 @@ class SectionExchange(GradientSync):
     def __init__(
         self, live: LiveReplica, slices: Sequence[SliceSpec], mine: Collection[int], rank: int
     ) -> None:
-        """Create the exchange.
-
-        Args:
-            live: The replica of this rank.
-            slices: All slices.
-            mine: The numbers of the slices that this rank updates.
-            rank: This rank.
-        """
+        """Create the exchange of all slices, of which this rank updates ``mine``."""
         super().__init__(rank)
         self._live, self._slices, self._mine = live, slices, mine
         self._outcome: ReplicaResult | None = None
@@ -118,13 +111,7 @@ def head_of(section: SectionLayout, absent: frozenset[int]) -> bytes:
 
 
 def open_parcel(plan: SliceSpec, dtype: torch.dtype, parcel: torch.Tensor) -> Section:
-    """Read a header and its section.
-
-    Args:
-        plan: The slice.
-        dtype: The dtype of the flat vector.
-        parcel: The header and the section (uint8). The tensors of the result share its memory.
-    """
+    """Read a header and its section (uint8); the result's tensors share the parcel's memory."""
     data = parcel.numpy()
     specs, head, start = head_from_bytes(data)
     section = SectionLayout(

@@ -90,12 +90,7 @@ class SummedGradients(GradientSync):
     ) -> None:
         """Create the gradient vector and prepare the spare rows.
 
-        Args:
-            live: The replica of this rank.
-            plans: The slices that this rank updates.
-            rank: This rank.
-            spare: A few rows, for iterations in which the rank has none. It takes part in the sums
-                all the same, with a weight of 0.
+        A rank without rows takes part in the sums with these, with a weight of 0.
         """
         super().__init__(rank)
         self._live, self._plans = live, plans
@@ -265,13 +260,6 @@ def first_not_finite(
     """Return the first parameter on this rank whose gradient cannot be summed, or "".
 
     See :func:`can_be_summed`.
-
-    Args:
-        live: The replica of this rank.
-        gradients: Its gradients.
-        factor: The factor that gradients are multiplied by before they are sent.
-        wire: The dtype in which they are sent. None means that of the flat vector.
-        ranks: The number of ranks over which they are summed.
     """
     for (segment, _), gradient in zip(live.flat.parameters, gradients.dense, strict=True):
         if gradient is None:

@@ -128,22 +128,11 @@ def parallelise(
     device: torch.device,
     lock: BuildLock,
 ) -> None:
-    """Split the layers of a module.
+    """Split the layers of a module in place, on ``device``.
 
-    All ranks have built the same module, so nothing is sent, and each can do this while it holds the
-    lock.
-
-    Args:
-        recipe: The recipe of the module.
-        module: The module, which is moved to ``device`` and changed in place.
-        strategy: The options of the split.
-        mesh: The ranks over which layers are split, in one dimension.
-        spare: A few rows, with which the model is called before and after the split.
-        device: The device of this rank.
-        lock: The lock under which the module was built, which is released here.
-
-    Raises:
-        sparkdl.ModelError: If the split model fails, or its output for ``spare`` is different.
+    All ranks have built the same module, so nothing is sent, and each can do this while it holds
+    the lock, which is released here. Raises ModelError if the split model fails, or its output for
+    ``spare`` is different.
     """
     plan = plan_of(strategy, module, mesh.size())
     styles = {n: STYLES[way]() if isinstance(way, str) else way for n, way in plan.items()}
@@ -266,13 +255,7 @@ class TensorSync(CopySync):
 
 
 def repeated(live: LiveReplica, mesh: DeviceMesh, place: int) -> frozenset[int]:
-    """Return the numbers of the parameters that an earlier rank of ``mesh`` has too.
-
-    Args:
-        live: The replica of this rank.
-        mesh: The ranks over which layers are split.
-        place: The position of this rank in ``mesh``.
-    """
+    """Return the numbers of the parameters that an earlier rank of ``mesh`` has too."""
     if place == 0:
         return frozenset()
     return frozenset(

@@ -1,0 +1,54 @@
+"""Docstrings name what is there: the arguments of a section are parameters, or fields of a class."""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from test_sizes import modules
+
+SECTION = re.compile(r"^(Args|Attributes):\n((?:[ ]{4}.*\n?|\n)+)", re.M)
+ENTRY = re.compile(r"^ {4}(\*{0,2}\w+)(?: ?\(.*?\))?:", re.M)
+
+
+def names_of(node: ast.AST, classes: dict[str, ast.ClassDef]) -> set[str]:
+    """The parameters of a function; of a class those of ``__init__``, its fields, and its bases'."""
+    if isinstance(node, ast.ClassDef):
+        names: set[str] = set()
+        for item in node.body:
+            if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+                names.add(item.target.id)
+            elif isinstance(item, ast.Assign):
+                names |= {target.id for target in item.targets if isinstance(target, ast.Name)}
+            elif isinstance(item, ast.FunctionDef):
+                names |= {item.name, *(names_of(item, classes) if item.name == "__init__" else ())}
+                names |= {
+                    target.attr
+                    for assign in ast.walk(item)
+                    if isinstance(assign, (ast.Assign, ast.AnnAssign))
+                    for each in (
+                        assign.targets if isinstance(assign, ast.Assign) else [assign.target]
+                    )
+                    for target in (each.elts if isinstance(each, ast.Tuple) else [each])
+                    if isinstance(target, ast.Attribute)
+                }
+        bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
+        return names.union(*(names_of(classes[b], classes) for b in bases if b in classes))
+    assert isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    arguments = node.args
+    plain = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return {a.arg for a in [*plain, arguments.vararg, arguments.kwarg] if a is not None}
+
+
+def test_the_names_in_sections_are_there() -> None:
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules().items()}
+    nodes = [(name, node) for name, tree in trees.items() for node in ast.walk(tree)]
+    classes = {node.name: node for _, node in nodes if isinstance(node, ast.ClassDef)}
+    wrong = []
+    for name, node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for _, section in SECTION.findall((ast.get_docstring(node) or "") + "\n"):
+                entries = {entry.lstrip("*") for entry in ENTRY.findall(section)}
+                unknown = entries - names_of(node, classes)
+                wrong += [f"{name}.{node.name}: {each}" for each in sorted(unknown)]
+    assert wrong == []
