@@ -54,8 +54,8 @@ FITS: dict[str, sparkdl.Trainer] = {
     "shuffle": trainer(),
     "shuffle, clipped by norm": trainer(plain, clip_norm=0.5),
     "shuffle, accumulated and averaged": trainer(accumulate=2, ema=0.9),
-    "gang": trainer(engine="gang", slices=2),
-    "gang, zero1": trainer(plain, engine="gang", slices=2, strategy="zero1"),
+    "gang": trainer(engine="gang", slices=None),
+    "gang, zero1": trainer(plain, engine="gang", slices=None, strategy="zero1"),
     "shuffle, compressed": trainer(plain, wire="bf16"),
 }
 RESUMED = "shuffle, from a checkpoint"
@@ -101,10 +101,7 @@ def main() -> None:
     scored = sparkdl.predict(df, whole.module, outputs={"best": lambda out: out.argmax(1)})
     digests["predict"] = hexdigest(json.dumps([row.best for row in scored.collect()]).encode())
     stage = TorchClassifier(
-        model=plain,
-        optimizer=partial(torch.optim.Adam, lr=0.01),
-        replicas=2,
-        stop=sparkdl.max_iteration(4),
+        model=plain, learningRate=0.01, batchSize=32, maxEpochs=1, trainerArgs={"replicas": 2}
     )
     pipeline = Pipeline(stages=[stage]).fit(df)
     classes = [row.prediction for row in pipeline.transform(df).select("prediction").collect()]
