@@ -26,13 +26,10 @@ import atexit
 import ctypes
 import gc
 import importlib
-import io
 import os
 import shutil
 import signal
-import socket
 from pathlib import Path
-from typing import Any
 
 from sparkdl.process.system import longest_socket_path
 from sparkdl.slab.root import marked_directory
@@ -126,44 +123,7 @@ def give_workers_sessions() -> None:
     atexit.register(os._exit, 1)
 
 
-class _Acknowledged(io.RawIOBase):
-    """What a worker reads from the JVM over TCP, acknowledged at once."""
-
-    def __init__(self, file: Any, connection: socket.socket) -> None:
-        self._file, self._connection = file, connection
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        # the kernel forgets it again, as soon as the worker answers
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
-        return int(self._file.readinto1(buffer))
-
-
-def acknowledge_at_once() -> None:
-    """Let workers that talk to the JVM over TCP (before Spark 4.1 all do) not wait for each other.
-
-    The JVM sends the rest of a message when the beginning is acknowledged, which Linux puts off for
-    40 ms in the hope of an answer that could carry it.
-    """
-    import pyspark.worker
-
-    work = pyspark.worker.main
-
-    def main(infile: Any, outfile: Any) -> None:
-        with socket.socket(fileno=os.dup(infile.fileno())) as connection:
-            if connection.family in (socket.AF_INET, socket.AF_INET6):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                infile = io.BufferedReader(_Acknowledged(infile, connection), 65536)
-            work(infile, outfile)
-
-    if hasattr(socket, "TCP_QUICKACK"):
-        pyspark.worker.main = main
-
-
 if __name__ == "__main__":
-    acknowledge_at_once()
     from pyspark.daemon import manager
 
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # each worker would draw its own

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.compat import UNIX_SOCKETS
+from sparkdl.compat import CONNECT, UNIX_SOCKETS, VERSION, untried
 from sparkdl.errors import SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
@@ -159,6 +159,12 @@ def connected_session_of(data: Any, method: str) -> Any:
     """
     from pyspark.sql import DataFrame
 
+    if not CONNECT:
+        raise SessionError(
+            "over Spark Connect sparkdl needs Spark 4.0 or newer, in client and server; this is "
+            f"{'.'.join(map(str, VERSION))}: start a classic session, sparkdl.session(master), or "
+            "spark-submit your script."
+        )
     if not isinstance(data, DataFrame):
         remedy = "Read one with spark.read or spark.table."
         raise wrong_data(method, data, "a DataFrame", remedy)
@@ -261,8 +267,10 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
     conf = conf_of(context)
     needed = [key for key in NEEDED_FOR_SPEED if UNIX_SOCKETS or key != SOCKETS]
     missing = [key for key in needed if conf.get(key, "") != SPARK_SETTINGS[key][0]]
-    if missing and context.applicationId not in _warned:
+    if context.applicationId not in _warned:
         _warned.add(context.applicationId)
+        if (sentence := untried()) is not None:
+            logger.warning(sentence)
         for key in missing:
             value, reason = SPARK_SETTINGS[key]
             if key == DAEMON and conf.get(key, "") not in ("", "pyspark.daemon"):
