@@ -17,7 +17,7 @@ from sparkdl.errors import DataError
 try:
     from pyspark.core.rdd import PipelinedRDD as PipelinedRDD
 except ImportError:  # 3.5
-    from pyspark.rdd import PipelinedRDD as PipelinedRDD
+    from pyspark.rdd import PipelinedRDD as PipelinedRDD  # type: ignore[no-redef]
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -43,7 +43,7 @@ def load_from_socket(address: Any, serializer: Any) -> Any:
     try:
         from pyspark.util import _load_from_socket
     except ImportError:  # 3.5
-        from pyspark.rdd import _load_from_socket
+        from pyspark.rdd import _load_from_socket  # type: ignore[no-redef]
     return _load_from_socket(address, serializer)
 
 
