@@ -113,6 +113,11 @@ def gives_sums(
                 told = told.replace(
                     "loss=sparkdl.PerReplica(loss)", "step=sparkdl.PerReplica(step)"
                 )
+            if any(known.left for known in batch.lengths if known is not None):
+                told += (
+                    " Texts are padded on the left here: a loss that shifts its labels then takes in "
+                    'the padding\'s last place. Text(padding_side="right") avoids that.'
+                )
             raise ModelError(told)
     return sums
 

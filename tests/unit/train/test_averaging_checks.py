@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data.batches import Batch
-from sparkdl.data.ragged import Ragged, Rows, dense, padded_lengths
+from sparkdl.data.ragged import Padding, Ragged, Rows, dense, padded_lengths
 from sparkdl.errors import ModelError
 from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
@@ -99,6 +100,7 @@ for row, length in enumerate((6, 6, 2, 3, 6)):
     PADDED[row, length:] = -100
 LENGTHS = [2, 6, 3, 1, 4]
 RAGGED = Ragged.of([GENERATOR.integers(1, CLASSES, size=n) for n in LENGTHS])
+ON_THE_LEFT = replace(RAGGED, padding=Padding(side="left"))
 RAGGED_VALUES = Ragged.of([GENERATOR.normal(size=n).astype(np.float32) for n in LENGTHS])
 
 
@@ -141,6 +143,7 @@ TOLD = {
         "it is a sum",
     ),
     "a mean over padding": (padded_mean, RAGGED, of_words, r"\(sum, count\)"),
+    "a mean over padding on the left": (padded_mean, ON_THE_LEFT, of_words, 'padding_side="right"'),
     "of numbers without padding": (
         first_places,
         RAGGED_VALUES,
