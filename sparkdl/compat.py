@@ -143,17 +143,24 @@ def from_pandas(values: Any, kind: pa.DataType, zone: str | None = None) -> pa.A
     Raises:
         DataError: pandas has lost which numbers they were.
     """
+    import numpy as np
     import pandas as pd
     import pyarrow as pa
 
     if isinstance(values, pd.DataFrame):
         fields = [from_pandas(values[field.name], field.type, zone) for field in kind]
-        return pa.StructArray.from_arrays(fields, fields=list(kind))
-    if pa.types.is_integer(kind) and values.dtype.kind == "f" and (values.abs() >= _EXACT).any():
-        raise DataError(
-            "a column of whole numbers has nulls beside numbers above 2**53, which pandas cannot "
-            "hold: leave out the rows with nulls, or use Spark 4.1 or newer."
-        )
+        null = values.isna().all(axis=1).to_numpy()  # pandas has no null struct
+        return pa.StructArray.from_arrays(fields, fields=list(kind), mask=pa.array(null))
+    whole, each = kind, [values]
+    if pa.types.is_list(kind):
+        whole, each = kind.value_type, [np.asarray(row) for row in values if row is not None]
+    if pa.types.is_integer(whole):
+        floats = [abs(row) for row in each if row.dtype.kind == "f"]
+        if any((row >= _EXACT).any() for row in floats):
+            raise DataError(
+                "a column of whole numbers has nulls beside numbers above 2**53, which pandas cannot "
+                "hold: leave out the rows with nulls, or use Spark 4.1 or newer."
+            )
     if pa.types.is_timestamp(kind) and kind.tz is not None and values.dt.tz is None:
         values = values.dt.tz_localize(zone)  # raises at the hour that a clock shows twice
     return pa.array(values, type=kind, from_pandas=True)
@@ -180,31 +187,40 @@ def apply_in_arrow(
     """
     if VERSION >= (4, 0):
         return grouped.applyInArrow(task, schema)
+    from pyspark.sql import SparkSession
     from pyspark.sql.pandas.types import to_arrow_schema
 
     taken, result = [to_arrow_schema(one) for one in inputs], to_arrow_schema(schema)
+    zone = SparkSession.active().conf.get("spark.sql.session.timeZone")
 
     def of_group(key, rows):  # type: ignore[no-untyped-def]
-        import pyarrow as pa
+        import pandas as pd
 
-        from sparkdl.compat import table_from_pandas
+        from sparkdl.compat import from_pandas, table_from_pandas, table_to_pandas
 
         scalars = tuple(
-            pa.scalar(value, field.type) for value, field in zip(key, result, strict=False)
+            from_pandas(pd.Series([value]), field.type, zone)[0]
+            for value, field in zip(key, result, strict=False)
         )
-        return task(scalars, table_from_pandas(rows, taken[0])).cast(result).to_pandas()
+        return table_to_pandas(task(scalars, table_from_pandas(rows, taken[0], zone)), result)
 
     def of_two(left, right):  # type: ignore[no-untyped-def]
-        from sparkdl.compat import table_from_pandas
+        from sparkdl.compat import table_from_pandas, table_to_pandas
 
-        return task(*map(table_from_pandas, (left, right), taken)).cast(result).to_pandas()
+        tables = (table_from_pandas(*one, zone) for one in zip((left, right), taken, strict=True))
+        return table_to_pandas(task(*tables), result)
 
     return grouped.applyInPandas(of_group if len(inputs) == 1 else of_two, schema)
 
 
-def table_from_pandas(rows: Any, schema: pa.Schema) -> pa.Table:
+def table_from_pandas(rows: Any, schema: pa.Schema, zone: str | None) -> pa.Table:
     """Return the rows of a group as Spark has them."""
     import pyarrow as pa
 
-    columns = [from_pandas(rows[field.name], field.type) for field in schema]
+    columns = [from_pandas(rows[field.name], field.type, zone) for field in schema]
     return pa.Table.from_arrays(columns, schema=schema)
+
+
+def table_to_pandas(table: pa.Table, schema: pa.Schema) -> Any:
+    """Return a group's result as Spark takes it."""
+    return table.cast(schema).to_pandas(maps_as_pydicts="strict")

@@ -28,6 +28,7 @@ from sparkdl.data.partition_join import save_order, where_there_is_room
 from sparkdl.data.preview import Preview, row_bytes
 from sparkdl.data.ragged import Rows, concatenate
 from sparkdl.data.row_order import row_hashes
+from sparkdl.errors import TrainingError
 from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.spark.worker import finish_task
 
@@ -118,6 +119,12 @@ class SpreadRows:
             return handle
         shares, counts = self.repeated.shares[:, partition], self.repeated.counts
         mine = self.repeated.homes == partition
+        kinds = zip(self.repeated.starts[mine].tolist(), counts[mine].tolist(), strict=True)
+        if not {*kinds} <= {(start, count) for start, count in handle.repeats}:
+            raise TrainingError(
+                f"partition {partition} was computed again and holds other rows: the source of the "
+                "data is not deterministic. Write it out (df.write.parquet), and fit on that."
+            )
         order = np.zeros(0, np.int64)
         if handle.order_path:
             order = np.array(map_file(handle.order_path, "int64", (-1,)))

@@ -53,6 +53,8 @@ from sparkdl.model.pickling import dumps
 from sparkdl.model.preparation import passing_buffers, with_shared
 
 logger = logging.getLogger("sparkdl")
+MOST_REPLACED = 3
+"""How often a model is read again because it was replaced meanwhile."""
 
 
 def save(
@@ -191,8 +193,27 @@ def _load_here(
     loss: Callable[..., Any] | None,
     trust: bool,
 ) -> TrainedModel:
-    """Load a saved model from a folder of this machine; see :func:`load`."""
-    saved = Saved.read(folder)
+    """Load a saved model from a folder of this machine; see :func:`load`.
+
+    If it is replaced meanwhile, the new one is loaded.
+    """
+    for _ in range(MOST_REPLACED):
+        saved = Saved.read(folder)
+        try:
+            return _load_saved(saved, model, loss, trust)
+        except ModelError:
+            if Saved.read(folder).manifest.files == saved.manifest.files:
+                raise
+    return _load_saved(Saved.read(folder), model, loss, trust)
+
+
+def _load_saved(
+    saved: Saved,
+    model: Callable[[], nn.Module] | nn.Module | None,
+    loss: Callable[..., Any] | None,
+    trust: bool,
+) -> TrainedModel:
+    folder = saved.folder
     columns, signature = columns_of(saved, trust), signature_of(saved, trust)
     history = _history(saved)
     build = model if model is not None else read_recipe(saved, trust)

@@ -131,9 +131,17 @@ def check_rules(module: nn.Module, patterns: Mapping[str, Rule], gossip: bool) -
                 "replicas with consistency=Gossip average with a few others and never all meet: give "
                 '"mean" or "first"'
             )
+        wide = buffers[name].element_size() > _itemsize(module)
+        if gossip and rule == MEAN and wide:
+            problem = 'it is wider than the parameters, and Gossip averages none such: give "first"'
         if problem:
             told = in_quotes(rule) if isinstance(rule, str) else "a function"
             raise ModelError(f'the buffer "{name}" has the rule {told}, but {problem}.')
+
+
+def _itemsize(module: nn.Module) -> int:
+    """Return the bytes of a parameter's element."""
+    return max((p.element_size() for p in module.parameters() if p.is_floating_point()), default=8)
 
 
 def problem_of_rule(buffer: torch.Tensor, rule: Rule) -> str:

@@ -175,7 +175,8 @@ class FlatModule:
             if segment.rule == SUM:
                 places = end[segment.start - start : segment.stop - start], self._place(segment)
                 now, before = (values_in(p, segment.kind, segment.dtype) for p in places)
-                now.sub_(before)
+                before = before.to(segment.dtype).to(now.dtype)  # what the module began with
+                now.copy_(torch.where(now == before, 0, now - before))  # infinities too
         return end
 
     @torch.no_grad()

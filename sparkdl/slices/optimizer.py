@@ -47,7 +47,8 @@ class GroupSpec:
         for i, (group, members) in enumerate(zip(self.groups, self.members, strict=True)):
             if params := [fragments[n] for n in members if n in fragments]:
                 values = {**group, **(hyperparameters[i] if hyperparameters else {})}
-                groups.append({**values, "params": params})
+                tensors = {k: v.clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
+                groups.append({**values, **tensors, "params": params})  # a step may change them
         return self._made(groups) if groups else None
 
     def mirror(self) -> torch.optim.Optimizer:

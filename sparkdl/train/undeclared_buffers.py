@@ -100,7 +100,7 @@ class UndeclaredBuffers:
         recipe, found = self._recipe, {}
         try:
             with seeded(recipe.seed):  # a forward may compute gradients
-                recipe.signature.call_for_loss(recipe.loss, self._module.train(), inputs, targets)
+                recipe.signature.call_for_loss(recipe.loss, self._module, inputs, targets)
         except Exception:  # too few rows, for example
             return {}
         for name in names:

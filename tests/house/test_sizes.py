@@ -13,7 +13,7 @@ from launch import ROOT
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 378,
-    "lines": 61_760,
+    "lines": 61_819,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 18,
     "modules with a single importer": 69,
@@ -25,25 +25,25 @@ CODE = {
     "codec": 525,
     "collectives": 2557,
     "consistency": 797,
-    "data": 3196,
+    "data": 3203,
     "engines": 7820,
     "gang": 2375,
-    "infer": 3673,
+    "infer": 3689,
     "loop": 2084,
     "metrics": 661,
     "ml": 1184,
-    "model": 1426,
+    "model": 1432,
     "parallel": 1161,
     "process": 487,
     "replica": 1242,
     "slab": 503,
-    "slices": 1928,
+    "slices": 1929,
     "spark": 1030,
     "summaries": 863,
-    "train": 5047,
+    "train": 5052,
     "tune": 1904,
     "usercode": 617,
-    "": 1095,  # the modules at the top
+    "": 1108,  # the modules at the top
 }
 NO_CODE = (
     tokenize.COMMENT,

@@ -37,7 +37,7 @@ def here(tmp_path_factory) -> tuple[dict[str, str], Path]:
     "cell",
     [
         "spark-3.5",
-        "spark-4.0",
+        pytest.param("spark-4.0", marks=pytest.mark.soak),
         pytest.param("spark-4.1", marks=pytest.mark.soak),
         pytest.param("spark-4.2", marks=pytest.mark.soak),
     ],

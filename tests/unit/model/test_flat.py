@@ -469,3 +469,30 @@ def test_an_expanded_buffer_can_be_written_to(count: int) -> None:
         flat.refresh()
         assert torch.equal(module.mean, torch.full((count, 2), value))
         module.mean = module.mean[:1].expand(count, 2)  # as forward may make it again
+
+
+@pytest.mark.parametrize(
+    ("vector", "buffer", "start"),
+    [
+        (torch.float32, torch.bfloat16, 255.0),
+        (torch.float64, torch.float32, 2.0**24 - 1),
+        (torch.float32, torch.float32, float("inf")),
+    ],
+    ids=["bf16 in fp32", "fp32 in fp64", "infinite"],
+)
+def test_a_sum_that_nobody_adds_to_stays(
+    vector: torch.dtype, buffer: torch.dtype, start: float
+) -> None:
+    """The vector may hold more digits of it than the module."""
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.zeros(1, dtype=vector))
+    module.register_buffer("count", torch.tensor([start], dtype=buffer))
+    flat = FlatModule(module, rules={"count": "sum"})
+    place = flat.layout.buffers_start
+    for added in (1.0, 0.0, 0.0):
+        flat.refresh()
+        flat.module.count += added
+        changes = flat.buffers()
+        if not added:
+            assert not changes[:1].any()
+        flat.flat[place : place + 1] += changes[:1] * 3

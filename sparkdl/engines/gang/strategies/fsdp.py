@@ -155,7 +155,7 @@ def sum_whole(live: LiveReplica, groups: Sequence[dist.ProcessGroup | None]) -> 
         return
     sums = torch.zeros(2, len(whole), dtype=whole[0].dtype, device=live.device)
     for number, parameter in enumerate(whole):
-        if parameter.grad is not None:
+        if parameter.grad is not None and not idle():  # which may be no number
             sums[0, number], sums[1, number] = parameter.grad, 1.0
     for group in groups:
         if group is not None:
