@@ -11,6 +11,9 @@ FILES = [path for room in ("sparkdl", "jobs", "examples") for path in (ROOT / ro
 MODE = {"open": 1, "fdopen": 1, "NamedTemporaryFile": 0, "TemporaryFile": 0}
 """Where these functions have the mode among their arguments."""
 
+TEXT = {"read_text": 0, "write_text": 1}
+"""Where methods of a path have the encoding."""
+
 
 def as_the_locale_says(text: str) -> Iterator[int]:
     """Yield the lines of calls that read or write text and name no encoding."""
@@ -19,7 +22,8 @@ def as_the_locale_says(text: str) -> Iterator[int]:
             given = {k.arg: k.value for k in call.keywords}
             name = getattr(call.func, "attr", None) or getattr(call.func, "id", None)
             method = name == "open" and isinstance(call.func, ast.Attribute)
-            if name in ("read_text", "write_text") or {"text", "universal_newlines"} & given.keys():
+            named = len(call.args) > TEXT.get(name, 0)
+            if (name in TEXT and not named) or {"text", "universal_newlines"} & given.keys():
                 yield call.lineno
             elif name in MODE:
                 place = MODE[name] - method
