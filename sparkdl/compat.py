@@ -1,7 +1,7 @@
 """The differences between the versions of Spark that sparkdl runs on; no other module asks for one.
 
 A name that all of them have in the same place (``from pyspark import RDD``) is used from there. What
-a version cannot do is a row of the table in ``docs/guide/versions.md``.
+a version cannot do is a row of the table in ``docs/versions.md``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VERSION = tuple(int(number) for number in pyspark.__version__.split(".")[:2])
 UNIX_SOCKETS = VERSION >= (4, 1)
 """Python workers may talk to the JVM over Unix sockets."""
 ARROW_FUNCTIONS = VERSION >= (4, 1)
-"""``functions.arrow_udf`` and ``applyInArrow`` of grouped data are there in full."""
+"""``functions.arrow_udf`` is there."""
 CONNECT = VERSION >= (4, 0)
 """The client of Spark Connect has what training needs."""
 _EXACT = 2**53
