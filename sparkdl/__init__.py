@@ -63,6 +63,7 @@ from sparkdl.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from sparkdl import tune
+    from sparkdl.diagnosis import diagnose
     from sparkdl.infer.scoring.function import register_function
     from sparkdl.infer.scoring.predict import predict
     from sparkdl.infer.scoring.text import classify, embed
@@ -119,6 +120,7 @@ __all__ = [
     "all_rows",
     "classify",
     "collectives",
+    "diagnose",
     "embed",
     "every",
     "every_epoch",
@@ -144,6 +146,7 @@ _ON_USE = {
     "GroupModels": "sparkdl.train.groups",
     "PlacedSamples": "sparkdl.train.placed_samples",
     "classify": "sparkdl.infer.scoring.text",
+    "diagnose": "sparkdl.diagnosis",
     "embed": "sparkdl.infer.scoring.text",
     "fit_groups": "sparkdl.train.groups",
     "predict": "sparkdl.infer.scoring.predict",
