@@ -56,8 +56,16 @@ MATRIX = {
     "spark-4.1": Cell(("pyspark==4.1.4",)),
     "spark-4.2": Cell(("pyspark==4.2.1",)),
     "pandas-3": Cell(("pandas==3.1.1",)),
-    "python-3.12": Cell(("numpy==2.4.6", "pandas==2.3.3", "pyarrow==26.0.1", "safetensors==0.8.0"), WITHOUT_TORCH, "3.12"),
-    "python-3.13": Cell(("numpy==2.4.6", "pandas==3.1.1", "pyarrow==26.0.1", "safetensors==0.8.0"), WITHOUT_TORCH, "3.13"),
+    "python-3.12": Cell(
+        ("numpy==2.4.6", "pandas==2.3.3", "pyarrow==26.0.1", "safetensors==0.8.0"),
+        WITHOUT_TORCH,
+        "3.12",
+    ),
+    "python-3.13": Cell(
+        ("numpy==2.4.6", "pandas==3.1.1", "pyarrow==26.0.1", "safetensors==0.8.0"),
+        WITHOUT_TORCH,
+        "3.13",
+    ),
 }
 
 
@@ -95,6 +103,7 @@ def main() -> None:
     what, *names = sys.argv[1:] or ["all"]
     for name in names:
         print(build(name))
+
 
 if __name__ == "__main__":
     main()

@@ -24,7 +24,11 @@ class _Named(type):
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
         if len(arguments) == 1 and isinstance(arguments[0], types.FunctionType):
             return arguments[0]  # a decorator
-        return super().__call__() if cls.__init__ is object.__init__ else super().__call__(*arguments, **options)
+        return (
+            super().__call__()
+            if cls.__init__ is object.__init__
+            else super().__call__(*arguments, **options)
+        )
 
 
 def _attribute(owner: str, name: str) -> Any:
