@@ -52,7 +52,7 @@ def test_the_report(
         "Name: sparkdl\nVersion: 1.6.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    report_module.main()
+    report_module.main([])
     told = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in told.splitlines()]
     assert lines[0] == f"sparkdl {__version__}"
