@@ -26,7 +26,7 @@ from sparkdl.replica.compute import evaluating, to_tensors
 from sparkdl.slab.pool import kept_while_used
 from sparkdl.spark.broadcasts import INLINE_BYTES, Artifact, BroadcastBytes
 from sparkdl.spark.device import task_device
-from sparkdl.usercode import accompanied, tell_of_changed_constants
+from sparkdl.usercode import accompanied
 
 Dimensions = tuple[int | None, int | None]
 """The numbers of dimensions of a batch's output and of the predictions made from it."""
@@ -70,7 +70,6 @@ class ShippedModule:
         ``model``, called with ``seed``, has built the module. It is sent with the module's tensors
         if the module itself cannot be pickled.
         """
-        tell_of_changed_constants(module)
         data = _pickled(module, model, seed)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         known = before is not None and before.digest == digest and before.sender is sender

@@ -39,7 +39,6 @@ from sparkdl.train.recipes import (
     pickled,
     plan_optimizer,
 )
-from sparkdl.usercode import tell_of_changed_constants
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
@@ -118,8 +117,6 @@ def prepare(
             text = '%s= is for engine="gang" and has no effect with engine="%s".'
             logger.warning(text, name, trainer.engine)
     payload = pickled(recipe)
-    if trainer.engine != "local":
-        tell_of_changed_constants(recipe, trainer.columns)
     check_columns(trainer.columns)
     module = build_model(payload, reported=True)
     if problem := next(not_tensors(module), None):

@@ -1,9 +1,7 @@
 """Digests of a module's code, as it is in this process, which other processes compare.
 
 They cover the functions in the process, not those in the file, because a file may have changed since it
-was loaded.
-
-The search for the user's modules behind a value.
+was loaded. :func:`modules_behind` finds the user's modules behind a value.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import sysconfig
 import types
 import zipimport
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -142,23 +139,10 @@ _ENOUGH = 200_000
 """The most values that are visited."""
 
 
-@dataclass(frozen=True)
-class Behind:
-    """The user's code behind some values."""
-
-    modules: dict[str, types.ModuleType]
-    functions: list[types.FunctionType]  # those that travel by value
-
-
 def modules_behind(
     values: Iterable[Any], into_modules: bool = False
 ) -> dict[str, types.ModuleType]:
-    """Return the user's modules behind ``values``, by name; see :func:`code_behind`."""
-    return code_behind(values, into_modules).modules
-
-
-def code_behind(values: Iterable[Any], into_modules: bool = False) -> Behind:
-    """Return the user's code behind ``values``.
+    """Return the user's modules behind ``values``, by name.
 
     With ``into_modules``, also find the modules behind modules, and those that functions import.
     """
@@ -175,8 +159,7 @@ def code_behind(values: Iterable[Any], into_modules: bool = False) -> Behind:
                 todo += _names_of(value) if into_modules else ()
         else:
             todo += _behind(value, into_modules)
-    functions = [value for value in seen.values() if isinstance(value, types.FunctionType)]
-    return Behind(found, [each for each in functions if not _goes_by_name(each)])
+    return found
 
 
 def _behind(value: Any, imports: bool) -> Iterator[Any]:

@@ -56,8 +56,7 @@ from sparkdl.engines.gang.snapshots import (
     copied_residuals,
     on_copies,
 )
-from sparkdl.engines.gang.strategies.base import GradientSync
-from sparkdl.engines.gang.strategies.build import build_rank
+from sparkdl.engines.gang.strategies.base import GradientSync, build_rank
 from sparkdl.errors import ModelError, SessionError, UserError
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.loop.engine import BEST, ReadResiduals, ReadState, StateWork, weights_of

@@ -33,7 +33,6 @@ from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState, weights
 from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.process.determinism import torch_threads
-from sparkdl.replica.gradients import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Iteration, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import (
     keep_replica,
@@ -46,6 +45,7 @@ from sparkdl.replica.local_sgd import (
 )
 from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.replica.step import (
+    GradientWriter,
     ReplicaIteration,
     ReplicaResult,
     compress_outcome,
@@ -56,6 +56,7 @@ from sparkdl.replica.step import (
     sections_nbytes,
     to_mini_batch,
     write_sections,
+    writes_early,
 )
 from sparkdl.slices.reduce import ReducedGradient
 from sparkdl.slices.section import Section, SectionLayout

@@ -34,11 +34,17 @@ from sparkdl.engines.shuffle.messages import (
     REDUCTION,
     SYNCHRONIZATION,
     IterationMessage,
+    IterationReports,
     NodeCopies,
+    Nodes,
     NodeWeights,
     OneStageReport,
     PendingGradients,
     ShuffleSpec,
+    SliceBytes,
+    copies_by_node,
+    planned,
+    states_of,
 )
 from sparkdl.engines.shuffle.node_reduce import (
     NodeReports,
@@ -50,14 +56,6 @@ from sparkdl.engines.shuffle.node_reduce import (
 )
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward, OneStageTask
-from sparkdl.engines.shuffle.reports import (
-    IterationReports,
-    Nodes,
-    SliceBytes,
-    copies_by_node,
-    planned,
-    states_of,
-)
 from sparkdl.engines.shuffle.update_tasks import (
     ApplyPending,
     Reduce,

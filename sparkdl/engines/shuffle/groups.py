@@ -40,12 +40,14 @@ from sparkdl.engines.shuffle.messages import (
     IterationMessage,
     OneStageReport,
     ShuffleSpec,
+    Transfer,
+    between_nodes,
     raise_unrecoverable,
+    states_of,
 )
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_context import Recount, ReplicaContext, run_of
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward, compute_sections
-from sparkdl.engines.shuffle.reports import Transfer, between_nodes, states_of
 from sparkdl.engines.shuffle.state_reads import SnapshotRdds
 from sparkdl.engines.shuffle.store import next_version
 from sparkdl.engines.shuffle.update_tasks import ReadSections, read_sections

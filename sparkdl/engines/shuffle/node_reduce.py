@@ -35,11 +35,12 @@ from sparkdl.engines.shuffle.messages import (
     GradientHeader,
     GradientOffer,
     IterationMessage,
+    Nodes,
     NodeWeights,
     WeightsHeader,
+    sum_is_smaller,
 )
 from sparkdl.engines.shuffle.replica_context import run_of
-from sparkdl.engines.shuffle.reports import Nodes, sum_is_smaller
 from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
 from sparkdl.replica.run import RunSpec, plans_of
 from sparkdl.slab.pool import Pool, open_pool

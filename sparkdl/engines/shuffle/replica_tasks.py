@@ -28,22 +28,22 @@ from sparkdl.engines.shuffle.messages import (
     RESIDUAL_FOREIGN,
     GradientHeader,
     IterationMessage,
+    Nodes,
     OneStageReport,
 )
 from sparkdl.engines.shuffle.node_reduce import offered
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
-from sparkdl.engines.shuffle.reports import Nodes
 from sparkdl.engines.shuffle.store import joined_state, read_residuals, write_residuals
 from sparkdl.engines.shuffle.update_tasks import apply_pending, buffer_size
 from sparkdl.loop.engine import ReadResiduals
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.process.system import label_output
-from sparkdl.replica.gradients import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Fault, ReplicaReport, ResidualHandle, SliceReport
 from sparkdl.replica.local_sgd import open_inner, several_steps
 from sparkdl.replica.run import full_gpu_explained, open_replica, plans_of
 from sparkdl.replica.step import (
+    GradientWriter,
     ReplicaIteration,
     ReplicaResult,
     compress_outcome,
@@ -54,6 +54,7 @@ from sparkdl.replica.step import (
     sections_nbytes,
     to_mini_batch,
     write_sections,
+    writes_early,
 )
 from sparkdl.slab.pool import Claim, Pool, leave_room
 from sparkdl.slices.section import SectionLayout

@@ -44,7 +44,6 @@ from sparkdl.model.loss import is_step
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.parallel.ddp import DDP
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward
-from sparkdl.replica.gradients import take_gradients, writes_early
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.local_sgd import open_inner, several_steps
 from sparkdl.replica.run import OpenRun
@@ -55,7 +54,9 @@ from sparkdl.replica.step import (
     not_finite,
     section_maps,
     sections_nbytes,
+    take_gradients,
     write_sections,
+    writes_early,
 )
 from sparkdl.slices.section import Section, SectionLayout, open_section
 from sparkdl.slices.spec import SliceSpec

@@ -18,7 +18,6 @@ from sparkdl.engines.gang.model_group import sending_device
 from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.replica.compute import MiniBatch, forward_backward
-from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.local_sgd import (
     keep_replica,
@@ -27,7 +26,7 @@ from sparkdl.replica.local_sgd import (
     step_alone,
     without_rows,
 )
-from sparkdl.replica.step import ReplicaIteration
+from sparkdl.replica.step import Gradients, ReplicaIteration, take_gradients
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceState
 from sparkdl.slices.update import SliceUpdater

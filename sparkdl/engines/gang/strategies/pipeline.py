@@ -54,9 +54,8 @@ from sparkdl.replica.compute import (
     padding_pass,
     to_tensors,
 )
-from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import ReplicaIteration
+from sparkdl.replica.step import Gradients, ReplicaIteration, take_gradients
 from sparkdl.slices.spec import SliceSpec
 
 

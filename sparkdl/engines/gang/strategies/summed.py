@@ -16,9 +16,8 @@ from sparkdl.model.flat import Layout
 from sparkdl.model.loss import is_step
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.replica.compute import MiniBatch, Passed, Spare, idle, padding_pass, passes_together
-from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import ReplicaIteration, to_mini_batch
+from sparkdl.replica.step import Gradients, ReplicaIteration, take_gradients, to_mini_batch
 from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
 from sparkdl.slices.spec import SliceSpec
 
