@@ -308,17 +308,8 @@ class LocalEngine:
         self._older: deque[list[torch.Tensor]] = deque(maxlen=self._consistency.keep - 1)
         self._version = 0
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
-        """Set the state of every slice, from the recipe's weights or from ``read`` if it is given.
-
-        See :class:`sparkdl.loop.engine.Engine`. ``reported`` is not needed here, because exceptions
-        of ``read`` are raised directly.
-        """
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
+        """Set the state of every slice, from the recipe's weights or from ``read`` if it is given."""
         if read is None and self._states:  # the replica's weights have changed since it was built
             self._replicas.build()
         flat = self._replicas.live.flat.flat
@@ -469,9 +460,7 @@ class LocalEngine:
         plans, states = self._plans.slices, self._best if which == BEST else self._states
         return [use(n, plans[n], state) for n, state in enumerate(states)]
 
-    def load_residuals(
-        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
-    ) -> None:
+    def load_residuals(self, read: ReadResiduals) -> None:
         """Read the residuals of every replica."""
         found = {replica: read(replica) for replica in range(self._run.replicas)}
         self._replicas.keep_only({r: kept for r, kept in found.items() if kept is not None})

@@ -215,23 +215,16 @@ class SliceVersions:
         self._ring.clear()
         self._ring.append(version)
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """Place replicas where their samples are, and write the first version of the state.
 
-        Without ``read``, it has the recipe's weights. Exceptions in ``reported`` are raised as is.
+        Without ``read``, it has the recipe's weights.
         """
         self._pending = None
         with faults_explained("setting up the replicas"):
             if not self._placement.replica_nodes:
                 self._placement.place_replicas()
-            task = InitialState(
-                read, reported, "best" if which == BEST else "state", self._submission
-            )
+            task = InitialState(read, "best" if which == BEST else "state", self._submission)
             results = self._placement.at_slices(task, "write the initial state")
         _raise_first(results)
         states = states_of(sorted(results, key=lambda report: report.index))
@@ -258,12 +251,10 @@ class SliceVersions:
                 "stay in one)."
             )
 
-    def load_residuals(
-        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
-    ) -> None:
+    def load_residuals(self, read: ReadResiduals) -> None:
         """Write the replicas' residuals with one task per replica, in parallel."""
         with faults_explained("setting up the replicas"):
-            task = InitialResiduals(read, reported, self._submission)
+            task = InitialResiduals(read, self._submission)
             found = dict(self._placement.at_replicas(task, "write the replicas' residuals"))
         _raise_first(list(found.values()))
         self._residuals = tuple(found[replica] for replica in range(self._replicas))
@@ -406,14 +397,9 @@ class ShuffleEngine:
         result = summarize(done.replicas, done.slices, self._layout, seconds, traffic)
         return replace(result, decisions={**result.decisions, **update.decisions})
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """Load the state; see :class:`sparkdl.loop.engine.Engine`, as for what follows."""
-        self._versions.load(read, reported, which)
+        self._versions.load(read, which)
 
     def score(self) -> list[Any]:
         assert self._validation is not None
@@ -434,10 +420,8 @@ class ShuffleEngine:
         states = versions.best if which == BEST else versions.newest.states
         return self._reader.map_slices(states, use, versions.next_submission())
 
-    def load_residuals(
-        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
-    ) -> None:
-        self._versions.load_residuals(read, reported)
+    def load_residuals(self, read: ReadResiduals) -> None:
+        self._versions.load_residuals(read)
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         return self._reader.map_residuals(self._versions.residuals, use)

@@ -428,17 +428,12 @@ class GroupEngine(ShuffleEngine):
             if not turn.headers:
                 turn.job.cancel()
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """Load the state; see :class:`sparkdl.loop.engine.Engine`, as for what follows."""
         if which == CURRENT:
             self._give_up_turns()
             self._turns.reset()
-        super().load(read, reported, which)
+        super().load(read, which)
 
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT

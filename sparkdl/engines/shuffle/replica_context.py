@@ -35,7 +35,7 @@ from sparkdl.engines.shuffle.store import (
     read_version,
     version_frame,
 )
-from sparkdl.errors import ModelError, StaleReferenceError, UserError
+from sparkdl.errors import DamagedCheckpoint, ModelError, StaleReferenceError, UserError
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.replica.compare import Compared, Description, compared
 from sparkdl.replica.iteration import Clock, Fault, SliceHandle, SliceReport
@@ -108,19 +108,17 @@ class Recount:
 class InitialState:
     """Body over the owner RDD: write version 0 of the slice.
 
-    Yields a pickled :class:`SliceReport`. If ``read`` raises one of ``reported``, or the model
+    Yields a pickled :class:`SliceReport`. If ``read`` raises DamagedCheckpoint, or the model
     cannot be built again, the frame is the pickled exception. Without ``read`` the slice gets the
     weights of a replica that is built for this purpose, and no optimizer state.
     """
 
     read: Callable[[SliceSpec, torch.dtype], SliceState] | None = None
-    reported: tuple[type[Exception], ...] = ()
     role: str = "state"
     submission: int = 0
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
-        reported: tuple[type[Exception], ...] = (*self.reported, ModelError)
         try:
             begun = build_replica(run).flat.flat if self.read is None else None
             plans, pool = plans_of(run), open_pool(run.slab)
@@ -130,7 +128,7 @@ class InitialState:
             else:
                 assert self.read is not None
                 state = self.read(plan, plans.dtype)
-        except reported as error:
+        except (DamagedCheckpoint, ModelError) as error:
             yield pickle.dumps(error)
         else:
             handle = first_version(pool, state, self.submission, self.role)

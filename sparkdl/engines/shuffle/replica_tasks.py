@@ -35,6 +35,7 @@ from sparkdl.engines.shuffle.node_reduce import offered
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
 from sparkdl.engines.shuffle.store import joined_state, read_residuals, write_residuals
 from sparkdl.engines.shuffle.update_tasks import apply_pending, buffer_size
+from sparkdl.errors import DamagedCheckpoint
 from sparkdl.loop.engine import ReadResiduals
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import LiveReplica
@@ -142,18 +143,17 @@ class InitialResiduals:
     """Task at each replica: write the residuals that ``read(replica)`` returns.
 
     Yields one frame, a pickled (replica, handle or None), or (replica, exception) if ``read``
-    raises one of ``reported``.
+    raises DamagedCheckpoint.
     """
 
     read: ReadResiduals
-    reported: tuple[type[Exception], ...] = ()
     submission: int = 0
 
     def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
         result: ResidualHandle | Exception | None = None
         try:
             kept = self.read(context.index)
-        except self.reported as error:
+        except DamagedCheckpoint as error:
             result = error
         else:
             if kept is not None:

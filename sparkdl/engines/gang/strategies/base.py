@@ -11,7 +11,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +40,15 @@ from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slab.root import open_root
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceSpec
+
+
+class RankPass(NamedTuple):
+    """The part of a rank in an iteration."""
+
+    work: ReplicaIteration
+    batches: Sequence[MiniBatch]  # at most one for each step that the rank takes; none without rows
+    weights: Sequence[float]  # of each rank's rows
+    clock: Clock
 
 
 class GradientSync(ABC):
@@ -75,20 +84,8 @@ class GradientSync(ABC):
         self._kept = kept
 
     @abstractmethod
-    def compute(
-        self,
-        work: ReplicaIteration,
-        batches: Sequence[MiniBatch],
-        weights: Sequence[float],
-        clock: Clock,
-    ) -> tuple[float, str]:
-        """Run forward and backward.
-
-        Args:
-            work: The iteration.
-            batches: This rank's rows, in at most :attr:`steps` mini-batches; none if it has no rows.
-            weights: The weight of each rank's rows.
-            clock: Measures the time of each activity.
+    def compute(self, rank_pass: RankPass) -> tuple[float, str]:
+        """Run forward and backward on the rows of ``rank_pass``.
 
         Returns:
             The loss, and a description of what is not finite, or "".

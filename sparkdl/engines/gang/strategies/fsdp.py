@@ -201,7 +201,9 @@ class ShardedSync(SummedGradients):
         live.clear_gradients()
         live.flat.refresh()
 
-    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def run_pass(
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+    ) -> Passed:
         accumulate = self._live.recipe.options.accumulate
         parts = min(accumulate, max(stop - start for start, stop in work.step.rows))
         scale = work.step.loss_scale
@@ -218,13 +220,13 @@ class ShardedSync(SummedGradients):
         sum_whole(self._live, self._sums)
         return passed
 
-    def _not_finite(self) -> str:
+    def not_finite(self) -> str:
         """Return the parameter whose summed gradient is not finite in this rank's rows, or ""."""
         if can_be_summed(self._vector.filled(self._gradients.dense), 1):
             return ""
         return first_not_finite(self._live, self._gradients)
 
-    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         return self._vector.vector, self._gradients.absent
 
     def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:

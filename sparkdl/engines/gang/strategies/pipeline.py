@@ -32,7 +32,7 @@ from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import MeshGroups, ModelGroup, NodeLocalRows
 from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.rank_state import needs_all_losses
-from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankPass, RankStrategy
 from sparkdl.engines.gang.strategies.fsdp import let_go, sum_whole
 from sparkdl.engines.gang.strategies.pipeline_stages import (
     PipelineBuild,
@@ -54,8 +54,7 @@ from sparkdl.replica.compute import (
     padding_pass,
     to_tensors,
 )
-from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import Gradients, ReplicaIteration, take_gradients
+from sparkdl.replica.step import Gradients, take_gradients
 from sparkdl.slices.spec import SliceSpec
 
 
@@ -111,14 +110,9 @@ class PipelineSync(CopySync):
             self._keep_pace(1)
             self._live.clear_gradients()
 
-    def compute(
-        self,
-        work: ReplicaIteration,
-        batches: Sequence[MiniBatch],
-        weights: Sequence[float],
-        clock: Clock,
-    ) -> tuple[float, str]:
+    def compute(self, rank_pass: RankPass) -> tuple[float, str]:
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
+        work, batches, weights, clock = rank_pass
         counts = self._model_group.counts(work, weights)
         # shards are summed over all pipelines, of which others may have rows
         own, self._counts = self._rank in counts, bool(counts) or self._gathers
@@ -154,7 +148,7 @@ class PipelineSync(CopySync):
         self._gradients = self._taken(scale)
         if own and not math.isfinite(loss):
             return loss, f"the loss ({loss})"
-        name = self._not_finite()
+        name = self.not_finite()
         return loss, f'the gradient of "{name}"' if name else ""
 
     def _runs(self, rows: int) -> list[tuple[int, int, int]]:

@@ -26,7 +26,7 @@ from sparkdl.engines.gang.model_group import BuildLock, ModelGroup
 from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.shards import RowLayout
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import CopySync
+from sparkdl.engines.gang.strategies.summed import CopySync, SummedGradients
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import local
 from sparkdl.model.recipe import LiveReplica, Recipe, parts_of
@@ -227,7 +227,7 @@ def settle(live: LiveReplica) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
 
-class TensorSync(CopySync):
+class TensorSync(CopySync, SummedGradients):
     """Gradients of the parts of layers. See the note above.
 
     ``alike`` is the process group of the ranks with the same parts.
@@ -245,7 +245,9 @@ class TensorSync(CopySync):
         super().__init__(live, plans, rank, spare)
         self._model_group, self._alike = group, alike
 
-    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def run_pass(
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+    ) -> Passed:
         seed, scale = work.seed(), work.step.loss_scale
         passed = forward_backward(self._live, batch, seed, scale, clock, share=share, by_rows=True)
         settle(self._live)
