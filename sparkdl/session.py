@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.compat import CONNECT, UNIX_SOCKETS, VERSION, untried
 from sparkdl.errors import SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
@@ -159,6 +158,8 @@ def connected_session_of(data: Any, method: str) -> Any:
     """
     from pyspark.sql import DataFrame
 
+    from sparkdl.compat import CONNECT, VERSION
+
     if not CONNECT:
         raise SessionError(
             "over Spark Connect sparkdl needs Spark 4.0 or newer, in client and server; this is "
@@ -264,6 +265,8 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
 
     Return the keys that are missing.
     """
+    from sparkdl.compat import UNIX_SOCKETS, untried
+
     conf = conf_of(context)
     needed = [key for key in NEEDED_FOR_SPEED if UNIX_SOCKETS or key != SOCKETS]
     missing = [key for key in needed if conf.get(key, "") != SPARK_SETTINGS[key][0]]
