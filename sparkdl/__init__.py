@@ -33,11 +33,10 @@ if TYPE_CHECKING:
         TrustError,
         UserError,
     )
-    from sparkdl.infer.persistence import load
+    from sparkdl.infer.model import TrainedModel, load
     from sparkdl.infer.scoring.function import register_function
     from sparkdl.infer.scoring.predict import predict
     from sparkdl.infer.scoring.text import classify, embed
-    from sparkdl.infer.trained_model import TrainedModel
     from sparkdl.loop.callbacks import Callback, StopTraining
     from sparkdl.loop.history import History
     from sparkdl.loop.state import TrainState, Validated
@@ -153,11 +152,10 @@ _NAMES = {
     "sparkdl.data.columns.text": "Text",
     "sparkdl.errors": "CheckpointError DamagedCheckpoint DataError ModelError ParameterError "
     "SessionError SparkdlError StalledError StateLostError TrainingError TrustError UserError",
-    "sparkdl.infer.persistence": "load",
+    "sparkdl.infer.model": "TrainedModel load",
     "sparkdl.infer.scoring.function": "register_function",
     "sparkdl.infer.scoring.predict": "predict",
     "sparkdl.infer.scoring.text": "classify embed",
-    "sparkdl.infer.trained_model": "TrainedModel",
     "sparkdl.loop.callbacks": "Callback StopTraining",
     "sparkdl.loop.history": "History",
     "sparkdl.loop.state": "TrainState Validated",

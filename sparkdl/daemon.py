@@ -47,7 +47,7 @@ MODULES = (
     "sparkdl.data.columns.text",
     "sparkdl.data.record_tasks",
     "sparkdl.engines.shuffle.engine",  # the tasks of a fit, and torch
-    "sparkdl.infer.persistence",
+    "sparkdl.infer.model",
     "sparkdl.infer.predict",
     "sparkdl.infer.evaluate",
     "sparkdl.optim",

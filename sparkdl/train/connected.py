@@ -21,8 +21,8 @@ from sparkdl.checkpoint.resume import LATEST
 from sparkdl.data.fields import NO_ROWS
 from sparkdl.errors import DataError, ModelError, ParameterError, cannot_travel
 from sparkdl.gang.connect import check_slots_of, slots_of
-from sparkdl.infer.kept_state import StoredState
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
+from sparkdl.infer.saved import StoredState
 from sparkdl.loop.callbacks import Callback, added_callbacks
 from sparkdl.loop.history import History
 from sparkdl.model.pickling import dumps

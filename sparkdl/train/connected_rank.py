@@ -28,8 +28,8 @@ from sparkdl.gang.control import ControlAddress, ControlServer
 from sparkdl.gang.led import LedGang
 from sparkdl.gang.led_task import RESULT, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.infer.kept_state import StoredState
 from sparkdl.infer.output import Output
+from sparkdl.infer.saved import StoredState
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
@@ -48,7 +48,7 @@ from sparkdl.train.place_samples import check_validation
 from sparkdl.train.prepare import PreparedModel, prepare
 
 if TYPE_CHECKING:
-    from sparkdl.infer.trained_model import TrainedModel
+    from sparkdl.infer.model import TrainedModel
     from sparkdl.train.trainer import Trainer
 
 MAX_ROWS_BYTES = 64_000_000

@@ -24,10 +24,9 @@ from sparkdl.engines.registry import EngineInputs, build_engine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError, counted
-from sparkdl.infer.checkpoint_model import manifest_of_model
-from sparkdl.infer.kept_state import StoredState
+from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.output import Output
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.saved import StoredState, manifest_of_model
 from sparkdl.loop.advance import catch_up
 from sparkdl.loop.callbacks import Callback, added_callbacks, tell_result
 from sparkdl.loop.config import LoopConfig

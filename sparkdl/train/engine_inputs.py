@@ -16,7 +16,7 @@ from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import TrainingError
 from sparkdl.gang.rank_group import StartableGroup
-from sparkdl.infer.kept_state import StoredState
+from sparkdl.infer.saved import StoredState
 from sparkdl.loop.advance import first_state
 from sparkdl.loop.engine import BEST, Engine, ReadState
 from sparkdl.loop.history import History

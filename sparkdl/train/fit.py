@@ -19,8 +19,8 @@ from sparkdl.engines.resources import FitResources
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError
 from sparkdl.gang.slots import cpus_of
-from sparkdl.infer.kept_state import StoredState
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
+from sparkdl.infer.saved import StoredState
 from sparkdl.loop.history import History
 from sparkdl.loop.progress import progress_of
 from sparkdl.session import context_of, is_connected, settings_of, tell_what_costs_speed

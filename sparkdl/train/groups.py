@@ -18,7 +18,7 @@ from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
 from sparkdl.data.samples import materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema
 from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.model.flat import filled
 from sparkdl.process.numerics import Numerics

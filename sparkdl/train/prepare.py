@@ -18,8 +18,8 @@ from torch import nn
 from sparkdl.codec.files import mappable
 from sparkdl.errors import DataError, ModelError, ParameterError, SessionError
 from sparkdl.infer.evaluate import check_metrics
-from sparkdl.infer.persistence import not_tensors
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
+from sparkdl.infer.saved import not_tensors
 from sparkdl.loop.schedule import Schedule
 from sparkdl.metrics.named import resolve
 from sparkdl.model.buffers import check_rules

@@ -20,8 +20,8 @@ from sparkdl.consistency.base import Consistency
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.columns.base import ColumnSpec
 from sparkdl.errors import ParameterError, raise_all
+from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.new_forward import input_names
-from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.triggers import MaxEpoch, Trigger
