@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from sparkdl.consistency.asynchronous import Asynchronous
     from sparkdl.consistency.diloco import DiLoCo
     from sparkdl.consistency.gossip import Gossip
-    from sparkdl.consistency.stale_synchronous import StaleSynchronous
-    from sparkdl.consistency.synchronous import Synchronous
+    from sparkdl.consistency.synchronous import StaleSynchronous, Synchronous
     from sparkdl.data import Sample
     from sparkdl.data.columns.convert import Convert
     from sparkdl.data.columns.image import Image
     from sparkdl.data.columns.sequence import Sequence
     from sparkdl.data.columns.text import Text
+    from sparkdl.diagnosis import diagnose
     from sparkdl.errors import (
         CheckpointError,
         DamagedCheckpoint,
@@ -54,15 +54,15 @@ if TYPE_CHECKING:
         several_iterations,
     )
     from sparkdl.loop.validation import Validation
-    from sparkdl.metrics.metric_of import MetricOf
     from sparkdl.metrics.named import MeanMetric, Metric
-    from sparkdl.model.model_loss import ModelLoss, PerReplica
+    from sparkdl.metrics.scorer import MetricOf
+    from sparkdl.model.loss import ModelLoss, PerReplica
     from sparkdl.parallel.ddp import DDP
     from sparkdl.parallel.fsdp import FSDP
     from sparkdl.parallel.pipeline import Pipeline
     from sparkdl.parallel.tensor import Tensor
-    from sparkdl.replica.joint_pass import all_rows
-    from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
+    from sparkdl.replica.compute import all_rows
+    from sparkdl.slices.section import GradBucket, PowerSGD, TopK
     from sparkdl.train.groups import GroupModels, fit_groups
     from sparkdl.train.placed_samples import PlacedSamples
     from sparkdl.train.trainer import Trainer
@@ -117,6 +117,7 @@ __all__ = [
     "all_rows",
     "classify",
     "collectives",
+    "diagnose",
     "embed",
     "every",
     "every_epoch",
@@ -143,15 +144,16 @@ _NAMES = {
     "sparkdl.consistency.asynchronous": "Asynchronous",
     "sparkdl.consistency.diloco": "DiLoCo",
     "sparkdl.consistency.gossip": "Gossip",
-    "sparkdl.consistency.stale_synchronous": "StaleSynchronous",
-    "sparkdl.consistency.synchronous": "Synchronous",
+    "sparkdl.consistency.synchronous": "StaleSynchronous Synchronous",
     "sparkdl.data": "Sample",
     "sparkdl.data.columns.convert": "Convert",
     "sparkdl.data.columns.image": "Image",
     "sparkdl.data.columns.sequence": "Sequence",
     "sparkdl.data.columns.text": "Text",
+    "sparkdl.diagnosis": "diagnose",
     "sparkdl.errors": "CheckpointError DamagedCheckpoint DataError ModelError ParameterError "
-    "SessionError SparkdlError StalledError StateLostError TrainingError TrustError UserError",
+    "SessionError SparkdlError StalledError StateLostError TrainingError "
+    "TrustError UserError",
     "sparkdl.infer.model": "TrainedModel load",
     "sparkdl.infer.scoring.function": "register_function",
     "sparkdl.infer.scoring.predict": "predict",
@@ -162,15 +164,15 @@ _NAMES = {
     "sparkdl.loop.triggers": "Trigger every every_epoch every_seconds max_epoch max_iteration "
     "max_score max_time min_loss plateau several_iterations",
     "sparkdl.loop.validation": "Validation",
-    "sparkdl.metrics.metric_of": "MetricOf",
     "sparkdl.metrics.named": "MeanMetric Metric",
-    "sparkdl.model.model_loss": "ModelLoss PerReplica",
+    "sparkdl.metrics.scorer": "MetricOf",
+    "sparkdl.model.loss": "ModelLoss PerReplica",
     "sparkdl.parallel.ddp": "DDP",
     "sparkdl.parallel.fsdp": "FSDP",
     "sparkdl.parallel.pipeline": "Pipeline",
     "sparkdl.parallel.tensor": "Tensor",
-    "sparkdl.replica.joint_pass": "all_rows",
-    "sparkdl.slices.compression": "GradBucket PowerSGD TopK",
+    "sparkdl.replica.compute": "all_rows",
+    "sparkdl.slices.section": "GradBucket PowerSGD TopK",
     "sparkdl.train.groups": "GroupModels fit_groups",
     "sparkdl.train.placed_samples": "PlacedSamples",
     "sparkdl.train.trainer": "Trainer",

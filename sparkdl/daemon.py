@@ -41,17 +41,12 @@ MODULES = (
     "sparkdl.consistency.asynchronous",
     "sparkdl.consistency.diloco",
     "sparkdl.consistency.gossip",
-    "sparkdl.consistency.stale_synchronous",
-    "sparkdl.data.columns.image",
-    "sparkdl.data.columns.sequence",
-    "sparkdl.data.columns.text",
     "sparkdl.data.record_tasks",
     "sparkdl.engines.shuffle.engine",  # the tasks of a fit, and torch
     "sparkdl.infer.model",
     "sparkdl.infer.predict",
     "sparkdl.infer.evaluate",
     "sparkdl.optim",
-    "sparkdl.replica.joint_pass",
     "sparkdl.train.trainer",  # what models and callbacks of users refer to
     "torch._dynamo",  # the first optimizer of a process imports it
 )
