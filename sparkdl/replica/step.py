@@ -55,7 +55,14 @@ from sparkdl.replica.compute import (
     to_tensors,
     weigh,
 )
-from sparkdl.replica.iteration import ALL_PARTS, Clock, EarlyStop, IterationRows, PassedParts
+from sparkdl.replica.iteration import (
+    ALL_PARTS,
+    Clock,
+    EarlyStop,
+    IterationRows,
+    PassedParts,
+    ReplicaReport,
+)
 from sparkdl.slices.section import (
     GradBucket,
     Section,
@@ -247,6 +254,21 @@ class ReplicaResult:
     kept: ByParameter = field(default_factory=dict)
     losses: Losses = field(default_factory=dict)
     passed: PassedParts = ALL_PARTS
+
+    def report(
+        self, replica: int, clock: Clock, not_finite: str = "", **rest: Any
+    ) -> ReplicaReport:
+        """Return the report of ``replica``, with ``rest`` of its fields."""
+        named = {"node_id": "", "losses": self.losses, "passed": self.passed, **rest}
+        return ReplicaReport(
+            replica,
+            self.count,
+            self.weight,
+            self.loss,
+            seconds=clock.seconds,
+            not_finite=not_finite,
+            **named,
+        )
 
 
 def to_mini_batch(

@@ -136,16 +136,7 @@ class _Replica:
         live.flat.save_buffers(self.state.weights)
         self._gradients, self._loss, self.weight = result.gradients, result.loss, result.weight
         problem = problem_of_step(live, result.loss, result.gradients)
-        return ReplicaReport(
-            self._work.replica,
-            result.count,
-            result.weight,
-            result.loss,
-            "",
-            clock.seconds,
-            problem,
-            losses=result.losses,
-        )
+        return result.report(self._work.replica, clock, problem)
 
     def steps(self, whole: SliceUpdater, factor: float) -> None:
         """Take a step with ``factor`` times the gradients."""
@@ -232,19 +223,8 @@ class LocalReplicas:
         sections = write_sections(live, self.plans.slices, maps, outcome, memory)
         problem = not_finite(live, self.plans.slices, sections, outcome)
         clock.lap("publish")
-        report = ReplicaReport(
-            replica,
-            outcome.count,
-            outcome.weight,
-            outcome.loss,
-            "",
-            clock.seconds,
-            problem,
-            losses=outcome.losses,
-            passed=outcome.passed,
-        )
         written = [replace(section, replica=replica, others=outcome.others) for section in sections]
-        return report, written, outcome
+        return outcome.report(replica, clock, problem), written, outcome
 
     def load_weights(self, weights: Sequence[torch.Tensor]) -> None:
         """Copy the weights of all slices into the live module."""
