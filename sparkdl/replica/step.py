@@ -1,14 +1,6 @@
 """The work of one replica in one iteration, from rows to its sections. No Spark.
 
-Both engines use it: in the tasks of the forward-backward job, and in the local engine.
-
-Scoring the weights of version t on validation samples, where the replicas are.
-
-The sections of a replica: their layout, and writing what the replica computed into them.
-
-The gradients of a replica, as backward has left them in the parameters.
-
-Writing gradients into sections while backward is running.
+All engines use it, and score the weights on validation samples here.
 
 [Note: gradients leave early] A replica claims its slab before backward, and an autograd hook passes
 on each dense gradient as soon as it is complete. The gradient is written into its place in the

@@ -3,9 +3,8 @@
 It serves for debugging and as the reference for the shuffle engine: the same M and N give the same
 bits.
 
-Gossip in one process: all replicas in turn on one live module, the reference for ranks of a gang.
-
-The replicas of the local engine: M of them, which compute in turn on one live module.
+M replicas compute in turn on one live module. With gossip they do so each with its own weights: the
+reference for ranks of a gang.
 """
 
 from __future__ import annotations
