@@ -7,8 +7,9 @@ module says where to read the samples, with the executors of a host one after an
 where their samples are.
 
 The Python daemons are started while the driver still prepares a session's first fit. A daemon imports
-torch and more for two seconds when Spark first has a Python task for its executor. Meanwhile the driver builds the model, imports what torch's first optimizer needs, and plans the
-query, which takes about as long. Otherwise a user would wait for both in sequence.
+torch and more for two seconds when Spark first has a Python task for its executor. Meanwhile the
+driver builds the model, imports what torch's first optimizer needs, and plans the query, which takes
+about as long. Otherwise a user would wait for both in sequence.
 """
 
 from __future__ import annotations

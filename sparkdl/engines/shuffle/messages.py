@@ -3,12 +3,12 @@
 Reports have the same form however an iteration's jobs ran. A *fault* is the reason why a task does no
 work; some are errors that no submission resolves.
 
-The placement of replicas and slices on nodes says how many bytes go between them. P bytes of parameters are to be summed and returned among K nodes, each
-of which owns P / K of them. A node must then send (K - 1) / K of its sum of the gradients, and its
-slice of the new weights to K - 1 others. That is 2 P (K - 1) / K bytes in each direction, the
-minimum if every node does the same (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce
-algorithms"). :func:`least_bytes` computes this minimum, and :func:`planned` the bytes of a job with
-given nodes.
+The placement of replicas and slices on nodes says how many bytes go between them. P bytes of
+parameters are to be summed and returned among K nodes, each of which owns P / K of them. A node must
+then send (K - 1) / K of its sum of the gradients, and its slice of the new weights to K - 1 others.
+That is 2 P (K - 1) / K bytes in each direction, the minimum if every node does the same (Patarasuk and
+Yuan, 2009, "Bandwidth optimal all-reduce algorithms"). :func:`least_bytes` computes this minimum, and
+:func:`planned` the bytes of a job with given nodes.
 """
 
 from __future__ import annotations
