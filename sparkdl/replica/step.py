@@ -1,14 +1,6 @@
 """The work of one replica in one iteration, from rows to its sections. No Spark.
 
-Both engines use it: in the tasks of the forward-backward job, and in the local engine.
-
-Scoring the weights of version t on validation samples, where the replicas are.
-
-The sections of a replica: their layout, and writing what the replica computed into them.
-
-The gradients of a replica, as backward has left them in the parameters.
-
-Writing gradients into sections while backward is running.
+All engines use it, and score the weights on validation samples here.
 
 [Note: gradients leave early] A replica claims its slab before backward, and an autograd hook passes
 on each dense gradient as soon as it is complete. The gradient is written into its place in the
@@ -55,7 +47,14 @@ from sparkdl.replica.compute import (
     to_tensors,
     weigh,
 )
-from sparkdl.replica.iteration import ALL_PARTS, Clock, EarlyStop, IterationRows, PassedParts
+from sparkdl.replica.iteration import (
+    ALL_PARTS,
+    Clock,
+    EarlyStop,
+    IterationRows,
+    PassedParts,
+    ReplicaReport,
+)
 from sparkdl.slices.section import (
     GradBucket,
     Section,
@@ -247,6 +246,21 @@ class ReplicaResult:
     kept: ByParameter = field(default_factory=dict)
     losses: Losses = field(default_factory=dict)
     passed: PassedParts = ALL_PARTS
+
+    def report(
+        self, replica: int, clock: Clock, not_finite: str = "", **rest: Any
+    ) -> ReplicaReport:
+        """Return the report of ``replica``, with ``rest`` of its fields."""
+        named = {"node_id": "", "losses": self.losses, "passed": self.passed, **rest}
+        return ReplicaReport(
+            replica,
+            self.count,
+            self.weight,
+            self.loss,
+            seconds=clock.seconds,
+            not_finite=not_finite,
+            **named,
+        )
 
 
 def to_mini_batch(

@@ -13,13 +13,12 @@ from pyspark.errors import PySparkException
 
 from sparkdl.errors import ModelError, ParameterError, SessionError
 from sparkdl.gang.connect import slots_of
-from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.interrupt import INTERRUPTED
 from sparkdl.train.connected import run_connected
 from sparkdl.train.connected_checks import for_gang
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed, is_of_trial
-from sparkdl.tune.runners import Ended, RunningTrial, SearchInterrupted
+from sparkdl.tune.runners import Ended, Proposed, RunningTrial, SearchInterrupted
 from sparkdl.tune.space import Domain
 from sparkdl.tune.tasks import trainer_of
 
@@ -56,13 +55,8 @@ class ConnectedTrials:
         self._trainer, self._tag = trainer, f"sparkdl-{secrets.token_hex(8)}"
         self._threads = ThreadPoolExecutor(self.slots) if parallel != 1 else None
 
-    def start(
-        self,
-        number: int,
-        arguments: Mapping[str, Any],
-        pruning: Callback | None,
-        best: TrialRecord | None,
-    ) -> RunningTrial:
+    def start(self, trial: Proposed) -> RunningTrial:
+        number, arguments, pruning, best = trial
         try:
             trainer = trainer_of(self._trainer, self._space, arguments)
         except (ModelError, ParameterError) as error:

@@ -3,9 +3,8 @@
 It serves for debugging and as the reference for the shuffle engine: the same M and N give the same
 bits.
 
-Gossip in one process: all replicas in turn on one live module, the reference for ranks of a gang.
-
-The replicas of the local engine: M of them, which compute in turn on one live module.
+M replicas compute in turn on one live module. With gossip they do so each with its own weights: the
+reference for ranks of a gang.
 """
 
 from __future__ import annotations
@@ -136,16 +135,7 @@ class _Replica:
         live.flat.save_buffers(self.state.weights)
         self._gradients, self._loss, self.weight = result.gradients, result.loss, result.weight
         problem = problem_of_step(live, result.loss, result.gradients)
-        return ReplicaReport(
-            self._work.replica,
-            result.count,
-            result.weight,
-            result.loss,
-            "",
-            clock.seconds,
-            problem,
-            losses=result.losses,
-        )
+        return result.report(self._work.replica, clock, problem)
 
     def steps(self, whole: SliceUpdater, factor: float) -> None:
         """Take a step with ``factor`` times the gradients."""
@@ -232,19 +222,8 @@ class LocalReplicas:
         sections = write_sections(live, self.plans.slices, maps, outcome, memory)
         problem = not_finite(live, self.plans.slices, sections, outcome)
         clock.lap("publish")
-        report = ReplicaReport(
-            replica,
-            outcome.count,
-            outcome.weight,
-            outcome.loss,
-            "",
-            clock.seconds,
-            problem,
-            losses=outcome.losses,
-            passed=outcome.passed,
-        )
         written = [replace(section, replica=replica, others=outcome.others) for section in sections]
-        return report, written, outcome
+        return outcome.report(replica, clock, problem), written, outcome
 
     def load_weights(self, weights: Sequence[torch.Tensor]) -> None:
         """Copy the weights of all slices into the live module."""

@@ -7,7 +7,7 @@ travel and the driver passes them on: each stage is a job, and there is no shuff
 iteration of a small model is a single stage: its gradients are left *pending*, and the next
 iteration starts by applying them.
 
-The versions of the state, and what belongs to them; only this module changes them.
+:class:`SliceVersions` has the versions of the state and what belongs to them, and alone changes them.
 """
 
 from __future__ import annotations

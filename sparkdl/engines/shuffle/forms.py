@@ -1,4 +1,7 @@
-"""The forms of an iteration on one node: a single stage, or two jobs.
+"""The forms of an iteration: a single stage, two jobs, or stages that meet at a shuffle.
+
+The first two are for a single node. :class:`FormChooser` chooses by what an iteration asks for, and by
+measuring the update.
 
 [Note: what an iteration pays for] Spark takes 5 ms to build and submit an empty job, 8 ms per stage
 to launch and run it, and 5 ms to bring its results to Python. A shuffle between two stages costs
@@ -13,9 +16,6 @@ more than a second job. Therefore
   (:class:`TwoJobs`);
 * a small model's iteration is one stage (:class:`OneStage`).
 
-The form of an iteration in stages that meet at a shuffle, on any number of nodes.
-
-The choice of an iteration's form, by what it asks for and by measuring the update.
 """
 
 from __future__ import annotations

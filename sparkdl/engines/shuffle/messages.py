@@ -1,19 +1,14 @@
 """The metadata beside the bytes: the messages, headers and reports of jobs and the driver.
 
-Faults: the reasons why a task does no work, and errors for those that no submission resolves.
+Reports have the same form however an iteration's jobs ran. A *fault* is the reason why a task does no
+work; some are errors that no submission resolves.
 
-The constants of a run on the shuffle engine.
-
-The reports of an iteration, in the same form however its jobs ran.
-
-The placement of replicas and slices on nodes, and the bytes between nodes that follow from it.
-
-All functions here are pure. P bytes of parameters are to be summed and returned among K nodes, each
-of which owns P / K of them. A node must then send (K - 1) / K of its sum of the gradients, and its
-slice of the new weights to K - 1 others. That is 2 P (K - 1) / K bytes in each direction, the
-minimum if every node does the same (Patarasuk and Yuan, 2009, "Bandwidth optimal all-reduce
-algorithms"). :func:`least_bytes` computes this minimum, and :func:`planned` the bytes of a job with
-given nodes.
+The placement of replicas and slices on nodes says how many bytes go between them. P bytes of
+parameters are to be summed and returned among K nodes, each of which owns P / K of them. A node must
+then send (K - 1) / K of its sum of the gradients, and its slice of the new weights to K - 1 others.
+That is 2 P (K - 1) / K bytes in each direction, the minimum if every node does the same (Patarasuk and
+Yuan, 2009, "Bandwidth optimal all-reduce algorithms"). :func:`least_bytes` computes this minimum, and
+:func:`planned` the bytes of a job with given nodes.
 """
 
 from __future__ import annotations

@@ -13,10 +13,9 @@ then read this *copy* by reference, as they read the slices of their own node. A
 age as the state it was made from and lies in buffers of the same submission, so it lives as long (see
 [Note: who may write a buffer]).
 
-The ways in which a slice's report and new weights leave the task after an update.
-
-There are two. The report goes to the driver and the weights stay in their slab (:func:`to_driver`).
-Or both go to the nodes through a shuffle (:class:`NodeReports`).
+A slice's report and new weights leave the task after an update in one of two ways. The report goes to
+the driver and the weights stay in their slab (:func:`to_driver`). Or both go to the nodes through a
+shuffle (:class:`NodeReports`).
 """
 
 from __future__ import annotations

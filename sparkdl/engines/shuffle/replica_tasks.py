@@ -276,18 +276,13 @@ def _compute_sections(
         sections = write_sections(live, plans, maps, outcome, claim.bytes)
     problem = not_finite(live, plans, sections, outcome)
     clock.lap("publish")
-    report = ReplicaReport(
+    report = outcome.report(
         context.index,
-        outcome.count,
-        outcome.weight,
-        outcome.loss,
-        pool.node_id,
-        clock.seconds,
+        clock,
         problem,
-        context.received,
-        residual,
-        outcome.losses,
-        outcome.passed,
+        node_id=pool.node_id,
+        received=context.received,
+        residual=residual,
     )
     sent: list[Sent] = []
     place = 0

@@ -5,14 +5,9 @@ come through a shuffle. If all replicas and slices are on one node, nothing has 
 messages and reports: then the driver has the headers of the sections, which lie in slabs of the node,
 and each stage is a job of its own.
 
-The sections that a task reads for one slice, and the update that a single task makes of them.
-
-Each function is safe to call twice: it reads the newest version and writes buffers of its own.
-
-The update of one slice in two tasks, between which the norm of the gradients of all slices is known.
-
-The first task leaves the slice's reduced gradient in a slab, as the section of a single replica. Each
-function is safe to call twice: it reads the newest version and writes buffers of its own.
+One task makes the update of a slice; or two, between which the norm of the gradients of all slices is
+known. The first of two leaves the slice's reduced gradient in a slab, as the section of a single
+replica. Each function is safe to call twice: it reads the newest version and writes buffers of its own.
 """
 
 from __future__ import annotations

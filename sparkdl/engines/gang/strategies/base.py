@@ -2,7 +2,7 @@
 
 See [Note: the two halves of a strategy] in :mod:`sparkdl.parallel.base`.
 
-The construction of a rank's state and of its gradient exchange, from the strategies of the run.
+:func:`build_rank` makes a rank's state and its gradient exchange from the strategies of the run.
 """
 
 from __future__ import annotations
