@@ -1,7 +1,8 @@
 """Values that are sent to other processes together with a list of the user's modules behind them.
 
 Digests of a module's code, which other processes compare, cover the functions in this process, not
-those in the file, because a file may have changed since it was loaded. :func:`modules_behind` finds the user's modules behind a value.
+those in the file, because a file may have changed since it was loaded. :func:`modules_behind` finds
+the user's modules behind a value.
 """
 
 from __future__ import annotations
