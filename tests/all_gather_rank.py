@@ -15,7 +15,7 @@ from sparkdl.replica.step import ReplicaIteration
 
 class AllGatherRank(RankStrategy[AllGather]):
     def gradients(self, build: Build) -> GradientSync:
-        found = AllGatherSync(build.live, build.plans, build.rank, build.spare)
+        found = AllGatherSync(build)
         found.descending = self._strategy.descending
         return found
 

@@ -127,13 +127,14 @@ def one_rank(
     )
     plans = slice_specs(live.flat.layout, 1)
     spare = Batch([np.ones((2, 3), np.float32)], [np.ones((2, 3), np.float32)], None)
+    build: Any = SimpleNamespace(live=live, plans=plans, rank=rank, spare=spare)
     if kind == "copies":
-        way: Any = OfCopies(live, plans, rank, spare)
+        way: Any = OfCopies(build)
         way._alike = dist.group.WORLD
     elif kind == "at once":
-        way = FlatAllReduce(live, plans, rank, spare)
+        way = FlatAllReduce(build)
     else:
-        way = BucketedDDP(live, plans, rank, spare, DDP(find_unused_parameters=True))
+        way = BucketedDDP(build, DDP(find_unused_parameters=True))
     sign = 1.0 if rank == 0 else -1.0
     batch = MiniBatch([torch.full((4, 3), sign * fill)], [torch.ones(4, 3)])
     _, problem = way.compute(RankPass(work(), [batch], weights, Clock()))
@@ -214,6 +215,7 @@ def of_half(communicator: Any, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     live = LiveReplica.of(Recipe(Half, nn.MSELoss(), torch.optim.SGD, 0, TrainingOptions()))
     plans = slice_specs(live.flat.layout, 1)
     spare = Batch([np.ones((2, 3), np.float32)], [np.ones((2, 3), np.float32)], None)
+    build: Any = SimpleNamespace(live=live, plans=plans, rank=rank, spare=spare)
     torch.manual_seed(rank)
     batch = MiniBatch([torch.rand(4, 3)], [torch.rand(4, 3)])
     forward_backward(live, batch, 0, 1.0, Clock())
@@ -222,9 +224,9 @@ def of_half(communicator: Any, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     exact.filled([g.float() for g in gradients], weights[rank] / sum(weights))
     expected = exact.sum(None).clone()
     if kind == "at once":
-        way: Any = FlatAllReduce(live, plans, rank, spare)
+        way: Any = FlatAllReduce(build)
     else:
-        way = BucketedDDP(live, plans, rank, spare, DDP())
+        way = BucketedDDP(build, DDP())
     way.compute(RankPass(work(), [batch], weights, Clock()))
     (contribution, *_) = way.sections(ROWS, weights)[0]
     found = contribution.gradient.clone()

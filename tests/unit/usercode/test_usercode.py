@@ -207,7 +207,7 @@ def test_a_module_that_is_missing_is_told(worker: Worker, folder: Folder) -> Non
 
 
 def test_libraries_and_what_travels_by_value_are_left_alone(folder: Folder) -> None:
-    from sparkdl.usercode.code import modules_behind
+    from sparkdl.usercode.travel import modules_behind
 
     module = folder.load("uc_by_value", SAYS.format(1))
     assert set(modules_behind([module.says, pytest.raises, os.path.join, accompanied])) == {

@@ -30,7 +30,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.codec.packed import head_from_bytes, head_to_bytes
 from sparkdl.collectives.direct import exchange_all
-from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankPass, RankStrategy
 from sparkdl.engines.gang.strategies.gossip import GossipSync
 from sparkdl.engines.gang.strategies.summed import (
@@ -168,17 +167,10 @@ class InnerSteps(GradientSum):
     ``_moved`` is the result of these steps, and None if the rank has no rows in the iteration.
     """
 
-    def __init__(
-        self,
-        live: LiveReplica,
-        plans: Sequence[SliceSpec],
-        rank: int,
-        spare: Batch,
-        whole: SliceUpdater,
-    ) -> None:
+    def __init__(self, build: Build, whole: SliceUpdater) -> None:
         """Create the work; ``whole`` makes the inner steps, on one slice, the flat vector."""
-        super().__init__(live, plans, rank, spare)
-        self.steps = live.recipe.options.local_steps
+        super().__init__(build)
+        self.steps = build.live.recipe.options.local_steps
         self._whole = whole
         self._moved: ReplicaResult | None = None
 
@@ -257,12 +249,12 @@ class DDPRank(RankStrategy[DDP]):
             whole = OpenRun.of(live, build.setup.run).whole
             if live.recipe.options.topology is not None:
                 return GossipSync(live, build.rank, whole)
-            return InnerSteps(live, build.plans, build.rank, build.spare, whole)
+            return InnerSteps(build, whole)
         if not writes_early(live):
             return SectionExchange(live, build.state.slices, build.state.owners, build.rank)
         if FlatAllReduce.suits(live, strategy):
-            return FlatAllReduce(live, build.plans, build.rank, build.spare)
-        return BucketedDDP(live, build.plans, build.rank, build.spare, strategy)
+            return FlatAllReduce(build)
+        return BucketedDDP(build, strategy)
 
 
 class WeightedSum:
@@ -374,16 +366,9 @@ class FlatAllReduce(SummedGradients):
 class BucketedDDP(SummedGradients):
     """A sum by DistributedDataParallel, bucket by bucket."""
 
-    def __init__(
-        self,
-        live: LiveReplica,
-        plans: Sequence[SliceSpec],
-        rank: int,
-        spare: Batch,
-        strategy: DDP,
-    ) -> None:
-        super().__init__(live, plans, rank, spare)
-        self._sum = distributed(live, self._spare, strategy)
+    def __init__(self, build: Build, strategy: DDP) -> None:
+        super().__init__(build)
+        self._sum = distributed(build.live, self._spare, strategy)
 
     def run_pass(
         self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.collectives import direct
-from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import ModelGroup
-from sparkdl.engines.gang.strategies.base import GradientSync, RankPass
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankPass
 from sparkdl.model.flat import Layout
 from sparkdl.model.loss import is_step
 from sparkdl.model.recipe import LiveReplica
@@ -20,7 +19,6 @@ from sparkdl.replica.compute import MiniBatch, Passed, Spare, idle, padding_pass
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import Gradients, ReplicaIteration, take_gradients, to_mini_batch
 from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
-from sparkdl.slices.spec import SliceSpec
 
 
 class GradientVector:
@@ -83,16 +81,15 @@ class GradientSum(GradientSync):
     _model_group: ModelGroup | None = None
     """The model-parallel group of this rank, if it has one."""
 
-    def __init__(
-        self, live: LiveReplica, plans: Sequence[SliceSpec], rank: int, spare: Batch
-    ) -> None:
+    def __init__(self, build: Build) -> None:
         """Create the gradient vector and prepare the spare rows.
 
         A rank without rows takes part in the sums with these, with a weight of 0.
         """
-        super().__init__(rank)
-        self._live, self._plans = live, plans
-        rows = to_mini_batch(spare, live, training=False)
+        super().__init__(build.rank)
+        live = self._live = build.live
+        self._plans = build.plans
+        rows = to_mini_batch(build.spare, live, training=False)
         self._spare = Spare(rows.inputs, rows.targets)
         self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
         self._gradients, self._counts, self._total = Gradients([], {}), False, 0.0

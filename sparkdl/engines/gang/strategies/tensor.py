@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from sparkdl.collectives.direct import all_reduce
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.model_group import BuildLock, ModelGroup
+from sparkdl.engines.gang.model_group import BuildLock
 from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.shards import RowLayout
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
@@ -42,7 +42,6 @@ from sparkdl.replica.compute import (
 )
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import ReplicaIteration
-from sparkdl.slices.spec import SliceSpec
 
 
 class Row(RowwiseParallel):
@@ -117,9 +116,7 @@ class TensorRank(RankStrategy[Tensor]):
         )
 
     def gradients(self, build: Build) -> GradientSync:
-        live, plans, group = build.live, build.plans, build.model_group()
-        alike = build.groups.along("data")
-        return TensorSync(live, plans, build.rank, build.spare, group, alike)
+        return TensorSync(build)
 
 
 def parallelise(
@@ -228,22 +225,11 @@ def settle(live: LiveReplica) -> None:
 
 
 class TensorSync(CopySync, SummedGradients):
-    """Gradients of the parts of layers. See the note above.
+    """Gradients of the parts of layers. See the note above."""
 
-    ``alike`` is the process group of the ranks with the same parts.
-    """
-
-    def __init__(
-        self,
-        live: LiveReplica,
-        plans: list[SliceSpec],
-        rank: int,
-        spare: Batch,
-        group: ModelGroup,
-        alike: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(live, plans, rank, spare)
-        self._model_group, self._alike = group, alike
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self._model_group, self._alike = build.model_group(), build.groups.along("data")
 
     def run_pass(
         self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
