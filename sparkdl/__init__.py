@@ -62,9 +62,7 @@ from sparkdl.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from sparkdl import tune
-    from sparkdl.infer.scoring.function import register_function
-    from sparkdl.infer.scoring.predict import predict
-    from sparkdl.infer.scoring.text import classify, embed
+    from sparkdl.infer.predict import classify, embed, predict, register_function
     from sparkdl.train.groups import GroupModels, fit_groups
     from sparkdl.train.placed_samples import PlacedSamples
 
@@ -142,11 +140,11 @@ __all__ = [
 _ON_USE = {
     "GroupModels": "sparkdl.train.groups",
     "PlacedSamples": "sparkdl.train.placed_samples",
-    "classify": "sparkdl.infer.scoring.text",
-    "embed": "sparkdl.infer.scoring.text",
+    "classify": "sparkdl.infer.predict",
+    "embed": "sparkdl.infer.predict",
     "fit_groups": "sparkdl.train.groups",
-    "predict": "sparkdl.infer.scoring.predict",
-    "register_function": "sparkdl.infer.scoring.function",
+    "predict": "sparkdl.infer.predict",
+    "register_function": "sparkdl.infer.predict",
 }
 """The modules of names that bring all engines with them, which ``import sparkdl`` does without."""
 _MODULES = ("ml", "mlflow", "summaries", "tune")

@@ -40,7 +40,7 @@ MODULES = (
     "pyspark.worker",
     "sparkdl.data.record_tasks",
     "sparkdl.engines.shuffle.engine",  # the tasks of a fit, and torch
-    "sparkdl.infer.predict",
+    "sparkdl.infer.score",
     "sparkdl.infer.evaluate",
     "torch._dynamo",  # the first optimizer of a process imports it
 )

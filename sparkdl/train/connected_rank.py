@@ -28,7 +28,7 @@ from sparkdl.gang.control import ControlAddress, ControlServer
 from sparkdl.gang.led import LedGang
 from sparkdl.gang.led_task import RESULT, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import StoredState
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History

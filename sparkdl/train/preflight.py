@@ -20,7 +20,7 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ModelError, ParameterError
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.model.loss import loss_of, masses_of
 from sparkdl.model.model_loss import PerReplica, is_own_loss
 from sparkdl.model.recipe import Recipe, bytes_of

@@ -27,8 +27,8 @@ from torch.nn.utils import parametrizations
 
 import sparkdl
 from sparkdl.data.fields import Field
-from sparkdl.infer.output import Output
-from sparkdl.infer.shipped_module import INLINE_BYTES, ShippedModule
+from sparkdl.infer.forward import INLINE_BYTES, ShippedModule
+from sparkdl.infer.outputs import Output
 from sparkdl.model.signature import Part, Signature, part_of
 
 pytestmark = pytest.mark.spark

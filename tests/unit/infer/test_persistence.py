@@ -32,7 +32,7 @@ from sparkdl.data.partition_writer import Field
 from sparkdl.errors import ModelError, ParameterError, TrustError
 from sparkdl.infer import remote, saved
 from sparkdl.infer.model import TrainedModel, load
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import save
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
@@ -577,7 +577,7 @@ NEVER_CALLED = [
     "torch.fx.graph_module:reduce_graph_module",
     # Of sparkdl itself, with the same annotation: the first opens a pickle that it is given.
     *("sparkdl.train.recipes:build_model", "sparkdl.model.preparation:plain"),
-    *("sparkdl.model.recipe:Recipe.build", "sparkdl.infer.scoring.programs:ScriptedModule"),
+    *("sparkdl.model.recipe:Recipe.build", "sparkdl.infer.source:ScriptedModule"),
 ]
 
 

@@ -127,7 +127,7 @@ def test_wheel_and_sdist_in_an_empty_environment(tmp_path: Path) -> None:
 def test_the_import_brings_no_engine_and_every_public_name() -> None:
     text = """
 import sys, sparkdl
-heavy = ("sparkdl.engines.shuffle", "sparkdl.tune", "sparkdl.infer.scoring", "sparkdl.train.fit")
+heavy = ("sparkdl.engines.shuffle", "sparkdl.tune", "sparkdl.infer.predict", "sparkdl.train.fit")
 assert not [name for name in sys.modules if name.startswith(heavy)]
 assert set(sparkdl.__all__) <= set(dir(sparkdl))
 from sparkdl import *
