@@ -33,8 +33,8 @@ from sparkdl.infer.outputs import lengths_of
 
 T = TypeVar("T")
 R = TypeVar("R")
-AHEAD = 4
-"""The batches of a window whose rows are taken in their order."""
+AHEAD = 4096
+"""The rows that are read at a time where rows are taken in their order, in whole batches."""
 ANOTHER_FORM = "Give values of the form that it was trained on."
 
 
@@ -89,8 +89,8 @@ class ReadColumns:
     @staticmethod
     def of(columns: tuple[Column, ...], batch_size: int) -> ReadColumns:
         """Return the reader for batches of rows in their order; those that grow come one by one."""
-        grows = any(column.grows for column in columns)
-        return ReadColumns(columns, batch_size if grows else AHEAD * batch_size)
+        batches = 1 if any(column.grows for column in columns) else max(1, AHEAD // batch_size)
+        return ReadColumns(columns, batches * batch_size)
 
     def windows(self, batches: Iterable[Sequence[pa.Array]], keep: bool) -> Iterator[Window]:
         """Yield the rows window by window; ``keep`` sets bad rows apart instead of raising."""
