@@ -22,8 +22,8 @@ from sparkdl.infer.forward import ShippedModule, device_of, run_batches
 from sparkdl.infer.read import ReadColumns, Reader, ReadRecords, record_specs
 from sparkdl.metrics.base import Metric
 from sparkdl.metrics.scorer import Scorer, States
-from sparkdl.model.signature import BY_POSITION, Signature
-from sparkdl.replica.mini_batch import to_tensors
+from sparkdl.model.recipe import BY_POSITION, Signature
+from sparkdl.replica.compute import to_tensors
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied

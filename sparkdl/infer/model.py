@@ -13,7 +13,7 @@ from pyspark import RDD
 from pyspark.sql import DataFrame, functions
 from torch import nn
 
-from sparkdl.codec.html import table, titled
+from sparkdl.codec.describe import table, titled
 from sparkdl.data.fields import Field
 from sparkdl.data.records import Names
 from sparkdl.data.schema import quoted
@@ -26,12 +26,10 @@ from sparkdl.infer.outputs import Finish, ml_column
 from sparkdl.infer.saved import StoredState, read, save
 from sparkdl.infer.score import Options, prepare_trained, source_of, whole_batch
 from sparkdl.loop.history_tables import timings_as_html
-from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.metrics.named import Metrics, resolve, suited
-from sparkdl.metrics.scorer import Scorer
-from sparkdl.model.loss import check_averages
-from sparkdl.model.model_loss import is_own_loss
-from sparkdl.model.signature import Part, Signature, problems_of_part
+from sparkdl.metrics.scorer import MetricOf, Scorer
+from sparkdl.model.loss import check_averages, is_own_loss
+from sparkdl.model.recipe import Part, Signature, problems_of_part
 
 
 class TrainedModel(ModelData):

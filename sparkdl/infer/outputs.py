@@ -15,7 +15,7 @@ from pyspark.sql import Column
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ModelError, ParameterError, counted, kind_of, shown
 from sparkdl.metrics.scorer import in_rows
-from sparkdl.model.signature import (
+from sparkdl.model.recipe import (
     Part,
     described,
     for_example,

@@ -32,7 +32,7 @@ from sparkdl.infer.outputs import named_parts
 from sparkdl.infer.score import Inference, Inputs, ModelSource, Options, prepare
 from sparkdl.infer.source import longest, read_model, tensors_of, tokenizer_of
 from sparkdl.infer.written import write_parts
-from sparkdl.model.signature import Part, Signature, described
+from sparkdl.model.recipe import Part, Signature, described
 from sparkdl.plain import plain
 from sparkdl.usercode.content import content_digest
 

@@ -45,7 +45,7 @@ from sparkdl.infer.read import (
     record_specs,
 )
 from sparkdl.infer.trial import Trial, made_up, rows_to_try, zeros_like
-from sparkdl.model.signature import Part, Signature, problems_of_part
+from sparkdl.model.recipe import Part, Signature, problems_of_part
 from sparkdl.plain import plain
 from sparkdl.spark.worker import finish_task, mistakes_told_briefly
 from sparkdl.usercode import accompanied

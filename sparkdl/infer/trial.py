@@ -24,7 +24,7 @@ from sparkdl.errors import DataError, ModelError, UserError
 from sparkdl.infer.forward import Forward
 from sparkdl.infer.outputs import Finish, Output, OutputColumn, offered_parts, value_of
 from sparkdl.infer.read import ReadColumns, Reader
-from sparkdl.model.signature import Part
+from sparkdl.model.recipe import Part
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import buffers_kept, evaluating
 from sparkdl.spark.failures import reading_explained

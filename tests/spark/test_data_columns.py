@@ -26,7 +26,7 @@ from sparkdl.errors import DataError
 from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.outputs import Output
 from sparkdl.loop.history import History
-from sparkdl.slab.release import release
+from sparkdl.slab.pool import release
 from sparkdl.slab.root import SlabConfig, remove_root
 
 pytestmark = pytest.mark.spark

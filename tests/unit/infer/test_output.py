@@ -16,7 +16,7 @@ from sparkdl.infer.forward import ShippedModule
 from sparkdl.infer.outputs import Output, OutputColumn, as_numpy, offsets, pieces, to_arrow
 from sparkdl.infer.read import ReadColumns
 from sparkdl.infer.score import ScoreColumns
-from sparkdl.model.signature import Signature
+from sparkdl.model.recipe import Signature
 
 TYPES = [
     (torch.float32, "float", pa.float32()),
