@@ -124,6 +124,12 @@ def fragile() -> nn.Module:
     )
 
 
+def fragile_number() -> nn.Module:
+    """One of the parameters whose gradient may be no number is a number."""
+    *layers, last = fragile()
+    return nn.Sequential(*layers, Temper(), last)
+
+
 class Branch(nn.Module):
     """Which layers are used depends on the number of rows."""
 
@@ -201,6 +207,22 @@ class Last(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
+
+
+class Between(nn.Module):
+    """Between two layers: a slope, a number and a gate, which are whole; the number elsewhere too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(WIDTH, 12), nn.Linear(12, CLASSES), Last(1)
+        self.into, self.slope = nn.Linear(WIDTH, 8), nn.PReLU()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(torch.tanh(self.into(x)))
+        hidden = self.slope(self.up(x)) * gate
+        hidden += self.scale
+        return self.down(torch.cat([hidden * gate, hidden], 1)[:, hidden.shape[1] :]) * self.scale
 
 
 def twice() -> nn.Module:

@@ -28,7 +28,7 @@ from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.mesh_groups import MeshGroups
 from sparkdl.engines.gang.model_group import ModelGroup, NodeLocalRows
 from sparkdl.engines.gang.rank_messages import gathered_counts
-from sparkdl.engines.gang.strategies.fsdp import let_go, sum_whole
+from sparkdl.engines.gang.strategies.fsdp import let_go, numbers_of, sum_whole
 from sparkdl.engines.gang.strategies.pipeline_schedules import Schedules, as_tuple
 from sparkdl.engines.gang.strategies.pipeline_stages import PipelineBuild, StageRelay
 from sparkdl.engines.gang.strategies.summed import CopySync
@@ -154,8 +154,11 @@ class PipelineSync(CopySync):
             return
         rows = len(self._spare)
         nothing = replace(self._spare, weights=torch.zeros(rows, dtype=torch.float64))
+        kept = [(p, p.grad) for p in numbers_of(self._live)]
         with seeded(0), buffers_kept(self._live.flat.module), padding_pass():
             self._flow(nothing, [(0, rows, 1)] * times)
+        for parameter, gradient in kept:  # what no unit sums: zero times NaN is NaN
+            parameter.grad = gradient
 
     def _flow(self, whole: MiniBatch, runs: Sequence[tuple[int, int, int]]) -> None:
         """Run forward and backward through the pipeline stages."""
