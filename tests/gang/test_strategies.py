@@ -210,7 +210,8 @@ def test_it_is_the_training_of_one_process(parts, row, sizes):
     assert (0 < sum(skipped) < len(skipped)) == (run.on_nan == "skip")
 
 
-FRAGILE = {"model": models.fragile_number, "on_nan": "skip"}
+FRAGILE = {"model": models.FragileRow, "on_nan": "skip"}
+FIRST = FSDP(units=["layers.0"])
 WHOLE = {"batch_size": 32, "model": models.normed}
 UNEVEN: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, Any]]] = {
     "a rank without rows beside one with a single row": (
@@ -228,11 +229,11 @@ UNEVEN: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, Any]]] = {
         (20, 4),
         {},
     ),
-    "a single number on a rank without rows": ({**FRAGILE, "strategy": UNITS}, (0, 24), {}),
+    "a single number on a rank without rows": ({**FRAGILE, "strategy": FIRST}, (0, 24), {}),
     "a single number on a pipeline without rows": (
         {
             **FRAGILE,
-            "strategy": ["pipeline", FSDP(units=["0"])],
+            "strategy": ["pipeline", FIRST],
             "mesh": {"pipe": 1, "shard": 2},
         },
         (0, 24),
