@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.codec.safe import decode, encode
 from sparkdl.errors import ModelError, TrustError
-from sparkdl.infer.saved_recipe import (
+from sparkdl.infer.recipe import (
     WithoutName,
     is_module_builder,
     member_of,
@@ -21,7 +21,7 @@ from sparkdl.infer.saved_recipe import (
     resolved,
 )
 from sparkdl.loop.triggers import Trigger
-from sparkdl.model.pickling import dumps
+from sparkdl.model.preparation import dumps
 
 OBJECTS = ("model", "loss", "optimizer", "trainerArgs")
 """The Params that may hold what JSON cannot."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError
-from sparkdl.infer.kept_state import StoredState
+from sparkdl.infer.saved import StoredState
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest
@@ -14,7 +14,7 @@ from sparkdl.session import connected_session_of, context_of, is_connected
 from sparkdl.spark.failures import reading_explained
 
 if TYPE_CHECKING:
-    from sparkdl.infer.trained_model import TrainedModel
+    from sparkdl.infer.model import TrainedModel
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,15 @@ from sparkdl.checkpoint.resume import LATEST
 from sparkdl.data.fields import NO_ROWS
 from sparkdl.errors import DataError, ModelError, ParameterError, cannot_travel
 from sparkdl.gang.connect import check_slots_of, slots_of
-from sparkdl.infer.kept_state import StoredState
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
+from sparkdl.infer.saved import StoredState
 from sparkdl.loop.callbacks import Callback, added_callbacks
 from sparkdl.loop.history import History
-from sparkdl.model.pickling import dumps
+from sparkdl.model.preparation import dumps
 from sparkdl.session import connected_session_of, settings_of
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.artifacts import sent_bytes
+from sparkdl.spark.broadcasts import sent_bytes
 from sparkdl.spark.failures import end_of_session_explained
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.connected_checks import check_connected, check_result, for_gang

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkdl.data.sample_set import SampleSet
+from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.output import Output
-from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState

@@ -17,15 +17,14 @@ from pyspark.sql import DataFrame
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.gang.slots import SLOT_SECONDS, task_slots
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import none_added
 from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import plain
 from sparkdl.session import connected_session_of, context_of, is_connected, settings_of
-from sparkdl.spark.properties import own_properties
-from sparkdl.spark.warm_up import warming_up
+from sparkdl.spark.executors import own_properties, warming_up
 from sparkdl.train.local_fit import LocalFit
 from sparkdl.train.placed_samples import session_of
 from sparkdl.train.trainer import Trainer
