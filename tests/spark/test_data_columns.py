@@ -160,6 +160,18 @@ def test_a_damaged_file_is_named(reader: Reader, tmp_path: Path, case: str, here
         reader.samples(data, [name], columns={name: Image()}, here=here)
 
 
+def test_a_damaged_file_that_is_gone_is_told_all_the_same(reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no picture at all")
+
+    def picture(content: bytes) -> np.ndarray:
+        (tmp_path / "broken.png").unlink(missing_ok=True)
+        raise ValueError("no picture")
+
+    data = reader.spark.read.format("binaryFile").load(str(tmp_path))
+    with pytest.raises(DataError, match=r"row 0 of partition \d.*no picture"):
+        reader.samples(data, ["content"], columns={"content": Convert(picture)})
+
+
 # Sequences and functions
 
 

@@ -706,6 +706,24 @@ def test_replacing_a_model_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     assert same_weights(load(folder).module, second.module)
 
 
+def test_a_model_that_is_replaced_while_it_is_loaded(tmp_path: Path) -> None:
+    first, second = trained_on(Net), trained_on(Net)
+    with torch.no_grad():
+        second.module.get_parameter(next(iter(dict(second.module.named_parameters())))).add_(1.0)
+    folder, built = save(first, tmp_path), []
+
+    def build() -> nn.Module:
+        built.append(Net())
+        if len(built) == 1:
+            save(second, folder, overwrite=True)
+        return built[-1]
+
+    loaded = load(folder, model=build)
+    assert len(built) == 2
+    assert same_weights(loaded.module, second.module)
+    assert not same_weights(loaded.module, first.module)
+
+
 class Killed(BaseException):
     """The end of a process: nothing that it would do afterwards is done."""
 
