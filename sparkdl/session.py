@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.compat import CONNECT, UNIX_SOCKETS, untried
 from sparkdl.errors import NEEDS_SPARK_4, SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
@@ -169,6 +168,8 @@ def connected_session_of(data: Any, method: str) -> Any:
 
 def check_running(session: Any) -> None:
     """Raise SessionError if a session of Spark Connect was stopped, or cannot run gangs."""
+    from sparkdl.compat import CONNECT
+
     if not CONNECT:
         raise SessionError(NEEDS_SPARK_4)
     if session.is_stopped:
@@ -260,6 +261,8 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
 
     Return the keys that are missing.
     """
+    from sparkdl.compat import UNIX_SOCKETS, untried
+
     conf = conf_of(context)
     needed = [key for key in NEEDED_FOR_SPEED if UNIX_SOCKETS or key != SOCKETS]
     missing = [key for key in needed if conf.get(key, "") != SPARK_SETTINGS[key][0]]

@@ -14,7 +14,7 @@ from pyspark import RDD
 from pyspark.sql import DataFrame, functions
 from torch import nn
 
-from sparkdl.codec.html import table, titled
+from sparkdl.codec.describe import table, titled
 from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
@@ -30,12 +30,10 @@ from sparkdl.infer.saved import StoredState, read, save
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
 from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
 from sparkdl.loop.history_tables import timings_as_html
-from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.metrics.named import Metrics, resolve, suited
-from sparkdl.metrics.scorer import Scorer
-from sparkdl.model.loss import check_averages
-from sparkdl.model.model_loss import is_own_loss
-from sparkdl.model.signature import Part, Signature, problems_of_part
+from sparkdl.metrics.scorer import MetricOf, Scorer
+from sparkdl.model.loss import check_averages, is_own_loss
+from sparkdl.model.recipe import Part, Signature, problems_of_part
 from sparkdl.plain import plain
 from sparkdl.usercode import accompanied
 

@@ -18,8 +18,8 @@ from py4j.protocol import Py4JError
 from pyspark import SparkContext
 
 from sparkdl.checkpoint.files import Folder
+from sparkdl.codec.describe import without_credentials
 from sparkdl.codec.files import is_uri
-from sparkdl.codec.redaction import without_credentials
 from sparkdl.errors import CheckpointError, ParameterError, UserError
 from sparkdl.infer.manifest import (
     FILES,

@@ -27,9 +27,9 @@ from sparkdl.infer.shipped_module import run_batches
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.model.flat import filled
-from sparkdl.model.signature import Signature
-from sparkdl.process.numerics import Numerics
-from sparkdl.process.output import label_output
+from sparkdl.model.recipe import Signature
+from sparkdl.process.determinism import Numerics
+from sparkdl.process.system import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.engine_inputs import run_spec
 from sparkdl.train.hints import check_labels

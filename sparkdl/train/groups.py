@@ -21,7 +21,7 @@ from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.model.flat import filled
-from sparkdl.process.numerics import Numerics
+from sparkdl.process.determinism import Numerics
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.train.fit_result import result_maker

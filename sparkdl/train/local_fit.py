@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.local.groups import local_engine as build_local
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ModelError
 from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.output import Output

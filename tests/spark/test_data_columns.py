@@ -12,8 +12,7 @@ import PIL.Image
 import pytest
 import torch
 from hex_column import Hex
-from pyspark import StorageLevel, cloudpickle
-from pyspark import RDD
+from pyspark import RDD, StorageLevel, cloudpickle
 from torch import nn
 
 from sparkdl import Convert, Image, Sequence
@@ -29,7 +28,7 @@ from sparkdl.infer.output import Output
 from sparkdl.infer.predict import PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule
 from sparkdl.loop.history import History
-from sparkdl.slab.release import release
+from sparkdl.slab.pool import release
 from sparkdl.slab.root import SlabConfig, remove_root
 
 pytestmark = pytest.mark.spark
