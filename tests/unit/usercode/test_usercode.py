@@ -294,7 +294,7 @@ RECORDS = {
 @pytest.mark.parametrize("name", RECORDS)
 def test_what_is_installed_anywhere_is_never_the_users(name: str, folder: Folder) -> None:
     from jobs.components import ship
-    from sparkdl.usercode.behind import is_library, modules_behind
+    from sparkdl.usercode.code import is_library, modules_behind
 
     place, record, installed = RECORDS[name]
     package = f"uc_record_{list(RECORDS).index(name)}"
@@ -327,7 +327,7 @@ def test_what_is_installed_anywhere_is_never_the_users(name: str, folder: Folder
 
 
 def test_what_sparkdl_requires_is_never_the_users() -> None:
-    from sparkdl.usercode.behind import is_library
+    from sparkdl.usercode.code import is_library
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     required = [re.match(r"[\w-]+", line)[0] for line in project["dependencies"]]  # type: ignore[index]
