@@ -24,7 +24,7 @@ from sparkdl.engines.registry import EngineInputs, build_engine
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import ParameterError, counted
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import StoredState, manifest_of_model
 from sparkdl.loop.advance import catch_up
 from sparkdl.loop.callbacks import Callback, added_callbacks, tell_result

@@ -95,10 +95,7 @@ class GroupModels:
 
     def _trained(self, module: torch.nn.Module) -> TrainedModel:
         """Return a trained model like the template with another module."""
-        state = {**vars(self._template), "module": module.eval(), "_shipped": None}
-        trained = TrainedModel.__new__(TrainedModel)
-        vars(trained).update(state)
-        return trained
+        return replace(self._template, module=module.eval())
 
     def transform(
         self, data: DataFrame, prediction_col: str = "prediction", batch_size: int = 1024

@@ -14,7 +14,7 @@ from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.local.groups import local_engine as build_local
 from sparkdl.errors import ModelError
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.config import LoopConfig

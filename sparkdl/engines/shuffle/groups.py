@@ -69,7 +69,6 @@ from sparkdl.spark.frames import (
     stage_name,
     zip_frames,
 )
-from sparkdl.spark.worker import finish_task
 
 Headers = tuple[tuple[GradientHeader, ...], ...]
 """For each slice, the headers of some replicas in order."""
@@ -116,7 +115,6 @@ class TakeTurn:
     def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
         headers = tuple(header for header, _ in compute_sections(context, self.step))
         yield pickle.dumps(OneStageReport(headers))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,6 @@ class KeepGradients:
                 header = replace(header, reference=claim.reference)
             kept.append(header)
         yield pickle.dumps(tuple(kept))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -159,7 +156,6 @@ class ApplyCommits:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         yield pickle.dumps(_apply(self.step, partition, run))
-        finish_task()
 
 
 def _apply(step: CommitMessage, partition: int, run: RunSpec) -> SliceReport:

@@ -47,7 +47,6 @@ from sparkdl.slices.reduce import Term, shares_of, tree_sum
 from sparkdl.slices.section import NOTHING, SUM, open_section, section_nbytes
 from sparkdl.slices.update import SliceUpdater
 from sparkdl.spark.frames import send
-from sparkdl.spark.worker import finish_task
 
 
 def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> Iterator[bytes]:
@@ -90,7 +89,6 @@ class ReduceOnNode:
             if headers:
                 for frame in self._frames(partition, n, run, pool, headers, shares):
                     yield from send(n, frame)
-        finish_task()
 
     def _frames(
         self,
@@ -203,7 +201,6 @@ class SendWeights:
                 partition, node_id, None, faults=(Fault(STATE_FOREIGN, partition, node_id),)
             )
         yield from weight_frames(report, run, self.nodes)
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -232,7 +229,6 @@ class ReceiveWeights:
                 copies[header.index] = SliceHandle(claim.reference)
         assert pool is not None
         yield pickle.dumps(NodeWeights(pool.node_id, copies, tuple(reports)))
-        finish_task()
 
 
 ReportSink = Callable[[SliceReport, RunSpec], Iterator[bytes]]

@@ -51,7 +51,6 @@ from sparkdl.slab.pool import Pool, Reference, left_where_large, open_pool, read
 from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.frames import send
-from sparkdl.spark.worker import finish_task
 from sparkdl.usercode.travel import model_needs
 
 
@@ -133,7 +132,6 @@ class InitialState:
         else:
             handle = first_version(pool, state, self.submission, self.role)
             yield pickle.dumps(SliceReport(partition, pool.node_id, handle))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -179,7 +177,6 @@ class CopyWeights:
         pool = open_pool(run.slab)
         copy = copy_weights(pool, self.states[partition], self.role, self.submission)
         yield pickle.dumps(copy)
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -203,7 +200,6 @@ class MapSlice:
         for reference in handle.references():
             pool.check(reference)
         yield pickle.dumps(left_where_large(pool, result, self.submission))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,6 @@ class ReadParts:
         run = run_of(frames)
         if partition in self.parts:
             yield read_part(open_pool(run.slab), self.parts[partition])
-        finish_task()
 
 
 def run_of(frames: Iterable[bytes]) -> RunSpec:
@@ -259,7 +254,6 @@ class CheckReplica:
             except ModuleNotFoundError as error:
                 found = model_needs(error, "the executors")
             yield pickle.dumps((node_id, found, lies_here(pickle.loads(samples), node_id)))
-        finish_task()
 
 
 @dataclass(frozen=True)

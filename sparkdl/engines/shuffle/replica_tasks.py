@@ -61,7 +61,6 @@ from sparkdl.slab.pool import Claim, Pool, leave_room
 from sparkdl.slices.section import SectionLayout
 from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.spark.frames import send
-from sparkdl.spark.worker import finish_task
 
 
 @torch.no_grad()
@@ -135,7 +134,6 @@ class WithResiduals:
             result = self.use(context.index, read_residuals(context.pool, handle))
             context.pool.check(handle.reference)
         yield pickle.dumps((context.index, result))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -159,7 +157,6 @@ class InitialResiduals:
             if kept is not None:
                 result = write_residuals(context.pool, context.index, None, kept, self.submission)
         yield pickle.dumps((context.index, result))
-        finish_task()
 
 
 BORROW_FROM = 1 << 20
@@ -182,7 +179,6 @@ class ForwardBackward:
         else:
             for n, (header, payload) in enumerate(sent):
                 yield from send(n, encode(header, payload))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -210,7 +206,6 @@ class OneStageTask:
                 context = replace(context, states=new)
         headers = tuple(header for header, _ in compute_sections(context, step))
         yield pickle.dumps(OneStageReport(headers, reports))
-        finish_task()
 
 
 Sent = tuple[GradientHeader, torch.Tensor | None]
@@ -376,4 +371,3 @@ class Score:
                 context.replica(), partition, self.scorer, self.batch_spec, self.batch_size
             )
             yield cloudpickle.dumps((context.index, states))  # a metric may be defined in __main__
-        finish_task()

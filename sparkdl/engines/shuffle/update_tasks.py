@@ -37,7 +37,6 @@ from sparkdl.slices.reduce import ReducedGradient, merge_buffers
 from sparkdl.slices.section import Section, SectionLayout, open_section, section_nbytes
 from sparkdl.slices.update import SliceUpdater
 from sparkdl.spark.frames import send
-from sparkdl.spark.worker import finish_task
 
 Frame = tuple[Any, memoryview]
 """The header of a frame and its payload."""
@@ -295,7 +294,6 @@ class Synchronize:
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
         yield from self.tell(synchronize(self.step, partition, run, frames), run)
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -315,7 +313,6 @@ class Reduce:
         for other in range(run.slices):
             if other != partition:
                 yield from send(other, told)
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -331,7 +328,6 @@ class Update:
         headers = [header for header, _ in frames]
         report = update_slice(self.step, partition, run, headers)
         yield from self.tell(report, run)
-        finish_task()
 
 
 def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:
@@ -351,7 +347,6 @@ class ApplyPending:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         yield pickle.dumps(apply_pending(self.step, partition, run))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -364,7 +359,6 @@ class ReducePending:
         run = run_of(frames)
         sections = _pending_frames(self.step, partition)
         yield pickle.dumps(reduce_slice(self.step, partition, run, sections))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -378,7 +372,6 @@ class UpdateReduced:
         run = run_of(frames)
         report = update_slice(self.step, partition, run, self.headers)
         yield pickle.dumps(report)
-        finish_task()
 
 
 def apply_pending(step: IterationMessage, partition: int, run: RunSpec) -> SliceReport:
