@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ from sparkdl.engines.shuffle.state_reads import (
     StateReader,
 )
 from sparkdl.engines.shuffle.store import weights_at
-from sparkdl.engines.shuffle.update_tasks import ApplyPending
+from sparkdl.engines.shuffle.update_tasks import AtOwner, apply_pending
 from sparkdl.errors import ParameterError
 from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState
 from sparkdl.loop.iteration_result import IterationResult, slowest, summarize, summed
@@ -196,7 +197,9 @@ class SliceVersions:
         )
         doing = f"the update of iteration {pending.index + 1}"
         with faults_explained(doing):
-            reports = self._placement.at_slices(ApplyPending(message), SYNCHRONIZATION)
+            reports = self._placement.at_slices(
+                AtOwner(partial(apply_pending, message)), SYNCHRONIZATION
+            )
         raise_unrecoverable([fault for report in reports for fault in report.faults], doing)
         self._append(states_of(reports), message.submission)
         self._pending = None

@@ -24,6 +24,7 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from pyspark import RDD
@@ -57,12 +58,13 @@ from sparkdl.engines.shuffle.node_reduce import (
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward, OneStageTask
 from sparkdl.engines.shuffle.update_tasks import (
-    ApplyPending,
+    AtOwner,
     Reduce,
-    ReducePending,
     Synchronize,
     Update,
-    UpdateReduced,
+    apply_pending,
+    reduce_pending,
+    update_slice,
 )
 from sparkdl.gang.slots import task_slots
 from sparkdl.loop.iteration_result import busiest, summed
@@ -189,13 +191,14 @@ class TwoJobs(_OnOneNode):
         if _too_large(message):
             return None
         if self.placement.two_stages:
-            return self._slice_job(SYNCHRONIZATION, ApplyPending(message))
-        reduced = self._slice_job(REDUCTION, ReducePending(message))
-        update = UpdateReduced(replace(message, pending=None), tuple(reduced))
+            return self._slice_job(SYNCHRONIZATION, partial(apply_pending, message))
+        reduced = self._slice_job(REDUCTION, partial(reduce_pending, message))
+        update = partial(update_slice, replace(message, pending=None), headers=tuple(reduced))
         return self._slice_job(SYNCHRONIZATION, update)
 
-    def _slice_job(self, name: str, task: Callable[..., Any]) -> list[Any]:
-        return self._job(name, map_frames(self.placement.slice_rdd, task), self.placement.slices)
+    def _slice_job(self, name: str, work: Callable[..., Any]) -> list[Any]:
+        tasks = map_frames(self.placement.slice_rdd, AtOwner(work))
+        return self._job(name, tasks, self.placement.slices)
 
 
 def _too_large(message: IterationMessage) -> bool:

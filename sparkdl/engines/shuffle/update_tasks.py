@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -339,39 +339,18 @@ def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:
 
 
 @dataclass(frozen=True)
-class ApplyPending:
-    """Body over the owner RDD: apply the pending gradients as the synchronization stage does."""
+class AtOwner:
+    """Body over the owner RDD: yield the pickled result of ``work(partition, run)``."""
 
-    step: IterationMessage
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        yield pickle.dumps(apply_pending(self.step, partition, run))
-
-
-@dataclass(frozen=True)
-class ReducePending:
-    """Body over the owner RDD: reduce the pending gradients as the reduction stage does."""
-
-    step: IterationMessage
+    work: Callable[[int, RunSpec], Any]
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        sections = _pending_frames(self.step, partition)
-        yield pickle.dumps(reduce_slice(self.step, partition, run, sections))
+        yield pickle.dumps(self.work(partition, run_of(frames)))
 
 
-@dataclass(frozen=True)
-class UpdateReduced:
-    """Body over the owner RDD: update from each slice's header as the update stage does."""
-
-    step: IterationMessage
-    headers: tuple[ReducedHeader, ...]
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        report = update_slice(self.step, partition, run, self.headers)
-        yield pickle.dumps(report)
+def reduce_pending(step: IterationMessage, partition: int, run: RunSpec) -> ReducedHeader:
+    """Reduce the pending gradients of slice ``partition`` as the reduction stage does."""
+    return reduce_slice(step, partition, run, _pending_frames(step, partition))
 
 
 def apply_pending(step: IterationMessage, partition: int, run: RunSpec) -> SliceReport:
