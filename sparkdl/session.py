@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.compat import CONNECT, UNIX_SOCKETS, VERSION, untried
@@ -220,6 +222,43 @@ def _running(context: SparkContext) -> SparkContext:
             "and load the data again with it."
         )
     return context
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """The Spark session of a fit's data, and its settings, read once."""
+
+    session: Any  # None: of an RDD, in a thread without one
+    context: Any  # the SparkContext; None: Spark Connect
+
+    @staticmethod
+    def of(data: Any, method: str) -> SessionFacts:
+        """Return the facts of the session of ``data``, which ``method`` takes.
+
+        Raises what :func:`connected_session_of` and :func:`context_of` raise.
+        """
+        if is_connected(data):
+            return SessionFacts(connected_session_of(data, method), None)
+        context = context_of(data)
+        from pyspark.sql import DataFrame, SparkSession
+
+        session = data.sparkSession if isinstance(data, DataFrame) else None
+        return SessionFacts(session or SparkSession.getActiveSession(), context)
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """The checked ``spark.sparkdl.*`` settings. Raises what :func:`settings_of` raises."""
+        return settings_of(self.context, self.session)
+
+    def check_beside(self, data: Any) -> None:
+        """Raise DataError or SessionError unless other data is of a session of the same kind."""
+        if self.context is not None:
+            context_of(data)
+        elif not is_connected(data):
+            raise SessionError(
+                "it is not a DataFrame of a Spark Connect session, as the training data is: make both "
+                "with one session."
+            )
 
 
 def conf_of(context: SparkContext) -> SparkConf:

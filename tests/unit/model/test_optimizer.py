@@ -21,7 +21,7 @@ from sparkdl.model.optimizer_factory import build_optimizers
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
-from sparkdl.train.recipes import plan_optimizer
+from sparkdl.train.prepare import plan_optimizer
 
 
 class Net(nn.Module):
