@@ -8,8 +8,7 @@ from sparkdl.checkpoint import Checkpoint
 from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.diloco import DiLoCo
 from sparkdl.consistency.gossip import Gossip
-from sparkdl.consistency.stale_synchronous import StaleSynchronous
-from sparkdl.consistency.synchronous import Synchronous
+from sparkdl.consistency.synchronous import StaleSynchronous, Synchronous
 from sparkdl.data import Sample
 from sparkdl.data.columns.convert import Convert
 from sparkdl.data.columns.image import Image
@@ -48,17 +47,17 @@ from sparkdl.loop.triggers import (
     several_iterations,
 )
 from sparkdl.loop.validation import Validation
-from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.metrics.named import MeanMetric, Metric
-from sparkdl.model.model_loss import ModelLoss, PerReplica
+from sparkdl.metrics.scorer import MetricOf
+from sparkdl.model.loss import ModelLoss, PerReplica
 from sparkdl.parallel.ddp import DDP
 from sparkdl.parallel.fsdp import FSDP
 from sparkdl.parallel.pipeline import Pipeline
 from sparkdl.parallel.tensor import Tensor
-from sparkdl.replica.joint_pass import all_rows
+from sparkdl.replica.compute import all_rows
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
-from sparkdl.slices.compression import GradBucket, PowerSGD, TopK
+from sparkdl.slices.section import GradBucket, PowerSGD, TopK
 from sparkdl.train.trainer import Trainer
 
 if TYPE_CHECKING:

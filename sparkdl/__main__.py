@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparkdl.codec.redaction import REDACTED, is_secret, without_credentials
+from sparkdl.codec.describe import REDACTED, is_secret, without_credentials
 from sparkdl.settings import DISTRIBUTION, NEEDED_FOR_SPEED, PREFIX, __version__
 
 LIBRARIES = (

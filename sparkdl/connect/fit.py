@@ -36,14 +36,14 @@ from sparkdl.errors import (
     cannot_travel,
 )
 from sparkdl.gang.connect import check_slots_of, control_of, run_led, slots_of
-from sparkdl.gang.led_task import RESULT, LedTask
+from sparkdl.gang.led import RESULT, LedTask
 from sparkdl.loop.callbacks import added_callbacks
 from sparkdl.loop.interrupt import interruptible
-from sparkdl.model.pickling import dumps
+from sparkdl.model.preparation import dumps
 from sparkdl.session import SessionFacts
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.artifacts import sent_bytes
+from sparkdl.spark.broadcasts import sent_bytes
 from sparkdl.spark.failures import end_of_session_explained, reading_explained
 from sparkdl.spark.worker import finish_task
 from sparkdl.train.course import check_replay

@@ -15,8 +15,8 @@ from sparkdl.checkpoint.identity import ModelIdentity, first_few
 from sparkdl.checkpoint.manifest import Manifest, SliceFile
 from sparkdl.checkpoint.slice_io import read_slice_files
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.codec.records import from_plain
-from sparkdl.codec.redaction import is_secret, without_credentials
+from sparkdl.codec.describe import is_secret, without_credentials
+from sparkdl.codec.safe import from_plain
 from sparkdl.errors import DamagedCheckpoint, ModelError, ParameterError
 from sparkdl.infer.saved_content import built, columns_of, content_of, signature_of
 from sparkdl.infer.saved_model import ModelManifest, Saved
@@ -24,8 +24,7 @@ from sparkdl.infer.saved_recipe import WithoutName, read_recipe, recipe_by_name
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.engine import AVERAGE, CURRENT, weights_of
 from sparkdl.loop.history import History
-from sparkdl.model.flat import filled
-from sparkdl.model.layout import layout_of
+from sparkdl.model.flat import filled, layout_of
 from sparkdl.model.preparation import freeze
 from sparkdl.model.recipe import frozen_digest
 from sparkdl.slices.spec import slice_specs

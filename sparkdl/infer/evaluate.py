@@ -31,8 +31,8 @@ from sparkdl.errors import DataError, ParameterError, TrainingError, UserError, 
 from sparkdl.infer.shipped_module import ShippedModule, device_of, run_batches
 from sparkdl.metrics.base import Metric
 from sparkdl.metrics.scorer import Scorer, States
-from sparkdl.model.signature import BY_POSITION, Signature
-from sparkdl.replica.mini_batch import to_tensors
+from sparkdl.model.recipe import BY_POSITION, Signature
+from sparkdl.replica.compute import to_tensors
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied

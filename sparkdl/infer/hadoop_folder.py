@@ -10,7 +10,7 @@ from typing import Any
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
 
-from sparkdl.codec.redaction import without_credentials
+from sparkdl.codec.describe import without_credentials
 from sparkdl.errors import CheckpointError
 
 NEW, OLD = ".sparkdl-new", ".sparkdl-old"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sparkdl.codec.html import table, titled
+from sparkdl.codec.describe import table, titled
 from sparkdl.data.fields import Field
 from sparkdl.infer.output import Output
 from sparkdl.loop.history import History

@@ -49,8 +49,7 @@ from sparkdl.infer.saved_model import (
 from sparkdl.infer.saved_recipe import REMEDY, WithoutName, read_recipe, recipe_by_name
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
-from sparkdl.model.pickling import dumps
-from sparkdl.model.preparation import passing_buffers, with_shared
+from sparkdl.model.preparation import dumps, passing_buffers, with_shared
 
 logger = logging.getLogger("sparkdl")
 MOST_REPLACED = 3

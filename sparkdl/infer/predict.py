@@ -32,7 +32,7 @@ from sparkdl.data.schema import columns_of, quoted
 from sparkdl.errors import DataError
 from sparkdl.infer.output import Output, as_numpy, pieces, to_arrow
 from sparkdl.infer.shipped_module import Dimensions, ShippedModule, run_batches
-from sparkdl.model.signature import BY_POSITION, Signature
+from sparkdl.model.recipe import BY_POSITION, Signature
 from sparkdl.spark.worker import finish_task, mistakes_told_briefly
 from sparkdl.usercode import accompanied
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Protocol
 
 from sparkdl.checkpoint.files import Folder
+from sparkdl.codec.describe import without_credentials
 from sparkdl.codec.files import is_uri
-from sparkdl.codec.redaction import without_credentials
 from sparkdl.errors import CheckpointError, ParameterError, UserError
 from sparkdl.infer.hadoop_folder import HadoopFolder
 from sparkdl.infer.saved_model import (

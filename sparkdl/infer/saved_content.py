@@ -13,9 +13,9 @@ from sparkdl.errors import ModelError, TrustError, kind_of
 from sparkdl.infer.saved_model import FORMAT, MODEL, VERSION, Saved
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.model.preparation import plain
-from sparkdl.model.signature import Signature, problems_of_part
+from sparkdl.model.recipe import Signature, problems_of_part
 from sparkdl.process.determinism import seeded
-from sparkdl.process.output import reports_silenced
+from sparkdl.process.system import reports_silenced
 
 
 def content_of(trained: TrainedModel, recipe: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, parse_json, read_plain
-from sparkdl.codec.records import from_plain
+from sparkdl.codec.safe import from_plain
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output

@@ -18,15 +18,13 @@ from torch import nn
 from sparkdl.data.ragged import Rows, dense, model_inputs
 from sparkdl.errors import ModelError, UserError, cannot_travel
 from sparkdl.metrics.scorer import in_rows
-from sparkdl.model.model_loss import is_own_loss
-from sparkdl.model.pickling import Rebuilt, dumps
-from sparkdl.model.signature import BY_POSITION, Signature, with_tensors
-from sparkdl.process.numerics import Numerics
-from sparkdl.replica.compute import evaluating
-from sparkdl.replica.mini_batch import to_tensors
-from sparkdl.slab.release import kept_while_used
-from sparkdl.spark.artifacts import INLINE_BYTES, Artifact
-from sparkdl.spark.broadcasts import BroadcastBytes
+from sparkdl.model.loss import is_own_loss
+from sparkdl.model.preparation import Rebuilt, dumps
+from sparkdl.model.recipe import BY_POSITION, Signature, with_tensors
+from sparkdl.process.determinism import Numerics
+from sparkdl.replica.compute import evaluating, to_tensors
+from sparkdl.slab.pool import kept_while_used
+from sparkdl.spark.broadcasts import INLINE_BYTES, Artifact, BroadcastBytes
 from sparkdl.spark.device import task_device
 from sparkdl.usercode import accompanied, tell_of_changed_constants
 

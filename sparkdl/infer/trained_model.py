@@ -29,12 +29,10 @@ from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
 from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
 from sparkdl.loop.history import History
-from sparkdl.metrics.metric_of import MetricOf
 from sparkdl.metrics.named import Judging, Metrics, resolve, suited
-from sparkdl.metrics.scorer import Scorer
-from sparkdl.model.loss import check_averages
-from sparkdl.model.model_loss import is_own_loss
-from sparkdl.model.signature import BY_POSITION, Part, Signature, problems_of_part
+from sparkdl.metrics.scorer import MetricOf, Scorer
+from sparkdl.model.loss import check_averages, is_own_loss
+from sparkdl.model.recipe import BY_POSITION, Part, Signature, problems_of_part
 from sparkdl.plain import plain
 from sparkdl.usercode import accompanied
 

@@ -25,10 +25,9 @@ from sparkdl.errors import DataError, ModelError, ParameterError, UserError, cou
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import Finish, PredictRecords
 from sparkdl.infer.shipped_module import Dimensions, device_of
-from sparkdl.model.signature import Signature, described, for_example
+from sparkdl.model.recipe import Signature, described, for_example
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import buffers_kept, evaluating
-from sparkdl.replica.mini_batch import to_tensors
+from sparkdl.replica.compute import buffers_kept, evaluating, to_tensors
 from sparkdl.spark.failures import reading_explained
 
 Found: TypeAlias = tuple[Output, Dimensions]

@@ -20,14 +20,21 @@ from torch import nn
 from sparkdl.data.batches import Batch
 from sparkdl.data.ragged import Rows
 from sparkdl.errors import ModelError
-from sparkdl.model.loss import Loss, call_loss, is_sum, masses_of
-from sparkdl.model.model_loss import ModelLoss, PerReplica, inner, is_own_loss
-from sparkdl.model.recipe import Recipe
-from sparkdl.model.signature import Signature, with_tensors
-from sparkdl.model.step import is_step
+from sparkdl.model.loss import (
+    Loss,
+    ModelLoss,
+    PerReplica,
+    call_loss,
+    inner,
+    is_own_loss,
+    is_step,
+    is_sum,
+    masses_of,
+)
+from sparkdl.model.recipe import Recipe, Signature, with_tensors
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.mini_batch import MiniBatch, to_tensors, weigh
+from sparkdl.replica.compute import MiniBatch, to_tensors, weigh
 from sparkdl.train.row_losses import (
     ROUNDING,
     ROUNDING_OF_16_BITS,

@@ -18,15 +18,14 @@ from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.consistency.asynchronous import Asynchronous
-from sparkdl.consistency.base import largest_staleness
-from sparkdl.consistency.stragglers import check_recorded_parts
+from sparkdl.consistency.base import check_recorded_parts, largest_staleness
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.registry import build_engine
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError, counted
 from sparkdl.infer.checkpoint_model import manifest_of_model
 from sparkdl.loop.advance import catch_up, first_state

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import TrainingError
 from sparkdl.gang.rank_group import StartableGroup
 from sparkdl.loop.engine import Engine
 from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.progress import Progress
-from sparkdl.process.numerics import Numerics
+from sparkdl.process.determinism import Numerics
 from sparkdl.replica.iteration import Decisions
 from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings

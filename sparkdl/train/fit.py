@@ -14,9 +14,8 @@ from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.progress import progress_of
 from sparkdl.session import SessionFacts, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.executors import waiting_for_locality
+from sparkdl.spark.executors import waiting_for_locality, warming_up
 from sparkdl.spark.failures import reading_explained
-from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.course import check_replay, run_course
 from sparkdl.train.engine_inputs import Site
 from sparkdl.train.placed_samples import (

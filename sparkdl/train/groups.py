@@ -40,9 +40,9 @@ from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.loop import train
 from sparkdl.loop.schedule import Schedule
 from sparkdl.model.flat import filled
-from sparkdl.model.signature import Signature
-from sparkdl.process.numerics import Numerics
-from sparkdl.process.output import label_output
+from sparkdl.model.recipe import Signature
+from sparkdl.process.determinism import Numerics
+from sparkdl.process.system import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.train.engine_inputs import run_spec

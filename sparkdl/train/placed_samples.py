@@ -18,20 +18,19 @@ from sparkdl.data.equal_rows import tell_of_shares
 from sparkdl.data.fields import Field
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.data.samples import Source, materialize, materialize_here
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError, ParameterError, SessionError, shown
-from sparkdl.gang.barrier_job import is_one_to_one
+from sparkdl.gang.driver import is_one_to_one
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import Scorer
-from sparkdl.model.model_loss import is_own_loss
+from sparkdl.model.loss import is_own_loss
 from sparkdl.session import SessionFacts, is_connected
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.executors import place_contiguously, waiting_for_locality
+from sparkdl.spark.device import within_gpus
+from sparkdl.spark.executors import place_contiguously, waiting_for_locality, warming_up
 from sparkdl.spark.failures import reading_explained
-from sparkdl.spark.gpus import within_gpus
-from sparkdl.spark.warm_up import warming_up
 from sparkdl.train.engine_inputs import batch_spec
 from sparkdl.train.prepare import prepare
 from sparkdl.train.spec import TrainerSpec

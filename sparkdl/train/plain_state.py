@@ -28,8 +28,7 @@ from torch import nn
 from sparkdl.errors import ModelError
 from sparkdl.model.buffers import known_rule, owner_of
 from sparkdl.model.flat import changed_form, form_of
-from sparkdl.model.model_loss import PerReplica
-from sparkdl.model.step import StepLoss
+from sparkdl.model.loss import PerReplica, StepLoss
 from sparkdl.usercode.content import NO_STATE
 
 logger = logging.getLogger("sparkdl")

@@ -18,16 +18,14 @@ from torch import nn
 from sparkdl.data.batches import Batch, input_fields, preview_batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.sample_set import SampleSet
-from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.output import Output
-from sparkdl.model.loss import loss_of, masses_of
-from sparkdl.model.model_loss import PerReplica, is_own_loss
+from sparkdl.model.loss import ALONE, PerReplica, is_own_loss, is_step, loss_of, masses_of
 from sparkdl.model.recipe import Recipe, bytes_of
-from sparkdl.model.step import ALONE, is_step
 from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.mini_batch import MiniBatch, to_tensors
+from sparkdl.replica.compute import MiniBatch, to_tensors
 from sparkdl.train.averaging_checks import gives_sums, have_copies, is_averaged, rows_for_loss
 from sparkdl.train.engine_inputs import batch_spec
 from sparkdl.train.hints import check_labels, shape_of, text_of

@@ -27,17 +27,15 @@ from sparkdl.infer.persistence import not_tensors
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.schedule import Schedule
 from sparkdl.metrics.named import resolve
-from sparkdl.model.buffers import check_rules
-from sparkdl.model.layout import Layout, TensorRange, check_memory, layout_of
-from sparkdl.model.options import TrainingOptions
-from sparkdl.model.pickling import dumps
-from sparkdl.model.preparation import check_modules, passing_buffers
+from sparkdl.model.buffers import TrainingOptions, check_rules
+from sparkdl.model.flat import Layout, TensorRange, check_memory, layout_of
+from sparkdl.model.preparation import check_modules, dumps, passing_buffers
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compare import Description, describe
-from sparkdl.slices.compression import GradBucket, compress
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
 from sparkdl.slices.optimizer_step import wants_loss
+from sparkdl.slices.section import GradBucket, compress
 from sparkdl.train.hints import text_of
 from sparkdl.train.spec import TrainerSpec
 from sparkdl.usercode import accompanied, tell_of_changed_constants

@@ -16,8 +16,7 @@ from sparkdl.data.batches import Batch, BatchSpec, preview_batch
 from sparkdl.data.ragged import Rows
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import buffers_kept, evaluating
-from sparkdl.replica.mini_batch import to_tensors
+from sparkdl.replica.compute import buffers_kept, evaluating, to_tensors
 from sparkdl.train.plain_state import comparable
 from sparkdl.train.row_losses import ROUNDING, ROUNDING_OF_16_BITS, leaves
 

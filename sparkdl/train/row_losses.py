@@ -14,10 +14,9 @@ from torch import nn
 
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.model.loss import Loss, loss_of
-from sparkdl.model.signature import Signature
+from sparkdl.model.recipe import Signature
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import evaluating
-from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.replica.compute import MiniBatch, evaluating
 
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}
 """The allowed difference of the same sum in each dtype, relative to the largest compared number."""

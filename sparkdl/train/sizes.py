@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pyspark import SparkContext
 
-from sparkdl.engines.gang.start import too_few
+from sparkdl.engines.gang.engine import too_few
 from sparkdl.errors import ParameterError, counted, raise_all
 from sparkdl.gang.slots import check_slots
 from sparkdl.parallel.plan import parallel_of
@@ -22,7 +22,7 @@ from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.spec import TrainerSpec
 
 if TYPE_CHECKING:
-    from sparkdl.model.layout import Layout
+    from sparkdl.model.flat import Layout
 
 logger = logging.getLogger("sparkdl")
 SMALL_BYTES = 64 << 20

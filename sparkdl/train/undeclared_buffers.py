@@ -26,8 +26,7 @@ from sparkdl.model.buffers import (
 from sparkdl.model.flat import form_of
 from sparkdl.model.recipe import Recipe, bytes_of
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import buffers_kept
-from sparkdl.replica.mini_batch import to_tensors
+from sparkdl.replica.compute import buffers_kept, to_tensors
 from sparkdl.slices.reduce import merge_values
 from sparkdl.train.row_losses import ROUNDING_OF_16_BITS
 

@@ -24,8 +24,7 @@ from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import plain
 from sparkdl.session import SessionFacts
-from sparkdl.spark.properties import own_properties
-from sparkdl.spark.warm_up import warming_up
+from sparkdl.spark.executors import own_properties, warming_up
 from sparkdl.train.local_fit import LocalFit
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Random

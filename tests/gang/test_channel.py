@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 import sparkdl.gang.channel
 from sparkdl.errors import StalledError
-from sparkdl.gang.channel import NONCE_BYTES, Channel, ChannelError, Listener, connect
+from sparkdl.gang.channel import NONCE_BYTES, OUTPUT, Channel, ChannelError, Listener, connect
 from sparkdl.gang.rank_group import ConnectedRanks
-from sparkdl.gang.rank_output import OUTPUT
 from sparkdl.gang.rank_task import Introduction
 
 pytestmark = pytest.mark.gang

@@ -28,13 +28,11 @@ from sparkdl.errors import ModelError
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.flat import FlatModule
-from sparkdl.model.optimizer_factory import build_optimizers
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer import OptimizerSpec
+from sparkdl.slices.optimizer import OptimizerSpec, build_optimizers
 from sparkdl.slices.optimizer_probe import probe_cut_rule
 from sparkdl.slices.optimizer_step import evaluated_weights, step_slice
-from sparkdl.slices.spec import SliceSpec, slice_specs
-from sparkdl.slices.state import SliceState, pack, unpack
+from sparkdl.slices.spec import SliceSpec, SliceState, pack, slice_specs, unpack
 
 pytestmark = pytest.mark.parity
 

@@ -29,7 +29,7 @@ from sparkdl.infer.predict import PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule
 from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
-from sparkdl.slab.release import release
+from sparkdl.slab.pool import release
 from sparkdl.slab.root import SlabConfig, remove_root
 
 pytestmark = pytest.mark.spark

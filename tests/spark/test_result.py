@@ -29,7 +29,7 @@ import sparkdl
 from sparkdl.data.fields import Field
 from sparkdl.infer.output import Output
 from sparkdl.infer.shipped_module import INLINE_BYTES, ShippedModule
-from sparkdl.model.signature import Part, Signature, part_of
+from sparkdl.model.recipe import Part, Signature, part_of
 
 pytestmark = pytest.mark.spark
 for _module in (__name__, Structured.__module__):

@@ -20,8 +20,8 @@ from sparkdl.infer.output import as_numpy
 from sparkdl.infer.scoring.outputs import OutputColumn, value_of
 from sparkdl.infer.shipped_module import device_of
 from sparkdl.metrics.scorer import in_rows
-from sparkdl.model.signature import Signature
-from sparkdl.replica.mini_batch import to_tensors
+from sparkdl.model.recipe import Signature
+from sparkdl.replica.compute import to_tensors
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 NARROW = 128

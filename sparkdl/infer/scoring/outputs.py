@@ -14,7 +14,7 @@ import torch
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ModelError, ParameterError, counted, shown
 from sparkdl.infer.output import Output, to_arrow
-from sparkdl.model.signature import Part, described, part_of, parts_of, problems_of_part
+from sparkdl.model.recipe import Part, described, part_of, parts_of, problems_of_part
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from sparkdl.infer.scoring.source import ModelSource
 from sparkdl.infer.scoring.task import ScoreRows
 from sparkdl.infer.scoring.trial import made_up, rows_to_try, tried_columns
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
-from sparkdl.model.signature import Signature
+from sparkdl.model.recipe import Signature
 from sparkdl.plain import plain
 
 WINDOW_BATCHES = 64

@@ -19,7 +19,7 @@ from sparkdl.infer.scoring.forward import Forward
 from sparkdl.infer.scoring.outputs import OutputColumn, lengths_of, sequences_of
 from sparkdl.infer.scoring.windows import Group, ReadWindow, Window, cut_windows, read_ahead
 from sparkdl.infer.shipped_module import ShippedModule, device_of
-from sparkdl.model.signature import Signature
+from sparkdl.model.recipe import Signature
 from sparkdl.spark.worker import finish_task, mistakes_told_briefly
 
 TENSOR_BYTES = 8 << 20

@@ -19,7 +19,7 @@ from sparkdl.infer.scoring.inference import Inference, Options
 from sparkdl.infer.scoring.outputs import OutputColumn
 from sparkdl.infer.scoring.prepare import TEXT, prepare
 from sparkdl.infer.scoring.source import read_model
-from sparkdl.model.signature import described
+from sparkdl.model.recipe import described
 
 POOLINGS = ("mean", "cls", "max", "last")
 

@@ -23,7 +23,7 @@ from sparkdl.errors import DataError, ModelError
 from sparkdl.infer.scoring.forward import Forward
 from sparkdl.infer.scoring.outputs import OutputColumn, described_column, offered_parts, value_of
 from sparkdl.infer.trial import zeros_like
-from sparkdl.model.signature import Part
+from sparkdl.model.recipe import Part
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import buffers_kept, evaluating
 from sparkdl.spark.failures import reading_explained

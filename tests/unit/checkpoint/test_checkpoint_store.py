@@ -27,9 +27,8 @@ from sparkdl.checkpoint.store import HISTORY, CheckpointStore
 from sparkdl.codec.files import checksum
 from sparkdl.connect.rank import store_rows
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
-from sparkdl.model.layout import layout_of
-from sparkdl.slices.spec import slice_specs
-from sparkdl.slices.state import SliceState
+from sparkdl.model.flat import layout_of
+from sparkdl.slices.spec import SliceState, slice_specs
 
 LAYOUT = layout_of(nn.Linear(16, 5))
 

@@ -25,10 +25,9 @@ from sparkdl.infer.output import Output
 from sparkdl.loop.engine import BEST, CURRENT, ReadState
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.model.layout import layout_of
-from sparkdl.model.options import TrainingOptions
-from sparkdl.slices.spec import SliceSpec, slice_specs
-from sparkdl.slices.state import SliceState
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import layout_of
+from sparkdl.slices.spec import SliceSpec, SliceState, slice_specs
 
 
 class Made(nn.Sequential):

@@ -11,7 +11,7 @@ import pytest
 
 from sparkdl.connect.news import Question, ReportedProgress
 from sparkdl.errors import ParameterError, TrainingError
-from sparkdl.gang.led_task import _packed_error
+from sparkdl.gang.led import _packed_error
 from sparkdl.loop.state import TrainState
 
 

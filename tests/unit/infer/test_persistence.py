@@ -37,7 +37,7 @@ from sparkdl.loop.state import TrainState
 from sparkdl.metrics.named import Judging, resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.preparation import start_from
-from sparkdl.model.signature import Signature
+from sparkdl.model.recipe import Signature
 from sparkdl.process.determinism import seeded
 
 # Recipes. This file is a module that can be imported, so these have a name.

@@ -19,8 +19,7 @@ from torch.ao.quantization.observer import MinMaxObserver, MovingAverageMinMaxOb
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import ModelError
 from sparkdl.model.buffers import check_rules
-from sparkdl.model.flat import FlatModule
-from sparkdl.model.layout import Layout, TensorRange, layout_of
+from sparkdl.model.flat import FlatModule, Layout, TensorRange, layout_of
 
 
 def names(layout: Layout, kind: str) -> list[str]:

@@ -18,12 +18,16 @@ from sparkdl.errors import ModelError
 from sparkdl.infer.trial import Trial
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.model_loss import ModelLoss
-from sparkdl.model.recipe import Recipe
-from sparkdl.model.signature import Signature, part_of, problems_of_part, with_tensors
-from sparkdl.replica.compute import loss_of_output
-from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.model.loss import ModelLoss
+from sparkdl.model.recipe import (
+    LiveReplica,
+    Recipe,
+    Signature,
+    part_of,
+    problems_of_part,
+    with_tensors,
+)
+from sparkdl.replica.compute import MiniBatch, loss_of_output
 
 LOGITS, HIDDEN = torch.arange(6.0).view(2, 3), torch.ones(2, 8)
 

@@ -16,7 +16,7 @@ import sparkdl
 from sparkdl.data.batches import Batch
 from sparkdl.data.ragged import Padding, Ragged, Rows, dense, padded_lengths
 from sparkdl.errors import ModelError
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.train.averaging_checks import gives_sums
 

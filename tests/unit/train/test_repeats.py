@@ -16,7 +16,7 @@ from torch.nn.utils import parametrizations
 
 from sparkdl.data.batches import Batch, BatchSpec, preview_batch
 from sparkdl.errors import in_quotes
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import seeded
 from sparkdl.train.plain_state import comparable

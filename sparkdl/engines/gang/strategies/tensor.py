@@ -22,22 +22,25 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from sparkdl.collectives.direct import all_reduce
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.build_lock import BuildLock
-from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.model_group import BuildLock, ModelGroup
 from sparkdl.engines.gang.rank_messages import gathered_counts
+from sparkdl.engines.gang.shards import RowLayout
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
 from sparkdl.engines.gang.strategies.summed import CopySync
-from sparkdl.engines.gang.tensor_rows import RowLayout
 from sparkdl.errors import ModelError
-from sparkdl.model.layout import local
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.recipe import Recipe
-from sparkdl.model.signature import parts_of
+from sparkdl.model.flat import local
+from sparkdl.model.recipe import LiveReplica, Recipe, parts_of
 from sparkdl.parallel.tensor import Tensor, plan_of, without_fused_layers
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import Passed, buffers_kept, evaluating, forward_backward
+from sparkdl.replica.compute import (
+    MiniBatch,
+    Passed,
+    buffers_kept,
+    evaluating,
+    forward_backward,
+    to_tensors,
+)
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.mini_batch import MiniBatch, to_tensors
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec
 
