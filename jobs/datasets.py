@@ -13,7 +13,7 @@ from jobs.spark_errors import told
 from sparkdl import ParameterError
 from sparkdl.data.arrow_tasks import content_hash
 from sparkdl.errors import nearest
-from sparkdl.infer.hadoop_folder import HadoopFolder
+from sparkdl.infer.remote import HadoopFolder
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -28,8 +28,7 @@ from sparkdl.errors import (
     TrustError,
     UserError,
 )
-from sparkdl.infer.persistence import load
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel, load
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from sparkdl.data.fields import Field
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 
 

@@ -10,7 +10,7 @@ from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import DataFrame
 
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.ml.grid import GridFits
 from sparkdl.ml.model import TorchModel
 from sparkdl.ml.params import TrainingParams, trainer_args

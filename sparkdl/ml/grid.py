@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pyspark.sql import DataFrame
 
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.ml.model import TorchModel
 from sparkdl.ml.plan import FitPlan
 from sparkdl.train.placed_samples import PlacedSamples, SharedSamples

@@ -16,7 +16,7 @@ from torch import nn
 
 from sparkdl.data.arrow_tasks import check_new_columns
 from sparkdl.errors import ParameterError
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.ml.outputs import as_numbers, nothing_like
 from sparkdl.ml.params import FitParams

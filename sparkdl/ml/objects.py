@@ -13,7 +13,7 @@ from torch import nn
 
 from sparkdl.codec.safe import decode, encode
 from sparkdl.errors import ModelError, TrustError
-from sparkdl.infer.saved_recipe import (
+from sparkdl.infer.recipe import (
     WithoutName,
     is_module_builder,
     member_of,

@@ -25,9 +25,10 @@ from torch import nn
 
 from sparkdl.compat import for_metadata
 from sparkdl.errors import ModelError, ParameterError, SessionError, TrustError, UserError
-from sparkdl.infer.hadoop_folder import HadoopFolder
-from sparkdl.infer.persistence import load, save
-from sparkdl.infer.saved_recipe import WithoutName
+from sparkdl.infer.model import load
+from sparkdl.infer.recipe import WithoutName
+from sparkdl.infer.remote import HadoopFolder
+from sparkdl.infer.saved import save
 from sparkdl.ml.objects import OBJECTS, objects_by_name, objects_of, pickled_objects
 from sparkdl.session import is_connected
 

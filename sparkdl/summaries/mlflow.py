@@ -17,7 +17,7 @@ from sparkdl.summaries.mlflow_run import TrackedRun
 from sparkdl.summaries.mlflow_search import SearchRuns
 
 if TYPE_CHECKING:
-    from sparkdl.infer.trained_model import TrainedModel
+    from sparkdl.infer.model import TrainedModel
     from sparkdl.train.trainer import Trainer
 
 

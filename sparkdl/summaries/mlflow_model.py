@@ -17,8 +17,7 @@ import torch
 from pyspark.sql import DataFrame
 
 from sparkdl.errors import ParameterError, kind_of
-from sparkdl.infer.persistence import load
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel, load
 from sparkdl.settings import DISTRIBUTION, __version__
 from sparkdl.summaries.base import extra_needed
 from sparkdl.summaries.mlflow_pyfunc import PyFunc

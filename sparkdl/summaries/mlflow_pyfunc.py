@@ -14,9 +14,9 @@ from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import columns_of
 from sparkdl.errors import DataError
+from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.output import as_numpy
 from sparkdl.infer.shipped_module import run_batches
-from sparkdl.infer.trained_model import TrainedModel
 
 BATCH_SIZE = 1024
 """The number of rows of a forward pass."""

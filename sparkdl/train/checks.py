@@ -16,7 +16,7 @@ from sparkdl.checkpoint import Checkpoint
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.schema import check_specs
 from sparkdl.errors import in_quotes, kind_of, nearest, shown
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.triggers import Trigger, max_epoch, no_trigger

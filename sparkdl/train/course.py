@@ -27,7 +27,7 @@ from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.registry import build_engine
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.errors import ParameterError, counted
-from sparkdl.infer.checkpoint_model import manifest_of_model
+from sparkdl.infer.saved import manifest_of_model
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.callbacks import Callback, added_callbacks
 from sparkdl.loop.config import LoopConfig

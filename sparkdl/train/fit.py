@@ -10,7 +10,7 @@ from pkgutil import resolve_name
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.engines.resources import FitResources
 from sparkdl.gang.slots import cpus_of
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.progress import progress_of
 from sparkdl.session import SessionFacts, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig

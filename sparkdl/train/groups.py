@@ -30,9 +30,9 @@ from sparkdl.data.samples import materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema
 from sparkdl.engines.local.groups import local_engine
 from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data
+from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.output import as_numpy, to_arrow
 from sparkdl.infer.shipped_module import run_batches
-from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.history import History

@@ -9,7 +9,7 @@ import torch
 
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.errors import ModelError
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import Interrupt

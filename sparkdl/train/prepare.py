@@ -23,8 +23,8 @@ from sparkdl.consistency.base import Consistency
 from sparkdl.data.columns.base import Specs
 from sparkdl.errors import ModelError, ParameterError, cannot_travel, nearest, wrong_argument
 from sparkdl.infer.evaluate import check_metrics
-from sparkdl.infer.persistence import not_tensors
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
+from sparkdl.infer.saved import not_tensors
 from sparkdl.loop.schedule import Schedule
 from sparkdl.metrics.named import resolve
 from sparkdl.model.buffers import TrainingOptions, check_rules

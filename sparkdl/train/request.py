@@ -9,8 +9,8 @@ from typing import Any
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import ParameterError, raise_all
-from sparkdl.infer.kept_state import StoredState
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
+from sparkdl.infer.saved import StoredState
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState

@@ -21,9 +21,9 @@ from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.errors import CheckpointError, SparkdlError, StalledError, counted
-from sparkdl.infer.kept_state import StoredState
+from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.output import Output
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.saved import StoredState
 from sparkdl.loop.callbacks import Callback, tell_result
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, Engine
 from sparkdl.loop.history import History

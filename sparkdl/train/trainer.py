@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark import RDD
 from pyspark.sql import DataFrame
 
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.train.request import FitRequest, PassSeries
 from sparkdl.train.spec import TrainerSpec

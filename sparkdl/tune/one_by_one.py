@@ -11,7 +11,7 @@ from pyspark import SparkContext
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.errors import ModelError, ParameterError
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT
 from sparkdl.loop.interrupt import INTERRUPTED

@@ -13,7 +13,7 @@ from pyspark.errors import PySparkException
 
 from sparkdl.codec.safe import from_plain, to_plain
 from sparkdl.errors import ModelError, ParameterError, SparkdlError, TrainingError
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 
 COMPLETED, PRUNED, FAILED = "completed", "pruned", "failed"

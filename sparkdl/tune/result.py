@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sparkdl.errors import ParameterError, counted
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.plot import plot_trials
 from sparkdl.tune.record import FAILED, Objective, TrialRecord

@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.gang.slots import SLOT_SECONDS, task_slots
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import none_added
 from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
 from sparkdl.metrics.named import resolve

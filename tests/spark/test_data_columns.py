@@ -24,10 +24,10 @@ from sparkdl.data.records import Names
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.data.samples import Sample, Source, materialize, materialize_here
 from sparkdl.errors import DataError
+from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.output import Output
 from sparkdl.infer.predict import PredictRecords, predict_dataframe
 from sparkdl.infer.shipped_module import ShippedModule
-from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.slab.pool import release
 from sparkdl.slab.root import SlabConfig, remove_root

@@ -37,7 +37,7 @@ from pyspark.sql.types import DoubleType, IntegerType, StructType
 from torch import nn
 
 import sparkdl
-from sparkdl.infer.hadoop_folder import HadoopFolder
+from sparkdl.infer.remote import HadoopFolder
 from sparkdl.ml import (
     TorchClassificationModel,
     TorchClassifier,

@@ -16,9 +16,8 @@ from torch import nn
 
 from sparkdl.codec.files import mappable, path_here
 from sparkdl.errors import ModelError, ParameterError, TrustError, kind_of
-from sparkdl.infer.persistence import load
+from sparkdl.infer.model import TrainedModel, load
 from sparkdl.infer.scoring.programs import as_module
-from sparkdl.infer.trained_model import TrainedModel
 from sparkdl.model.preparation import plain, start_from
 from sparkdl.process.determinism import seeded
 

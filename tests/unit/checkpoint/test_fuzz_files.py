@@ -35,9 +35,9 @@ from sparkdl.errors import (
     ParameterError,
     TrustError,
 )
+from sparkdl.infer.model import TrainedModel, load
 from sparkdl.infer.output import Output
-from sparkdl.infer.persistence import load, save
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.saved import save
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.errors import ParameterError
-from sparkdl.infer.kept_state import StoredState
+from sparkdl.infer.saved import StoredState
 from sparkdl.model.flat import layout_of
 from sparkdl.model.preparation import freeze
 from sparkdl.model.recipe import weights_digest

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import math
 import operator
@@ -10,6 +11,7 @@ import os
 import random
 import shutil
 import subprocess
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from enum import IntEnum, IntFlag, StrEnum
@@ -28,10 +30,10 @@ from trained import trained_model
 import sparkdl
 from sparkdl.data.partition_writer import Field
 from sparkdl.errors import ModelError, ParameterError, TrustError
-from sparkdl.infer import persistence, remote_model
+from sparkdl.infer import remote, saved
+from sparkdl.infer.model import TrainedModel, load
 from sparkdl.infer.output import Output
-from sparkdl.infer.persistence import load, save
-from sparkdl.infer.trained_model import TrainedModel
+from sparkdl.infer.saved import save
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
 from sparkdl.metrics.named import Judging, resolve, suited
@@ -751,9 +753,9 @@ def killed_after(steps: int, at_uri: bool, folder: Path, trained: TrainedModel) 
     life = Life(steps)
     with pytest.MonkeyPatch.context() as patched:
         if at_uri:
-            patched.setattr(remote_model, "folder_at", lambda uri: TornFolder(folder, life))
+            patched.setattr(remote, "folder_at", lambda uri: TornFolder(folder, life))
         else:
-            for owner, name in ((os, "replace"), (Path, "unlink"), (persistence, "file_checksum")):
+            for owner, name in ((os, "replace"), (Path, "unlink"), (saved, "file_checksum")):
                 patched.setattr(owner, name, stepping(getattr(owner, name), life))
         try:
             save(trained, "torn://model" if at_uri else folder, overwrite=True)
@@ -782,7 +784,7 @@ def test_a_process_that_is_killed_while_it_replaces_a_model_leaves_one(
         folder = Path(shutil.copytree(start, tmp_path / f"after-{steps}"))
         killed = killed_after(steps, at_uri, folder, second)
         torn = TornFolder(folder, Life(99))
-        monkeypatch.setattr(remote_model, "folder_at", lambda uri, torn=torn: torn)
+        monkeypatch.setattr(remote, "folder_at", lambda uri, torn=torn: torn)
         for again in range(3):
             module = load("torn://model" if at_uri else folder, trust=True).module
             is_first = isinstance(module, Random)
@@ -797,6 +799,43 @@ def test_a_process_that_is_killed_while_it_replaces_a_model_leaves_one(
         steps += 1
     assert seen == {False, True}
     assert steps > 10
+
+
+def test_two_that_replace_a_model_at_once_leave_one_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second begins while the first has replaced some files; it waits, and wins."""
+    folder = save(trained_on(Net), tmp_path)
+    models = [trained_on(lambda: Random()), trained_on(partial(Net, 9))]
+    replace, second = os.replace, threading.Thread()
+
+    def slowly(source: Path, target: Path) -> None:
+        nonlocal second
+        replace(source, target)
+        if target.name == "model.json" and not second.ident:
+            second = threading.Thread(target=save, args=(models[1], folder, True))
+            second.start()
+            second.join(0.5)
+
+    monkeypatch.setattr(os, "replace", slowly)
+    save(models[0], folder, overwrite=True)
+    second.join()
+    assert same_weights(load(folder).module, models[1].module)
+    assert files(folder) == WITHOUT_PICKLE
+
+
+def test_a_staged_file_is_found_beside_one_that_cannot_be_read(tmp_path: Path) -> None:
+    """As a killed process leaves them, and only the one whose name has the digest is read."""
+    trained = trained_on(Net)
+    folder = save(trained, tmp_path)
+    for name in ("model.json", "model.safetensors"):
+        data = (folder / name).read_bytes()
+        stem, _, suffix = name.partition(".")
+        digest = hashlib.sha256(data).hexdigest()[:16]
+        (folder / name).rename(folder / f"{stem}-{digest}.{suffix}")
+        (folder / f"{stem}-{'0' * 16}.{suffix}").mkdir()
+        (folder / f"{stem}-{'1' * 16}.{suffix}").symlink_to("nothing")
+    assert same_weights(load(folder).module, trained.module)
 
 
 def test_what_cannot_be_saved_leaves_the_model_before(tmp_path: Path) -> None:

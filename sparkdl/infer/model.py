@@ -14,6 +14,7 @@ from pyspark import RDD
 from pyspark.sql import DataFrame, functions
 from torch import nn
 
+from sparkdl.codec.describe import table, titled
 from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows
@@ -21,23 +22,23 @@ from sparkdl.data.records import Names, feature_names, named
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, ParameterError, counted, kind_of, raise_all, shown, wrong_data
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
-from sparkdl.infer.kept_state import StoredState
-from sparkdl.infer.model_view import as_html
+from sparkdl.infer.manifest import ModelData
 from sparkdl.infer.new_forward import Around, fields_of, recipe_and_module, signature_of
-from sparkdl.infer.output import Output, ml_column
+from sparkdl.infer.output import ml_column
 from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
+from sparkdl.infer.saved import StoredState, read, save
 from sparkdl.infer.shipped_module import ShippedModule, sender_to
 from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
-from sparkdl.loop.history import History
-from sparkdl.metrics.named import Judging, Metrics, resolve, suited
+from sparkdl.loop.history_tables import timings_as_html
+from sparkdl.metrics.named import Metrics, resolve, suited
 from sparkdl.metrics.scorer import MetricOf, Scorer
 from sparkdl.model.loss import check_averages, is_own_loss
-from sparkdl.model.recipe import BY_POSITION, Part, Signature, problems_of_part
+from sparkdl.model.recipe import Part, Signature, problems_of_part
 from sparkdl.plain import plain
 from sparkdl.usercode import accompanied
 
 
-class TrainedModel:
+class TrainedModel(ModelData):
     """A trained module with the columns that it was trained on.
 
     ``fit`` and :func:`sparkdl.load` return it; it is not constructed directly.
@@ -59,62 +60,7 @@ class TrainedModel:
     """The state of every slice, after ``Trainer(keep_optimizer_state=True)`` and each
     ``partial_fit``, or None. It is not saved."""
 
-    def __init__(
-        self,
-        *,
-        module: nn.Module,
-        model: Any,
-        loss: Callable[..., Any] | None,
-        features: tuple[str, ...],
-        label: tuple[str, ...],
-        fields: tuple[Field, ...],
-        num_features: int,
-        float_dtype: str,
-        output: Output | None,
-        history: History,
-        columns: Specs | None = None,
-        seed: int = 0,
-        judging: Judging | None = None,
-        signature: Signature = BY_POSITION,
-    ) -> None:
-        """Create a trained model; only sparkdl does.
-
-        Args:
-            module: The trained module.
-            model: The function that built it, or the module that was passed.
-            loss: The loss, or None.
-            features: The feature columns.
-            label: The label columns.
-            fields: The fields of the training data, features first, then labels.
-            num_features: The number of fields that are features.
-            float_dtype: The dtype of floating-point columns.
-            output: The output for one sample; None if it is not a single tensor.
-            history: The history of the training.
-            columns: The conversions of columns to tensors, by name.
-            seed: The seed with which ``model`` is called.
-            judging: How an accuracy reads output and label if there is no ``loss``.
-            signature: The way to call the module, and the part of its result that is the output.
-        """
-        self.module = module
-        self.model = model
-        self.loss = loss
-        self.features = features
-        self.label = label
-        self.fields = fields
-        self.num_features = num_features
-        self.float_dtype = float_dtype
-        self.output = output
-        self.history = history
-        self.columns = dict(columns or {})
-        self.seed = seed
-        self._judging = judging
-        self.signature = signature
-        self._shipped: ShippedModule | None = None
-
-    @property
-    def judging(self) -> Judging:
-        """The way in which an accuracy reads output and label: as the loss does."""
-        return (self._judging or Judging()) if self.loss is None else Judging.of(self.loss)
+    _shipped: ShippedModule | None = None
 
     def __repr__(self) -> str:
         size = counted(
@@ -126,8 +72,18 @@ class TrainedModel:
     def _repr_html_(self) -> str:
         """Return the view in a notebook: the fields, the training, and where its time went."""
         size = counted(sum(p.numel() for p in self.module.parameters()), "parameter")
-        title = f"sparkdl.TrainedModel: {type(self.module).__name__} of {size}"
-        return as_html(title, self.fields, self.num_features, self.output, self.history)
+        rows = [
+            (field.name, "feature" if i < self.num_features else "label", str(field))
+            for i, field in enumerate(self.fields)
+        ]
+        if self.output is not None:
+            rows.append(("", "output", str(Field("", self.output.dtype, self.output.shape))))
+        return titled(
+            f"sparkdl.TrainedModel: {type(self.module).__name__} of {size}",
+            table(("column", "role", "values"), rows),
+            self.history._repr_html_(),
+            timings_as_html(self.history.timings()),
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a copy or a pickle, which must ship the module for itself."""
@@ -256,7 +212,7 @@ class TrainedModel:
             DataError: There is no row, or a row is bad.
         """
         _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
-        resolved = suited(resolve(metrics), self.loss, self._judging)
+        resolved = suited(resolve(metrics), self.loss, self.judging)
         if self.loss is None and not resolved:
             raise ParameterError(
                 "there is nothing to evaluate: a loaded model, and one of with_module, has no loss. "
@@ -332,20 +288,15 @@ class TrainedModel:
             names, signature = signature_of(features, self.columns, output)
         columns = (*self.features, *self.label)
         known = dict(zip(columns, self.fields, strict=False))
-        return TrainedModel(
+        return replace(
+            self,
             module=made,
             model=recipe,
             loss=None,
             features=names,
-            label=self.label,
-            columns=self.columns,
             fields=fields_of((*names, *self.label), known),
             num_features=len(names),
-            float_dtype=self.float_dtype,
             output=None,
-            history=self.history,
-            seed=self.seed,
-            judging=self.judging,
             signature=signature,
         )
 
@@ -365,8 +316,6 @@ class TrainedModel:
             UserError: The model cannot be saved.
             CheckpointError: The URI cannot be written to.
         """
-        from sparkdl.infer.persistence import save
-
         return save(self, path, overwrite)
 
     def _ship(self, data: DataFrame | RDD) -> ShippedModule:
@@ -428,6 +377,44 @@ class TrainedModel:
             return known, (known.dimensions, known.dimensions)
         trial = Trial(self.module, signature, postprocess)
         return trial.run(known, self.fields[: self.num_features], first_rows)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    loss: Callable[..., Any] | None = None,
+    trust: bool = False,
+) -> TrainedModel:
+    """Load a trained model that :meth:`sparkdl.TrainedModel.save` wrote, or the model of a checkpoint.
+
+    Links in the folder are not followed.
+
+    Args:
+        path: The folder of the model; or a checkpoint, or a folder of checkpoints, of which the
+            newest whole one is loaded. It may be a URI.
+        model: A module, which is copied, or a function that builds it, instead of the saved recipe.
+            The function is called with seeded random numbers, as in ``fit``.
+        loss: The loss for ``evaluate``, which a saved model does not contain.
+        trust: Allow the folder to run code of its own choice: its pickle, or any function that it
+            names. Without it only ``torch.nn.Module`` classes and functions that are annotated
+            ``-> torch.nn.Module`` are called.
+
+    Returns:
+        The trained model, with ``best`` and ``ema`` if the checkpoint has them.
+
+    Raises:
+        TrustError: The folder would run code, and ``trust`` is False.
+        ModelError: A file is damaged, or the weights do not fit the model.
+        CheckpointError: There is no checkpoint that can be read.
+        FileNotFoundError: There is no model in the folder.
+    """
+    models = {
+        name: TrainedModel(**{**vars(data), "loss": loss})
+        for name, data in read(path, model, trust).items()
+    }
+    trained = models.pop("")
+    trained.ema, trained.best = models.get("ema"), models.get("best")
+    return trained
 
 
 def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") -> None:

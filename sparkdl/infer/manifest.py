@@ -1,4 +1,4 @@
-"""The manifest ``model.json`` of a saved model, and checks that the files beside it are those saved."""
+"""The data of a trained model, the manifest ``model.json`` of a saved one, and checks of its files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,15 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, parse_json, read_plain
+from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, mappable, parse_json, read_plain
 from sparkdl.codec.safe import from_plain
+from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError
 from sparkdl.infer.output import Output
+from sparkdl.loop.history import History
 from sparkdl.metrics.named import Judging
+from sparkdl.model.recipe import BY_POSITION, Signature
 
 FORMAT = "sparkdl-model"
 VERSION = 1
@@ -62,6 +65,31 @@ def is_draft(name: str) -> bool:
 def holds_manifest(names: Iterable[str]) -> bool:
     """Return whether a model is among the files with these names."""
     return any(name == MODEL or (is_staged(name) and name.endswith(".json")) for name in names)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ModelData:
+    """The data of a :class:`sparkdl.TrainedModel`, which can be saved except for the loss."""
+
+    module: nn.Module
+    model: Any  # the function that built the module, or the module that was passed
+    loss: Callable[..., Any] | None
+    features: tuple[str, ...]
+    label: tuple[str, ...]
+    fields: tuple[Field, ...]  # of the training, features first, then labels
+    num_features: int
+    float_dtype: str
+    output: Output | None  # for one sample; None: it is not a single tensor
+    history: History
+    columns: Specs = field(default_factory=dict)
+    seed: int = 0  # with which ``model`` is called
+    judging: Judging = field(default_factory=Judging)  # how an accuracy reads output and label
+    signature: Signature = BY_POSITION
+
+    def __post_init__(self) -> None:
+        self.columns = dict(self.columns or {})
+        if self.loss is not None:
+            self.judging = Judging.of(self.loss)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +138,12 @@ class Saved:
         try:
             content = _content(folder, MODEL)
         except (ModelError, FileNotFoundError):
-            staged = next(_staged(folder, MODEL), None)
-            if staged is None:
+            for other in _staged(folder, "model-", ".json"):
+                with contextlib.suppress(ModelError, FileNotFoundError):
+                    content = _content(folder, other)
+                    break
+            else:
                 raise
-            content = _content(folder, staged[0])
         try:
             manifest: ModelManifest = from_plain(content, ModelManifest)
             manifest.check()
@@ -121,32 +151,48 @@ class Saved:
             raise ModelError(f"{folder}/{MODEL} is damaged: {error}.") from error
         return Saved(folder, content, manifest)
 
-    def place(self, name: str) -> Path:
-        """Return the path of a file; see [Note: replacing a model]."""
-        for staged, checksum in _staged(self.folder, name):
-            if checksum == self.manifest.files.get(name):
-                return self.folder / staged
-        return self.folder / name
-
     def checked(self, name: str) -> bytes:
         """Return the bytes of a file. Raises ModelError if it is not the one that was saved."""
-        path = self.place(name)
-        try:
+        data = b""
+
+        def read(path: Path) -> str:
+            nonlocal data
             data = read_plain(path)
-        except OSError as error:
-            raise ModelError(f"{path} cannot be read: {_reason(error)}.") from error
-        self._compare(name, hashlib.sha256(data).hexdigest())
+            return hashlib.sha256(data).hexdigest()
+
+        self._find(name, read)
         return data
 
-    def compare(self, path: str, name: str) -> None:
-        """Raise ModelError if the file at ``path`` is not the one that was saved as ``name``."""
-        self._compare(name, file_checksum(path))
+    def mapped(self, name: str, block: contextlib.ExitStack) -> str:
+        """Return a path of a safetensors file until the block ends, whatever replaces the file.
 
-    def _compare(self, name: str, checksum: str) -> None:
-        if checksum != self.manifest.files.get(name):
-            raise ModelError(
-                f"{self.folder / name} is not the file that was saved: its checksum differs."
-            )
+        Raises ModelError if it is not the one that was saved.
+        """
+        file = ""
+
+        def open_it(path: Path) -> str:
+            nonlocal file
+            file = block.enter_context(mappable(path))
+            return file_checksum(file)
+
+        self._find(name, open_it)
+        return file
+
+    def _find(self, name: str, digest: Callable[[Path], str]) -> None:
+        """Call ``digest`` on the places of a file until it returns the one that was saved."""
+        checksum, problem = self.manifest.files.get(name, ""), ""
+        start, _, suffix = staged_name(name, checksum).partition(".")
+        for place in [*(_staged(self.folder, start, suffix) if checksum else ()), name]:
+            try:
+                if digest(self.folder / place) == checksum:
+                    return
+            except (OSError, ValueError) as error:
+                problem = f"{self.folder / place} cannot be read: {_reason(error)}."
+            else:
+                problem = (
+                    f"{self.folder / name} is not the file that was saved: its checksum differs."
+                )
+        raise ModelError(problem)
 
 
 def file_checksum(path: str | os.PathLike[str], sync: bool = False) -> str:
@@ -157,20 +203,28 @@ def file_checksum(path: str | os.PathLike[str], sync: bool = False) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _staged(folder: Path, name: str) -> Iterator[tuple[str, str]]:
-    """Yield name and checksum of each whole file that was to replace the file ``name``."""
+def _names(folder: Path, start: str) -> list[str]:
+    """Return the names in a folder of files that were to replace others and begin like this."""
     with contextlib.suppress(OSError):
-        for other in sorted(os.listdir(folder)):
-            if is_staged(other) and other.endswith(Path(name).suffix):
-                checksum = hashlib.sha256(read_plain(folder / other)).hexdigest()
-                if other.startswith(staged_name(name, checksum).partition(".")[0]):
-                    yield other, checksum
+        return sorted(n for n in os.listdir(folder) if is_staged(n) and n.startswith(start))
+    return []
+
+
+def _staged(folder: Path, start: str, suffix: str) -> list[str]:
+    """Return the names of files that were to replace others, with this start and end."""
+    with contextlib.suppress(OSError):
+        names = sorted(filter(is_staged, os.listdir(folder)))
+        return [name for name in names if name.startswith(start) and name.endswith(suffix)]
+    return []
 
 
 def _content(folder: Path, name: str) -> dict[str, Any]:
     """Return the content of ``model.json``. Raises ModelError for another format or version."""
     try:
-        content = parse_json(read_plain(folder / name, MAX_JSON_BYTES))
+        data = read_plain(folder / name, MAX_JSON_BYTES)
+        if name != MODEL and hashlib.sha256(data).hexdigest()[:16] not in name:
+            raise ValueError("it is not whole")
+        content = parse_json(data)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"{folder} is not a saved model of sparkdl (there is no {MODEL} in it)."
