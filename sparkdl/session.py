@@ -109,7 +109,7 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
 
 def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
     """Warn of the ``asked`` settings that have no effect on ``spark``, which was running before."""
-    conf = conf_of(spark.sparkContext)
+    conf = spark.sparkContext._conf
     without_effect = [
         key
         for key, value in asked.items()
@@ -240,6 +240,7 @@ class SessionFacts:
         if is_connected(data):
             return SessionFacts(connected_session_of(data, method), None)
         context = context_of(data)
+        tell_what_costs_speed(context)
         from pyspark.sql import DataFrame, SparkSession
 
         session = data.sparkSession if isinstance(data, DataFrame) else None
@@ -261,14 +262,6 @@ class SessionFacts:
             )
 
 
-def conf_of(context: SparkContext) -> SparkConf:
-    """Return the settings of the context's application, for reading only.
-
-    ``getConf()`` would copy them all, with one call into the JVM for each.
-    """
-    return context._conf
-
-
 def settings_of(context: SparkContext | None, session: SparkSession | None = None) -> Settings:
     """Return the checked ``spark.sparkdl.*`` settings.
 
@@ -280,7 +273,7 @@ def settings_of(context: SparkContext | None, session: SparkSession | None = Non
     """
     if session is None:
         assert context is not None
-        found = conf_of(context).getAll()
+        found = context._conf.getAll()
     else:
         found = _all_of(session)
     given = {key: value for key, value in found if key.startswith(PREFIX)}
@@ -303,7 +296,7 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
 
     Return the keys that are missing.
     """
-    conf = conf_of(context)
+    conf = context._conf
     needed = [key for key in NEEDED_FOR_SPEED if UNIX_SOCKETS or key != SOCKETS]
     missing = [key for key in needed if conf.get(key, "") != SPARK_SETTINGS[key][0]]
     if context.applicationId not in _warned:

@@ -84,7 +84,6 @@ def without_spark() -> Iterator[None]:
     with (
         mock.patch.object(SessionFacts, "of", side_effect=lambda *_: SessionFacts(None, context)),
         mock.patch.object(SessionFacts, "check_beside"),
-        mock.patch.object(fit_module, "tell_what_costs_speed"),
         mock.patch.object(fit_module, "warming_up"),
         mock.patch.object(placing_module, "materialize_here", _handed_over),
         mock.patch.object(placing_module, "materialize", lambda source, _: _handed_over(source)),

@@ -62,12 +62,12 @@ LOSSES_FROM_START = 4
 """The same of a run without checkpoints, which begins again each time."""
 
 
-def run(request: FitRequest, facts: SessionFacts) -> CarriedRun:
+def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     """Train in a session of Spark Connect; see :func:`sparkdl.train.fit.run`.
 
     A replay is only checked, since a gang decides nothing.
     """
-    session, data = facts.session, request.data
+    session = facts.session
     with end_of_session_explained(session):
         settings = facts.settings
         if request.quiet:
@@ -145,7 +145,7 @@ def _order(request: FitRequest, model: PreparedModel, settings: Settings) -> byt
     if trainer.validation is not None:
         validation: Any = replace(trainer.validation, data=nothing)  # type: ignore[arg-type]
         sent = replace(sent, validation=validation)
-    order = FitOrder(replace(request, trainer=sent, data=None, replay=None), settings)
+    order = FitOrder(replace(request, trainer=sent, replay=None), settings)
     try:
         return dumps(accompanied(order))
     except Exception as error:

@@ -62,7 +62,7 @@ _SCHEMA = "number long, data binary"
 class FitOrder:
     """The order that rank 0 gets: what it is to train, and how."""
 
-    request: FitRequest  # without data
+    request: FitRequest  # its validation has no data
     settings: Settings
     numerics: Numerics = field(default_factory=Numerics.here)  # those of the client
 

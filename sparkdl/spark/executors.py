@@ -30,7 +30,6 @@ from pyspark import RDD, SparkContext
 from pyspark.serializers import NoOpSerializer
 
 from sparkdl.compat import to_seq
-from sparkdl.session import conf_of
 from sparkdl.spark.frames import map_frames, stage_name, zip_frames
 
 NEW_MS = 15_000
@@ -85,7 +84,7 @@ def executors(context: SparkContext) -> list[Executor]:
     sc = context._jsc.sc()
     if sc.isLocal():
         return []
-    each = int(conf_of(context).get("spark.task.cpus", "1") or 1)
+    each = int(context._conf.get("spark.task.cpus", "1") or 1)
     listed = sc.statusStore().executorList(True)
     now = time.time() * 1000
     found = []

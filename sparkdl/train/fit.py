@@ -6,13 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pkgutil import resolve_name
+from typing import Any
 
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.engines.resources import FitResources
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.progress import progress_of
-from sparkdl.session import SessionFacts, tell_what_costs_speed
+from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality, warming_up
 from sparkdl.spark.failures import reading_explained
@@ -32,38 +33,38 @@ CONNECTED = "sparkdl.connect.fit:run"
 """The counterpart of :func:`run` for a session of Spark Connect; its room lies above this one."""
 
 
-def fit(request: FitRequest) -> CarriedRun:
+def fit(data: Any, request: FitRequest) -> CarriedRun:
     """Train as asked, in a session of either kind."""
-    return _fit(request, SessionFacts.of(data_of(request.data), "fit"))
+    return _fit(data, request, SessionFacts.of(data_of(data), "fit"))
 
 
-def fit_pass(passes: PassSeries, request: FitRequest) -> TrainedModel:
+def fit_pass(passes: PassSeries, data: Any, request: FitRequest) -> TrainedModel:
     """Make one pass over the data; see :meth:`sparkdl.Trainer.partial_fit`."""
-    facts = SessionFacts.of(request.data, "partial_fit")
+    facts = SessionFacts.of(data, "partial_fit")
     if passes.last is not None:
         with reading_explained():
-            empty = request.data.isEmpty()
+            empty = data.isEmpty()
         if empty:
             return passes.last.trained
         request = replace(request, resume=None)
-    return passes.end(_fit(replace(request, before=passes.begin(), one_pass=True), facts))
+    request = replace(request, before=passes.begin(), one_pass=True)
+    return passes.end(_fit(data, request, facts))
 
 
-def _fit(request: FitRequest, facts: SessionFacts) -> CarriedRun:
+def _fit(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     if facts.context is None:
-        connected: Callable[[FitRequest, SessionFacts], CarriedRun] = resolve_name(CONNECTED)
-        return connected(request, facts)
+        connected: Callable[[Any, FitRequest, SessionFacts], CarriedRun] = resolve_name(CONNECTED)
+        return connected(data, request, facts)
     check_replay(request.trainer, request.replay)
     with warming_up(facts.context):
-        return run(request, facts)
+        return run(data, request, facts)
 
 
-def run(request: FitRequest, facts: SessionFacts) -> CarriedRun:
+def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     """Train in a classic session, and return the result and the state in which the run ended."""
-    began, trainer, data = time.monotonic(), request.trainer, request.data
+    began, trainer = time.monotonic(), request.trainer
     placed = data if isinstance(data, PlacedSamples) else None
     context, settings = facts.context, facts.settings
-    tell_what_costs_speed(context)
     check_validation_data(trainer, facts)
     model = prepare(trainer, request.start)
     if request.kept is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
@@ -31,10 +30,9 @@ class CarriedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest:
-    """What is to be trained, on which data, and from which state on."""
+    """What is to be trained, and from which state on."""
 
     trainer: TrainerSpec
-    data: Any = None
     resume: str | os.PathLike[str] | None = None
     start: TrainedModel | None = None
     kept: StoredState | None = None  # the optimizer state to begin with
@@ -47,7 +45,6 @@ class FitRequest:
     @staticmethod
     def of(
         trainer: TrainerSpec,
-        data: Any,
         resume: str | os.PathLike[str] | None = None,
         start: TrainedModel | None = None,
         optimizer_state: bool | None = None,
@@ -68,7 +65,6 @@ class FitRequest:
         kept = chosen_state(start, optimizer_state)
         return FitRequest(
             trainer=trainer,
-            data=data,
             resume=resume,
             start=start,
             kept=kept,

@@ -78,9 +78,8 @@ class Trainer(TrainerSpec):
         """
         from sparkdl.train.fit import fit
 
-        return fit(
-            FitRequest.of(self, data, resume, start, optimizer_state, any_data, replay)
-        ).trained
+        request = FitRequest.of(self, resume, start, optimizer_state, any_data, replay)
+        return fit(data, request).trained
 
     def partial_fit(
         self, data: DataFrame | RDD[Any], *, resume: str | os.PathLike[str] | None = None
@@ -105,4 +104,4 @@ class Trainer(TrainerSpec):
         """
         from sparkdl.train.fit import fit_pass
 
-        return fit_pass(self._passes, FitRequest.of(self, data, resume))
+        return fit_pass(self._passes, data, FitRequest.of(self, resume))

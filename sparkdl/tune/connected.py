@@ -85,10 +85,10 @@ class ConnectedTrials:
         best: TrialRecord | None,
     ) -> TrialOutcome:
         self._session.addTag(self._tag)
-        request = FitRequest(trainer=trainer, data=self._data, quiet=self._threads is not None)
+        request = FitRequest(trainer=trainer, quiet=self._threads is not None)
         try:
             with none_added():
-                trained = fit(request).trained
+                trained = fit(self._data, request).trained
         except Exception as error:
             if not is_of_trial(error):
                 raise
