@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.compat import CONNECT, UNIX_SOCKETS, VERSION, untried
-from sparkdl.errors import SessionError, shown, wrong_data
+from sparkdl.compat import CONNECT, UNIX_SOCKETS, untried
+from sparkdl.errors import NEEDS_SPARK_4, SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
 
@@ -161,12 +161,6 @@ def connected_session_of(data: Any, method: str) -> Any:
     """
     from pyspark.sql import DataFrame
 
-    if not CONNECT:
-        raise SessionError(
-            "over Spark Connect sparkdl needs Spark 4.0 or newer, in client and server; this is "
-            f"{'.'.join(map(str, VERSION))}: start a classic session, sparkdl.session(master), or "
-            "spark-submit your script."
-        )
     if not isinstance(data, DataFrame):
         remedy = "Read one with spark.read or spark.table."
         raise wrong_data(method, data, "a DataFrame", remedy)
@@ -176,7 +170,9 @@ def connected_session_of(data: Any, method: str) -> Any:
 
 
 def check_running(session: Any) -> None:
-    """Raise SessionError if a session of Spark Connect was stopped."""
+    """Raise SessionError if a session of Spark Connect was stopped, or cannot run gangs."""
+    if not CONNECT:
+        raise SessionError(NEEDS_SPARK_4)
     if session.is_stopped:
         raise SessionError(
             "the Spark Connect session was stopped, here or by its server: make a new one with "

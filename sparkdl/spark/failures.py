@@ -247,7 +247,8 @@ _OF_MODULES = re.compile(r"errors\.ModelError: (the executors (?:cannot import|h
 
 _MISTAKES: dict[str, type[UserError]] = {"DataError": DataError, "ModelError": ModelError}
 _IN_ROWS = re.compile(
-    r"^(?:\[USER_RAISED_EXCEPTION\] )?sparkdl\.errors\.(DataError|ModelError): "
+    r"(?:^|^\[USER_RAISED_EXCEPTION\] |java\.lang\.RuntimeException: )"
+    r"sparkdl\.errors\.(DataError|ModelError): "
     r"(.*?)(?=\n\s*at |\n? ?SQLSTATE|\Z)",
     re.S | re.M,
 )

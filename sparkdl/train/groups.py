@@ -173,8 +173,7 @@ class GroupModels:
         keys = [quoted(name) for name in self.by]
         models = self.table.select(*keys, "weights")
         schema = StructType([*data.schema.fields]).add(prediction_col, kind)
-        both = data.groupBy(*keys).cogroup(models.groupBy(*keys))
-        return apply_in_arrow(both, predict, schema, data.schema, models.schema)
+        return apply_in_arrow(predict, schema, keys, data, models)
 
     def unpersist(self) -> None:
         """Release the table's memory; what uses it afterwards trains the groups again."""
@@ -234,7 +233,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     )
     parts = TASKS_PER_SLOT * tasks.slots
     rows = data.select(*chosen).repartition(parts, *keys)
-    table = apply_in_arrow(rows.groupBy(*keys), fit, schema, rows.schema)
+    table = apply_in_arrow(fit, schema, keys, rows)
     table = table.toDF(*names, *table.columns[len(names) :])
     with tasks.running("training the groups"):
         template = _tried(trainer, data, names, model, tasks.slab)

@@ -13,7 +13,7 @@ import cloudpickle
 from harness import processes
 from harness.slabs import slabs_apart
 from pyspark import SparkContext, StorageLevel
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 
 from sparkdl.engines.resources import FitResources
 from sparkdl.slab.root import SlabConfig, open_root

@@ -17,7 +17,7 @@ import pytest
 import torch
 from launch import soak_but
 from pyspark import StorageLevel, cloudpickle
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from pyspark.ml.linalg import Matrices, Vectors
 from pyspark.sql import Row, functions
 from pyspark.sql.types import DoubleType, StructField, StructType, UserDefinedType

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hex_column import Hex
 from pyspark import StorageLevel, cloudpickle
-from pyspark.core.rdd import RDD
+from pyspark import RDD
 from torch import nn
 
 from sparkdl import Convert, Image, Sequence
