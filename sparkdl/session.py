@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.compat import CONNECT, UNIX_SOCKETS, untried
 from sparkdl.errors import NEEDS_SPARK_4, SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
@@ -171,6 +170,8 @@ def connected_session_of(data: Any, method: str) -> Any:
 
 def check_running(session: Any) -> None:
     """Raise SessionError if a session of Spark Connect was stopped, or cannot run gangs."""
+    from sparkdl.compat import CONNECT
+
     if not CONNECT:
         raise SessionError(NEEDS_SPARK_4)
     if session.is_stopped:
@@ -292,6 +293,8 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
 
     Return the keys that are missing.
     """
+    from sparkdl.compat import UNIX_SOCKETS, untried
+
     conf = context._conf
     needed = [key for key in NEEDED_FOR_SPEED if UNIX_SOCKETS or key != SOCKETS]
     missing = [key for key in needed if conf.get(key, "") != SPARK_SETTINGS[key][0]]

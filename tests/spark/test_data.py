@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 from launch import soak_but
-from pyspark import StorageLevel, cloudpickle
-from pyspark import RDD
+from pyspark import RDD, StorageLevel, cloudpickle
 from pyspark.ml.linalg import Matrices, Vectors
 from pyspark.sql import Row, functions
 from pyspark.sql.types import DoubleType, StructField, StructType, UserDefinedType

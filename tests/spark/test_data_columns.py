@@ -12,8 +12,7 @@ import PIL.Image
 import pytest
 import torch
 from hex_column import Hex
-from pyspark import StorageLevel, cloudpickle
-from pyspark import RDD
+from pyspark import RDD, StorageLevel, cloudpickle
 from torch import nn
 
 from sparkdl import Convert, Image, Sequence

@@ -1,4 +1,4 @@
-"""A stand-in for torch, for Pythons without a small build of it: every name in it is a class, and none computes."""
+"""A stand-in for torch, where there is no small build of it: every name in it is an empty class."""
 
 from __future__ import annotations
 
