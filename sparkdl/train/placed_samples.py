@@ -165,7 +165,7 @@ class PlacedSamples(SharedSamples):
         """Place the samples of ``data``, and those of the validation of ``trainer``.
 
         In a session of Spark Connect the rows are persisted instead, see
-        :class:`sparkdl.train.connected_rows.PersistedSamples`.
+        :class:`sparkdl.connect.rows.PersistedSamples`.
 
         Args:
             trainer: Says how the data is read, and has the validation data.
