@@ -27,7 +27,7 @@ from sparkdl.errors import CheckpointError, DataError
 from sparkdl.gang.control import ControlAddress, ControlServer
 from sparkdl.gang.led import RESULT, LedGang, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule

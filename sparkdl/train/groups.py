@@ -30,9 +30,9 @@ from sparkdl.data.samples import materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema
 from sparkdl.engines.local.groups import local_engine
 from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data
+from sparkdl.infer.forward import run_batches
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.output import as_numpy, to_arrow
-from sparkdl.infer.shipped_module import run_batches
+from sparkdl.infer.outputs import as_numpy, to_arrow
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.history import History
@@ -119,10 +119,7 @@ class GroupModels:
 
     def _trained(self, module: torch.nn.Module) -> TrainedModel:
         """Return a trained model like the template with another module."""
-        state = {**vars(self._template), "module": module.eval(), "_shipped": None}
-        trained = TrainedModel.__new__(TrainedModel)
-        vars(trained).update(state)
-        return trained
+        return replace(self._template, module=module.eval())
 
     def transform(
         self, data: DataFrame, prediction_col: str = "prediction", batch_size: int = 1024
@@ -430,10 +427,7 @@ class PredictGroup:
             arrays = arrays_of(rows, self.features, names=True)
         except RowError as error:
             raise DataError(error.problem.message("the group")) from None
-        known = (self.dimensions, self.dimensions)
-        found = run_batches(
-            module, arrays, self.batch_size, dimensions=known, signature=self.signature
-        )
+        found = run_batches(module, arrays, self.batch_size, self.dimensions, self.signature)
         parts = [to_arrow(as_numpy(output)).cast(self.type) for output, _ in found]
         return rows.append_column(self.prediction_col, pa.chunked_array(parts, self.type))
 

@@ -20,7 +20,7 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import ModelError, ParameterError
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.model.loss import ALONE, PerReplica, is_own_loss, is_step, loss_of, masses_of
 from sparkdl.model.recipe import Recipe, bytes_of
 from sparkdl.parallel.plan import ParallelPlan, parallel_of

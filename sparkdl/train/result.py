@@ -22,7 +22,7 @@ from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.errors import CheckpointError, SparkdlError, StalledError, counted
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import StoredState
 from sparkdl.loop.callbacks import Callback, tell_result
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, Engine
