@@ -31,7 +31,6 @@ from pyspark.serializers import NoOpSerializer
 
 from sparkdl.compat import to_seq
 from sparkdl.errors import SessionError
-from sparkdl.session import conf_of
 from sparkdl.spark.failures import check_session
 from sparkdl.spark.frames import map_frames, stage_name, zip_frames
 
@@ -87,7 +86,7 @@ def executors(context: SparkContext) -> list[Executor]:
     sc = context._jsc.sc()
     if sc.isLocal():
         return []
-    each = int(conf_of(context).get("spark.task.cpus", "1") or 1)
+    each = int(context._conf.get("spark.task.cpus", "1") or 1)
     listed = sc.statusStore().executorList(True)
     now = time.time() * 1000
     found = []

@@ -30,7 +30,6 @@ from sparkdl.errors import (
     TrainingError,
     UserError,
 )
-from sparkdl.session import conf_of
 from sparkdl.spark.frames import PLACE
 from sparkdl.usercode.travel import REMEDY
 
@@ -127,7 +126,7 @@ def limit_hint(text: str) -> str:
     if not _NO_MEMORY.search(text):
         return ""
     context = SparkContext._active_spark_context
-    limit = None if context is None else conf_of(context).get("spark.executor.pyspark.memory")
+    limit = None if context is None else context._conf.get("spark.executor.pyspark.memory")
     if limit:
         whose = (
             f"spark.executor.pyspark.memory={limit} limits the address space of each Python worker"
