@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
+from sparkdl.care.hints import check_labels
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import SampleHandle, check_total_weight
@@ -32,7 +33,6 @@ from sparkdl.process.numerics import Numerics
 from sparkdl.process.output import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.engine_inputs import run_spec
-from sparkdl.train.hints import check_labels
 from sparkdl.train.local_fit import local_engine, train_here
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.recipes import build_model

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from sparkdl.care.hints import text_of
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.columns.base import Specs
 from sparkdl.errors import ModelError, cannot_travel, nearest, wrong_argument
@@ -23,7 +24,6 @@ from sparkdl.slices.compression import GradBucket, compress
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
 from sparkdl.slices.optimizer_step import wants_loss
-from sparkdl.train.hints import text_of
 from sparkdl.usercode import accompanied
 
 
