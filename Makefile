@@ -16,7 +16,7 @@ unexport SPARK_HOME SPARK_CONF_DIR PYSPARK_DRIVER_PYTHON PYTHONPATH VIRTUAL_ENV
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all lint check bench format clean
+.PHONY: help setup train test test-all matrix lint check bench format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,9 +31,13 @@ train: $(STAMP)  ## train the example job
 test: $(ARCHIVE)  ## run the tests
 	@$(PYTEST)
 
-test-all: $(ARCHIVE)  ## run all tests, also those that take minutes, and those without Linux's own
+test-all: $(ARCHIVE)  ## run all tests: also those that take minutes, those without Linux's own, the matrix
 	@$(PYTEST) -m ""
 	@PYTHONPATH=tests/as_on_macos $(PYTEST) -m "not spark and not linux and not soak"
+	@$(BIN)/python tests/matrix/cells.py all
+
+matrix: $(STAMP)  ## run what matters with other versions of Spark, Python, Java and libraries
+	@$(BIN)/python tests/matrix/cells.py all
 
 lint: $(STAMP)  ## check format, style, types and rooms
 	@$(BIN)/ruff format --quiet --check .

@@ -31,8 +31,8 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.engines.shuffle import shuffled
-from sparkdl.engines.shuffle.traffic import least_bytes
+from sparkdl.engines.shuffle import forms
+from sparkdl.engines.shuffle.reports import least_bytes
 
 WIDTH_AND_DEPTH = {0.1: (64, 6), 1: (256, 4), 25: (1024, 6), 100: (1024, 25)}
 GLOBAL_BATCH = 64
@@ -82,7 +82,7 @@ class Processor(sparkdl.Callback):
 def fit(spark, size: float, replicas: int, slices: int, iterations: int, summed: bool):
     """Milliseconds of each iteration but the first few, of processor time in one of them; the last
     loss, bytes, and where the time went."""
-    shuffled.BYTES_PER_SECOND = 1e-9 if summed else 1e99
+    forms.BYTES_PER_SECOND = 1e-9 if summed else 1e99
     width = WIDTH_AND_DEPTH[size][0]
     generator = np.random.default_rng(0)
     x, y = generator.normal(size=(2, GLOBAL_BATCH * 2, width)).astype("float32")

@@ -32,13 +32,18 @@ from torch import nn
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import IterationMessage
-from sparkdl.engines.shuffle.replica_context import AtReplicas, PrepareReplica
+from sparkdl.engines.shuffle.replica_context import (
+    AtReplicas,
+    InitialState,
+    PrepareReplica,
+    PrepareSlice,
+    RecipeSource,
+)
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
-from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareSlice, RecipeSource
 from sparkdl.engines.shuffle.update_tasks import Synchronize
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, RunSpec
-from sparkdl.slab.pool import close_pool
+from sparkdl.slab.pool import release
 from sparkdl.slab.root import SlabConfig, remove_root
 
 RANKS = 2
@@ -160,7 +165,7 @@ def _rank(rank: int, folder: str, slabs: dict[float, SlabConfig], iterations: in
             ]
         if rank == 0:
             _show(size, records[5:])
-        close_pool(slab)
+        release(slab.name)
     dist.destroy_process_group()
 
 

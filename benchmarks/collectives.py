@@ -29,11 +29,9 @@ import torch
 import torch.distributed as dist
 from harness import hardware, markdown, options, write_json
 
-from sparkdl.collectives.algorithms import ALGORITHMS
+from sparkdl.collectives.algorithms import ALGORITHMS, GroupLink, even_bounds
 from sparkdl.collectives.communicator import Communicator
 from sparkdl.collectives.costs import cost
-from sparkdl.collectives.halving import even_bounds
-from sparkdl.collectives.link import GroupLink
 
 NAMES = ("linear", "tree", "ring", "halving-doubling")
 WARM_UP = 2

@@ -23,12 +23,16 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data.batches import BatchSpec
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.recipe import Recipe
+from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.replica.gradients import Gradients
 from sparkdl.replica.iteration import IterationRows
-from sparkdl.replica.sections import section_maps, sections_nbytes
-from sparkdl.replica.step import ReplicaIteration, ReplicaResult, compress_outcome
+from sparkdl.replica.step import (
+    ReplicaIteration,
+    ReplicaResult,
+    compress_outcome,
+    section_maps,
+    sections_nbytes,
+)
 from sparkdl.slices.spec import slice_specs
 
 REPLICAS = 4

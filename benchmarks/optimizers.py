@@ -21,8 +21,7 @@ from sparkdl.model.flat import FlatModule
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import step_slice
-from sparkdl.slices.spec import slice_specs
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceState, slice_specs
 
 WIDTH_AND_DEPTH = {"0.67 M": (256, 10), "25 M": (1024, 24)}
 OPTIMIZERS = {

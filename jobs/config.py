@@ -15,7 +15,7 @@ import yaml
 from jobs.components import Component
 from jobs.sections import Config, Single
 from sparkdl import ParameterError
-from sparkdl.codec.redaction import REDACTED
+from sparkdl.codec.describe import REDACTED
 from sparkdl.errors import nearest, raise_all
 
 

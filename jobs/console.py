@@ -21,7 +21,7 @@ from jobs.components import place_of
 from jobs.spark_errors import status_of, told
 from sparkdl import Callback, History, Trainer, TrainState
 from sparkdl.checkpoint.resume import history_in
-from sparkdl.codec.redaction import without_credentials
+from sparkdl.codec.describe import without_credentials
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

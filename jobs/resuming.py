@@ -8,7 +8,7 @@ from pathlib import Path
 from jobs.config import read_yaml
 from jobs.sections import Config
 from sparkdl import ParameterError
-from sparkdl.codec.redaction import REDACTED
+from sparkdl.codec.describe import REDACTED
 
 LATEST = "latest"
 

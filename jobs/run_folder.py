@@ -30,7 +30,7 @@ from sparkdl import (
     UserError,
     __version__,
 )
-from sparkdl.codec.redaction import REDACTED, is_secret, without_credentials
+from sparkdl.codec.describe import REDACTED, is_secret, without_credentials
 
 
 class RunFolder(Callback):

@@ -6,8 +6,13 @@ a version cannot do is a row of the table in ``docs/versions.md``.
 
 from __future__ import annotations
 
+import copyreg
+import dataclasses
+import itertools
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import pyspark
@@ -36,6 +41,9 @@ CONNECT = VERSION >= (4, 0)
 """The client of Spark Connect has what training needs."""
 _EXACT = 2**53
 """The whole numbers that a float of 64 bits tells apart."""
+if VERSION < (4, 0):
+    # a dataclass that travels by value would have no fields: its cloudpickle copies what marks them
+    copyreg.pickle(type(dataclasses._FIELD), attrgetter("name"))  # type: ignore[attr-defined]
 
 
 def load_from_socket(address: Any, serializer: Any) -> Any:
@@ -167,60 +175,95 @@ def from_pandas(values: Any, kind: pa.DataType, zone: str | None = None) -> pa.A
 
 
 def to_pandas(values: pa.Array) -> Any:
-    """Return an Arrow array as the Series (or DataFrame, of a struct) that Spark takes."""
+    """Return an Arrow array as the Series (or DataFrame, of a struct) that Spark takes.
+
+    Spark looks into the items of arrays; all other values stay Arrow's, which knows NaN from null.
+    """
     import pandas as pd
     import pyarrow as pa
 
-    if not pa.types.is_struct(values.type):
-        return values.to_pandas()
-    names = [field.name for field in values.type]
-    columns = zip(names, values.flatten(), strict=True)
-    return pd.DataFrame({name: column.to_pandas() for name, column in columns})
+    if pa.types.is_struct(values.type):
+        names = [field.name for field in values.type]
+        columns = zip(names, map(to_pandas, values.flatten()), strict=True)
+        return pd.DataFrame(dict(columns))
+    nested = pa.types.is_nested(values.type)
+    return values.to_pandas(types_mapper=None if nested else pd.ArrowDtype)
 
 
 def apply_in_arrow(
-    grouped: Any, task: Callable[..., pa.Table], schema: StructType, *inputs: StructType
+    task: Callable[..., pa.Table], schema: StructType, by: Sequence[str], *frames: DataFrame
 ) -> DataFrame:
-    """Return ``grouped.applyInArrow``, also of groups that go together; pandas is between on 3.5.
+    """Return ``task`` of each group of a DataFrame's rows, or of those of two that go together.
 
-    ``task`` takes the key and a table of the one schema of ``inputs``, or a table of each.
+    Args:
+        task: Takes the key, a tuple of scalars, and a table; of two DataFrames, their two tables.
+        schema: That of its result.
+        by: The columns that make a group, as SQL quotes them.
+        frames: One DataFrame or two.
     """
     if VERSION >= (4, 0):
-        return grouped.applyInArrow(task, schema)
-    from pyspark.sql import SparkSession
-    from pyspark.sql.pandas.types import to_arrow_schema
+        first, *second = [frame.groupBy(*by) for frame in frames]
+        return (first.cogroup(*second) if second else first).applyInArrow(task, schema)
+    from pyspark.sql import Window, functions
+    from pyspark.sql.types import StructType
 
-    taken, result = [to_arrow_schema(one) for one in inputs], to_arrow_schema(schema)
-    zone = SparkSession.active().conf.get("spark.sql.session.timeZone")
-
-    def of_group(key, rows):  # type: ignore[no-untyped-def]
-        import pandas as pd
-
-        from sparkdl.compat import from_pandas, table_from_pandas, table_to_pandas
-
-        scalars = tuple(
-            from_pandas(pd.Series([value]), field.type, zone)[0]
-            for value, field in zip(key, result, strict=False)
-        )
-        return table_to_pandas(task(scalars, table_from_pandas(rows, taken[0], zone)), result)
-
-    def of_two(left, right):  # type: ignore[no-untyped-def]
-        from sparkdl.compat import table_from_pandas, table_to_pandas
-
-        tables = (table_from_pandas(*one, zone) for one in zip((left, right), taken, strict=True))
-        return table_to_pandas(task(*tables), result)
-
-    return grouped.applyInPandas(of_group if len(inputs) == 1 else of_two, schema)
+    keys, packed = [f"k{i}" for i in range(len(by))], []
+    for frame in frames:  # columns by number: two may have one name
+        columns = [f"c{i}" for i in range(len(frame.columns))]
+        packed.append((frame.select(*by, "*").toDF(*keys, *columns), columns))
+    sides = []
+    for side, (frame, _) in enumerate(packed):
+        rows = [
+            functions.struct(*columns)
+            if frame is other
+            else functions.lit(None).cast(StructType([other.schema[name] for name in columns]))
+            for other, columns in packed
+        ]
+        named = [one.alias(f"rows{i}") for i, one in enumerate(rows)]
+        sides.append(frame.select(*keys, functions.lit(side).alias("side"), *named))
+    both = sides[0].union(sides[1]) if len(sides) > 1 else sides[0]
+    # Spark brings the rows of a group together, and says by its own rules where the next begins
+    number = functions.row_number().over(Window.partitionBy(*keys).orderBy("side"))
+    names = tuple(tuple(frame.columns) for frame in frames)
+    return both.select((number == 1).alias("first"), "*").mapInArrow(_Groups(task, names), schema)
 
 
-def table_from_pandas(rows: Any, schema: pa.Schema, zone: str | None) -> pa.Table:
-    """Return the rows of a group as Spark has them."""
+@dataclass(frozen=True)
+class _Groups:
+    """The function of ``mapInArrow`` that calls ``task`` for each group of sorted rows."""
+
+    task: Callable[..., pa.Table]
+    names: tuple[tuple[str, ...], ...]
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for group in _groups(batches):
+            tables = [self._table(group, side) for side in range(len(self.names))]
+            if len(tables) == 1:
+                keys = group.column_names[1 : group.column_names.index("side")]
+                tables.insert(0, tuple(group.column(name)[0] for name in keys))
+            yield from self.task(*tables).to_batches()
+
+    def _table(self, group: pa.Table, side: int) -> pa.Table:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        rows = group.filter(pc.equal(group.column("side"), side)).column(f"rows{side}")
+        return pa.Table.from_arrays(rows.flatten(), names=list(self.names[side]))
+
+
+def _groups(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """Yield the rows of each group; their column ``first`` is true where one begins."""
+    import numpy as np
     import pyarrow as pa
 
-    columns = [from_pandas(rows[field.name], field.type, zone) for field in schema]
-    return pa.Table.from_arrays(columns, schema=schema)
-
-
-def table_to_pandas(table: pa.Table, schema: pa.Schema) -> Any:
-    """Return a group's result as Spark takes it."""
-    return table.cast(schema).to_pandas(maps_as_pydicts="strict")
+    rows: list[pa.RecordBatch] = []
+    for batch in batches:
+        begins = np.flatnonzero(batch.column("first").to_numpy(zero_copy_only=False)).tolist()
+        for i, (begin, end) in enumerate(itertools.pairwise([0, *begins, batch.num_rows])):
+            if i and rows:
+                yield pa.Table.from_batches(rows)
+                rows = []
+            if begin < end:
+                rows.append(batch.slice(begin, end - begin))
+    if rows:
+        yield pa.Table.from_batches(rows)

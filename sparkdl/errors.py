@@ -22,6 +22,10 @@ _VOWEL_SOUND = re.compile("[aeioAEIO]|[FHLMNRSX][A-Z]|ndarray")
 """Matches the names of types that begin with a vowel sound: int, LRScheduler, ndarray."""
 _OF_PANDAS = {"pandas": "spark.createDataFrame(df)", "pyspark.pandas": "df.to_spark()"}
 """The expression that converts a DataFrame ``df`` of each of these libraries to a Spark DataFrame."""
+NEEDS_SPARK_4 = (
+    "Over Spark Connect sparkdl needs Spark 4.0 or newer, in client and server: start a classic "
+    "session, sparkdl.session(master), or spark-submit your script."
+)
 
 
 _NOT_THE_USERS = re.compile(
@@ -224,6 +228,8 @@ def wrong_data(method: str, data: object, wanted: str, remedy: str = "") -> Data
     if kind.__name__ == "DataFrame" and library in _OF_PANDAS:
         to = "" if "DataFrame" in wanted else " to transform"
         remedy = f"Pass {_OF_PANDAS[library]}{to}."
+    elif kind.__name__ == "DataFrame" and library == "pyspark.sql.connect":
+        remedy = NEEDS_SPARK_4  # there it is a DataFrame
     found = f"{kind.__module__}.{kind.__qualname__}"
     return DataError(f"{method} takes {wanted}, not {found}. {remedy}".rstrip())
 

@@ -9,8 +9,7 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.compat import CONNECT, UNIX_SOCKETS, VERSION, untried
-from sparkdl.errors import SessionError, shown, wrong_data
+from sparkdl.errors import NEEDS_SPARK_4, SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
 
@@ -159,12 +158,6 @@ def connected_session_of(data: Any, method: str) -> Any:
     """
     from pyspark.sql import DataFrame
 
-    if not CONNECT:
-        raise SessionError(
-            "over Spark Connect sparkdl needs Spark 4.0 or newer, in client and server; this is "
-            f"{'.'.join(map(str, VERSION))}: start a classic session, sparkdl.session(master), or "
-            "spark-submit your script."
-        )
     if not isinstance(data, DataFrame):
         remedy = "Read one with spark.read or spark.table."
         raise wrong_data(method, data, "a DataFrame", remedy)
@@ -174,7 +167,11 @@ def connected_session_of(data: Any, method: str) -> Any:
 
 
 def check_running(session: Any) -> None:
-    """Raise SessionError if a session of Spark Connect was stopped."""
+    """Raise SessionError if a session of Spark Connect was stopped, or cannot run gangs."""
+    from sparkdl.compat import CONNECT
+
+    if not CONNECT:
+        raise SessionError(NEEDS_SPARK_4)
     if session.is_stopped:
         raise SessionError(
             "the Spark Connect session was stopped, here or by its server: make a new one with "
@@ -264,6 +261,8 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
 
     Return the keys that are missing.
     """
+    from sparkdl.compat import UNIX_SOCKETS, untried
+
     conf = conf_of(context)
     needed = [key for key in NEEDED_FOR_SPEED if UNIX_SOCKETS or key != SOCKETS]
     missing = [key for key in needed if conf.get(key, "") != SPARK_SETTINGS[key][0]]

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from sparkdl.model.layout import Layout
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import Layout
 from sparkdl.parallel.base import ParallelStrategy, check_dense, flag_problems
 from sparkdl.slices.optimizer import OptimizerSpec
 

@@ -8,9 +8,8 @@ from all_gather import AllGather
 
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
 from sparkdl.engines.gang.strategies.summed import SummedGradients
-from sparkdl.replica.compute import Passed, forward_backward
+from sparkdl.replica.compute import MiniBatch, Passed, forward_backward
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.step import ReplicaIteration
 
 

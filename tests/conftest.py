@@ -68,7 +68,7 @@ def spark(request: pytest.FixtureRequest) -> Iterator[SparkSession]:
     import secured
 
     import sparkdl
-    from sparkdl.spark import warm_up
+    from sparkdl.spark import executors
 
     os.environ["PYSPARK_PYTHON"] = fork_server.start()
     session = sparkdl.session(
@@ -86,7 +86,7 @@ def spark(request: pytest.FixtureRequest) -> Iterator[SparkSession]:
     if request.config.getoption("--secured"):
         conf = session.sparkContext.getConf()
         assert {key: conf.get(key) for key in secured.SETTINGS} == secured.SETTINGS
-    warm_up._begun.add(session.sparkContext)  # a job of the first fit that tests would count
+    executors._begun.add(session.sparkContext)  # a job of the first fit that tests would count
     yield session
     session.stop()
 

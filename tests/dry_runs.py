@@ -15,9 +15,9 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.sample_set import SampleSet
-from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.metrics.scorer import Scorer
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.plan import parallel_of
 
@@ -58,5 +58,5 @@ def dry_run(
     validation = ValidationSet(samples, Scorer(loss), how, 4) if validated else None
     spec = BatchSpec(**{**vars(how), "augment": augment})
     return DryRun(
-        module.train(), recipe, spec, samples, division, build or (lambda: module), validation
+        module, recipe, spec, samples, division, build or (lambda: module), validation
     ).run(care)

@@ -21,14 +21,10 @@ from torch import nn
 from sparkdl.care.differences import DIFFERENCES
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ModelError
-from sparkdl.model.loss import Loss, loss_of
-from sparkdl.model.model_loss import ModelLoss, PerReplica, inner, is_own_loss
-from sparkdl.model.recipe import Recipe
-from sparkdl.model.signature import Signature
-from sparkdl.model.step import is_step
+from sparkdl.model.loss import Loss, ModelLoss, PerReplica, inner, is_own_loss, is_step, loss_of
+from sparkdl.model.recipe import Recipe, Signature
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import evaluating
-from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.replica.compute import MiniBatch, evaluating
 
 ROWS_OF_A_STEP = 6
 ROUNDING = {torch.float64: 1e-5, torch.float32: 1e-4}

@@ -28,7 +28,7 @@ import logging
 from dataclasses import dataclass
 
 from sparkdl.errors import ModelError
-from sparkdl.model.step import ALONE
+from sparkdl.model.loss import ALONE
 from sparkdl.usercode.content import NO_STATE
 
 logger = logging.getLogger("sparkdl")

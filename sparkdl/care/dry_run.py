@@ -38,7 +38,7 @@ from sparkdl.data.batches import Batch, BatchSpec, input_fields, preview_batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.ragged import Rows
 from sparkdl.data.sample_set import SampleSet
-from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.model.buffers import (
     ATTRIBUTE,
     MAX,
@@ -49,16 +49,12 @@ from sparkdl.model.buffers import (
     problem_of_rule,
     rules_of,
 )
-from sparkdl.model.flat import form_of
-from sparkdl.model.loss import loss_of, masses_of
-from sparkdl.model.model_loss import PerReplica, is_own_loss
-from sparkdl.model.recipe import Recipe, bytes_of
-from sparkdl.model.signature import with_tensors
-from sparkdl.model.step import is_step
+from sparkdl.model.flat import form_of, one_place_each
+from sparkdl.model.loss import PerReplica, is_own_loss, is_step, loss_of, masses_of
+from sparkdl.model.recipe import Recipe, bytes_of, with_tensors
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import buffers_kept, evaluating
-from sparkdl.replica.mini_batch import MiniBatch, to_tensors, weigh
+from sparkdl.replica.compute import MiniBatch, buffers_kept, evaluating, to_tensors, weigh
 from sparkdl.slices.reduce import merge_values
 
 Values = dict[str, torch.Tensor]
@@ -201,6 +197,12 @@ class FirstRows:
         self._sums = parameter_sums(module)
         self._wrote: list[str] = []
         named = rules_of(module, recipe.options.buffers)
+        self._places = [
+            (owner, name, buffer, buffer.clone() if one_place_each(buffer) else None)
+            for owner in module.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
         self._buffers = {
             name: buffer.detach().clone()
             for name, buffer in module.named_buffers()
@@ -299,9 +301,10 @@ class FirstRows:
         return Part(Sum(total if weight else 0.0, weight), of_rows(output, len(part)), self._now())
 
     def _restore(self) -> None:
-        for name, content in self._buffers.items():
-            owner, attribute = owner_of(self.module, name)
-            owner._buffers[attribute] = content.clone()
+        for owner, name, buffer, content in self._places:
+            owner._buffers[name] = buffer
+            if content is not None:  # torch lets nobody write to an expanded buffer
+                buffer.copy_(content)
 
     def _buffer(self, name: str) -> torch.Tensor | None:
         owner, attribute = owner_of(self.module, name)

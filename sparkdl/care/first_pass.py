@@ -30,27 +30,27 @@ from sparkdl.care.hints import (
 )
 from sparkdl.data.batches import Batch, preview_batch
 from sparkdl.data.fields import Field
-from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import ModelError, kind_of
-from sparkdl.infer.output import Output
-from sparkdl.infer.shipped_module import run_batches
+from sparkdl.infer.forward import run_batches
+from sparkdl.infer.outputs import Output
 from sparkdl.model.loss import (
+    ALONE,
     ClassLoss,
     NoValuePerSample,
     call_loss,
     check_averages,
     check_sum,
+    inner,
+    is_own_loss,
+    is_step,
     is_sum,
     loss_of,
     masses_of,
 )
-from sparkdl.model.model_loss import inner, is_own_loss
-from sparkdl.model.recipe import Recipe
-from sparkdl.model.signature import Signature, described, with_tensors
-from sparkdl.model.step import ALONE, is_step
+from sparkdl.model.recipe import Recipe, Signature, described, with_tensors
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import evaluating
-from sparkdl.replica.mini_batch import to_tensors, weigh
+from sparkdl.replica.compute import evaluating, to_tensors, weigh
 
 
 @dataclass(frozen=True)

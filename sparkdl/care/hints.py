@@ -19,10 +19,8 @@ from torch.nn import functional
 from sparkdl.data.fields import Field
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.errors import ModelError, counted
-from sparkdl.model.loss import Loss, call_loss, unwrapped
-from sparkdl.model.model_loss import ModelLoss, inner
-from sparkdl.model.signature import described, for_example
-from sparkdl.model.step import StepLoss
+from sparkdl.model.loss import Loss, ModelLoss, StepLoss, call_loss, inner, unwrapped
+from sparkdl.model.recipe import described, for_example
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
 

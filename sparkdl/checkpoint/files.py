@@ -17,7 +17,7 @@ from typing import Protocol
 from urllib.parse import unquote
 
 from sparkdl.checkpoint.file_systems import Local, open_uri
-from sparkdl.codec.redaction import without_credentials
+from sparkdl.codec.describe import without_credentials
 from sparkdl.errors import CheckpointError
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)", re.DOTALL)

@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkdl.data.fields import SampleHandle
 from sparkdl.errors import counted
-from sparkdl.model.layout import Layout
+from sparkdl.model.flat import Layout
 
 FEW = 5
 """The number of differences that are listed; the others are counted."""

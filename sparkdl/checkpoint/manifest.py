@@ -19,10 +19,10 @@ from sparkdl.checkpoint.identity import (
 )
 from sparkdl.codec.describe import redact
 from sparkdl.codec.files import MAX_JSON_BYTES, json_checksum, parse_json
-from sparkdl.codec.records import from_plain, to_plain
+from sparkdl.codec.safe import from_plain, to_plain
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.loop.state import Validated
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.settings import __version__
 
 MANIFEST = "manifest.json"

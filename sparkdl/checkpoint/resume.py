@@ -21,10 +21,9 @@ from sparkdl.loop.advance import first_state
 from sparkdl.loop.engine import BEST, StateAccess
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.slices.slice_file import WithoutAverage
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceSpec, SliceState
 
 LATEST = "latest"
 _ANY_DATA = " To continue with this data anyway, pass any_data=True."

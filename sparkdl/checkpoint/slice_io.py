@@ -18,8 +18,7 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.codec.safe import STORABLE
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.slices.slice_file import StoredSlice, reslice, to_bytes, unpack
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceSpec, SliceState
 
 
 def write_slice(

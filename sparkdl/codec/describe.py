@@ -1,16 +1,92 @@
-"""Text descriptions of a trainer and of other settings, with secrets hidden."""
+"""Text descriptions of a trainer and of other settings, with secrets hidden.
+
+Secrets in what is written down: configurations, parameters, messages.
+
+They are recognised by names, as a key or before an ``=``, and by the form of URIs. A secret under a
+harmless name, or given by position, is not recognised.
+
+Figures of matplotlib that a notebook shows by themselves.
+
+Tables in HTML, for the views in notebooks.
+"""
 
 from __future__ import annotations
 
 import functools
+import html
+import io
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import nn
 
-from sparkdl.codec.redaction import REDACTED, is_secret, without_credentials
+REDACTED = "(redacted)"
+
+_TOKEN = r"(?<!(?:pad|eos|bos|unk|sep|cls)[._-])(?<!mask[._-])token(?!i[sz])"
+"""Matches "token" in a name, but not in "tokenizer" and not in the special tokens of a text."""
+_WORDS = (
+    rf"secret|{_TOKEN}|passw|passphrase|pwd|credential|key(?!word|point|board)|authorization|"
+    r"signature|private"
+)
+_SECRET = re.compile(rf"{_WORDS}|(^|[._-])(auth|pass|sig)$", re.IGNORECASE)
+_SECRET_NUMBER = re.compile(
+    r"secret|passw|passphrase|pwd|credential|(access|account|api|encryption|private|shared)[._-]?key|"
+    r"(^|[._-])(key|token|pass|sig)$",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"[-+]?[0-9][0-9_]{0,11}(\.[0-9]{0,11})?(e[-+]?[0-9]{1,3})?", re.IGNORECASE)
+_NEVER = ("None", "True", "False")
+_ASSIGNED = re.compile(  # looks at each word once, however long it is
+    r"(?<![\w.-])(?P<name>"
+    rf"(?=[\w.-]*?(?:{_WORDS})|(?:[\w.-]*[._-])?(?:pass|sig)=)[\w.-]++)="
+    r"(?P<value>'[^']*'|\"[^\"]*\"|(?!\(redacted\))[^&;,\s'\")]+)",
+    re.IGNORECASE,
+)
+_USER = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]*+)://(?P<user>[^/?#\s'\"]*)@")
+_CONTAINERS = ("abfs", "abfss", "wasb", "wasbs")
+"""Schemes whose URIs have a container in the place of the user."""
+
+
+def is_secret(key: str, value: object) -> bool:
+    """Return whether the name ``key`` suggests that ``value`` is a secret.
+
+    Fewer names hide a number, or the text of one, because it is more often a size, as in
+    ``max_tokens``. None, True and False are never hidden.
+    """
+    if value is None or isinstance(value, bool) or (isinstance(value, str) and value in _NEVER):
+        return False
+    number = isinstance(value, (int, float)) or (
+        isinstance(value, str) and _NUMBER.fullmatch(value) is not None
+    )
+    return bool((_SECRET_NUMBER if number else _SECRET).search(key))
+
+
+def without_credentials(text: str) -> str:
+    """Return ``text`` with credentials hidden.
+
+    These are the users and passwords in URIs, and the values of assignments such as ``secret=...``,
+    as in the query of a signed URI.
+    """
+    return _ASSIGNED.sub(_without_value, _USER.sub(_without_user, text))
+
+
+def _without_user(found: re.Match[str]) -> str:
+    scheme, user = found.group("scheme"), found.group("user")
+    if scheme.lower() in _CONTAINERS and ":" not in user:
+        return found.group()
+    return f"{scheme}://{REDACTED}@"
+
+
+def _without_value(found: re.Match[str]) -> str:
+    name, value = found.group("name"), found.group("value")
+    if not is_secret(name, value):
+        return found.group()
+    quote = value[0] if value[0] in "'\"" else ""
+    return f"{name}={quote}{REDACTED}{quote}"
+
 
 LONGEST = 2_000
 """Most characters of a field's description."""
@@ -19,7 +95,7 @@ LONGEST_PARAMETER = 250
 
 
 def redact(mapping: Mapping[str, Any]) -> dict[str, str]:
-    """Return ``mapping`` as text with secrets hidden, see :mod:`sparkdl.codec.redaction`."""
+    """Return ``mapping`` as text with secrets hidden, see :mod:`sparkdl.codec.describe`."""
     return {
         str(key): REDACTED if is_secret(str(key), str(value)) else without_credentials(str(value))
         for key, value in mapping.items()
@@ -82,7 +158,7 @@ def plain_parameters(trainer: Any, written_as: tuple[type, ...] = ()) -> dict[st
     A function, class or module is given as its name. A partial also gives its plain keywords, as
     ``optimizer.lr``; mappings and nested dataclasses do so as well. Anything else (data, callbacks)
     is left out, and so are values whose names suggest a secret. Secrets inside texts are hidden,
-    see :mod:`sparkdl.codec.redaction`. Values of ``written_as`` are written as Python writes them.
+    see :mod:`sparkdl.codec.describe`. Values of ``written_as`` are written as Python writes them.
     """
     texts = functools.partial(_texts, written_as=written_as)
     return {k: text for name, value in _given(trainer) for k, text in texts(name, value)}
@@ -122,3 +198,52 @@ def _texts(name: str, value: Any, written_as: tuple[type, ...]) -> Iterator[tupl
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_PARAMETER else f"{text[: LONGEST_PARAMETER - 1]}…"
+
+
+def figure_class() -> Any:
+    """Return a class of figures that needs no window and no pyplot; ImportError: no matplotlib."""
+    from matplotlib.figure import Figure
+
+    class ShownFigure(Figure):
+        """A figure that a notebook shows without pyplot."""
+
+        def _repr_png_(self) -> bytes:
+            with io.BytesIO() as file:
+                self.savefig(file, format="png")
+                return file.getvalue()
+
+    return ShownFigure
+
+
+_LEFT, _RIGHT = "text-align:left", "text-align:right"
+
+
+def two_columns(rows: Mapping[str, str], numbers: bool = False) -> str:
+    """Return a table of names and values."""
+    side = _RIGHT if numbers else _LEFT
+    cells = "".join(
+        f"<tr><th style='{_LEFT}'>{html.escape(name)}</th>"
+        f"<td style='{side}'>{html.escape(text)}</td></tr>"
+        for name, text in rows.items()
+    )
+    return f"<table>{cells}</table>"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: bool = False) -> str:
+    """Return a table with a head."""
+    sides = (_LEFT, *[_RIGHT if numbers else _LEFT] * (len(head) - 1))
+    top = "".join(
+        f"<th style='{s}'>{html.escape(t)}</th>" for s, t in zip(sides, head, strict=True)
+    )
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td style='{s}'>{html.escape(t)}</td>" for s, t in zip(sides, row, strict=True))
+        + "</tr>"
+        for row in rows
+    )
+    return f"<table><tr>{top}</tr>{body}</table>"
+
+
+def titled(title: str, *parts: str) -> str:
+    """Return a block: a line in bold, and below it what is not empty of ``parts``."""
+    return f"<div><b>{html.escape(title)}</b>{''.join(parts)}</div>"

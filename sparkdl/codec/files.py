@@ -21,7 +21,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from sparkdl.codec.redaction import without_credentials
+from sparkdl.codec.describe import without_credentials
 from sparkdl.errors import ParameterError
 
 MAX_JSON_BYTES = 32 << 20

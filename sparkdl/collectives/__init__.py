@@ -5,7 +5,6 @@ May import: ``errors`` and ``plain``. Must not know: Spark, and how the ranks we
 
 from sparkdl.collectives.communicator import Communicator
 from sparkdl.collectives.engine import Engine
-from sparkdl.collectives.kvstore import KVStore
-from sparkdl.collectives.parameter_server import ParameterServer
+from sparkdl.collectives.parameter_server import KVStore, ParameterServer
 
 __all__ = ["Communicator", "Engine", "KVStore", "ParameterServer"]

@@ -17,7 +17,7 @@ all_gather         rank ``i`` has block ``i``        all ranks have all blocks
 combination depends only on the algorithm and the number of ranks, so the same inputs give the same
 bits. Each element is combined on one rank and copied from there, so all ranks have the same bits.
 ``bounds`` are the ends of the blocks: block ``i`` is ``flat[bounds[i]:bounds[i + 1]]``. Blocks may
-differ in size and be empty. The root is rank 0; :class:`~sparkdl.collectives.link.SubgroupLink`
+differ in size and be empty. The root is rank 0; :class:`~sparkdl.collectives.algorithms.SubgroupLink`
 makes any rank the root.
 
 The algorithms (:mod:`sparkdl.collectives.costs` has the formulas for their costs):
@@ -31,7 +31,7 @@ The algorithms (:mod:`sparkdl.collectives.costs` has the formulas for their cost
     reduce_scatter, and all_reduce as both. No algorithm sends fewer bytes. [1, 2, 3] broadcast and
     reduce send the blocks down a chain, as a pipeline. [4]
 ``halving-doubling``
-    :mod:`sparkdl.collectives.halving`: as few bytes as the ring, in a logarithmic number of steps.
+    :mod:`sparkdl.collectives.algorithms`: as few bytes as the ring, in a logarithmic number of steps.
 
 [1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
 MPICH", Int. J. High Performance Computing Applications 19(1), 2005.
@@ -41,18 +41,307 @@ practice, and experience", Concurrency and Computation: Practice and Experience 
 J. Parallel and Distributed Computing 69(2), 2009.
 [4] J. Watts, R. van de Geijn, "A pipelined broadcast for multidimensional meshes", Parallel Processing
 Letters 5(2), 1995.
+
+Links, through which a rank sends to others. The algorithms of collectives need nothing else.
+
+Recursive halving and doubling: as few bytes as a ring, in a logarithmic number of steps.
+
+In every step a rank exchanges blocks with a partner. *Halving* sends the half of the rank's blocks
+that the partner's side will own, and sums what arrives for the other half, so the blocks get fewer:
+a reduce-scatter. *Doubling* goes the same way back with finished blocks: an all-gather. One after
+the other they are Rabenseifner's all-reduce. With a single root, the halves only travel away from
+it (scatter) or towards it (gather): a scatter followed by doubling is van de Geijn's broadcast,
+halving followed by a gather is Rabenseifner's reduce.
+
+Partners need a power of two. With other numbers of ranks, each of the first ``p - power`` odd ranks
+leaves its vector to the even rank before it, waits, and gets the result: up to two more steps of up
+to ``n`` bytes. In reduce_scatter and all_gather the even rank then handles the blocks of both. This
+is how MPICH does it [1, section 3], with the roles of even and odd ranks swapped, so that rank 0,
+the root, always takes part.
+
+[1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
+MPICH", Int. J. High Performance Computing Applications 19(1), 2005.
+[2] R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
 """
 
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from sparkdl.collectives import halving
-from sparkdl.collectives.halving import Combine, even_bounds
-from sparkdl.collectives.link import Link
+TAG = 1 << 30
+"""The tag of the messages of collectives. Users' messages have smaller tags."""
+
+
+class Sent(NamedTuple):
+    """The number of messages and bytes that a rank has sent."""
+
+    messages: int
+    bytes: int
+
+
+class Link(ABC):
+    """The end of ``rank`` among ``size`` ranks, which are numbered from 0."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def exchange(
+        self,
+        out: torch.Tensor | None,
+        to: int | None,
+        into: torch.Tensor | None,
+        source: int | None,
+    ) -> None:
+        """Send to one rank and, at the same time, receive from another. Return when both are done.
+
+        The tensors are contiguous. Both ends know their sizes, so nothing is sent for an empty one.
+        """
+
+    def send(self, out: torch.Tensor, to: int) -> None:
+        """Send only."""
+        self.exchange(out, to, None, None)
+
+    def receive(self, into: torch.Tensor, source: int) -> None:
+        """Receive only."""
+        self.exchange(None, None, into, source)
+
+
+class SubgroupLink(Link):
+    """The link among a few ranks of ``link``, or among all of them in another order.
+
+    Rank ``i`` here is ``members[i]`` there. So an algorithm that is written for root 0 can run for
+    any root, and one that is written for a power of two can run on ranks that make up one.
+    """
+
+    def __init__(self, link: Link, members: Sequence[int]) -> None:
+        self.link, self.members = link, members
+        self.rank, self.size = members.index(link.rank), len(members)
+
+    @classmethod
+    def rooted(cls, link: Link, root: int) -> Link:
+        """Return a link among all ranks with ``root`` as rank 0, and the others in ring order."""
+        return cls(link, [(root + i) % link.size for i in range(link.size)]) if root else link
+
+    def exchange(
+        self,
+        out: torch.Tensor | None,
+        to: int | None,
+        into: torch.Tensor | None,
+        source: int | None,
+    ) -> None:
+        there = None if to is None else self.members[to]
+        here = None if source is None else self.members[source]
+        self.link.exchange(out, there, into, here)
+
+
+class GroupLink(Link):
+    """The link of a process group, through ``torch.distributed``'s isend and irecv.
+
+    Both are passed as one batch. NCCL runs an exchange only in this way, and to Gloo it makes no
+    difference.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.sent = Sent(0, 0)
+
+    def exchange(
+        self,
+        out: torch.Tensor | None,
+        to: int | None,
+        into: torch.Tensor | None,
+        source: int | None,
+    ) -> None:
+        both = []
+        if out is not None and to is not None and out.numel():
+            both.append(dist.P2POp(dist.isend, out, group=self.group, tag=TAG, group_peer=to))
+            self.sent = Sent(self.sent.messages + 1, self.sent.bytes + out.nbytes)
+        if into is not None and source is not None and into.numel():
+            both.append(dist.P2POp(dist.irecv, into, group=self.group, tag=TAG, group_peer=source))
+        for work in dist.batch_isend_irecv(both) if both else ():
+            work.wait()
+
+
+Combine = Callable[[torch.Tensor, torch.Tensor], object]
+"""A function ``combine(into, received)`` that changes ``into`` to the sum of both, the maximum, ..."""
+
+
+def even_bounds(length: int, blocks: int) -> list[int]:
+    """Return the bounds of ``blocks`` blocks; the first ``length % blocks`` have one more element."""
+    return [i * (length // blocks) + min(i, length % blocks) for i in range(blocks + 1)]
+
+
+def power_below(size: int) -> int:
+    """Return the largest power of two up to ``size``."""
+    return 1 << (size.bit_length() - 1)
+
+
+def all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
+    """All-reduce by halving and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
+    fold(link, flat, combine)
+    if core := _core(link):
+        bounds = even_bounds(flat.numel(), core.size)
+        halve(core, flat, bounds, combine)
+        double(core, flat, bounds)
+    unfold(link, flat)
+
+
+def reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
+    """Reduce by halving and a gather on rank 0: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
+    fold(link, flat, combine)
+    if core := _core(link):
+        bounds = even_bounds(flat.numel(), core.size)
+        halve(core, flat, bounds, combine)
+        gather(core, flat, bounds)
+
+
+def broadcast(link: Link, flat: torch.Tensor) -> None:
+    """Broadcast by a scatter and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [1]"""
+    if core := _core(link):
+        bounds = even_bounds(flat.numel(), core.size)
+        scatter(core, flat, bounds)
+        double(core, flat, bounds)
+    unfold(link, flat)
+
+
+def reduce_scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine) -> None:
+    """Reduce-scatter by halving: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
+    fold(link, flat, combine)
+    if core := _core(link):
+        halve(core, flat, _core_bounds(link, bounds), combine)
+    if (pair := _pair(link)) is not None:
+        theirs = flat[bounds[pair + 1] : bounds[pair + 2]]
+        if link.rank == pair:
+            link.send(theirs, pair + 1)
+        else:
+            link.receive(theirs, pair)
+
+
+def all_gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+    """All-gather by doubling: ``log2 p`` steps, ``n (p - 1) / p`` bytes. [1]"""
+    if (pair := _pair(link)) is not None:
+        theirs = flat[bounds[pair + 1] : bounds[pair + 2]]
+        if link.rank == pair:
+            link.receive(theirs, pair + 1)
+        else:
+            link.send(theirs, pair)
+    if core := _core(link):
+        double(core, flat, _core_bounds(link, bounds))
+    unfold(link, flat)
+
+
+def halve(link: Link, flat: torch.Tensor, bounds: Sequence[int], combine: Combine) -> None:
+    """Reduce-scatter among a power of two ranks, with partners at distance p/2, p/4, ..., 1."""
+    low, high = 0, link.size
+    while high - low > 1:
+        half = (high - low) // 2
+        lower, upper = (low, low + half), (low + half, high)
+        mine, theirs, partner = (
+            (lower, upper, link.rank + half)
+            if link.rank < low + half
+            else (upper, lower, link.rank - half)
+        )
+        keep = _span(flat, bounds, *mine)
+        received = torch.empty_like(keep)
+        link.exchange(_span(flat, bounds, *theirs), partner, received, partner)
+        combine(keep, received)
+        low, high = mine
+
+
+def double(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+    """All-gather among a power of two ranks, with partners at distance 1, 2, ..., p/2."""
+    width = 1
+    while width < link.size:
+        partner = link.rank ^ width
+        low, other = link.rank // width * width, partner // width * width
+        mine = _span(flat, bounds, low, low + width)
+        link.exchange(mine, partner, _span(flat, bounds, other, other + width), partner)
+        width *= 2
+
+
+def scatter(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+    """Scatter from rank 0: each rank with several blocks sends the upper half of them."""
+    width = link.size // 2
+    while width:
+        place = link.rank % (2 * width)
+        if place == 0:
+            upper = _span(flat, bounds, link.rank + width, link.rank + 2 * width)
+            link.send(upper, link.rank + width)
+        elif place == width:
+            mine = _span(flat, bounds, link.rank, link.rank + width)
+            link.receive(mine, link.rank - width)
+        width //= 2
+
+
+def gather(link: Link, flat: torch.Tensor, bounds: Sequence[int]) -> None:
+    """Gather on rank 0: :func:`scatter` backwards."""
+    width = 1
+    while width < link.size:
+        place = link.rank % (2 * width)
+        if place == 0:
+            upper = _span(flat, bounds, link.rank + width, link.rank + 2 * width)
+            link.receive(upper, link.rank + width)
+        elif place == width:
+            mine = _span(flat, bounds, link.rank, link.rank + width)
+            link.send(mine, link.rank - width)
+        width *= 2
+
+
+def fold(link: Link, flat: torch.Tensor, combine: Combine) -> None:
+    """Send the vector of a pair's second rank to its first rank, which combines both."""
+    if (pair := _pair(link)) is None:
+        return
+    if link.rank == pair:
+        received = torch.empty_like(flat)
+        link.receive(received, pair + 1)
+        combine(flat, received)
+    else:
+        link.send(flat, pair)
+
+
+def unfold(link: Link, flat: torch.Tensor) -> None:
+    """Send the result from a pair's first rank to its second rank."""
+    if (pair := _pair(link)) is None:
+        return
+    if link.rank == pair:
+        link.send(flat, pair + 1)
+    else:
+        link.receive(flat, pair)
+
+
+def _pair(link: Link) -> int | None:
+    """Return the first rank of this rank's pair, or None if it takes part by itself."""
+    even = link.rank // 2 * 2
+    return even if even < 2 * (link.size - power_below(link.size)) else None
+
+
+def _core_members(size: int) -> list[int]:
+    pairs = size - power_below(size)
+    return [*range(0, 2 * pairs, 2), *range(2 * pairs, size)]
+
+
+def _core(link: Link) -> Link | None:
+    """Return the link among the ranks that make up a power of two, or None on the others."""
+    members = _core_members(link.size)
+    return SubgroupLink(link, members) if link.rank in members else None
+
+
+def _core_bounds(link: Link, bounds: Sequence[int]) -> list[int]:
+    """Return the bounds of the core's blocks. A rank that stands for a pair has the blocks of both."""
+    return [bounds[rank] for rank in _core_members(link.size)] + [bounds[-1]]
+
+
+def _span(flat: torch.Tensor, bounds: Sequence[int], low: int, high: int) -> torch.Tensor:
+    """Return blocks ``low`` up to but not including ``high``."""
+    return flat[bounds[low] : bounds[high]]
 
 
 def linear_broadcast(link: Link, flat: torch.Tensor) -> None:
@@ -172,27 +461,27 @@ ALGORITHMS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "linear": linear_broadcast,
         "tree": tree_broadcast,
         "ring": ring_broadcast,
-        "halving-doubling": halving.broadcast,
+        "halving-doubling": broadcast,
     },
     "reduce": {
         "linear": linear_reduce,
         "tree": tree_reduce,
         "ring": ring_reduce,
-        "halving-doubling": halving.reduce,
+        "halving-doubling": reduce,
     },
     "all_reduce": {
         "linear": linear_all_reduce,
         "tree": tree_all_reduce,
         "ring": ring_all_reduce,
-        "halving-doubling": halving.all_reduce,
+        "halving-doubling": all_reduce,
     },
     "reduce_scatter": {
         "ring": ring_reduce_scatter,
-        "halving-doubling": halving.reduce_scatter,
+        "halving-doubling": reduce_scatter,
     },
     "all_gather": {
         "ring": ring_all_gather,
-        "halving-doubling": halving.all_gather,
+        "halving-doubling": all_gather,
     },
 }
 """The algorithms for each operation. Their arguments are (link, flat), then the bounds if blocks have

@@ -2,21 +2,157 @@
 
 Each collective is run by the library, or by an algorithm that is written out in this package to be read
 and measured (:mod:`sparkdl.collectives.algorithms`). If speed matters, call ``torch.distributed``.
+
+Checks of the arguments of collectives. Each check returns the problems that it finds.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
 
-from sparkdl.collectives import arguments
-from sparkdl.collectives.algorithms import ALGORITHMS
-from sparkdl.collectives.arguments import LIBRARY, OPS
-from sparkdl.collectives.halving import Combine, even_bounds
-from sparkdl.collectives.link import GroupLink, Sent, SubgroupLink
-from sparkdl.errors import ParameterError, raise_all
+from sparkdl.collectives.algorithms import (
+    ALGORITHMS,
+    TAG,
+    Combine,
+    GroupLink,
+    Sent,
+    SubgroupLink,
+    even_bounds,
+)
+from sparkdl.errors import ParameterError, nearest, raise_all, shown
+
+LIBRARY = "library"
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
+)
+"""The dtypes that the collectives of Gloo support."""
+OPS: Mapping[str, tuple[Callable[..., torch.Tensor], dist.ReduceOp.RedOpType]] = {
+    "sum": (torch.add, dist.ReduceOp.SUM),
+    "mean": (torch.add, dist.ReduceOp.SUM),
+    "max": (torch.maximum, dist.ReduceOp.MAX),
+    "min": (torch.minimum, dist.ReduceOp.MIN),
+}
+"""The function that combines two tensors, and the library's op. A mean is a sum, divided at the end."""
+
+
+def algorithm_problems(operation: str, name: str) -> list[str]:
+    """Return the problem of an algorithm that does not exist, or not for this operation."""
+    written = ALGORITHMS["all_reduce" if operation == "barrier" else operation]
+    known = [LIBRARY, *written]
+    if name in known:
+        return []
+    return [
+        f"{operation} has no algorithm {shown(name)}, only {', '.join(known)}.{nearest(name, known)}"
+    ]
+
+
+def reduction_problems(op: str, dtype: torch.dtype) -> list[str]:
+    """Return the problem of an op that does not exist, or not for this dtype."""
+    if op not in OPS:
+        return [f"There is no op {shown(op)}, only {', '.join(OPS)}.{nearest(op, OPS)}"]
+    if op == "mean" and not dtype.is_floating_point:
+        return [
+            f"A mean needs floating-point numbers, not {dtype_name(dtype)}: convert the tensor."
+        ]
+    if op == "sum" and dtype == torch.bool:
+        return ['Sums of bool are not defined: take op="max" for "any" or "min" for "all".']
+    return []
+
+
+def tensor_problems(tensor: torch.Tensor, by_rows: bool) -> list[str]:
+    """Return the problems of a dtype that Gloo does not support, or of missing rows.
+
+    ``by_rows`` tells whether the collective splits or joins rows.
+    """
+    problems = []
+    if tensor.dtype not in DTYPES:
+        known = ", ".join(map(dtype_name, DTYPES))
+        problems.append(f"Collectives carry {known}, but not {dtype_name(tensor.dtype)}.")
+    if by_rows and tensor.dim() == 0:
+        problems.append("A tensor without dimensions has no rows: give it one, with reshape(1).")
+    return problems
+
+
+def device_problems(tensor: torch.Tensor, expected: torch.device) -> list[str]:
+    """Return the problem of a tensor that is not dense, or not on the backend's device."""
+    if tensor.layout != torch.strided:
+        return [f"The tensor is {tensor.layout}: make it dense first."]
+    if tensor.device.type != expected.type:
+        return [f"This group carries {expected.type} tensors: move it from {tensor.device}."]
+    return []
+
+
+def priority_problems(value: object) -> list[str]:
+    """Return the problem of a priority that cannot be compared with others."""
+    if isinstance(value, (int, float)) and value == value:
+        return []
+    return [f"priority={shown(value)}: give a number."]
+
+
+def rank_problems(value: int, size: int) -> list[str]:
+    """Return the problem of a number that is no rank of the group."""
+    if 0 <= operator.index(value) < size:
+        return []
+    return [f"There is no rank {value}: this group has ranks 0 to {size - 1}."]
+
+
+def peer_problems(value: int, size: int, own: int, tag: int) -> list[str]:
+    """Return the problems of a number that is no other rank, or of a tag out of range."""
+    problems = rank_problems(value, size)
+    if value == own:
+        problems.append(f"Rank {own} is this one: push and pull join two ranks.")
+    if not 0 <= tag < TAG:
+        problems.append(f"A tag is a number from 0 to {TAG - 1}, not {tag}.")
+    return problems
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+NOTE_LENGTH = 512
+"""The bytes of every note. The size is fixed so that a note arrives whatever the ranks disagree on."""
+
+
+def as_note(text: str, device: torch.device) -> torch.Tensor:
+    """Return a note as bytes."""
+    data = text.encode()
+    if len(data) > NOTE_LENGTH:
+        raise ParameterError(f"This has too many dimensions to be described: {text[:80]} ...")
+    return torch.frombuffer(bytearray(data.ljust(NOTE_LENGTH)), dtype=torch.uint8).to(device)
+
+
+def read_note(note: torch.Tensor) -> str:
+    """Return the text of a note."""
+    return bytes(note.tolist()).decode().rstrip()
+
+
+def compare_calls(
+    group: dist.ProcessGroup, call: str, rows: int, device: torch.device
+) -> list[int]:
+    """Return the ``rows`` of each rank, or raise the same error on all of them if calls differ."""
+    mine = as_note(f"{rows} {call}", device)
+    notes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(notes, mine, group=group)
+    found = [read_note(note).partition(" ") for note in notes]
+    calls: dict[str, list[int]] = {}
+    for rank, (_, _, its) in enumerate(found):
+        calls.setdefault(its, []).append(rank)
+    if len(calls) > 1:
+        lines = (f"  {_named(ranks)}: {its}" for its, ranks in calls.items())
+        raise ParameterError("\n".join(["The ranks do not call the same collective:", *lines]))
+    return [int(its) for its, _, _ in found]
+
+
+def _named(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 class Communicator:
@@ -25,7 +161,7 @@ class Communicator:
     Every rank creates one and calls the same collectives in the same order. Tensors must be on the
     device that the group's backend supports (Gloo: CPU, NCCL: CUDA). They may have any shape, may
     be empty or not contiguous, and have one of the dtypes in
-    :data:`sparkdl.collectives.arguments.DTYPES`. They are never changed: results are new tensors,
+    :data:`sparkdl.collectives.communicator.DTYPES`. They are never changed: results are new tensors,
     without gradients.
 
     ``algorithm`` is ``"library"`` or one of the algorithms that exist for the operation:
@@ -102,21 +238,21 @@ class Communicator:
             tag: A number from 0, which the other rank must pass to :meth:`pull`. Messages with
                 other tags wait. NCCL ignores tags.
         """
-        problems = arguments.peer(to, self.size, self.rank, tag)
-        raise_all(ParameterError, problems + arguments.device(tensor, self._device))
+        problems = peer_problems(to, self.size, self.rank, tag)
+        raise_all(ParameterError, problems + device_problems(tensor, self._device))
         flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-        text = " ".join([arguments.name_of(tensor.dtype), *map(str, tensor.shape)])
-        note = arguments.write(text, self._device)
+        text = " ".join([dtype_name(tensor.dtype), *map(str, tensor.shape)])
+        note = as_note(text, self._device)
         dist.send(note, group=self._group, group_dst=to, tag=tag)
         if flat.numel():
             dist.send(flat, group=self._group, group_dst=to, tag=tag)
 
     def pull(self, source: int, tag: int = 0) -> torch.Tensor:
         """Wait for the tensor that the rank ``source`` pushes to this one."""
-        raise_all(ParameterError, arguments.peer(source, self.size, self.rank, tag))
-        note = torch.empty(arguments.LENGTH, dtype=torch.uint8, device=self._device)
+        raise_all(ParameterError, peer_problems(source, self.size, self.rank, tag))
+        note = torch.empty(NOTE_LENGTH, dtype=torch.uint8, device=self._device)
         dist.recv(note, group=self._group, group_src=source, tag=tag)
-        name, *shape = arguments.read(note).split()
+        name, *shape = read_note(note).split()
         dtype = getattr(torch, name)
         found = torch.empty([int(length) for length in shape], dtype=dtype, device=self._device)
         if found.numel():
@@ -248,12 +384,10 @@ class Communicator:
     ) -> list[int]:
         """Check the arguments, here and then among the ranks, and return each rank's row count."""
         by_rows = operation in ("reduce_scatter", "all_gather")
-        problems = arguments.algorithm(operation, algorithm)
-        problems += arguments.collective_tensor(tensor, by_rows) + arguments.device(
-            tensor, self._device
-        )
-        problems += arguments.reduction(op, tensor.dtype) if op is not None else []
-        problems += arguments.rank(root, self.size) if root is not None else []
+        problems = algorithm_problems(operation, algorithm)
+        problems += tensor_problems(tensor, by_rows) + device_problems(tensor, self._device)
+        problems += reduction_problems(op, tensor.dtype) if op is not None else []
+        problems += rank_problems(root, self.size) if root is not None else []
         raise_all(ParameterError, problems)
         details = [algorithm] if op is None else [algorithm, op]
         details += [] if root is None else [f"root {root}"]
@@ -261,8 +395,8 @@ class Communicator:
         rows = 0
         if operation == "all_gather":
             rows, shape[0] = len(tensor), "any"
-        call = f"{operation} ({', '.join(details)}) of {arguments.name_of(tensor.dtype)}"
-        return arguments.compare(self._group, f"{call} [{', '.join(shape)}]", rows, self._device)
+        call = f"{operation} ({', '.join(details)}) of {dtype_name(tensor.dtype)}"
+        return compare_calls(self._group, f"{call} [{', '.join(shape)}]", rows, self._device)
 
     def _finished(self, total: torch.Tensor, op: str) -> torch.Tensor:
         return total.div_(self.size) if op == "mean" else total

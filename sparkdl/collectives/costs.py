@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sparkdl.collectives.algorithms import ALGORITHMS
-from sparkdl.collectives.halving import power_below
+from sparkdl.collectives.algorithms import ALGORITHMS, power_below
 
 
 @dataclass(frozen=True)

@@ -1,21 +1,204 @@
-"""A parameter server on the ranks of a process group: keys, pushes of gradients, pulls of values."""
+"""A parameter server on the ranks of a process group: keys, pushes of gradients, pulls of values.
+
+The operations of a client on the keys of a parameter server.
+
+The parameter server under the names of MXNet's KVStore.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from sparkdl.collectives import server_arguments, server_files
-from sparkdl.collectives.key_operations import KeyOperations
-from sparkdl.collectives.key_range import KeySpec, MakeOptimizer, optimizer_name
-from sparkdl.collectives.operation_order import Kind
-from sparkdl.collectives.server_client import connect
-from sparkdl.collectives.server_files import Manifest
-from sparkdl.collectives.words import text_tensor
-from sparkdl.errors import CheckpointError, ParameterError, raise_all
+from sparkdl.collectives.key_range import (
+    KeySpec,
+    MakeOptimizer,
+    Manifest,
+    as_rows,
+    folder_of,
+    new_name,
+    optimizer_name,
+    parts_at,
+    places_of,
+)
+from sparkdl.collectives.server_client import (
+    Client,
+    as_lists,
+    checked_options,
+    connect,
+    gradient_problems,
+    new_key_problems,
+    optimizer_problems,
+    row_problems,
+    row_value_problems,
+    sparse_problems,
+)
+from sparkdl.collectives.server_messages import Kind, Message, text_tensor
+from sparkdl.errors import CheckpointError, ParameterError, kind_of, nearest, raise_all, shown
+
+
+class KeyOperations:
+    """The operations on keys, see :class:`sparkdl.collectives.ParameterServer`.
+
+    Args:
+        client: The conversation with the owners.
+        keys: The keys by number, which are added before owners receive them.
+        optimizer: Makes the optimizer of a range, or None.
+        means: Whether a step takes a mean.
+
+    Attributes:
+        rank: The rank of this client.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        keys: dict[int, KeySpec],
+        optimizer: MakeOptimizer | None,
+        means: bool,
+    ) -> None:
+        self.rank, self._client, self._keys = client.rank, client, keys
+        self._optimizer, self._means = optimizer, means
+        self._names: dict[Hashable, KeySpec] = {}
+
+    def init(self, key: Any, value: Any) -> None:
+        """Give a key its first value, that of rank 0.
+
+        Args:
+            key: A name: a str, an int or another hashable object that is no list. Or a list of them.
+            value: A tensor, or a list of as many. All ranks give the same shapes and dtypes.
+
+        Raises:
+            sparkdl.ParameterError: The key exists, or the ranks differ.
+        """
+        names, values = as_lists(key, value)
+        problems = new_key_problems(names, values, self._names, self._optimizer, self._means)
+        raise_all(ParameterError, problems)
+        with self._client.in_use():
+            first = len(self._names)
+            specs = [
+                KeySpec.of(name, first + i, its, len(self._client.places))
+                for i, (name, its) in enumerate(zip(names, values, strict=True))
+            ]
+            self._keys.update((spec.number, spec) for spec in specs)  # before owners receive them
+            told = "; ".join(f"{s.name!r} {s.dtype} {list(s.shape)}" for s in specs)
+            self._client.meet(f"init {told}")
+            if self.rank == 0:
+                for spec, whole in zip(specs, values, strict=True):
+                    for place in spec.places:
+                        part = as_rows(whole.detach())[spec.range_of(place)].cpu()
+                        self._client.send(place, Message.INIT, [spec.number], [part])
+                    for place in spec.places:
+                        self._client.answer(place)
+            self._client.meet(f"init {told}")
+            self._names.update((spec.name, spec) for spec in specs)
+
+    def push(self, key: Any, gradient: Any) -> None:
+        """Push a gradient. Return when it has its turn and was sent; the owners apply it then.
+
+        Args:
+            key: A key, or a list of keys, which are pushed as one operation.
+            gradient: A tensor of the key's shape and dtype on any device, or a list of tensors.
+
+        Raises:
+            sparkdl.ParameterError: There is no such key, or a gradient does not fit.
+            sparkdl.StalledError: The slowest client is too far behind for longer than ``timeout``.
+            sparkdl.StateLostError: A rank is lost.
+        """
+        names, gradients = as_lists(key, gradient)
+        specs = [self._spec(name) for name in names]
+        raise_all(ParameterError, gradient_problems(specs, gradients))
+        with self._client.in_use():
+            parts = {}
+            for place in places_of(specs):
+                words, rows = parts_at(place, specs, gradients)
+                parts[place] = words, [its.detach().cpu() for its in rows]
+            self._client.operate(Kind.PUSH, [spec.number for spec in specs], parts)
+
+    def pull(self, key: Any, out: Any = None) -> Any:
+        """Return the value of a key, after all operations before this one.
+
+        Args:
+            key: A key, or a list of keys, which are pulled as one operation.
+            out: A tensor, or a list of tensors, to copy the values into.
+
+        Returns:
+            A new CPU tensor, or a list of them; or ``out``.
+
+        Raises what :meth:`push` raises.
+        """
+        names, outs = as_lists(key, out)
+        specs = [self._spec(name) for name in names]
+        if out is not None:
+            raise_all(ParameterError, gradient_problems(specs, outs))
+        with self._client.in_use():
+            values = [torch.empty(spec.shape, dtype=spec.dtype) for spec in specs]
+            parts = {p: parts_at(p, specs, values) for p in places_of(specs)}
+            asked = {place: (words, ()) for place, (words, _) in parts.items()}
+            self._client.operate(Kind.PULL, [spec.number for spec in specs], asked)
+            self._client.answers({place: rows for place, (_, rows) in parts.items()})
+        if out is None:
+            return values if isinstance(key, list) else values[0]
+        with torch.no_grad():
+            for into, value in zip(outs, values, strict=True):
+                into.copy_(value)
+        return out
+
+    def push_rows(self, key: Hashable, rows: Any, values: torch.Tensor) -> None:
+        """Push the gradient of some rows; the optimizer updates these rows alone.
+
+        Args:
+            key: A key whose tensor has rows.
+            rows: The numbers of the rows: int64, (n,). One that stands twice counts twice.
+            values: Their gradients, (n, ...).
+
+        Raises:
+            sparkdl.ParameterError: As :meth:`push`; or the optimizer takes no sparse gradients.
+        """
+        spec = self._spec(key)
+        if not isinstance(values, torch.Tensor):
+            raise ParameterError(f"{shown(key)}: give a tensor, not {kind_of(values)}.")
+        rows, values = torch.as_tensor(rows).cpu(), values.detach().cpu()
+        problems = row_problems(spec, rows) + row_value_problems(spec, rows, values)
+        raise_all(ParameterError, problems or sparse_problems(self._optimizer, spec))
+        with self._client.in_use():
+            where, parts = spec.places_of(rows), {}
+            for place in spec.places:
+                chosen = where == place
+                its = rows[chosen] - spec.range_of(place).start
+                parts[place] = [spec.number, len(its)], [its, values[chosen]]
+            self._client.operate(Kind.PUSH, [spec.number], parts)
+
+    def pull_rows(self, key: Hashable, rows: Any) -> torch.Tensor:
+        """Return some rows of a key, (n, ...), in the order of ``rows``. See :meth:`pull`."""
+        spec = self._spec(key)
+        rows = torch.as_tensor(rows).cpu()
+        raise_all(ParameterError, row_problems(spec, rows))
+        found = torch.empty(len(rows), *spec.row_shape, dtype=spec.dtype)
+        with self._client.in_use():
+            where, parts, into = spec.places_of(rows), {}, {}
+            for place in where.unique().tolist():
+                its = rows[where == place] - spec.range_of(place).start
+                parts[place] = [spec.number, len(its)], [its]
+                into[place] = [torch.empty(len(its), *spec.row_shape, dtype=spec.dtype)]
+            self._client.operate(Kind.PULL, [spec.number], parts)
+            self._client.answers(into)
+            for place, (values,) in into.items():
+                found[where == place] = values
+        return found
+
+    def _spec(self, name: Hashable) -> KeySpec:
+        self._client.check_open()
+        if name not in self._names:
+            texts = [known for known in self._names if isinstance(known, str)]
+            close = nearest(name, texts) if isinstance(name, str) else ""
+            raise ParameterError(f"There is no key {name!r}: init it on all ranks first.{close}")
+        return self._names[name]
+
 
 _open: set[ParameterServer] = set()
 """Those of this process that nobody has closed, which would otherwise end with no notice."""
@@ -74,7 +257,7 @@ class ParameterServer(KeyOperations):
         timeout: float = 300.0,
         replay: Sequence[int] | torch.Tensor | None = None,
     ) -> None:
-        ranks, options = server_arguments.checked(
+        ranks, options = checked_options(
             optimizer, consistency, staleness, owners, average, timeout, replay
         )
         keys: dict[int, KeySpec] = {}
@@ -96,7 +279,7 @@ class ParameterServer(KeyOperations):
         Args:
             optimizer: See the class. Every rank gives the same.
         """
-        raise_all(ParameterError, server_arguments.optimizer(optimizer, len(self._client.places)))
+        raise_all(ParameterError, optimizer_problems(optimizer, len(self._client.places)))
         with self._client.in_use():
             self._optimizer = optimizer
             if self._server is not None:
@@ -120,12 +303,10 @@ class ParameterServer(KeyOperations):
         Raises:
             sparkdl.CheckpointError: A file cannot be written; the server remains usable.
         """
-        folder = server_files.folder_of(path)
+        folder = folder_of(path)
         with self._client.in_use():
             places, name = self._client.places, optimizer_name(self._optimizer)
-            saved = Manifest(
-                folder, server_files.new_name(), len(places), name, tuple(self._names.values())
-            )
+            saved = Manifest(folder, new_name(), len(places), name, tuple(self._names.values()))
             notes = {place: text_tensor(str(saved.file_of(place))) for place in places}
             parts = {place: ([len(note)], [note]) for place, note in notes.items()}
             self._client.operate(Kind.SAVE, [], parts)
@@ -145,7 +326,7 @@ class ParameterServer(KeyOperations):
             sparkdl.CheckpointError: There is no checkpoint, or it cannot be read.
             sparkdl.ParameterError: A key exists already, or the optimizer is another one.
         """
-        saved = Manifest.read(server_files.folder_of(path))
+        saved = Manifest.read(folder_of(path))
         name = optimizer_name(self._optimizer)
         problems = [
             f"The key {s.name!r} exists already." for s in saved.keys if s.name in self._names
@@ -228,3 +409,111 @@ def abandon_all() -> None:
     """Abandon every parameter server of this process that nobody has closed."""
     for server in list(_open):
         server.abandon()
+
+
+KINDS = {"dist_sync": "synchronous", "dist_async": "asynchronous"}
+
+
+class KVStore:
+    """A :class:`ParameterServer` with the names and rules of MXNet's distributed KVStore.
+
+    Under "dist_sync" a step takes the *sum* of all workers' gradients, and under "dist_async" each
+    gradient is a step. Without an optimizer, what is pushed replaces the value. For everything
+    else, such as staleness or replay, use :class:`ParameterServer`.
+
+    Args:
+        type: "dist_sync" or "dist_async".
+        owners: The ranks that have the values. None means all ranks.
+        timeout: The seconds that any call may wait.
+
+    Attributes:
+        type: The type.
+        server: The parameter server below.
+    """
+
+    def __init__(
+        self,
+        type: str = "dist_sync",
+        *,
+        owners: Iterable[int] | None = None,
+        timeout: float = 300.0,
+    ) -> None:
+        if not isinstance(type, str) or type not in KINDS:
+            known = " or ".join(f'"{word}"' for word in KINDS)
+            raise ParameterError(f"type = {shown(type)}: give {known}.{nearest(str(type), KINDS)}")
+        self.type = type
+        self.server = ParameterServer(
+            Assign, consistency=KINDS[type], owners=owners, average=False, timeout=timeout
+        )
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of this worker."""
+        return self.server.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Return the number of workers."""
+        return self.server.size
+
+    def init(self, key: Any, value: Any) -> None:
+        """Give a key, or each of a list of keys, its first value, that of rank 0."""
+        self.server.init(key, value)
+
+    def push(self, key: Any, value: Any) -> None:
+        """Push a value, or a sparse COO tensor with the rows that it has."""
+        if isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo:
+            rows = value.coalesce()
+            self.server.push_rows(key, rows.indices()[0], rows.values())
+        else:
+            self.server.push(key, value)
+
+    def pull(self, key: Any, out: Any = None) -> Any:
+        """Return the value of a key, or copy it into ``out``."""
+        return self.server.pull(key, out)
+
+    def row_sparse_pull(
+        self, key: Hashable, row_ids: Any, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return some rows of a key, or copy them into the same rows of ``out``."""
+        values = self.server.pull_rows(key, row_ids)
+        if out is None:
+            return values
+        with torch.no_grad():
+            out[torch.as_tensor(row_ids)] = values.to(out.device)
+        return out
+
+    def set_optimizer(self, optimizer: MakeOptimizer) -> None:
+        """Let the owners update with an optimizer; called on every worker with the same one."""
+        self.server.set_optimizer(optimizer)
+
+    def barrier(self) -> None:
+        """Return when all workers have called this."""
+        self.server.barrier()
+
+    def close(self) -> None:
+        """Wait for all workers and end the server."""
+        self.server.close()
+
+    def __enter__(self) -> KVStore:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.server.__exit__(*error)
+
+
+class Assign(torch.optim.Optimizer):
+    """Replace the values by what is pushed: MXNet's rule where there is no optimizer."""
+
+    def __init__(self, params: list[torch.Tensor]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Copy every gradient into its tensor; of a sparse one, the rows that it has."""
+        for group in self.param_groups:
+            for tensor in group["params"]:
+                if tensor.grad is not None and tensor.grad.is_sparse:
+                    tensor[tensor.grad.indices()[0]] = tensor.grad.values()
+                elif tensor.grad is not None:
+                    tensor.copy_(tensor.grad)

@@ -8,16 +8,30 @@ snapshot), older versions end: the next iteration computes on the newest one.
 The engine records the decisions on each iteration in its result: the staleness of the update, and
 the micro-batches of replicas that stopped early. It repeats an iteration with what was recorded.
 Therefore a replay has the same bits, whatever the model would decide then.
+
+A limit for slow replicas, learned from the times that replicas took.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
-from typing import Any
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, TypeVar
 
 from sparkdl.errors import ParameterError, shown
-from sparkdl.replica.iteration import STALENESS, Decisions
+from sparkdl.replica.iteration import (
+    INNER_STEPS,
+    MICRO_BATCHES,
+    STALENESS,
+    Decisions,
+    IterationRows,
+    Limit,
+    ReplicaReport,
+    seconds_of_parts,
+)
 
 MOST = 1 << 16
 """The first staleness that cannot be recorded."""
@@ -65,7 +79,7 @@ class Consistency:
         topology: The name of the topology over which replicas average weights of their own. None:
             the weights of all are the same.
         may_drop: The share of the rows of an iteration that slow replicas may leave out, see
-            :mod:`sparkdl.consistency.stragglers`.
+            :mod:`sparkdl.consistency.base`.
     """
 
     keep: int = 1
@@ -152,3 +166,157 @@ def next_update(model: Consistency, readable: range, repeated: Decisions | None)
             "readable: return one of them, or raise its keep."
         )
     return Update(version=chosen.version, base=newest)
+
+
+Result = TypeVar("Result")
+WINDOW, MEASURED = 15, 3
+"""The number of iterations that the limit is learned from, and the fewest that give one."""
+FEWEST_PARTS = 4
+"""The fewest micro-batches, or steps of a replica's own, with which dropping helps: a replica stops
+between two of them."""
+
+
+class StragglerLimit:
+    """The limit of an engine's iterations, and what it is learned from.
+
+    The limit is the median, over the last iterations, of the time within which all replicas but the
+    ``fraction`` were done. The time of a replica that stopped early is what it would have taken for
+    all of its rows, so that dropping does not lower the limit. Times of machines are no
+    function of the data: what came of the limit is therefore recorded, and repeated as recorded.
+    """
+
+    def __init__(self, fraction: float) -> None:
+        self._fraction = fraction
+        self._window: deque[float] = deque(maxlen=WINDOW)
+        self._largest, self._fell_short = 0, False
+
+    def run(
+        self,
+        step: IterationRows,
+        once: Callable[[IterationRows], tuple[Result, Sequence[ReplicaReport]]],
+    ) -> Result:
+        """Run an iteration within the limit, and again without one if too little was done.
+
+        ``once`` runs it with its ``limit``; its update must not count if the iteration
+        :meth:`~sparkdl.replica.iteration.IterationRows.falls_short`.
+        """
+        if step.decisions is not None or not self._fraction:
+            return once(replace(step, limit=_recorded(step)))[0]
+        limited = replace(step, limit=self._limit(step))
+        result, reports = once(limited)
+        finite = not any(report.not_finite for report in reports)
+        if finite and limited.falls_short(report.passed for report in reports):
+            if self._fell_short:  # twice in a row: all have become slower
+                self._window.clear()
+            self._fell_short = True
+            result, reports = once(replace(step, limit=None))
+        else:
+            self._fell_short = False
+        self._learn(step, reports)
+        return result
+
+    def _limit(self, step: IterationRows) -> Limit | None:
+        """Return the limit; None while too little is known, and for a short batch at an epoch's end."""
+        if len(self._window) < MEASURED or not self._is_full(step):
+            return None
+        may_miss = int(self._fraction * step.size)
+        return Limit(seconds=statistics.median(self._window), may_miss=may_miss)
+
+    def _learn(self, step: IterationRows, reports: Sequence[ReplicaReport]) -> None:
+        if not self._is_full(step):
+            return
+        times = sorted(map(_whole_seconds, reports))
+        within = math.ceil((1 - self._fraction) * len(times) - 1e-9)
+        self._window.append(times[max(0, within - 1)])
+
+    def _is_full(self, step: IterationRows) -> bool:
+        self._largest = max(self._largest, step.size)
+        return 2 * step.size > self._largest
+
+
+def _whole_seconds(report: ReplicaReport) -> float:
+    """Return the seconds that a replica took, or would have taken for all of its rows."""
+    seconds, passed = report.seconds, report.passed
+    more = passed.of / passed.parts - 1 if passed.parts else 0.0
+    return sum(seconds.values()) + seconds_of_parts(seconds) * more
+
+
+def share_problems(drop_stragglers: object, unit: str) -> Iterator[str]:
+    """Yield the problem of an option ``drop_stragglers`` that is no share of the rows of a ``unit``."""
+    given = drop_stragglers
+    if given is None:
+        return
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 0.5:
+        yield (
+            f"drop_stragglers={shown(given)}: give the share of the rows that a {unit} may leave "
+            "out, above 0 and at most 0.5, or None."
+        )
+
+
+def check_recorded_parts(
+    trainer: Any,
+    micro_batches: Mapping[int, Sequence[int]],
+    inner_steps: Mapping[int, Sequence[int]],
+) -> None:
+    """Check that a run can repeat what the replicas of a history left out."""
+    counts = [*micro_batches.values(), *inner_steps.values()]
+    if not counts:
+        return
+    if micro_batches and trainer.options.steps_on_replicas:
+        raise ParameterError(
+            "replay: the history has replicas that left out micro-batches, which replicas with steps "
+            "of their own do not: train with the consistency= and local_steps= of the recorded run."
+        )
+    if inner_steps and not trainer.options.outer:
+        raise ParameterError(
+            "replay: the history has replicas that left out steps of their own, which only those of "
+            "DiLoCo do: train with the consistency= of the recorded run."
+        )
+    if trainer.replicas is not None:
+        check_replicas(max(map(len, counts)), trainer.replicas)
+    if trainer.engine == "gang":
+        what = "micro-batches" if micro_batches else "steps of their own"
+        raise ParameterError(
+            f"replay: the history has replicas that left out {what}, which the ranks of a gang "
+            'cannot: use engine="shuffle" or "local".'
+        )
+    most, steps = max(map(max, counts)), trainer.consistency_model.inner_steps
+    if micro_batches and most > trainer.accumulate:
+        raise ParameterError(
+            f"replay: the history has replicas with {most} micro-batches, and this trainer has "
+            f"accumulate={trainer.accumulate}: train with that of the recorded run."
+        )
+    if inner_steps and most > steps:
+        raise ParameterError(
+            f"replay: the history has replicas with {most} steps of their own, and this trainer has "
+            f"inner_steps={steps}: train with that of the recorded run."
+        )
+
+
+def check_replicas(recorded: int, replicas: int) -> None:
+    """Raise :class:`sparkdl.ParameterError` if a history has more replicas than the run."""
+    if recorded > replicas:
+        raise ParameterError(
+            f"replay: the history has {recorded} replicas or more, and this run has {replicas}: "
+            "train with the replicas= of the recorded run."
+        )
+
+
+def _recorded(step: IterationRows) -> Limit | None:
+    """Return a limit that repeats what replicas did the first time; None if they did everything."""
+    found = {
+        int(name.removeprefix(prefix)): count
+        for name, count in (step.decisions or {}).items()
+        for prefix in (MICRO_BATCHES, INNER_STEPS)
+        if name.startswith(prefix) and count
+    }
+    if not found:
+        return None
+    check_replicas(max(found) + 1, len(step.rows))
+    unknown = [n for n, (start, stop) in enumerate(step.rows) if stop > start and n not in found]
+    if unknown:
+        raise ParameterError(
+            f"replay: iteration {step.index + 1} of the history has no replica {unknown[0]}, and this "
+            f"run has {len(step.rows)}: train with the replicas= of the recorded run."
+        )
+    return Limit(parts=tuple(found.get(replica, 0) for replica in range(len(step.rows))))

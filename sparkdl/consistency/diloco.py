@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.consistency.base import Consistency
-from sparkdl.consistency.stragglers import FEWEST_PARTS, share_problems
+from sparkdl.consistency.base import FEWEST_PARTS, Consistency, share_problems
 from sparkdl.errors import shown
 from sparkdl.plain import make_plain
 

@@ -12,7 +12,7 @@ import torch
 from sparkdl.consistency.base import Consistency
 from sparkdl.errors import nearest, shown
 from sparkdl.model.buffers import MEAN
-from sparkdl.model.layout import Layout
+from sparkdl.model.flat import Layout
 
 DISTANCE = "replica_distance"
 """The name of the distance between replicas among the named losses of an iteration."""

@@ -20,7 +20,7 @@ from sparkdl.data.partition_files import MappedColumn, map_file, segment_files
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_order import row_contents
 from sparkdl.errors import StaleReferenceError
-from sparkdl.slab.release import released
+from sparkdl.slab.pool import released
 
 
 @dataclass(frozen=True)

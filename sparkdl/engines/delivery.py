@@ -1,18 +1,24 @@
 """The transfer of large byte ranges from slabs to the driver.
 
-See [Note: large bytes] in :mod:`sparkdl.slab.parts` for the reasons.
+See [Note: large bytes] in :mod:`sparkdl.slab.pool` for the reasons.
 Slabs on the driver's own node are mapped and read, which takes neither a Spark job nor the JVM.
 Bytes from other nodes come in parts.
+
+The validation samples of a fit, and how an engine scores them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from pyspark import SparkContext
 
+from sparkdl.data.batches import BatchSpec
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.errors import StaleReferenceError
+from sparkdl.metrics.scorer import Scorer
 from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.slab.root import SlabConfig, open_root
 
@@ -79,3 +85,13 @@ def _read_here(slab: SlabConfig, wanted: Wanted) -> bool:
     except (OSError, StaleReferenceError):
         return False
     return True
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """The validation samples in slabs, with all that an engine needs to score them."""
+
+    samples: SampleSet
+    scorer: Scorer
+    batch_spec: BatchSpec
+    batch_size: int  # rows of one replica's forward pass

@@ -13,27 +13,26 @@ from sparkdl.consistency.base import Consistency
 from sparkdl.data.batches import preview_batch
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.sample_set import SampleSet
-from sparkdl.engines.gang.engine import GangEngine
-from sparkdl.engines.gang.start import gang_of_rdds
+from sparkdl.engines.delivery import ValidationSet
+from sparkdl.engines.gang.engine import GangEngine, gang_of_rdds
 from sparkdl.engines.local.groups import local_engine
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.engines.shuffle.groups import GroupEngine
-from sparkdl.engines.shuffle.spec import ShuffleSpec
-from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.engines.shuffle.messages import ShuffleSpec
 from sparkdl.errors import StateLostError
 from sparkdl.gang.rank_group import StartableGroup
 from sparkdl.loop.engine import TrainingEngine
-from sparkdl.model.layout import Layout
+from sparkdl.model.flat import Layout
 from sparkdl.model.loss import ClassLoss, Loss
 from sparkdl.model.recipe import Recipe
 from sparkdl.parallel.base import ParallelStrategy
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compare import Description
+from sparkdl.replica.compute import to_tensors
 from sparkdl.replica.iteration import Decisions
-from sparkdl.replica.mini_batch import to_tensors
 from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings
 from sparkdl.spark.frames import is_local

@@ -17,11 +17,17 @@ from sparkdl.data.partition_reader import lies_here
 from sparkdl.data.samples import MAX_READINGS, deleted_without_end
 from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.loop.interrupt import interrupts_held
-from sparkdl.slab.release import clean_here
+from sparkdl.slab.pool import clean_here
 from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.spark.broadcasts import BroadcastBytes
-from sparkdl.spark.executors import Executor, executor_awaited, executors, task_per_executor
-from sparkdl.spark.failures import faults_explained
+from sparkdl.spark.executors import (
+    Executor,
+    executor_awaited,
+    executors,
+    own_properties,
+    task_per_executor,
+)
+from sparkdl.spark.failures import Watchdog, faults_explained
 from sparkdl.spark.frames import (
     collect_frames,
     compute_again,
@@ -32,8 +38,6 @@ from sparkdl.spark.frames import (
     store_frames,
     stored_frames,
 )
-from sparkdl.spark.properties import own_properties
-from sparkdl.spark.watchdog import Watchdog
 from sparkdl.spark.worker import finish_task
 
 CANCEL_SECONDS = 10.0

@@ -11,22 +11,31 @@ connection) or left out ends the connection. Nothing is encrypted.
 else is silent, and knows at most :data:`MOST_SILENT` connections that have not sent one, of a hundred
 bytes each; the oldest gives way. It answers a first message. So a rank that was dropped before, as
 one that was stopped or swapped out for a minute, knows that it was, and connects again.
+
+A rank's end of its channel: the commands that arrive from the driver, and the results sent to it.
+
+The text that a rank prints, on its way to the driver.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import math
+import os
 import pickle
+import queue
 import secrets
 import selectors
+import signal
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Generator
-from typing import Any
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, TextIO
 
 from sparkdl.errors import SparkdlError
 from sparkdl.process.system import end_unanswered, keep_alive
@@ -39,6 +48,8 @@ _IN_ONE = 1 << 16
 NONCE_BYTES = 16
 HELLO_SECONDS = 60.0
 """The time in which the first message of a connection must have arrived."""
+NONCE_SECONDS = 600.0
+"""The time in which a listener, which may be busy, must have sent its part of the nonce."""
 MOST_SILENT = 256
 """The most connections whose first message has not arrived."""
 CONNECT_SECONDS = 60.0
@@ -299,17 +310,26 @@ def connect(
     """Connect to a listener, and return when it has taken the first message.
 
     ``patience`` is the seconds in which the listener, who is then asked only once, must answer;
-    None: no limit, and a connection that ends before is made again. Raise ConnectionError if nobody
-    listens any more, and ChannelError if the message is not taken.
+    None: no limit after its nonce, and a connection that ends before is made again. Raise
+    ConnectionError if nobody listens any more, and ChannelError if the message is not taken.
     """
     tries = TRIES if patience is None else 1
     for number in range(tries):
         if number:
             time.sleep(min(0.05 * 2**number, LONGEST_PAUSE))
         connection = socket.create_connection((host, port), timeout=seconds)
-        connection.settimeout(patience)  # the driver may be busy before it answers
+        keep_alive(connection, _SILENT_SECONDS, _PROBE_SECONDS, _PROBES)
+        connection.settimeout(NONCE_SECONDS if patience is None else patience)
         try:
-            return _introduced(connection, key, hello, math.inf if patience is None else patience)
+            return _introduced(connection, key, hello, patience)
+        except TimeoutError:
+            connection.close()
+            if patience is not None:
+                raise
+            raise ChannelError(
+                f"{host}:{port} has taken a connection and said nothing for {NONCE_SECONDS:g} s: the "
+                "driver hangs, or a program listens there that does not belong to this gang."
+            ) from None
         except (ConnectionError, EndedError):
             connection.close()
         except BaseException:
@@ -321,13 +341,16 @@ def connect(
     )
 
 
-def _introduced(connection: socket.socket, key: bytes, hello: Any, patience: float) -> Channel:
+def _introduced(
+    connection: socket.socket, key: bytes, hello: Any, patience: float | None
+) -> Channel:
     """Send the first message, and return the channel when it has been taken."""
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)
     channel = Channel(connection, key, _exactly(NONCE_BYTES, connection) + ours, driver=False)
+    connection.settimeout(patience)
     channel.send(hello)
-    channel.receive(patience)
+    channel.receive(math.inf if patience is None else patience)
     return channel
 
 
@@ -346,3 +369,171 @@ def _exactly(nbytes: int, connection: socket.socket) -> bytes:
             raise ConnectionError("the other end closed the connection")
         found += part
     return found
+
+
+RESULT = "result"
+"""The kind of a message with results."""
+END_SECONDS = 3.0
+"""The time in which a rank that still computes must end after the driver has closed the connection."""
+MOST_HELD, HOLD_SECONDS = 3, 0.05
+"""The largest number of results that are sent together, and the time for which one may be held."""
+
+
+class ResultSender:
+    """The results that a rank sends to the driver.
+
+    If the driver has already sent more commands, the results of short ones are sent together, which
+    wakes it less often while ranks compute. No result is held for long, even if the next command
+    waits for another rank.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel, self._held = channel, list[tuple[bytes, float]]()
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        threading.Thread(target=self._look_after, name="sparkdl-results", daemon=True).start()
+
+    def add(self, content: bytes, more: bool) -> None:
+        """Add the result of the command that has just ended.
+
+        ``more`` tells whether another has arrived.
+        """
+        with self._lock:
+            self._held.append((content, time.monotonic()))
+        if not more or len(self._held) >= MOST_HELD:
+            self._send()
+
+    def close(self) -> None:
+        """Send the results that are held, and hold no more."""
+        self._ended.set()
+        with contextlib.suppress(ChannelError):
+            self._send()
+
+    def _send(self) -> None:
+        """Send each held result with its age in seconds."""
+        with self._lock:
+            now, held, self._held = time.monotonic(), self._held, []
+            if held:
+                self._channel.send((RESULT, [(content, now - then) for content, then in held]))
+
+    def _look_after(self) -> None:
+        with contextlib.suppress(ChannelError):  # the driver has hung up, see CommandReceiver
+            while not self._ended.wait(HOLD_SECONDS):
+                held = self._held
+                if held and time.monotonic() - held[0][1] > HOLD_SECONDS:
+                    self._send()
+
+
+class CommandReceiver:
+    """The commands from the driver, which a thread reads.
+
+    When the driver closes the connection, commands that have arrived are not started any more. A
+    running command is interrupted as by the keyboard. If that has no effect, because the command
+    waits inside a collective, the process exits.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._arrived: queue.SimpleQueue[bytes | Exception | None] = queue.SimpleQueue()
+        self._busy, self._task_cancelled = False, False
+        self._lock, self._idle = threading.Lock(), threading.Event()
+        threading.Thread(target=self._read, name="sparkdl-commands", daemon=True).start()
+
+    def done(self) -> None:
+        """Note that the command has ended, so that nothing is interrupted from now on."""
+        with self._lock:
+            self._busy = False
+        self._idle.set()
+
+    @property
+    def waiting(self) -> bool:
+        """Return whether another command has arrived."""
+        return not self._arrived.empty()
+
+    def next(self) -> bytes | None:
+        """Wait for the next command and return it, or None at the end.
+
+        Raises whatever prevented the command from being read.
+        """
+        self.done()
+        content = self._arrived.get()
+        if isinstance(content, Exception):
+            raise content
+        with self._lock:
+            content = None if self._task_cancelled else content
+            self._busy = content is not None
+            self._idle.clear()
+        return content
+
+    def _read(self) -> None:
+        try:
+            while True:
+                for command in self._channel.receive():
+                    self._arrived.put(command)
+        except (ChannelError, OSError):
+            self._arrived.put(None)
+        except Exception as error:  # such as a command that does not fit into memory
+            self._arrived.put(error)
+            self._channel.exhaust()
+        with self._lock:
+            self._task_cancelled = True
+            if not self._busy:
+                return
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if not self._idle.wait(END_SECONDS):
+            os._exit(1)
+
+
+OUTPUT = "output"
+"""The kind of a rank's message that has lines of text."""
+
+
+class _Output(io.TextIOBase):
+    """A text stream that sends lines into the channel.
+
+    Processes that are forked from this one, such as those of a DataLoader, write to ``before``
+    instead: a channel has only two ends.
+    """
+
+    def __init__(self, channel: Channel, before: TextIO) -> None:
+        self._channel, self._before, self._line = channel, before, ""
+        self._process = os.getpid()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if os.getpid() != self._process:
+            return self._before.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        if lines:
+            self._send("\n".join(lines))
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing, because lines are sent when they are complete. In a fork, flush ``before``."""
+        if os.getpid() != self._process:
+            self._before.flush()
+
+    def rest(self) -> None:
+        """Send the unfinished line."""
+        line, self._line = self._line, ""
+        if line:
+            self._send(line)
+
+    def _send(self, text: str) -> None:
+        with contextlib.suppress(ChannelError):
+            self._channel.send((OUTPUT, text))
+
+
+@contextlib.contextmanager
+def output_sent(channel: Channel | None) -> Iterator[Callable[[], None]]:
+    """Send what is printed in the block to the driver, if there is a channel.
+
+    The function that is yielded sends the unfinished line.
+    """
+    if channel is None:
+        yield lambda: None
+        return
+    stream = _Output(channel, sys.stdout)
+    with contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        yield stream.rest

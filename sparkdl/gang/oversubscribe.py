@@ -31,7 +31,7 @@ import torch
 from pyspark import BarrierTaskContext, cloudpickle
 
 from sparkdl.errors import SessionError
-from sparkdl.gang.command_queue import END_SECONDS
+from sparkdl.gang.channel import END_SECONDS
 from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous, gpus_here
 from sparkdl.spark.device import Gpu, use_gpu
 

@@ -15,11 +15,9 @@ from typing import Any
 from pyspark import cloudpickle
 
 from sparkdl.errors import StalledError, StateLostError, TrainingError
-from sparkdl.gang.channel import Channel, ChannelError
-from sparkdl.gang.command_queue import RESULT
-from sparkdl.gang.rank_output import OUTPUT
+from sparkdl.gang.channel import OUTPUT, RESULT, Channel, ChannelError
 from sparkdl.gang.rank_task import ERROR, Command, Failure, Introduction
-from sparkdl.process.output import print_escaped
+from sparkdl.process.system import print_escaped
 from sparkdl.spark.failures import deleted, limit_hint
 
 LOST = "lost"

@@ -15,16 +15,21 @@ import torch
 from pyspark import BarrierTaskContext, cloudpickle
 
 from sparkdl.errors import SessionError
-from sparkdl.gang.channel import Channel, ChannelError, connect
-from sparkdl.gang.command_queue import CommandReceiver, ResultSender
-from sparkdl.gang.rank_output import output_sent
-from sparkdl.slab.release import give_back, make_room
+from sparkdl.gang.channel import (
+    Channel,
+    ChannelError,
+    CommandReceiver,
+    ResultSender,
+    connect,
+    output_sent,
+)
+from sparkdl.slab.pool import give_back, make_room
 from sparkdl.spark.device import Gpu, Sight, gpus_of, use_gpu
 from sparkdl.spark.worker import finish_task
 
 ERROR = "error"
 """The kind of a rank's message that says why it failed. A message is a pair (kind, content). For other
-kinds see :mod:`sparkdl.gang.command_queue` and :mod:`sparkdl.gang.rank_output`."""
+kinds see :mod:`sparkdl.gang.channel` and :mod:`sparkdl.gang.channel`."""
 _HERE = os.path.dirname(__file__) + os.sep
 _OF_GROUPS = ("gloo/", "NCCL error", "NCCL communicator")
 """Words in plain RuntimeErrors that come from a process group."""

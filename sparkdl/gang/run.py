@@ -28,14 +28,13 @@ from sparkdl.errors import (
 )
 from sparkdl.gang.connect import check_slots_of, run_led, slots_of
 from sparkdl.gang.driver import Gang
-from sparkdl.gang.environment import check_unshared, tell_of_other_gpu
-from sparkdl.gang.led import LedGang
-from sparkdl.gang.led_task import RESULT, LedTask
+from sparkdl.gang.led import RESULT, LedGang, LedTask
+from sparkdl.gang.process_group import check_unshared, tell_of_other_gpu
 from sparkdl.gang.rank_task import RankContext, packed_result
 from sparkdl.gang.slots import task_slots
 from sparkdl.plain import plain
 from sparkdl.session import check_running, is_connected
-from sparkdl.spark.artifacts import Artifact, received_bytes, sent_bytes
+from sparkdl.spark.broadcasts import Artifact, received_bytes, sent_bytes
 from sparkdl.spark.failures import end_of_session_explained, faults_explained
 from sparkdl.spark.frames import is_local
 from sparkdl.usercode import accompanied
@@ -152,7 +151,7 @@ class _LedCall:
     by_slots: bool
 
     def begin(self, batches: Iterable[Any]) -> list[Any]:
-        """See :class:`sparkdl.gang.led_task.LedWork`, also for the methods below."""
+        """See :class:`sparkdl.gang.led.LedWork`, also for the methods below."""
         for _ in batches:
             pass
         return []

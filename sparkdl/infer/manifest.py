@@ -16,14 +16,14 @@ import torch
 from torch import nn
 
 from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, mappable, parse_json, read_plain
-from sparkdl.codec.records import from_plain
+from sparkdl.codec.safe import from_plain
 from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.loop.history import History
 from sparkdl.metrics.named import Judging
-from sparkdl.model.signature import BY_POSITION, Signature
+from sparkdl.model.recipe import BY_POSITION, Signature
 
 FORMAT = "sparkdl-model"
 VERSION = 1

@@ -11,7 +11,7 @@ from torch import nn
 from sparkdl.data.columns.base import Specs, padding_of
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError, ParameterError, kind_of, nearest
-from sparkdl.model.signature import Part, Signature
+from sparkdl.model.recipe import Part, Signature
 
 Around = nn.Module | Callable[[nn.Module], nn.Module]
 """A module, or a class or function that makes one of the trained module."""

@@ -22,10 +22,10 @@ from sparkdl.errors import ModelError, TrustError, kind_of
 from sparkdl.infer.manifest import FORMAT, MODEL, PICKLE, VERSION, ModelData, Saved
 from sparkdl.infer.new_forward import build_around
 from sparkdl.model.preparation import plain
-from sparkdl.model.signature import Signature, problems_of_part
+from sparkdl.model.recipe import Signature, problems_of_part
 from sparkdl.model.squared_error import SquaredError
 from sparkdl.process.determinism import seeded
-from sparkdl.process.output import reports_silenced
+from sparkdl.process.system import reports_silenced
 
 REMEDY = (
     "A class or function of a module that can be imported, or a partial of one with plain values, is "

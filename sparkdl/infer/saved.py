@@ -34,9 +34,9 @@ from sparkdl.checkpoint.identity import ModelIdentity, first_few
 from sparkdl.checkpoint.manifest import Manifest
 from sparkdl.checkpoint.slice_io import read_slice_files
 from sparkdl.checkpoint.store import CheckpointStore, holds_checkpoints
+from sparkdl.codec.describe import is_secret, without_credentials
 from sparkdl.codec.files import with_checksum
-from sparkdl.codec.records import from_plain
-from sparkdl.codec.redaction import is_secret, without_credentials
+from sparkdl.codec.safe import from_plain
 from sparkdl.errors import DamagedCheckpoint, ModelError, ParameterError, kind_of
 from sparkdl.infer.manifest import (
     BUFFERS,
@@ -68,10 +68,8 @@ from sparkdl.infer.recipe import (
 from sparkdl.infer.remote import downloaded, holds_model, local_path, uploaded
 from sparkdl.loop.engine import AVERAGE, CURRENT, weights_of
 from sparkdl.loop.history import History
-from sparkdl.model.flat import filled
-from sparkdl.model.layout import layout_of
-from sparkdl.model.pickling import dumps
-from sparkdl.model.preparation import freeze, passing_buffers, with_shared
+from sparkdl.model.flat import filled, layout_of
+from sparkdl.model.preparation import dumps, freeze, passing_buffers, with_shared
 from sparkdl.model.recipe import frozen_digest
 from sparkdl.slices.spec import slice_specs
 

@@ -17,7 +17,7 @@ from sparkdl.loop.history import History
 from sparkdl.loop.iteration_result import IterationResult, busiest
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, next_counters
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.replica.iteration import Decisions, Iteration
 
 logger = logging.getLogger("sparkdl")

@@ -8,7 +8,7 @@ from typing import Any
 
 from sparkdl.loop.state import TrainState, next_counters
 from sparkdl.loop.trigger import Trigger
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.replica.iteration import Decisions
 
 

@@ -12,8 +12,7 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.replica.iteration import Iteration
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.slices.update import EMA, EVALUATED
 
 ReadState = Callable[[SliceSpec, torch.dtype], SliceState]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.consistency.turns import commits_of
+from sparkdl.consistency.asynchronous import commits_of
 from sparkdl.errors import ParameterError
 from sparkdl.loop import history_files, history_tables
 from sparkdl.loop.history_rows import DECISIONS, LOSSES, TIMINGS, Rows

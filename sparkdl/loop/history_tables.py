@@ -11,7 +11,7 @@ import numpy as np
 if TYPE_CHECKING:
     import pandas
 
-from sparkdl.codec.html import table, two_columns
+from sparkdl.codec.describe import table, two_columns
 from sparkdl.errors import counted
 from sparkdl.loop.history_files import KINDS
 from sparkdl.loop.history_svg import curves

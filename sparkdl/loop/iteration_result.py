@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from sparkdl.model.layout import Layout
+from sparkdl.model.flat import Layout
 from sparkdl.replica.compute import added_up
 from sparkdl.replica.iteration import Decisions, ReplicaReport, SliceReport
-from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.update import Histogram
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sparkdl.slices.histogram import Histogram
+    from sparkdl.slices.update import Histogram
 
 
 @dataclass(frozen=True, kw_only=True)

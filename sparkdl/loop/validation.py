@@ -14,7 +14,7 @@ from sparkdl.loop.state import TrainState, Validated
 from sparkdl.loop.triggers import EveryEpoch, Trigger, no_trigger
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
-from sparkdl.model.signature import Part, problems_of_part
+from sparkdl.model.recipe import Part, problems_of_part
 from sparkdl.plain import make_plain
 
 if TYPE_CHECKING:

@@ -1,13 +1,22 @@
-"""The interface of a metric: a fold over batches whose states of several partitions merge into one."""
+"""The interface of a metric: a fold over batches whose states of several partitions merge into one.
+
+Metrics of the library torchmetrics, updated on the executors and merged on the driver.
+
+This module never imports the library; only a user who gives one of its metrics does.
+"""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from sparkdl.errors import ParameterError, kind_of
 
 
 class Metric(ABC):
@@ -99,3 +108,130 @@ class MeanMetric(Metric):
 
     def is_empty(self, state: tuple[float, float]) -> bool:
         return not state[1]
+
+
+State = tuple[dict[str, Any], int]
+"""The metric's state by name (tensors, or lists of tensors), and the number of updates in it."""
+
+
+def is_torchmetric(value: Any) -> bool:
+    """Return whether ``value`` is an instance of a torchmetrics class or of a subclass."""
+    return any(cls.__module__.partition(".")[0] == "torchmetrics" for cls in type(value).__mro__)
+
+
+@dataclass(frozen=True, eq=False)
+class TorchMetric(Metric):
+    """A ``torchmetrics.Metric`` as a :class:`Metric`, made by :meth:`of`.
+
+    If torchmetrics does not say which direction is better (None), more is taken to be better. Sums,
+    minima, maxima and lists are merged by ``merge_state``. A state that is a mean is weighted by
+    the number of updates on each side, which ``merge_state`` ignores. The result equals that of one
+    pass up to the rounding of the metric's own states, most of which are float32.
+    """
+
+    name: str
+    template: Any
+    """The user's metric, copied and reset. Its states are set and read for each operation."""
+
+    @staticmethod
+    def of(name: str, metric: Any) -> TorchMetric:
+        """Wrap a metric that can be computed in parts."""
+        problem = _why_not(metric)
+        if problem:
+            raise ParameterError(
+                f'metric "{name}" (torchmetrics.{type(metric).__name__}): {problem}'
+            )
+        template = copy.deepcopy(metric).cpu()
+        template.reset()
+        return TorchMetric(name, template)
+
+    @property
+    def higher_is_better(self) -> bool:  # type: ignore[override]
+        return self.template.higher_is_better is not False
+
+    def start(self) -> State:
+        return copy.deepcopy(dict(self.template.metric_state)), 0
+
+    def update(self, state: State, output: torch.Tensor, target: torch.Tensor) -> State:
+        metric = self._filled(state)
+        with torch.inference_mode(False), torch.no_grad():
+            # Clones: a list state would otherwise keep the batch, or mapped memory, alive.
+            metric.update(output.clone(), target.clone())
+        return dict(metric.metric_state), state[1] + 1
+
+    def merge(self, one: State, other: State) -> State:
+        if not one[1] or not other[1]:
+            return one if one[1] else other
+        updates = one[1] + other[1]
+        first, second = self._filled(one), self._filled(other)
+        second.merge_state(first)  # the given state comes first
+        merged = dict(second.metric_state)
+        for name in _means(self.template):
+            merged[name] = (one[0][name] * one[1] + other[0][name] * other[1]) / updates
+        return merged, updates
+
+    def value(self, state: State) -> float:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # for example that only one class was seen
+            value = self._filled(state).compute()
+        if isinstance(value, torch.Tensor) and value.numel() == 1:
+            return float(value)
+        if isinstance(value, (int, float)):
+            return float(value)
+        shape = (
+            f"a tensor of shape {tuple(value.shape)}"
+            if isinstance(value, torch.Tensor)
+            else kind_of(value)
+        )
+        raise ParameterError(
+            f'metric "{self.name}" gives {shape}, not one number: use a reduced metric, for '
+            'example with average="macro".'
+        )
+
+    def is_empty(self, state: State) -> bool:
+        return not state[1]
+
+    def _filled(self, state: State) -> Any:
+        metric = copy.copy(self.template)
+        values, metric._update_count = state
+        metric._computed = None
+        metric._to_sync = False  # nor with the peers of a process group, if there is one
+        for name, value in values.items():
+            setattr(metric, name, value)
+        return metric
+
+
+def _why_not(metric: Any) -> str | None:
+    """Return why the states of parts of the data cannot be merged into one; None if they can."""
+    classes = {f"{cls.__module__}.{cls.__name__}" for cls in type(metric).__mro__}
+    if "torchmetrics.metric.Metric" not in classes:
+        return "give its metrics one by one, as a dict {name: metric}."
+    base: Any = next(c for c in type(metric).__mro__ if c.__module__ == "torchmetrics.metric")
+    if not hasattr(metric, "merge_state"):
+        return 'this version cannot merge states: pip install "torchmetrics>=1.5".'
+    if type(metric).merge_state is not base.merge_state:
+        return None  # the metric has its own merge
+    stacked = any(
+        isinstance(default, torch.Tensor) and metric._reductions[name] is None
+        for name, default in metric._defaults.items()
+    )
+    if metric.full_state_update is not False or metric.dist_sync_on_step or stacked:
+        return (
+            "its states of two parts of the data cannot be merged (merge_state needs "
+            "full_state_update=False and a dist_reduce_fx for every state). Use another metric, or "
+            "write a sparkdl.Metric."
+        )
+    if not metric._defaults:
+        return (
+            "it keeps its state in other metrics. Pass these one by one, as a dict {name: metric}."
+        )
+    return None
+
+
+def _means(metric: Any) -> list[str]:
+    """Return the names of the states whose reduction is ``dist_reduce_fx="mean"``."""
+    return [
+        name
+        for name, reduction in metric._reductions.items()
+        if getattr(reduction, "__name__", "") == "dim_zero_mean"
+    ]

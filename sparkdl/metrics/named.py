@@ -12,9 +12,8 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ParameterError, kind_of, nearest, shown
-from sparkdl.metrics.base import MeanMetric, Metric
+from sparkdl.metrics.base import MeanMetric, Metric, TorchMetric, is_torchmetric
 from sparkdl.metrics.ranking import AUC, hit_ratio, ndcg, top_k
-from sparkdl.metrics.torchmetrics import TorchMetric, is_torchmetric
 from sparkdl.model.loss import ClassLoss, unwrapped
 
 __all__ = ["METRICS", "MeanMetric", "Metric", "Metrics", "resolve"]

@@ -1,4 +1,7 @@
-"""Loss and metrics of batches, as states that merge, for both ``evaluate`` and validation."""
+"""Loss and metrics of batches, as states that merge, for both ``evaluate`` and validation.
+
+A metric of one output and one label, for a model that has several of them.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,58 @@ from typing import Any, TypeAlias
 
 import torch
 
-from sparkdl.errors import ModelError, ParameterError, raise_all
+from sparkdl.errors import ModelError, ParameterError, nearest, raise_all
 from sparkdl.metrics.base import Metric
-from sparkdl.metrics.metric_of import MetricOf
-from sparkdl.model.live_replica import on_device
-from sparkdl.model.loss import Loss, loss_of, masses_of, weighted_mean
-from sparkdl.model.signature import Part, described, for_example, part_of
-from sparkdl.model.step import output_of
+from sparkdl.metrics.named import resolve
+from sparkdl.model.loss import Loss, loss_of, masses_of, output_of, weighted_mean
+from sparkdl.model.recipe import Part, described, for_example, on_device, part_of, problems_of_part
+
+
+@dataclass(frozen=True)
+class MetricOf(Metric):
+    """A metric of a part of the model's output against one of several labels.
+
+    Its name in results is ``LABEL/METRIC``, such as "returned/accuracy".
+    """
+
+    metric: Any
+    """The metric: a name, a :class:`Metric`, a ``torchmetrics.Metric``, or a pair (name, metric)."""
+    label: str
+    """The label column."""
+    output: Part
+    """The part of the output, as ``Trainer.output``."""
+
+    def __post_init__(self) -> None:
+        raise_all(ParameterError, problems_of_part(self.output, "MetricOf: "))
+        (metric,) = resolve([self.metric])
+        object.__setattr__(self, "metric", metric)
+        object.__setattr__(self, "name", f"{self.label}/{metric.name}")
+        object.__setattr__(self, "higher_is_better", metric.higher_is_better)
+
+    def start(self) -> Any:
+        return self.metric.start()
+
+    def update(self, state: Any, output: torch.Tensor, target: torch.Tensor) -> Any:
+        return self.metric.update(state, output, target)
+
+    def merge(self, one: Any, other: Any) -> Any:
+        return self.metric.merge(one, other)
+
+    def value(self, state: Any) -> float:
+        return self.metric.value(state)
+
+    def is_empty(self, state: Any) -> bool:
+        return self.metric.is_empty(state)
+
+    def place(self, labels: tuple[str, ...]) -> int:
+        """Return the place of its label among all. Raises :class:`ParameterError`."""
+        if self.label not in labels:
+            raise ParameterError(
+                f'MetricOf: "{self.label}" is no label.{nearest(self.label, labels)} The labels are: '
+                f"{', '.join(labels)}."
+            )
+        return labels.index(self.label)
+
 
 States: TypeAlias = list[Any]
 """[samples seen, (sum of the loss, sum of its weights), a state for each metric]; can be pickled."""

@@ -21,7 +21,7 @@ from sparkdl.infer.recipe import (
     resolved,
 )
 from sparkdl.loop.triggers import Trigger
-from sparkdl.model.pickling import dumps
+from sparkdl.model.preparation import dumps
 
 OBJECTS = ("model", "loss", "optimizer", "trainerArgs")
 """The Params that may hold what JSON cannot."""

@@ -4,6 +4,10 @@ A mean of means is the mean over all rows only if each counts in proportion to i
 terms. For a plain loss these are samples. A loss that is a mean over something else, such as
 tokens or pairs, returns ``(sum, count)``, and the sums and counts of several mini-batches are
 added up.
+
+Losses that are computed from inputs and labels together, and one over the rows of each replica.
+
+A training step of the user: a function of module and batch that returns losses.
 """
 
 from __future__ import annotations
@@ -13,7 +17,8 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +26,157 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, kind_of
-from sparkdl.model.model_loss import inner
+
+IGNORED = -100
+"""The label that torch's losses, and those of transformers' models, ignore by default."""
+
+
+class OwnLoss(ABC):
+    """A loss that needs the model's inputs and labels together, not only its output.
+
+    It is called with what :meth:`returned` returned.
+    """
+
+    @abstractmethod
+    def returned(
+        self,
+        model: Callable[..., Any],
+        call: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> Any:
+        """Run the model on a mini-batch, and return the argument of the loss.
+
+        Args:
+            model: The model.
+            call: The model as a function of its inputs by position.
+            inputs: The inputs.
+            targets: The labels.
+        """
+
+    @abstractmethod
+    def __call__(self, output: Any, target: Any = ()) -> Any:
+        """Return the loss: a mean, or ``(sum, count)``."""
+
+
+@dataclass(frozen=True)
+class ModelLoss(OwnLoss):
+    """``loss=sparkdl.ModelLoss()``: the model gets its labels and computes its own loss.
+
+    The models of ``transformers`` do this. The loss is the model's return value, if that is one
+    number; or its attribute or key ``loss``; or the one number in a tuple. It must be a mean over
+    the labels: replicas are averaged by their numbers of labels.
+    """
+
+    labels: str | Sequence[str] | None = "labels"
+    """The keyword by which the model takes its label, or one for each of several labels.
+
+    None: labels follow the inputs by position, ``model(x, label)``.
+    """
+    loss: Callable[[Any], Any] | None = None
+    """A function of the model's return value that returns its loss: the mean, or ``(sum, count)``."""
+    count: Callable[[Any], Any] | None = None
+    """A function of the label (a tuple, if there are several) that returns how many terms the mean has.
+
+    None: for integer labels, the number of labels other than -100, without the first of each row if the
+    model returns the output of a causal language model of transformers; otherwise the rows.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Return the keywords of the labels, or None if they have none."""
+        if self.labels is None:
+            return None
+        return (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
+
+    def returned(
+        self,
+        model: Callable[..., Any],
+        call: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> Any:
+        """Call the model with its inputs and labels."""
+        if self.names is None:
+            return call(*inputs, *targets)
+        return call(*inputs, **dict(zip(self.names, targets, strict=True)))
+
+    def __call__(self, output: Any, target: Any = ()) -> Any:
+        """Return the loss in the model's return value: a mean, or ``(sum, count)``."""
+        found = _found(output) if self.loss is None else self.loss(output)
+        if isinstance(found, tuple):  # (sum, count), from the user's function
+            return found
+        if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            shape = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+            raise ModelError(
+                f"the model's own loss is {shape}, not one number: pass "
+                "sparkdl.ModelLoss(loss=function), a function that computes the mean, or (sum, "
+                "count), from what the model returns."
+            )
+        found = found.reshape(())
+        count = self.count(target) if self.count is not None else _counted(output, target)
+        if count is None:
+            return found
+        number = float(torch.as_tensor(count).double().sum())
+        # the mean of nothing is NaN, and its sum is 0
+        return (found * number if number else found.nan_to_num() * 0.0), number
+
+
+@dataclass(frozen=True)
+class PerReplica:
+    """``loss=sparkdl.PerReplica(loss)``: ``loss`` of the rows that a replica has at a time.
+
+    Replicas are averaged by their rows, as in DistributedDataParallel. This is for a loss in which
+    rows depend on each other, such as one with negatives from the batch. The result then depends on
+    ``replicas`` and ``accumulate``.
+    """
+
+    loss: Callable[..., Any]
+    """A function of (output, target), a :class:`ModelLoss`, or the function of ``Trainer(step=)``."""
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Call ``loss``."""
+        return self.loss(*given, **named)
+
+
+def inner(loss: Any) -> Any:
+    """Return the loss inside a :class:`PerReplica`; return any other loss itself."""
+    return loss.loss if isinstance(loss, PerReplica) else loss
+
+
+def is_own_loss(loss: Any) -> bool:
+    """Return whether the loss is computed from inputs and labels together."""
+    return isinstance(inner(loss), OwnLoss)
+
+
+def _found(output: Any) -> Any:
+    """Return the loss in a model's return value."""
+    if isinstance(output, torch.Tensor):
+        return output
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None and isinstance(output, (tuple, list)):
+        alone = [t for t in output if isinstance(t, torch.Tensor) and t.ndim == 0]
+        found = alone[0] if len(alone) == 1 else None
+    if found is None:
+        raise ModelError(
+            f"no loss was found in what the model returned, {kind_of(output)}: it must be one "
+            "number, have an attribute or key named loss, or be a tuple with one number in it. "
+            "Otherwise pass sparkdl.ModelLoss(loss=function), a function that returns the loss "
+            "from it."
+        )
+    return found
+
+
+def _counted(output: Any, target: Any) -> torch.Tensor | None:
+    """Return how many labels the mean in a model's return value is over, or None for its rows."""
+    if not isinstance(target, torch.Tensor) or target.is_floating_point():
+        return None
+    # in a causal model's loss each label belongs to the position before it
+    shifts = target.ndim > 1 and "CausalLM" in type(output).__name__
+    return ((target[:, 1:] if shifts else target) != IGNORED).sum()
+
 
 Loss = Callable[..., Any]
 """A callable that returns a mean, or ``(sum, count)``."""
@@ -242,3 +397,121 @@ def _takes_reduction(loss: Loss) -> bool:
         return "reduction" in inspect.signature(loss).parameters
     except (TypeError, ValueError):
         return False
+
+
+LOSS = "loss"
+"""The name of the loss that is minimized, where a step returns named losses."""
+EXAMPLE = "examples/two_optimizers.py"
+ALONE = (
+    "A step returns one loss, by which all parameters are updated at once. Optimizers that take turns "
+    f"(as in a GAN) need a loop of their own in sparkdl.gang.run: see {EXAMPLE}."
+)
+"""The message on what a step cannot do, and on what can."""
+
+
+@dataclass(frozen=True)
+class ReturnedLosses:
+    """The result of a step on a mini-batch."""
+
+    loss: Any  # to minimize: a mean over the rows, or (sum, count)
+    losses: Mapping[str, Any]  # to show, each like loss
+    output: Callable[[], Any]  # runs the model on the inputs alone, for metrics
+
+
+@dataclass(frozen=True)
+class StepLoss(OwnLoss):
+    """The loss of ``Trainer(step=function)``."""
+
+    function: Callable[[Any, dict[str, torch.Tensor]], Any]
+    inputs: tuple[str, ...]
+    labels: tuple[str, ...]
+
+    def returned(
+        self,
+        model: Callable[..., Any],
+        call: Callable[..., Any],
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+    ) -> ReturnedLosses:
+        """Call the function with the model and the batch, and look at the losses."""
+        if len(inputs) != len(self.inputs):
+            raise ModelError(
+                f"step gets a batch by name, and {len(inputs)} inputs have {len(self.inputs)} names "
+                f"({', '.join(self.inputs)}): name each, features=[...]."
+            )
+        batch = dict(zip((*self.inputs, *self.labels), (*inputs, *targets), strict=True))
+        found = self.function(model, batch)
+        named = dict(found) if isinstance(found, Mapping) else {LOSS: found}
+        for name, value in named.items():
+            _check(name, value, isinstance(found, Mapping))
+        total = named.pop(LOSS, None)
+        if total is None:
+            total = _sum(named)
+        return ReturnedLosses(total, named, lambda: call(*inputs))
+
+    def __call__(self, output: ReturnedLosses, target: Any = ()) -> Any:
+        """Return the loss that the step returned: a mean, or ``(sum, count)``."""
+        return output.loss
+
+
+def is_step(loss: Any) -> bool:
+    """Return whether a loss is a step of the user, also one in :class:`sparkdl.PerReplica`."""
+    return isinstance(inner(loss), StepLoss)
+
+
+def named_losses(returned: Any, weight: float) -> dict[str, tuple[torch.Tensor, float]]:
+    """Return (sum, count) of each named loss of a step; nothing for what any model returned.
+
+    A mean counts by ``weight``, the number of rows.
+    """
+    if not isinstance(returned, ReturnedLosses):
+        return {}
+    found = {}
+    for name, value in returned.losses.items():
+        if is_sum(value):
+            found[name] = value[0].detach().double().sum(), _count(value)
+        else:
+            found[name] = value.detach().double() * weight, weight
+    return found
+
+
+def output_of(returned: Any) -> Any:
+    """Return what the model returns; after a step it runs now, on the inputs alone."""
+    if not isinstance(returned, ReturnedLosses):
+        return returned
+    with torch.no_grad():
+        return returned.output()
+
+
+def _count(value: Any) -> float:
+    return float(torch.as_tensor(value[1]).double().sum())
+
+
+def _check(name: str, value: Any, named: bool) -> None:
+    """Raise :class:`ModelError` if ``value`` is neither one number nor ``(sum, count)``."""
+    if is_sum(value) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        return
+    shown = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+    shown = shown or kind_of(value)
+    what = f'step returned for "{name}"' if named else "step returned"
+    raise ModelError(
+        f"{what} {shown}: it returns one number, the mean over the rows; or (sum, count), such as the "
+        f"sum over tokens and their number; or a mapping of names to such losses. {ALONE}"
+    )
+
+
+def _sum(named: Mapping[str, Any]) -> Any:
+    """Return the sum of named losses, of which none is called "loss"."""
+    values = list(named.values())
+    if not values:
+        raise ModelError("step returned an empty mapping: it returns at least one loss.")
+    sums = [value for value in values if is_sum(value)]
+    if not sums:
+        return sum(value.reshape(()) for value in values)
+    if len(sums) == len(values) and len({_count(value) for value in sums}) == 1:
+        return sum(value[0].sum() for value in values), _count(values[0])
+    raise ModelError(
+        f"step returned losses over different numbers of things ({', '.join(named)}), whose sum is no "
+        f'mean that replicas can average: return one of them, or a mean over rows of each, as "{LOSS}" '
+        "too; the others are then shown only."
+    )

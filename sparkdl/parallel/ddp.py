@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from sparkdl.errors import ParameterError, shown
-from sparkdl.parallel.base import ParallelStrategy, flag_problems
-from sparkdl.parallel.mesh import Mesh
+from sparkdl.parallel.base import Mesh, ParallelStrategy, flag_problems
 from sparkdl.plain import make_plain
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from sparkdl.errors import ModelError, in_quotes, nearest, shown
-from sparkdl.model.layout import Layout
-from sparkdl.model.options import PRECISIONS, TrainingOptions
+from sparkdl.model.buffers import PRECISIONS, TrainingOptions
+from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
 from sparkdl.parallel.base import (
     ParallelStrategy,

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from sparkdl.errors import in_quotes, nearest
-from sparkdl.model.options import TrainingOptions
-from sparkdl.parallel.base import ParallelStrategy
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.parallel.base import DIMENSIONS, Mesh, ParallelStrategy, mesh_of, problems_of_mesh
 from sparkdl.parallel.ddp import DDP
 from sparkdl.parallel.fsdp import FSDP
-from sparkdl.parallel.mesh import DIMENSIONS, Mesh, mesh_of, problems_of_mesh
-from sparkdl.parallel.pipeline import Pipeline
-from sparkdl.parallel.stages import micro_batches
+from sparkdl.parallel.pipeline import Pipeline, micro_batches
 from sparkdl.parallel.tensor import Tensor
 
 STRATEGIES: dict[str, ParallelStrategy] = {

@@ -17,11 +17,10 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from sparkdl.errors import ModelError, ParameterError, kind_of, nearest, shown
-from sparkdl.model.layout import Layout
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import ParallelStrategy, check_dense, check_elementwise
-from sparkdl.parallel.mesh import Mesh
+from sparkdl.parallel.base import Mesh, ParallelStrategy, check_dense, check_elementwise
 from sparkdl.slices.optimizer import OptimizerSpec
 
 ELEMENTWISE = (

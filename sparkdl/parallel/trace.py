@@ -8,6 +8,10 @@ as a residual or a mask, and returns those that later ones need.
 A proxy knows its value for a few rows, so forward may look at sizes. The recording must be the same for
 twice as many rows, and in evaluation as in training. Otherwise forward does something that cannot be
 recorded, and an error is raised.
+
+Pieces of a recorded forward, as modules. See :mod:`sparkdl.parallel.trace`.
+
+Models as chains of modules, each of which takes the output of the one before. Plain torch.
 """
 
 from __future__ import annotations
@@ -25,11 +29,93 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._pytree import tree_leaves
 
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, nearest
 from sparkdl.model.preparation import modes_kept, modes_of, set_modes
-from sparkdl.parallel.traced_stage import TracedStage, call_node
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import buffers_kept
+
+
+class TracedStage(nn.Module):
+    """Some steps of a recorded forward.
+
+    Its argument and its result are one value, or a tuple of several.
+    """
+
+    def __init__(
+        self,
+        nodes: list[fx.Node],
+        takes: list[fx.Node],
+        gives: list[fx.Node],
+        constants: dict[fx.Node, Any],
+        on_device: list[fx.Node],  # constants that are the device of the inputs, which may change
+        whole: nn.Module,
+    ) -> None:
+        super().__init__()
+        self._nodes, self._takes, self._gives = nodes, takes, gives
+        self._constants, self._on_device = constants, on_device
+        self._owners: dict[str, tuple[nn.Module, str]] = {}
+        self._called: dict[str, nn.Module] = {}
+        for node in nodes:
+            target = str(node.target)
+            if node.op == "call_module":
+                self._called[target] = whole.get_submodule(target)
+            elif node.op == "get_attr":
+                path, _, name = target.rpartition(".")
+                self._owners[target] = whole.get_submodule(path), name
+        self.modules_called = nn.ModuleList(self._called.values())
+        self._names = {target: f"tensor{n}" for n, target in enumerate(self._owners)}
+        for target, (owner, name) in self._owners.items():
+            tensor = getattr(owner, name)
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(self._names[target], tensor)
+            elif isinstance(tensor, torch.Tensor):
+                self.register_buffer(self._names[target], tensor, persistent=False)
+
+    def forward(self, value: Any) -> Any:
+        """Return the values that later stages need, or the output of the model."""
+        known = dict(self._constants)
+        tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+        if (first := next(tensors, None)) is not None:
+            known.update(dict.fromkeys(self._on_device, first.device))
+        if self._takes:
+            several = value if len(self._takes) > 1 else (value,)
+            known.update(zip(self._takes, several, strict=True))
+        for node in self._nodes:
+            if node.op == "placeholder":
+                known[node] = value if isinstance(value, tuple) else (value,)
+                continue
+            args: Any = map_arg(node.args, known.__getitem__)
+            kwargs: Any = map_arg(node.kwargs, known.__getitem__)
+            if node.op == "output":
+                return args[0]
+            known[node] = self._done(node, args, kwargs)
+        values = tuple(known[node] for node in self._gives)
+        return values if len(values) > 1 else values[0]
+
+    def hand_back(self) -> None:
+        """Put parameters that were replaced in this module back into the modules that own them."""
+        for target, (owner, name) in self._owners.items():
+            own = self._parameters.get(self._names[target])
+            if own is not None:
+                owner._parameters[name] = own
+
+    def _done(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.op == "call_module":
+            return self._called[str(node.target)](*args, **kwargs)
+        if node.op == "get_attr":
+            owner, name = self._owners[str(node.target)]
+            own = self._parameters.get(self._names[str(node.target)])
+            return getattr(owner, name) if own is None else own  # a buffer may have been replaced
+        return call_node(node, args, kwargs)
+
+
+def call_node(node: fx.Node, args: Any, kwargs: Any) -> Any:
+    """Call the function or method that a node of a recording stands for."""
+    if node.op == "call_method":
+        return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+    assert callable(node.target)
+    return node.target(*args, **kwargs)
+
 
 Items = list[tuple[str, nn.Module]]
 MODEL = "model"
@@ -274,3 +360,41 @@ def _cut(
         piece = TracedStage(here, live(start), live(stop), constants, on_device, whole)
         found.append((called.partition(".")[2], piece))
     return found
+
+
+def chain_of(
+    module: nn.Module, split: Sequence[str] = (), inputs: Sequence[torch.Tensor] = ()
+) -> Items:
+    """Return the modules that a model calls one after another, with their names.
+
+    For an ``nn.Sequential`` they are its members. For another model they are found by tracing its
+    forward, see :func:`sparkdl.parallel.trace.trace_stages`.
+    """
+    if not is_chain(module):
+        return trace_stages(module, split, inputs)
+    found: Items = []
+    for name, child in module.named_children():
+        if is_chain(child) and len(list(child.children())):
+            found += [(f"{name}.{inner}", item) for inner, item in chain_of(child)]
+        else:
+            found.append((name, child))
+    return found
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Return whether calling the module means no more than calling its members in turn."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    plain = type(module).forward is nn.Sequential.forward and not any(hooks)
+    return isinstance(module, nn.Sequential) and plain
+
+
+def first_of(items: Items, name: str) -> int:
+    """Return the position of the item with this name, or of the first one inside it."""
+    for place, (known, _) in enumerate(items):
+        if known == name or known.startswith(f"{name}."):
+            return place
+    names = [known for known, _ in items]
+    raise ModelError(
+        f'strategy=Pipeline: no module of the chain is called "{name}".{nearest(name, names)} It has '
+        f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+    )

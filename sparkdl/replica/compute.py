@@ -1,25 +1,132 @@
-"""One replica, one mini-batch: forward, loss, backward. Plain torch, no Spark."""
+"""One replica, one mini-batch: forward, loss, backward. Plain torch, no Spark.
+
+The tensors of some samples, on a replica's device. Plain torch, no Spark.
+
+Passes that all ranks of a gang make at the same time.
+
+torch communicates between ranks during a pass. So a rank without samples goes forward and backward
+when the others do, with rows that count for nothing. A step can ask for the rows of all ranks, for
+losses in which the rows of the global batch meet.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from sparkdl.model.layout import local, one_place_each
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.loss import loss_of
+from sparkdl.data.ragged import RowLengths
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import local, one_place_each
+from sparkdl.model.loss import loss_of, named_losses
 from sparkdl.model.preparation import modes_kept
-from sparkdl.model.step import named_losses
+from sparkdl.model.recipe import LiveReplica
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.early_stop import EarlyStop
-from sparkdl.replica.iteration import Clock, PassedParts
-from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.replica.iteration import Clock, EarlyStop, PassedParts
+
+CPU = torch.device("cpu")
+
+
+def to_tensors(arrays: Sequence[np.ndarray], device: torch.device = CPU) -> list[torch.Tensor]:
+    """Return the arrays of a batch as tensors on ``device``; signed integers of any width become
+    int64.
+
+    They are copied to a GPU from pinned memory, while this thread continues.
+    """
+    here = [torch.from_numpy(a if a.flags.writeable else a.copy()) for a in arrays]
+    there = _copied(here, device) if device.type == "cuda" else [t.to(device) for t in here]
+    return [
+        tensor.long() if array.dtype.kind == "i" else tensor
+        for array, tensor in zip(arrays, there, strict=True)
+    ]
+
+
+def _copied(tensors: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Copy tensors to a GPU in a stream of copies, which overlaps with the GPU's pending work.
+
+    Work that is launched afterwards waits on the GPU for the copies.
+    """
+    copies, computing = _copy_stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(copies):
+        found = [tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors]
+    computing.wait_stream(copies)
+    for tensor in found:  # its memory returns to the copy stream only after the computation
+        tensor.record_stream(computing)
+    return found
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """The tensors of some samples."""
+
+    inputs: list[torch.Tensor]
+    targets: list[torch.Tensor]
+    weights: torch.Tensor | None = None  # of each sample; None: all are equal
+    masses: torch.Tensor | None = None  # see sparkdl.model.loss.masses_of
+    lengths: Sequence[RowLengths | None] = ()  # see sparkdl.data.batches.Batch.lengths
+
+    def __len__(self) -> int:
+        return len(self.inputs[0])
+
+    @property
+    def weight(self) -> float:
+        """Return the weight of this mini-batch: the sum over its samples of weight times mass."""
+        if self.weights is None:
+            return float(len(self) if self.masses is None else self.masses.sum())
+        weights = self.weights.double()
+        return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())
+
+    def rows(self, cut: slice | np.ndarray) -> MiniBatch:
+        """Return some of the samples, padded to the longest of them."""
+        lengths = [None if known is None else known.of_rows(cut) for known in self.lengths]
+        tensors = [
+            tensor[cut] if known is None else _shortened(tensor[cut], known)
+            for tensor, known in itertools.zip_longest([*self.inputs, *self.targets], lengths)
+        ]
+        return MiniBatch(
+            tensors[: len(self.inputs)],
+            tensors[len(self.inputs) :],
+            None if self.weights is None else self.weights[cut],
+            None if self.masses is None else self.masses[cut],
+            lengths,
+        )
+
+    def parts(self, count: int) -> Iterator[MiniBatch]:
+        """Yield up to ``count`` micro-batches of nearly equal size, none of them empty."""
+        rows = len(self)
+        for i in range(min(count, rows)):
+            yield self.rows(slice(rows * i // min(count, rows), rows * (i + 1) // min(count, rows)))
+
+
+def _shortened(tensor: torch.Tensor, lengths: RowLengths) -> torch.Tensor:
+    """Return padded rows without the columns that are padding in all of them."""
+    return tensor[:, lengths.places(tensor.shape[1])].contiguous()
+
+
+def weigh(
+    targets: Sequence[torch.Tensor], weights: torch.Tensor | None, options: TrainingOptions
+) -> torch.Tensor | None:
+    """Return the weight of each sample: its own times that of its class, the first label."""
+    if options.class_weights is None:
+        return weights
+    table = torch.tensor(options.class_weights, dtype=torch.float64, device=targets[0].device)
+    # clamped, because a label that is no class may be one that the loss ignores
+    of_class = table[targets[0].clamp(0, len(table) - 1)]
+    return of_class if weights is None else weights.double() * of_class
 
 
 class Spare(MiniBatch):
@@ -248,3 +355,84 @@ class Division:
         if self.counted is None or self.by_rows or not self.unit:
             return self.scale * self.done
         return self.scale * (self.counted / self.unit)
+
+
+_idle = False
+
+
+def idle() -> bool:
+    """Return whether the current pass counts for nothing."""
+    return _idle
+
+
+@contextlib.contextmanager
+def padding_pass(idle: bool = True) -> Iterator[None]:
+    """Mark the passes inside the block as counting for nothing, if ``idle``."""
+    global _idle
+    before, _idle = _idle, idle
+    try:
+        yield
+    finally:
+        _idle = before
+
+
+_together = False
+
+
+@contextlib.contextmanager
+def passes_together(yes: bool) -> Iterator[None]:
+    """Mark that inside the block, if ``yes``, all ranks make the same pass at the same time."""
+    global _together
+    before, _together = _together, yes
+    try:
+        yield
+    finally:
+        _together = before
+
+
+def all_rows(rows: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return the rows that all ranks of a gang have of a tensor, and the place of this rank's first.
+
+    It is for a step in :class:`sparkdl.PerReplica`, such as a contrastive loss: each rank computes
+    the mean loss of its own rows, against those of all. The gradient is that of the mean over the
+    global batch. In engines other than a gang, in validations, and with ``accumulate``,
+    ``compression``, DiLoCo or gossip, there are only the replica's own rows.
+
+    Args:
+        rows: A tensor whose first dimension is the rows of the batch.
+    """
+    if not _together:
+        return rows, 0
+    own = 0 if idle() else len(rows)
+    mine = torch.tensor([own], device=rows.device)
+    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, mine)
+    counts = [int(count) for count in found]
+    everything: torch.Tensor = _Gathered.apply(rows, counts)
+    if idle():  # rows that do not count are nobody's but this rank's
+        return torch.cat([everything, rows]), len(everything)
+    return everything, sum(counts[: dist.get_rank()])
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks, in rank order; backward sums the gradients of all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        ctx.counts, ctx.shape = counts, rows.shape
+        rank, longest = dist.get_rank(), max(counts)
+        padded = rows.new_zeros((longest, *rows.shape[1:]))
+        padded[: counts[rank]] = rows[: counts[rank]]
+        found = [torch.empty_like(padded) for _ in counts]
+        dist.all_gather(found, padded)
+        return torch.cat([part[:count] for part, count in zip(found, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (gradient,) = gradients
+        summed, rank = gradient.contiguous().clone(), dist.get_rank()
+        dist.all_reduce(summed)
+        first, count = sum(ctx.counts[:rank]), ctx.counts[rank]
+        own = summed.new_zeros(ctx.shape)
+        own[:count] = summed[first : first + count]
+        return own, None

@@ -1,5 +1,8 @@
 """The description of an iteration, the reports of replicas and slices, and handles of what they
-wrote."""
+wrote.
+
+The decision of a replica to leave out the rest of its rows.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from sparkdl.data.epoch import derive_seed
 from sparkdl.slab.pool import Reference
-from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.update import Histogram
 
 Decisions = Mapping[str, int]
 """The type of what a consistency model decided on an iteration, by name; what is not there is 0."""
@@ -72,7 +77,7 @@ ALL_PARTS = PassedParts()
 class Fault:
     """A reason why an attempt did no work.
 
-    ``kind`` is one of the constants of :mod:`sparkdl.engines.shuffle.faults`.
+    ``kind`` is one of the constants of :mod:`sparkdl.engines.shuffle.messages`.
     """
 
     kind: str
@@ -179,3 +184,40 @@ class IterationRows(Iteration):
         It does not depend on where a slice is updated, or how often.
         """
         return derive_seed(seed, "update", self.index)
+
+
+class EarlyStop:
+    """A function object that says after each part whether to leave out the others.
+
+    A part is a micro-batch, or a step of the replica's own. A replica stops after the part that ends
+    nearest to the limit: another one, as long as those before, would end farther beyond it. Every
+    replica does one at least.
+    """
+
+    passed: PassedParts = ALL_PARTS
+    """The parts that the replica did; set when it has finished."""
+
+    def __init__(self, limit: Limit, replica: int, clock: Clock, device: torch.device) -> None:
+        self._limit, self._replica, self._clock, self._device = limit, replica, clock, device
+
+    def finish(self, passed: PassedParts) -> None:
+        """Note what was done."""
+        self.passed = passed
+
+    def __call__(self, done: int) -> bool:
+        """Return whether to stop after ``done`` parts."""
+        limit, clock = self._limit, self._clock
+        if limit.parts:
+            return done >= limit.parts[self._replica]
+        if limit.seconds is None:
+            return False
+        if self._device.type == "cuda":  # which is behind what it was told
+            torch.cuda.synchronize(self._device)
+            clock.lap("backward")
+        half = seconds_of_parts(clock.seconds) / done / 2
+        return sum(clock.seconds.values()) + half > limit.seconds
+
+
+def seconds_of_parts(seconds: Mapping[str, float]) -> float:
+    """Return the seconds of a replica that grow with the parts that it does, from those by activity."""
+    return sum(seconds.get(activity, 0.0) for activity in ("forward", "backward", "update"))

@@ -21,12 +21,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkdl.errors import StaleReferenceError
-from sparkdl.model.layout import Layout
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.recipe import Recipe
+from sparkdl.model.flat import Layout
+from sparkdl.model.recipe import LiveReplica, Recipe
+from sparkdl.process.determinism import Numerics
 from sparkdl.process.memory import keep_heap
-from sparkdl.process.numerics import Numerics
-from sparkdl.slab.release import make_room, released, watch
+from sparkdl.slab.pool import make_room, released, watch
 from sparkdl.slab.root import SlabConfig, open_private, open_root, write_private
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.spec import SliceSpec, slice_specs

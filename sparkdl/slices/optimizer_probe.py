@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from sparkdl.errors import ModelError
-from sparkdl.model.layout import sparse_tables
+from sparkdl.model.flat import sparse_tables
 from sparkdl.process.determinism import seeded, torch_threads
 from sparkdl.slices.optimizer import KINDS, CutRule, GroupSpec, OptimizerSpec, declared
 from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss
-from sparkdl.slices.spec import Fragment, SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import Fragment, SliceSpec, SliceState
 
 SEVERAL = (
     "Give parameters that need another one their own, by name or pattern: "

@@ -12,8 +12,7 @@ import torch
 
 from sparkdl.codec.safe import mapped
 from sparkdl.errors import ModelError
-from sparkdl.slices.spec import Fragment, SliceSpec
-from sparkdl.slices.state import ARRAY_DTYPES, GROUP, SliceState
+from sparkdl.slices.spec import ARRAY_DTYPES, GROUP, Fragment, SliceSpec, SliceState
 
 if TYPE_CHECKING:
     from sparkdl.slices.optimizer import OptimizerSpec

@@ -4,30 +4,266 @@ A *section* is what one replica sends to one slice. It has these parts, in this 
 aligned to 64 bytes:
 
 * the dense gradient, ``plan.dense_length`` elements in the wire dtype; or, with a compression hook,
-  the tensors that the hook sends for each parameter (:mod:`sparkdl.slices.compression`);
+  the tensors that the hook sends for each parameter (:mod:`sparkdl.slices.section`);
 * the buffers, in the dtype of the flat vector;
 * optimizer state, if replicas take steps themselves (``local_steps``): one part for each array;
 * for each sparse table the numbers of its touched rows (int64), then their gradients (wire dtype).
 
 The same bytes are in a slab or sent through the shuffle. A :class:`SectionLayout` says how to read
 them.
+
+Compression of the gradients that replicas send: hooks, the forms of their output, decompression.
+
+A hook is one function, like a communication hook of torch's DistributedDataParallel: it takes a
+:class:`GradBucket` and returns a dictionary of tensors. A gradient is sent in one of three forms,
+the classes of Xu et al., "GRACE: A Compressed Communication Framework for Distributed Machine
+Learning", 2021. :func:`decompress` makes a dense gradient of each:
+
+* quantized: ``values``, as many as the gradient has, of any dtype, multiplied by ``scale`` if it is
+  present;
+* sparse: ``values`` at ``indices`` into the flattened gradient, each index at most once; all other
+  elements are zero; multiplied by ``scale`` if it is present;
+* low-rank: ``left @ right.T``, with shapes (n, r) and (m, r), of the gradient as a matrix: n is its
+  first dimension, m the product of the others.
+
+Tensors with other names stay on the replica and are in ``bucket.state`` at the next call.
+
+[Note: error feedback] A lossy form omits part of the gradient. The replica adds the omitted part to
+its next gradient (Stich, Cordonnier, Jaggi, "Sparsified SGD with Memory", 2018; Karimireddy et al.,
+"Error Feedback Fixes SignSGD and other Gradient Compression Schemes", 2019). This module keeps this
+*residual* for every hook, unless the hook has the attribute ``error_feedback = False``. The
+residual belongs to the replica's mean gradient, not to its share of the global sum: a short last
+batch changes the shares, and a residual in units of samples would then count many times over.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
-from sparkdl.codec.frames import as_tensor
-from sparkdl.codec.packed import ALIGNMENT, ByParameter, TensorSpec, open_packed, packed_nbytes
-from sparkdl.model.layout import Layout
-from sparkdl.slices.compression import decompress
+from sparkdl.codec.packed import (
+    ALIGNMENT,
+    ByParameter,
+    Tensors,
+    TensorSpec,
+    as_tensor,
+    open_packed,
+    packed_nbytes,
+)
+from sparkdl.errors import ParameterError, shown
+from sparkdl.model.flat import Layout
+from sparkdl.plain import make_plain
 from sparkdl.slices.spec import Fragment, SliceSpec
+
+RESIDUAL = "sparkdl.residual"
+"""The name of the residual among the tensors that a replica keeps."""
+TRAVEL = ("values", "indices", "scale", "left", "right")
+"""The names of the tensors that are sent."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradBucket:
+    """The gradient of one parameter on one replica, with the state that the hook keeps for it.
+
+    Attributes:
+        name: The parameter's name.
+        gradient: The gradient with the residual of the last iterations added. It has the
+            parameter's shape and the dtype of the model's flat vector (float32 or float64), is
+            contiguous and finite, and must not be changed.
+        state: Copies of the tensors that the hook kept for this parameter; empty the first time.
+        iteration: The iteration's number, from 0.
+        seed: A seed for random draws that is specific to this parameter, replica and iteration.
+    """
+
+    name: str
+    gradient: torch.Tensor
+    state: Tensors = field(default_factory=dict)
+    iteration: int = 0
+    seed: int = 0
+
+
+Hook = Callable[[GradBucket], Tensors]
+"""The type of ``Trainer.compression``."""
+
+
+@dataclass(frozen=True)
+class TopK:
+    """Send the fraction ``ratio`` of each gradient's elements with the largest magnitude, and their
+    indices.
+
+    This is Lin et al., "Deep Gradient Compression", 2018, without its momentum correction: the
+    owner of the slice applies momentum to the sum of what arrives. At least one element of each
+    tensor is sent; among equal elements the first is taken. An element takes 8 bytes in float32.
+    Vectors, and tensors that would not become smaller, are sent whole.
+    """
+
+    ratio: float = 0.01
+    """Above 0, at most 1."""
+    error_feedback: bool = True
+    """Add the elements that were not sent to the next gradient."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        if not _is_number(self.ratio) or not 0 < self.ratio <= 1:
+            raise ParameterError(
+                f"TopK: ratio={shown(self.ratio)}: give a number above 0, at most 1."
+            )
+
+    def __call__(self, bucket: GradBucket) -> dict[str, torch.Tensor]:
+        """Return the sparse form, or the whole gradient as ``values``."""
+        flat = bucket.gradient.reshape(-1)
+        places = torch.int32 if len(flat) < 2**31 else torch.int64
+        count = max(1, round(self.ratio * len(flat)))
+        smaller = count * (flat.itemsize + places.itemsize) < len(flat) * flat.itemsize
+        if bucket.gradient.ndim < 2 or not smaller:
+            return {"values": flat}
+        indices = largest(flat, count)
+        return {"indices": indices.to(places), "values": flat[indices]}
+
+
+@dataclass(frozen=True)
+class PowerSGD:
+    """Send each gradient matrix as two factors of rank ``rank``.
+
+    This is Vogels, Karimireddy, Jaggi, "PowerSGD", 2019, with one difference. In the paper the
+    replicas all-reduce both factors, so that they share one approximation of the mean gradient.
+    Here a replica sends once and receives nothing back, so each makes one step of power iteration
+    on its *own* gradient, starting from its last ``right`` factor, and the owner of the slice adds
+    up the M products. The sum has a rank of up to M times ``rank``; owners receive and multiply M
+    pairs of factors. Vectors, and matrices that would not become smaller, are sent whole.
+    """
+
+    rank: int = 4
+    """At least 1."""
+    error_feedback: bool = True
+    """Add the error of the approximation to the next gradient."""
+
+    def __post_init__(self) -> None:
+        make_plain(self)
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+            raise ParameterError(
+                f"PowerSGD: rank={shown(self.rank)}: give a whole number of at least 1."
+            )
+
+    def __call__(self, bucket: GradBucket) -> dict[str, torch.Tensor]:
+        """Return the low-rank form, whose ``left`` has orthonormal columns, or the whole gradient."""
+        if bucket.gradient.ndim < 2 or not bucket.gradient.numel():
+            return {"values": bucket.gradient}
+        matrix = bucket.gradient.flatten(1)
+        if matrix.data_ptr() % 64:  # the bits of a product may depend on alignment
+            matrix = matrix.clone()
+        rows, columns = matrix.shape
+        rank = min(self.rank, rows, columns)
+        if rank * (rows + columns) >= matrix.numel():
+            return {"values": bucket.gradient}
+        begin = bucket.state.get("begin")
+        if begin is None or begin.shape != (columns, rank):
+            generator = torch.Generator().manual_seed(bucket.seed)
+            begin = torch.randn(columns, rank, generator=generator, dtype=matrix.dtype)
+        left = _orthonormal(matrix @ _orthonormal(begin.to(matrix.device)))
+        right = matrix.T @ left
+        return {"left": left, "right": right, "begin": right}
+
+
+def largest(flat: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the indices (int64, ascending) of the ``count`` elements of largest magnitude.
+
+    Among equal elements the first are taken. ``flat`` is one-dimensional and finite and has at
+    least ``count`` elements.
+    """
+    if flat.device.type != "cpu":
+        size = flat.abs()
+        least = size.topk(count).values[-1]
+        above, equal = (size > least).nonzero()[:, 0], (size == least).nonzero()[:, 0]
+        return torch.cat([above, equal[: count - len(above)]]).sort().values
+    sizes = np.abs(flat.numpy())
+    limit = np.partition(sizes, len(sizes) - count)[-count]  # 4 times as fast as torch.topk
+    more, same = np.flatnonzero(sizes > limit), np.flatnonzero(sizes == limit)
+    return torch.from_numpy(np.sort(np.concatenate([more, same[: count - len(more)]])))
+
+
+def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
+    """Return an orthonormal basis of a space that contains the columns."""
+    return torch.linalg.qr(columns).Q
+
+
+@torch.no_grad()
+def compress(
+    hook: Hook, bucket: GradBucket, wire: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Compress one gradient into the tensors to send and those to keep, see [Note: error feedback].
+
+    A gradient that is not finite is sent whole, because the iteration will not be applied.
+    """
+    state = dict(bucket.state)
+    residual = state.pop(RESIDUAL, None)
+    gradient = bucket.gradient if residual is None else bucket.gradient + residual
+    # copies, because the hook may change them
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    if not math.isfinite(gradient.sum().item()) and not gradient.isfinite().all():
+        return {"values": gradient.to(wire)}, dict(bucket.state)
+    made = hook(replace(bucket, gradient=gradient, state=state))
+    sent = {
+        name: tensor.to(wire) if tensor.dtype == gradient.dtype else tensor
+        for name, tensor in made.items()
+        if name in TRAVEL
+    }
+    kept = {name: tensor for name, tensor in made.items() if name not in TRAVEL}
+    if getattr(hook, "error_feedback", True):
+        dense = decompress(sent, gradient.shape, gradient.dtype)
+        left_out = torch.sub(gradient, dense, out=dense)
+        if left_out.numel() and any(left_out.aminmax()):  # 6 times as fast as Tensor.any
+            kept[RESIDUAL] = left_out
+    return sent, kept
+
+
+def decompress(
+    sent: Tensors, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the dense gradient that was sent, in new memory."""
+    length = math.prod(shape)
+    if sent.keys() == {"left", "right"}:
+        # copies: the bits of a product may depend on the alignment of its factors
+        left, right = (sent[name].to(dtype, copy=True) for name in ("left", "right"))
+        rows = shape[0] if shape else 1
+        wanted = rows, length // max(rows, 1)
+        if left.ndim != 2 or right.ndim != 2 or (len(left), len(right)) != wanted:
+            raise ValueError(
+                f'"left" is {list(left.shape)} and "right" {list(right.shape)}: they must be '
+                f"[{wanted[0]}, r] and [{wanted[1]}, r]"
+            )
+        return (left @ right.T).view(shape)
+    if "values" not in sent or not sent.keys() <= {"values", "indices", "scale"}:
+        names = ", ".join(f'"{name}"' for name in sent) or "nothing"
+        raise ValueError(
+            f'{names} travels: it must be "values", with "indices" and "scale" or without, or '
+            '"left" and "right"'
+        )
+    values = sent["values"].to(dtype, copy=True).view(-1)
+    if "scale" in sent:
+        if sent["scale"].numel() != 1:
+            raise ValueError(f'"scale" has {sent["scale"].numel()} elements: it must be one')
+        values.mul_(sent["scale"].to(dtype).view(()))
+    if "indices" not in sent:
+        if len(values) != length:
+            raise ValueError(f'there are {len(values)} "values" of {length}, and no "indices"')
+        return values.view(shape)
+    indices = sent["indices"].reshape(-1)
+    if len(values) != len(indices):
+        raise ValueError(f'there are {len(values)} "values" and {len(indices)} "indices"')
+    dense = torch.zeros(length, dtype=dtype, device=values.device)
+    dense[indices.long()] = values
+    return dense.view(shape)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
 
 SparseRows = tuple[torch.Tensor, torch.Tensor]
 """The gradient of a sparse table: row numbers (int64, (k,), ascending) and their values ((k,

@@ -20,8 +20,7 @@ import torch
 from sparkdl.codec.files import MAX_HEADER_BYTES, parse_json, parse_tensors
 from sparkdl.codec.safe import STORABLE, decode, encode
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, kind_of
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.slices.update import EMA, EVALUATED
 
 FORMAT = "sparkdl-slice"

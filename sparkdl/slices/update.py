@@ -8,32 +8,33 @@ the optimizer treats every element by itself, this is done block by block: a blo
 is reduced, the block of version t is copied to its place in t+1, and torch's optimizer steps it
 there. So no memory for the whole gradient is needed, and each step finds what the previous one
 wrote in the cache. The bits do not depend on the cut into blocks.
+
+Blocks of a slice that stay in the CPU cache while they are reduced and stepped.
+
+A block is a slice of a slice. It has its own :class:`SliceSpec`, so all code that works on a slice
+works on a block too.
+
+Histograms of weights and gradients over fixed, logarithmic bins, so that those of slices can be
+added.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
-from sparkdl.model.layout import Layout
-from sparkdl.model.options import TrainingOptions
+from sparkdl.codec.packed import ALIGNMENT
+from sparkdl.codec.safe import mapped
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import Layout
 from sparkdl.process.determinism import seeded
-from sparkdl.slices.blocks import (
-    BLOCK_ELEMENTS,
-    GPU_BLOCK_ELEMENTS,
-    block_of_reduced,
-    block_of_section,
-    block_of_state,
-    cut_blocks,
-    keep_block,
-)
-from sparkdl.slices.histogram import Histogram, histograms_of
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import evaluated_weights, step_slice
 from sparkdl.slices.reduce import (
@@ -49,8 +50,156 @@ from sparkdl.slices.reduce import (
     squared_norm,
 )
 from sparkdl.slices.section import Section
-from sparkdl.slices.spec import Fragment, SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import Fragment, SliceSpec, SliceState
+
+BLOCK_ELEMENTS = 1 << 20
+"""The number of elements of a block on the CPU. Measured on a core with 2 MiB of second-level cache
+and a large shared cache: smaller blocks lose more by their fixed cost (0.1 ms while Python's part
+is not in cache) than they gain."""
+
+GPU_BLOCK_ELEMENTS = 1 << 26
+"""The number of elements of a block on a GPU. It limits the memory that an update needs in addition
+to the slice. Not tuned by measurement."""
+
+
+def cut_blocks(plan: SliceSpec, elements: int = BLOCK_ELEMENTS) -> list[SliceSpec]:
+    """Cut a slice into blocks.
+
+    Only dense parameters are cut: sparse tables and buffers together form the last block.
+    """
+    assert elements % ALIGNMENT == 0
+    if plan.length <= elements:
+        return [plan]
+    dense, end = (
+        [fragment for fragment in plan.parameters if not fragment.sparse],
+        plan.dense_length,
+    )
+    fragments: list[list[Fragment]] = [[] for _ in range(0, end, elements)]
+    for fragment in dense:
+        for block in range(fragment.start // elements, -(-fragment.stop // elements)):
+            fragments[block].append(_part(fragment, block * elements, (block + 1) * elements))
+    blocks = [
+        _block(plan, start, min(start + elements, end), own)
+        for start, own in zip(range(0, end, elements), fragments, strict=True)
+    ]
+    rest = [replace(p, start=p.start - end) for p in plan.fragments[len(dense) :]]
+    return [*blocks, _block(plan, end, plan.length, rest)] if end < plan.length else blocks
+
+
+def _block(plan: SliceSpec, start: int, stop: int, fragments: list[Fragment]) -> SliceSpec:
+    return SliceSpec(plan.index, plan.start + start, plan.start + stop, tuple(fragments))
+
+
+def _part(fragment: Fragment, start: int, stop: int) -> Fragment:
+    low, high = max(start, fragment.start), min(stop, fragment.stop)
+    shape = fragment.shape if high - low == fragment.length else ()
+    return replace(fragment, start=low - start, length=high - low, shape=shape)
+
+
+def block_of_state(
+    plan: SliceSpec, block: SliceSpec, arrays_of: SliceState, rest_of: SliceState
+) -> SliceState:
+    """Return the part of a slice's state that belongs to a block.
+
+    Weights and arrays share the memory of ``arrays_of``. ``others`` are copied from ``rest_of``,
+    because each block that has a fragment of a parameter steps them anew.
+    """
+    start, stop = block.start - plan.start, block.stop - plan.start
+    numbers = [p.number for p in block.parameters if p.number in rest_of.others]
+    return SliceState(
+        arrays_of.weights[start:stop],
+        {name: array[start:stop] for name, array in arrays_of.arrays.items()},
+        {n: rest_of.held[n] for n in numbers},
+        {n: mapped(rest_of.others[n], torch.Tensor, torch.clone) for n in numbers},
+    )
+
+
+def keep_block(plan: SliceSpec, block: SliceSpec, stepped: SliceState, whole: SliceState) -> None:
+    """Copy into the slice's state ``whole`` what a step added to the state of one of its blocks."""
+    start = block.start - plan.start
+    for name, array in stepped.arrays.items():
+        if name not in whole.arrays:
+            length, home = plan.trainable_length, array.device
+            whole.arrays[name] = torch.zeros(length, dtype=array.dtype, device=home)
+        place = whole.arrays[name][start : start + len(array)]
+        if place.data_ptr() != array.data_ptr():
+            place.copy_(array)
+    whole.held.update(stepped.held)
+    whole.others.update(stepped.others)
+
+
+def block_of_section(plan: SliceSpec, block: SliceSpec, whole: Section) -> Section:
+    """Return a block's part of a replica's section. It shares memory with the section."""
+    start, stop = block.start - plan.start, block.stop - plan.start
+    tables = whole.tables if block.tables else {}
+    return replace(whole, gradient=whole.gradient[start:stop], tables=tables)
+
+
+def block_of_reduced(plan: SliceSpec, block: SliceSpec, whole: ReducedGradient) -> ReducedGradient:
+    """Return a block's part of a reduced gradient. It shares memory with the gradient."""
+    start, stop = block.start - plan.start, block.stop - plan.start
+    tables = whole.tables if block.tables else {}
+    return ReducedGradient(whole.gradient[start:stop], whole.absent, tables)
+
+
+_POSITIVE = 1e-12 * 10 ** (np.arange(0, 161) / 10)  # 1e-12 ... 1e4, ten bins a decade
+EDGES = np.concatenate([[-np.inf], -_POSITIVE[::-1], _POSITIVE, [np.inf]])
+"""The edges of the bins, ascending, float64. The middle bin contains 0."""
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Counts per bin with the extremes and sums of the values."""
+
+    counts: np.ndarray  # [i]: the values in [EDGES[i], EDGES[i + 1])
+    smallest: float  # infinity if there is no value
+    largest: float  # minus infinity if there is no value
+    total: float
+    squares: float
+
+    @staticmethod
+    def of(values: torch.Tensor) -> Histogram:
+        """Return the histogram of all finite elements of a tensor."""
+        numbers = values.detach().double().reshape(-1).cpu().numpy()
+        numbers = numbers[np.isfinite(numbers)]
+        bins = np.searchsorted(EDGES, numbers, side="right") - 1
+        return Histogram(
+            np.bincount(bins, minlength=len(EDGES) - 1),
+            float(numbers.min(initial=np.inf)),
+            float(numbers.max(initial=-np.inf)),
+            float(numbers.sum()),
+            float(np.square(numbers).sum()),
+        )
+
+    @staticmethod
+    def join(parts: Iterable[Histogram]) -> Histogram:
+        """Return the histogram of all elements that are in ``parts``."""
+        many = list(parts)
+        return Histogram(
+            np.sum([part.counts for part in many], axis=0),
+            min(part.smallest for part in many),
+            max(part.largest for part in many),
+            sum(part.total for part in many),
+            sum(part.squares for part in many),
+        )
+
+
+def histograms_of(
+    fragments: Sequence[Fragment], weights: torch.Tensor, reduced: ReducedGradient
+) -> dict[tuple[str, int], Histogram]:
+    """Return histograms of the weights and the gradient of each fragment of a slice."""
+    found = {}
+    for fragment in fragments:
+        here = slice(fragment.start, fragment.stop)
+        found["weights", fragment.number] = Histogram.of(weights[here])
+        if fragment.sparse:
+            if fragment.number in reduced.tables:
+                values = reduced.tables[fragment.number][1]
+                found["gradients", fragment.number] = Histogram.of(values)
+        elif fragment.number not in reduced.absent:
+            found["gradients", fragment.number] = Histogram.of(reduced.gradient[here])
+    return found
+
 
 EMA = "sparkdl.ema"
 """The name of the moving average of the weights among the arrays of a slice's state."""

@@ -5,6 +5,14 @@ the other 1 and 3. Then no node has two replicas whose gradients meet in the tre
 [Note: the shape of a sum]), and each gradient would have to be sent separately. Therefore this
 module says where to read the samples, with the executors of a host one after another. Replicas live
 where their samples are.
+
+Local properties of Spark, which a thread's jobs are submitted with.
+
+Start of the Python daemons for a session's first fit, while the driver still prepares it.
+
+A daemon imports torch and more for two seconds when Spark first has a Python task for its executor.
+Meanwhile the driver builds the model, imports what torch's first optimizer needs, and plans the
+query, which takes about as long. Without this module, a user would wait for both in sequence.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 from py4j.protocol import Py4JError
 from pyspark import RDD, SparkContext
@@ -22,7 +31,7 @@ from pyspark.serializers import NoOpSerializer
 
 from sparkdl.compat import to_seq
 from sparkdl.session import conf_of
-from sparkdl.spark.frames import map_frames, zip_frames
+from sparkdl.spark.frames import map_frames, stage_name, zip_frames
 
 NEW_MS = 15_000
 """The age in ms up to which Spark may not know an executor's tasks yet.
@@ -176,3 +185,64 @@ def _setting(conf: Any, key: str, seconds: float) -> Iterator[None]:
                 conf.remove(key)
             else:
                 conf.set(key, before)
+
+
+@contextlib.contextmanager
+def own_properties(context: SparkContext) -> Iterator[None]:
+    """Give this thread a copy of its local properties inside the block; restore them afterwards.
+
+    Threads may share one set of properties, as those of ``pyspark.ml.tuning`` do. The jobs of each
+    would then be submitted with the values that any of them set last. For example, they would be in
+    the job group of another fit, and cancelled with it.
+    """
+    if context._jsc is None:  # the context was stopped
+        yield
+        return
+    spark = context._jsc.sc()
+    before = spark.getLocalProperties()
+    spark.setLocalProperties(before.clone())
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Py4JError, OSError):  # it may have been stopped in the meantime
+            spark.setLocalProperties(before)
+
+
+SECONDS_TO_END = 5
+_begun: WeakSet[SparkContext] = WeakSet()
+
+
+@contextlib.contextmanager
+def warming_up(context: SparkContext) -> Iterator[None]:
+    """Start a daemon on each executor, if no fit of this session has done so.
+
+    The block does not wait for the daemons unless it raises an error. An error is often followed by
+    the end of the session. Spark would then report a task that has not started as crashed, and a
+    running one as missing its broadcast. Therefore tasks get ``SECONDS_TO_END``, and any that has
+    not started is cancelled.
+    """
+    if context in _begun:
+        yield
+        return
+    _begun.add(context)
+    jvm: Any = context._jvm
+    with own_properties(context), stage_name(context, "start Python"):
+        places = task_per_executor(context, executors(context) or [None])
+        starting = map_frames(places, nothing)._jrdd.countAsync()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Py4JError):  # the time is up, or Spark is gone
+            seconds = jvm.java.util.concurrent.TimeUnit.SECONDS
+            try:
+                starting.get(SECONDS_TO_END, seconds)
+            finally:
+                starting.cancel(True)
+        raise
+
+
+def nothing(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+    """Task: do nothing, because the worker has started when the task begins."""
+    for _ in frames:
+        pass
+    return iter(())

@@ -9,7 +9,7 @@ process. Freezing them excludes them from the traversal. This happens after task
 because the first few still import and build.
 
 *Settings of torch.* Settings that a task has changed are restored, see
-:mod:`sparkdl.process.numerics`.
+:mod:`sparkdl.process.determinism`.
 
 *Closed connections.* Spark closes its connection to a worker that was idle for a minute, and to all
 workers when it stops. With a Unix socket the worker's last write then fails, and the daemon prints
@@ -37,9 +37,8 @@ from typing import Any
 from pyspark import TaskContext
 
 from sparkdl.errors import UserError, frames_of_user
-from sparkdl.process.numerics import put_back
-from sparkdl.process.output import label_output
-from sparkdl.process.system import has_hung_up
+from sparkdl.process.determinism import put_back
+from sparkdl.process.system import has_hung_up, label_output
 
 _tasks = 0
 

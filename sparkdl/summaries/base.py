@@ -18,7 +18,7 @@ from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import Trigger, no_trigger
-from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.update import Histogram
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer

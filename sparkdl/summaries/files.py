@@ -9,7 +9,7 @@ import operator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.codec.figures import figure_class
+from sparkdl.codec.describe import figure_class
 from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError
 from sparkdl.loop.history import History

@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdl.codec.redaction import without_credentials
+from sparkdl.codec.describe import without_credentials
 from sparkdl.errors import ParameterError
-from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.update import Histogram
 from sparkdl.summaries.base import extra_needed
 
 logger = logging.getLogger("sparkdl")

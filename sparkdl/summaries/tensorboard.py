@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sparkdl.loop.triggers import Every, Trigger
-from sparkdl.slices.histogram import EDGES, Histogram
+from sparkdl.slices.update import EDGES, Histogram
 from sparkdl.summaries.base import Summaries, check_writable, extra_needed
 
 _FLUSH_SECONDS = 5

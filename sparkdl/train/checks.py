@@ -21,9 +21,8 @@ from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.triggers import Trigger, max_epoch, no_trigger
 from sparkdl.loop.validation import Validation
-from sparkdl.model.buffers import problems_of_rules
-from sparkdl.model.options import PRECISIONS
-from sparkdl.model.signature import problems_of_part
+from sparkdl.model.buffers import PRECISIONS, problems_of_rules
+from sparkdl.model.recipe import problems_of_part
 from sparkdl.parallel.plan import problems_of as problems_of_parallel
 from sparkdl.train.combinations import is_count, problems_of_combinations
 

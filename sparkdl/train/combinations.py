@@ -11,7 +11,7 @@ from sparkdl.errors import counted, nearest, shown
 from sparkdl.loop.triggers import Trigger
 from sparkdl.loop.validation import Validation
 from sparkdl.metrics.named import resolve
-from sparkdl.model.model_loss import ModelLoss, inner
+from sparkdl.model.loss import ModelLoss, inner
 from sparkdl.parallel.plan import parts_of
 
 

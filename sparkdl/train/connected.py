@@ -25,11 +25,11 @@ from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.saved import StoredState
 from sparkdl.loop.callbacks import Callback, added_callbacks
 from sparkdl.loop.history import History
-from sparkdl.model.pickling import dumps
+from sparkdl.model.preparation import dumps
 from sparkdl.session import connected_session_of, settings_of
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.artifacts import sent_bytes
+from sparkdl.spark.broadcasts import sent_bytes
 from sparkdl.spark.failures import end_of_session_explained
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.connected_checks import check_connected, check_result, for_gang

@@ -20,25 +20,24 @@ from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.sample_set import SampleSet, sample_set
 from sparkdl.data.table_parts import WriteBoth
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.gang.rank import frames_of
 from sparkdl.engines.registry import EngineInputs
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError
 from sparkdl.gang.control import ControlAddress, ControlServer
-from sparkdl.gang.led import LedGang
-from sparkdl.gang.led_task import RESULT, picklable_attributes
+from sparkdl.gang.led import RESULT, LedGang, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import StoredState
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
-from sparkdl.process.numerics import Numerics
+from sparkdl.process.determinism import Numerics
 from sparkdl.settings import Settings
-from sparkdl.slab.release import clean_here
+from sparkdl.slab.pool import clean_here
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.artifacts import Artifact, received_bytes
+from sparkdl.spark.broadcasts import Artifact, received_bytes
 from sparkdl.train.carried import CarriedRun
 from sparkdl.train.connected_news import ReportedProgress
 from sparkdl.train.course import FinishedEngine, Start, run_course, told_model
@@ -90,7 +89,7 @@ class FitEnd:
 
 @dataclass(frozen=True)
 class LedFit:
-    """A fit, as work of a gang that rank 0 leads; see :class:`sparkdl.gang.led_task.LedWork`."""
+    """A fit, as work of a gang that rank 0 leads; see :class:`sparkdl.gang.led.LedWork`."""
 
     slab: SlabConfig
     write: WriteBoth

@@ -16,16 +16,15 @@ from torch import nn
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.consistency.asynchronous import Asynchronous
-from sparkdl.consistency.base import largest_staleness
-from sparkdl.consistency.stragglers import check_recorded_parts
+from sparkdl.consistency.base import check_recorded_parts, largest_staleness
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.registry import EngineInputs, build_engine
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError, counted
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import StoredState, manifest_of_model
 from sparkdl.loop.advance import catch_up
 from sparkdl.loop.callbacks import Callback, added_callbacks, tell_result

@@ -10,10 +10,10 @@ from sparkdl.checkpoint.manifest import RunIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import TrainingError
 from sparkdl.gang.rank_group import StartableGroup
 from sparkdl.infer.saved import StoredState
@@ -21,7 +21,7 @@ from sparkdl.loop.advance import first_state
 from sparkdl.loop.engine import BEST, Engine, ReadState
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
-from sparkdl.process.numerics import Numerics
+from sparkdl.process.determinism import Numerics
 from sparkdl.replica.iteration import Decisions
 from sparkdl.replica.run import RunSpec
 from sparkdl.settings import Settings

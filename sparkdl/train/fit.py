@@ -14,9 +14,9 @@ from torch import nn
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ParameterError
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
@@ -25,8 +25,7 @@ from sparkdl.loop.history import History
 from sparkdl.loop.progress import progress_of
 from sparkdl.session import context_of, is_connected, settings_of, tell_what_costs_speed
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.executors import waiting_for_locality
-from sparkdl.spark.warm_up import warming_up
+from sparkdl.spark.executors import waiting_for_locality, warming_up
 from sparkdl.train.carried import CarriedRun, chosen_state, has_rows
 from sparkdl.train.connected import run_connected
 from sparkdl.train.course import FinishedEngine, Start, check_replay, run_course, told_model

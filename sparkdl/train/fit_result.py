@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState

@@ -23,14 +23,14 @@ from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.errors import DataError
-from sparkdl.infer.output import as_numpy, to_arrow
-from sparkdl.infer.shipped_module import run_batches
+from sparkdl.infer.forward import run_batches
+from sparkdl.infer.outputs import as_numpy, to_arrow
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.model.flat import filled
-from sparkdl.model.signature import Signature
-from sparkdl.process.numerics import Numerics
-from sparkdl.process.output import label_output
+from sparkdl.model.recipe import Signature
+from sparkdl.process.determinism import Numerics
+from sparkdl.process.system import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train.engine_inputs import run_spec
 from sparkdl.train.local_fit import local_engine, train_here
@@ -158,10 +158,7 @@ class PredictGroup:
             arrays = arrays_of(rows, self.features, names=True)
         except RowError as error:
             raise DataError(error.problem.message("the group")) from None
-        known = (self.dimensions, self.dimensions)
-        found = run_batches(
-            module, arrays, self.batch_size, dimensions=known, signature=self.signature
-        )
+        found = run_batches(module, arrays, self.batch_size, self.dimensions, self.signature)
         parts = [to_arrow(as_numpy(output)).cast(self.type) for output, _ in found]
         return rows.append_column(self.prediction_col, pa.chunked_array(parts, self.type))
 

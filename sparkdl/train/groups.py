@@ -21,7 +21,7 @@ from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.model.flat import filled
-from sparkdl.process.numerics import Numerics
+from sparkdl.process.determinism import Numerics
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.train.fit_result import result_maker
@@ -95,10 +95,7 @@ class GroupModels:
 
     def _trained(self, module: torch.nn.Module) -> TrainedModel:
         """Return a trained model like the template with another module."""
-        state = {**vars(self._template), "module": module.eval(), "_shipped": None}
-        trained = TrainedModel.__new__(TrainedModel)
-        vars(trained).update(state)
-        return trained
+        return replace(self._template, module=module.eval())
 
     def transform(
         self, data: DataFrame, prediction_col: str = "prediction", batch_size: int = 1024
@@ -149,8 +146,7 @@ class GroupModels:
         keys = [quoted(name) for name in self.by]
         models = self.table.select(*keys, "weights")
         schema = StructType([*data.schema.fields]).add(prediction_col, kind)
-        both = data.groupBy(*keys).cogroup(models.groupBy(*keys))
-        return apply_in_arrow(both, predict, schema, data.schema, models.schema)
+        return apply_in_arrow(predict, schema, keys, data, models)
 
     def unpersist(self) -> None:
         """Release the table's memory; what uses it afterwards trains the groups again."""
@@ -210,7 +206,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     )
     parts = TASKS_PER_SLOT * tasks.slots
     rows = data.select(*chosen).repartition(parts, *keys)
-    table = apply_in_arrow(rows.groupBy(*keys), fit, schema, rows.schema)
+    table = apply_in_arrow(fit, schema, keys, rows)
     table = table.toDF(*names, *table.columns[len(names) :])
     with tasks.running("training the groups"):
         template = _tried(trainer, data, names, model, tasks.slab)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.local.groups import local_engine as build_local
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import ModelError
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.config import LoopConfig

@@ -13,8 +13,8 @@ from sparkdl.checkpoint.resume import RestoredRun
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.data.fields import SampleHandle
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.recovery import RecoveringEngine
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.loop.engine import Engine, PendingStateWork, StateWork
 from sparkdl.loop.history import History
 from sparkdl.loop.loop import PeriodicTask

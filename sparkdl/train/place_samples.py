@@ -13,13 +13,13 @@ from pyspark.sql import DataFrame
 from sparkdl.data.fields import Field
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.data.samples import Source, materialize, materialize_here
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.resources import FitResources
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.errors import DataError
-from sparkdl.gang.barrier_job import is_one_to_one
+from sparkdl.gang.driver import is_one_to_one
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import Scorer
-from sparkdl.model.model_loss import is_own_loss
+from sparkdl.model.loss import is_own_loss
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import place_contiguously
 from sparkdl.spark.failures import reading_explained

@@ -16,9 +16,8 @@ from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.session import context_of, is_connected, settings_of
 from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
-from sparkdl.spark.executors import waiting_for_locality
-from sparkdl.spark.gpus import within_gpus
-from sparkdl.spark.warm_up import warming_up
+from sparkdl.spark.device import within_gpus
+from sparkdl.spark.executors import waiting_for_locality, warming_up
 from sparkdl.train.connected_rows import PersistedSamples
 from sparkdl.train.place_samples import check_partitions, place, place_validation, source
 from sparkdl.train.prepare import prepare

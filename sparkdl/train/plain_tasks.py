@@ -19,7 +19,7 @@ from sparkdl.gang.connect import slots_of
 from sparkdl.gang.slots import cpus_of
 from sparkdl.session import connected_session_of, context_of, is_connected, settings_of
 from sparkdl.settings import Settings
-from sparkdl.slab.release import clean_here
+from sparkdl.slab.pool import clean_here
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.worker import finish_task
 

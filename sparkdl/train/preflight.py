@@ -9,9 +9,9 @@ from dataclasses import replace
 from sparkdl.care.dry_run import Division, DryRun
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.sample_set import SampleSet
-from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import ParameterError
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.train.place_samples import batch_spec
 from sparkdl.train.prepare import PreparedModel

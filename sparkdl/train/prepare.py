@@ -23,7 +23,7 @@ from sparkdl.infer.saved import not_tensors
 from sparkdl.loop.schedule import Schedule
 from sparkdl.metrics.named import resolve
 from sparkdl.model.buffers import check_rules
-from sparkdl.model.layout import Layout, check_memory, layout_of
+from sparkdl.model.flat import Layout, check_memory, layout_of
 from sparkdl.model.preparation import passing_buffers
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compare import Description, describe

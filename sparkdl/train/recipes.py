@@ -15,15 +15,14 @@ from sparkdl.care.hints import text_of
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.columns.base import Specs
 from sparkdl.errors import ModelError, cannot_travel, nearest, wrong_argument
-from sparkdl.model.layout import Layout, TensorRange, layout_of
-from sparkdl.model.options import TrainingOptions
-from sparkdl.model.pickling import dumps
-from sparkdl.model.preparation import check_modules
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import Layout, TensorRange, layout_of
+from sparkdl.model.preparation import check_modules, dumps
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.compression import GradBucket, compress
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
 from sparkdl.slices.optimizer_step import wants_loss
+from sparkdl.slices.section import GradBucket, compress
 from sparkdl.usercode import accompanied
 
 

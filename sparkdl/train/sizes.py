@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pyspark import SparkContext
 
-from sparkdl.engines.gang.start import too_few
+from sparkdl.engines.gang.engine import too_few
 from sparkdl.errors import ParameterError, counted, raise_all
 from sparkdl.gang.slots import check_slots
 from sparkdl.parallel.plan import parallel_of
@@ -21,7 +21,7 @@ from sparkdl.train.combinations import problems_of_min_ranks
 from sparkdl.train.prepare import PreparedModel
 
 if TYPE_CHECKING:
-    from sparkdl.model.layout import Layout
+    from sparkdl.model.flat import Layout
     from sparkdl.train.trainer import Trainer
 
 logger = logging.getLogger("sparkdl")

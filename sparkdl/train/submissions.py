@@ -16,7 +16,7 @@ from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import SparkdlError, StateLostError
 from sparkdl.gang.connect import control_of, run_led
-from sparkdl.gang.led_task import RESULT, LedTask
+from sparkdl.gang.led import RESULT, LedTask
 from sparkdl.loop.interrupt import interruptible
 from sparkdl.settings import Settings
 from sparkdl.spark.failures import reading_explained

@@ -14,8 +14,7 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.checkpoint import Checkpoint
-from sparkdl.codec.describe import describe, describe_trainer
-from sparkdl.codec.html import titled, two_columns
+from sparkdl.codec.describe import describe, describe_trainer, titled, two_columns
 from sparkdl.consistency.base import Consistency
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.columns.base import ColumnSpec
@@ -26,14 +25,13 @@ from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.triggers import MaxEpoch, Trigger
 from sparkdl.loop.validation import Validation
-from sparkdl.model.model_loss import PerReplica, inner
-from sparkdl.model.options import TrainingOptions
-from sparkdl.model.signature import Signature
-from sparkdl.model.step import StepLoss
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.loss import PerReplica, StepLoss, inner
+from sparkdl.model.recipe import Signature
 from sparkdl.parallel.base import ParallelStrategy
 from sparkdl.parallel.plan import parts_of
 from sparkdl.plain import make_plain, plain_list
-from sparkdl.slices.compression import GradBucket
+from sparkdl.slices.section import GradBucket
 from sparkdl.train.checks import NAMES, VALUES, problems_of, problems_of_start
 
 if TYPE_CHECKING:
@@ -206,7 +204,7 @@ class Trainer:
     compression: Callable[[GradBucket], Mapping[str, torch.Tensor]] | None = None
     """A function that makes gradients smaller before they are sent: :class:`sparkdl.TopK`,
     :class:`sparkdl.PowerSGD`, or a function of a :class:`sparkdl.GradBucket` that returns tensors by
-    name; see :mod:`sparkdl.slices.compression`. Slices are then cut between tensors."""
+    name; see :mod:`sparkdl.slices.section`. Slices are then cut between tensors."""
 
     # The model.
     weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None

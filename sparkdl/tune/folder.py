@@ -28,7 +28,7 @@ from sparkdl.codec.files import (
     parse_tensors,
     with_checksum,
 )
-from sparkdl.codec.records import from_plain, to_plain
+from sparkdl.codec.safe import from_plain, to_plain
 from sparkdl.data.fields import SampleHandle
 from sparkdl.errors import CheckpointError, ParameterError
 from sparkdl.loop.history import History

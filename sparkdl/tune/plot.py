@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.codec.figures import figure_class
+from sparkdl.codec.describe import figure_class
 from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError
 from sparkdl.tune.record import FAILED, Objective, TrialRecord

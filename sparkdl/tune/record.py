@@ -11,7 +11,7 @@ import torch
 from py4j.protocol import Py4JError
 from pyspark.errors import PySparkException
 
-from sparkdl.codec.records import from_plain, to_plain
+from sparkdl.codec.safe import from_plain, to_plain
 from sparkdl.errors import ModelError, ParameterError, SparkdlError, TrainingError
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History

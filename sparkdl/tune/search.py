@@ -24,8 +24,7 @@ from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import plain
 from sparkdl.session import connected_session_of, context_of, is_connected, settings_of
-from sparkdl.spark.properties import own_properties
-from sparkdl.spark.warm_up import warming_up
+from sparkdl.spark.executors import own_properties, warming_up
 from sparkdl.train.local_fit import LocalFit
 from sparkdl.train.placed_samples import session_of
 from sparkdl.train.trainer import Trainer

@@ -15,8 +15,8 @@ from pyspark.errors import PySparkException
 from sparkdl.errors import ModelError, ParameterError, TrainingError, cannot_travel
 from sparkdl.gang.slots import cpus_of
 from sparkdl.loop.callbacks import Callback
-from sparkdl.model.pickling import dumps
-from sparkdl.process.numerics import Numerics
+from sparkdl.model.preparation import dumps
+from sparkdl.process.determinism import Numerics
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.executors import task_per_executor
 from sparkdl.spark.failures import explain

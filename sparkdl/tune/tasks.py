@@ -10,8 +10,8 @@ from typing import Any
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.state import TrainState
-from sparkdl.process.numerics import Numerics
-from sparkdl.process.output import label_output
+from sparkdl.process.determinism import Numerics
+from sparkdl.process.system import label_output
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.worker import finish_task, task_cancelled
 from sparkdl.train.local_fit import LocalFit

@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sparkdl.usercode.behind import code_behind
-from sparkdl.usercode.code import codes_in, defined
+from sparkdl.usercode.code import code_behind, codes_in, defined
 
 logger = logging.getLogger("sparkdl")
 _told: set[str] = set()

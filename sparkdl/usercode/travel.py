@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkdl.errors import ModelError
-from sparkdl.usercode.behind import modules_behind
-from sparkdl.usercode.code import codes_of_file, functions_of
+from sparkdl.usercode.code import codes_of_file, functions_of, modules_behind
 
 _PROCESS = secrets.token_hex(8)
 """Identifies this process, which has its modules."""

@@ -12,8 +12,7 @@ from typing import Any
 import cloudpickle
 from harness import processes
 from harness.slabs import slabs_apart
-from pyspark import SparkContext, StorageLevel
-from pyspark.core.rdd import RDD
+from pyspark import RDD, SparkContext, StorageLevel
 
 from sparkdl.engines.resources import FitResources
 from sparkdl.slab.root import SlabConfig, open_root

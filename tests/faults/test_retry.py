@@ -17,24 +17,29 @@ from launch import asked_for, digest, launch, soak_but
 from pyspark import cloudpickle
 
 import sparkdl
-from sparkdl.codec.frames import decode
+from sparkdl.codec.packed import decode
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.faults import RESIDUAL_FOREIGN, raise_unrecoverable
 from sparkdl.engines.shuffle.messages import (
+    RESIDUAL_FOREIGN,
     IterationMessage,
+    raise_unrecoverable,
 )
-from sparkdl.engines.shuffle.replica_context import AtReplicas, PrepareReplica
+from sparkdl.engines.shuffle.replica_context import (
+    AtReplicas,
+    InitialState,
+    PrepareReplica,
+    PrepareSlice,
+    RecipeSource,
+)
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
-from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareSlice, RecipeSource
 from sparkdl.engines.shuffle.update_tasks import Synchronize
 from sparkdl.errors import StaleReferenceError
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport
 from sparkdl.replica.run import ReplicaHandle, RunSpec
-from sparkdl.slab.pool import Pool, open_pool
-from sparkdl.slab.release import release
+from sparkdl.slab.pool import Pool, open_pool, release
 from sparkdl.slab.root import SlabConfig, remove_root
 
 pytestmark = pytest.mark.faults
@@ -146,7 +151,7 @@ def test_a_task_that_fails_every_attempt_is_one_error(results, fault):
         raised = f"OSError: injected into {site.job}"
         trace = r"\nTraceback \(most recent call last\):\n(  .*\n)+"
         assert re.fullmatch(place + raised + trace + raised, error["message"].removesuffix(told))
-        file = {"fb": "replica_tasks.py", "sync": "slice_updates.py"}[site.job]
+        file = {"fb": "replica_tasks.py", "sync": "update_tasks.py"}[site.job]
         assert f"sparkdl/engines/shuffle/{file}" in error["message"]
 
 

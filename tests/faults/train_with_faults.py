@@ -15,7 +15,7 @@ from harness.slabs import all_slabs
 from harness.strikes import Strike, Strikes
 
 import sparkdl
-from sparkdl.engines.shuffle import shuffled
+from sparkdl.engines.shuffle import forms
 
 REPLICAS, SLICES, ITERATIONS = 3, 2, 6
 
@@ -131,7 +131,7 @@ def main() -> None:
     results, notes = {}, Path(given["notes"])
     settings = {"spark.sparkdl.slab.dir": "slabs"}
     if given["sums"]:  # whatever the size of the model
-        shuffled.BYTES_PER_SECOND = 1e-9
+        forms.BYTES_PER_SECOND = 1e-9
     with session(given["master"], **settings) as spark:
         df = frame(spark)
         spark.sparkContext.parallelize(range(4), 4).count()  # until all executors are known

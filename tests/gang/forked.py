@@ -13,6 +13,6 @@ def forkserver() -> ForkServerContext:
     start = multiprocessing.get_context("forkserver")
     start.set_executable(fork_server.start())
     start.set_forkserver_preload(
-        ["torch._dynamo", "sparkdl.gang.rank_task", "sparkdl.engines.gang.start"]
+        ["torch._dynamo", "sparkdl.gang.rank_task", "sparkdl.engines.gang.engine"]
     )
     return start

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
-from sparkdl.slab.release import release
+from sparkdl.slab.pool import release
 from sparkdl.slab.root import SlabConfig
 
 

@@ -14,7 +14,7 @@ from forked import forkserver
 from pooled_rank import live
 from without_spark import Partitions, without_spark
 
-from sparkdl.engines.gang import start as gang_start
+from sparkdl.engines.gang import engine as gang_start
 from sparkdl.errors import StateLostError
 from sparkdl.gang import driver
 from sparkdl.gang.rank_task import Introduction, Rendezvous
@@ -74,7 +74,7 @@ class RankPool:
 
 
 class PooledJob:
-    """The pool in place of a :class:`sparkdl.gang.barrier_job.BarrierJob`."""
+    """The pool in place of a :class:`sparkdl.gang.driver.BarrierJob`."""
 
     def __init__(self, pool: RankPool) -> None:
         self._pool = pool

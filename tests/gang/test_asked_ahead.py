@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from sparkdl.errors import StalledError, TrainingError
-from sparkdl.gang.channel import Listener
-from sparkdl.gang.command_queue import HOLD_SECONDS, MOST_HELD
+from sparkdl.gang.channel import HOLD_SECONDS, MOST_HELD, Listener
 from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks
 from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl import ModelError, ParameterError
-from sparkdl.engines.gang.batchnorm import GlobalBatchNorm, synchronise
-from sparkdl.replica.joint_pass import padding_pass
+from sparkdl.engines.gang.model_group import GlobalBatchNorm, synchronise
+from sparkdl.replica.compute import padding_pass
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

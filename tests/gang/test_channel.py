@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 
 import sparkdl.gang.channel
 from sparkdl.errors import StalledError
-from sparkdl.gang.channel import NONCE_BYTES, Channel, ChannelError, Listener, connect
+from sparkdl.gang.channel import NONCE_BYTES, OUTPUT, Channel, ChannelError, Listener, connect
 from sparkdl.gang.rank_group import ConnectedRanks
-from sparkdl.gang.rank_output import OUTPUT
 from sparkdl.gang.rank_task import Introduction
 
 pytestmark = pytest.mark.gang
@@ -131,6 +130,15 @@ def test_who_is_silent_keeps_nobody_waiting(listener, monkeypatch):
     assert listener.silent == 2  # the third was that of the rank
     for each in mute:
         each.close()
+
+
+def test_a_listener_that_says_nothing_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(sparkdl.gang.channel, "NONCE_SECONDS", 0.2)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        pytest.raises(ChannelError, match=r"has taken a connection and said nothing for 0\.2 s"),
+    ):
+        connect("127.0.0.1", mute.getsockname()[1], b"k" * 32, "hello")
 
 
 def test_a_rank_that_pauses_for_long_comes_again(listener, monkeypatch):

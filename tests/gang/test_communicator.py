@@ -15,8 +15,7 @@ from launch import soak_but
 from real_ranks import WORLD, impatient
 
 from sparkdl.collectives.algorithms import ALGORITHMS
-from sparkdl.collectives.arguments import DTYPES, LIBRARY, OPS
-from sparkdl.collectives.communicator import Communicator
+from sparkdl.collectives.communicator import DTYPES, LIBRARY, OPS, Communicator
 from sparkdl.collectives.costs import terms
 from sparkdl.collectives.parameter_server import ParameterServer
 from sparkdl.errors import ParameterError

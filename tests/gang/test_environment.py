@@ -12,8 +12,7 @@ import torch.distributed as dist
 from pyspark import cloudpickle
 
 import sparkdl
-from sparkdl.gang.environment import Announce, Where, tell_of_other_gpu, variables
-from sparkdl.gang.process_group import interface_of
+from sparkdl.gang.process_group import Announce, Where, interface_of, tell_of_other_gpu, variables
 from sparkdl.gang.rank_task import RankContext
 
 pytestmark = pytest.mark.gang

@@ -15,8 +15,8 @@ from torch import nn
 
 from sparkdl.codec.packed import TensorSpec, aligned, open_packed, packed_nbytes
 from sparkdl.engines.gang.snapshots import pack_kept, unpack_kept
-from sparkdl.engines.gang.strategies.sections import head_of, open_parcel
-from sparkdl.model.layout import layout_of
+from sparkdl.engines.gang.strategies.ddp import head_of, open_parcel
+from sparkdl.model.flat import layout_of
 from sparkdl.slices.section import SectionLayout, open_section, section_nbytes
 from sparkdl.slices.spec import slice_specs
 

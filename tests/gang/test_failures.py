@@ -17,8 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleGPipe
 
 from sparkdl.collectives.communicator import Communicator
-from sparkdl.engines.gang.engine import GangEngine
-from sparkdl.engines.gang.in_flight import InFlight
+from sparkdl.engines.gang.engine import GangEngine, InFlight
 from sparkdl.engines.gang.snapshots import SnapshotFiles, Snapshots, unpack_kept
 from sparkdl.errors import StateLostError, TrainingError
 from sparkdl.gang.rank_task import Failure, describe_failure

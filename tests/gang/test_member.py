@@ -18,7 +18,7 @@ from forked import forkserver
 from pyspark import cloudpickle
 
 from sparkdl.errors import StateLostError, TrainingError
-from sparkdl.gang import command_queue
+from sparkdl.gang import channel
 from sparkdl.gang.channel import Listener
 from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks
 from sparkdl.gang.rank_task import Introduction, RankContext, Rendezvous
@@ -32,7 +32,7 @@ END_SECONDS = 1.5
 
 def attend(meeting: Rendezvous, afterwards: float) -> None:
     """The life of a rank, whose process then has other work."""
-    command_queue.END_SECONDS = END_SECONDS
+    channel.END_SECONDS = END_SECONDS
     meeting.serve(HELLO, functools.partial(RankContext, 0, 1, "127.0.0.1", torch.device("cpu"), []))
     time.sleep(afterwards)
 

@@ -16,7 +16,7 @@ import sparkdl
 from sparkdl import ModelError, ParameterError
 from sparkdl.engines.gang.strategies.base import RankStrategy, rank_half
 from sparkdl.parallel import plan
-from sparkdl.parallel.mesh import DIMENSIONS
+from sparkdl.parallel.base import DIMENSIONS
 
 pytestmark = pytest.mark.gang
 ROWS, STEPS = (5, 3), 4

@@ -17,21 +17,17 @@ from torch import nn
 
 from sparkdl.consistency.gossip import TOPOLOGIES
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.batchnorm import GlobalBatchNorm, synchronise
-from sparkdl.engines.gang.mesh_groups import check_carried
+from sparkdl.engines.gang.model_group import GlobalBatchNorm, check_carried, synchronise
 from sparkdl.engines.gang.strategies.ddp import BucketedDDP, FlatAllReduce
 from sparkdl.engines.gang.strategies.gossip import GossipSync
 from sparkdl.engines.gang.strategies.summed import CopySync, GradientVector
 from sparkdl.errors import SessionError
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.options import TrainingOptions
-from sparkdl.model.recipe import Recipe
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.parallel.ddp import DDP
 from sparkdl.parallel.plan import STRATEGIES, parallel_of
-from sparkdl.replica.compute import forward_backward
+from sparkdl.replica.compute import MiniBatch, forward_backward, padding_pass
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.joint_pass import padding_pass
-from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.spec import slice_specs
 from sparkdl.slices.update import SliceUpdater

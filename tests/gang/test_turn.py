@@ -17,7 +17,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.engines.gang.build_lock import BuildLock
+from sparkdl.engines.gang.model_group import BuildLock
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -16,7 +16,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.engines.shuffle import shuffled
+from sparkdl.engines.shuffle import forms
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.spark import broadcasts
 
@@ -207,7 +207,7 @@ def run(
         validation = sparkdl.Validation(df, every=sparkdl.every(3))
         with (
             mock.patch.object(ShuffleEngine, "run", noted),
-            mock.patch.object(shuffled, "BYTES_PER_SECOND", 1e-9 if way == "summed" else 1e99),
+            mock.patch.object(forms, "BYTES_PER_SECOND", 1e-9 if way == "summed" else 1e99),
         ):
             trained = trainer(case, validation=validation).fit(df)
         results[f"{case}, {way}"] = {

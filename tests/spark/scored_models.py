@@ -55,6 +55,13 @@ class Elements(nn.Module):
         return ids * 10, ids.sum(1) / lengths
 
 
+class Columns(nn.Module):
+    """A model of any number of columns of numbers."""
+
+    def forward(self, *columns: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"all": torch.stack(columns, 1), "first": columns[0]}
+
+
 class Plus(nn.Module):
     def __init__(self, amount: float) -> None:
         super().__init__()

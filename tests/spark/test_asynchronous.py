@@ -19,7 +19,7 @@ from small_networks import SAMPLES, LosesSlabs, close, network, same
 from torch import nn
 
 import sparkdl
-from sparkdl.consistency.turns import Turn
+from sparkdl.consistency.asynchronous import Turn
 from sparkdl.engines import registry
 from sparkdl.engines.local.groups import LocalGroupEngine
 

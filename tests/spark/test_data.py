@@ -16,8 +16,7 @@ import numpy as np
 import pytest
 import torch
 from launch import soak_but
-from pyspark import StorageLevel, cloudpickle
-from pyspark.core.rdd import RDD
+from pyspark import RDD, StorageLevel, cloudpickle
 from pyspark.ml.linalg import Matrices, Vectors
 from pyspark.sql import Row, functions
 from pyspark.sql.types import DoubleType, StructField, StructType, UserDefinedType
@@ -29,10 +28,10 @@ from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.data.samples import Sample, Source, check_handles, materialize, materialize_here
-from sparkdl.slab.release import release
+from sparkdl.slab.pool import release
 from sparkdl.slab.root import SlabConfig, remove_root
+from sparkdl.spark.executors import own_properties
 from sparkdl.spark.frames import map_frames
-from sparkdl.spark.properties import own_properties
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

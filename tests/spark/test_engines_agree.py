@@ -25,7 +25,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import sparkdl
 from sparkdl.engines.local.engine import LocalEngine
-from sparkdl.engines.shuffle import form_chooser, forms
+from sparkdl.engines.shuffle import forms
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.engines.shuffle.forms import OneStage
 
@@ -427,7 +427,7 @@ def run(trainer, df, engine):
 )
 def test_same_bits_in_any_number_of_stages(frames, alone, monkeypatch, set_stages, case, stages):
     """``auto``: the first three updates are measured, so that a run has both."""
-    monkeypatch.setattr(form_chooser, "STAGE_SECONDS", 1e9)
+    monkeypatch.setattr(forms, "STAGE_SECONDS", 1e9)
     set_stages(stages)
     at_once = mock.Mock(wraps=OneStage.submit)
     monkeypatch.setattr(OneStage, "submit", lambda *args: at_once(*args))

@@ -13,7 +13,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.process.numerics import Numerics
+from sparkdl.process.determinism import Numerics
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -21,7 +21,7 @@ from torch import nn
 import sparkdl
 from sparkdl.session import settings_of, tell_what_costs_speed
 from sparkdl.settings import NEEDED_FOR_SPEED, SPARK_SETTINGS, Settings
-from sparkdl.spark import warm_up
+from sparkdl.spark import executors
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -418,7 +418,7 @@ say(again=[len(one.history) for one in fits],
 def test_the_first_fit_of_a_session_starts_the_daemon(
     spark: Any, table: Any, num_jobs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warm_up, "_begun", WeakSet())
+    monkeypatch.setattr(executors, "_begun", WeakSet())
     context, before = spark.sparkContext, num_jobs()
     for _ in range(2):
         trainer().fit(table)
@@ -438,8 +438,8 @@ def test_a_mistake_found_while_the_daemon_starts_is_all_that_is_said(tmp_path: P
     as without its broadcast, where the program goes on. Here the daemon has all the time that it takes
     on a slow machine."""
     body = """
-from sparkdl.spark import warm_up
-warm_up.SECONDS_TO_END = 60
+from sparkdl.spark import executors
+executors.SECONDS_TO_END = 60
 spark = sparkdl.session("local[2]", **QUIET)
 data = table(spark)
 began = time.time()

@@ -19,7 +19,7 @@ from small_networks import SAMPLES, LosesSlabs, close, network, same
 from torch import nn
 
 import sparkdl
-from sparkdl.consistency.stragglers import StragglerLimit
+from sparkdl.consistency.base import StragglerLimit
 from sparkdl.engines import registry
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.replica.iteration import Limit, PassedParts
@@ -237,7 +237,7 @@ def test_what_goes_with_it(data: Any, monkeypatch: Any, case: str) -> None:
 
 
 def test_attempts_that_differ_are_not_mixed() -> None:
-    from sparkdl.engines.shuffle.faults import UNLIKE
+    from sparkdl.engines.shuffle.messages import UNLIKE
     from sparkdl.engines.shuffle.reports import IterationReports
     from sparkdl.replica.iteration import SliceReport
 

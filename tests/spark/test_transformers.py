@@ -17,7 +17,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.model.layout import layout_of
+from sparkdl.model.flat import layout_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -11,10 +11,9 @@ import pytest
 from pyspark import cloudpickle
 
 from sparkdl.errors import TrainingError
-from sparkdl.spark.failures import faults_explained
+from sparkdl.spark.executors import own_properties
+from sparkdl.spark.failures import Watchdog, faults_explained
 from sparkdl.spark.frames import collect_frames, map_frames
-from sparkdl.spark.properties import own_properties
-from sparkdl.spark.watchdog import Watchdog
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -408,7 +408,9 @@ def gangs(spark: Any) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         found = sparkdl.gang.run(summed, 1.0, ranks=2, spark=spark, output=True)
+    report = sparkdl.diagnose(spark)
     return {
+        "engines": [*report.milliseconds, *report.reasons],
         "results": [[each["sum"].item(), each["rank"]] for each in found],
         "printed": sorted(printed.getvalue().splitlines()),
         "slots": len(sparkdl.gang.run(os.getpid)),

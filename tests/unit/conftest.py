@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def slab(tmp_path: Path) -> Iterator[SlabConfig]:
     """A root of slabs that is not open yet; what the test opens in it goes with it."""
     from sparkdl.data.partition_reader import close_partitions
-    from sparkdl.slab.release import release
+    from sparkdl.slab.pool import release
     from sparkdl.slab.root import SlabConfig, remove_root
 
     config = SlabConfig.new(str(tmp_path), "test")

@@ -24,30 +24,33 @@ from torch import nn
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import IterationMessage, NodeCopies, NodeWeights
-from sparkdl.engines.shuffle.node_reduce import ReceiveWeights, ReduceOnNode, SendWeights
+from sparkdl.engines.shuffle.node_reduce import (
+    NodeReports,
+    ReceiveWeights,
+    ReduceOnNode,
+    SendWeights,
+    to_driver,
+)
 from sparkdl.engines.shuffle.replica_context import (
     AtReplicas,
     AtReplicasWithWeights,
+    InitialState,
     PadFrames,
     PrepareReplica,
-)
-from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
-from sparkdl.engines.shuffle.report_sinks import NodeReports, to_driver
-from sparkdl.engines.shuffle.state_tasks import (
-    InitialState,
     PrepareSlice,
     PublishWeights,
     RecipeSource,
     Recount,
 )
-from sparkdl.engines.shuffle.traffic import Nodes
+from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
+from sparkdl.engines.shuffle.reports import Nodes
 from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import SliceHandle, SliceReport
 from sparkdl.replica.run import ReplicaHandle, RunSpec
 from sparkdl.slab import pool, root
-from sparkdl.slab.release import release
+from sparkdl.slab.pool import release
 from sparkdl.slab.root import SlabConfig
 
 WIDTH, CLASSES, NAMES = 6, 3, 40

@@ -14,7 +14,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.update import Histogram
 
 PER_EPOCH, BATCH = 4, 10
 

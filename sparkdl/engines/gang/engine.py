@@ -3,41 +3,266 @@
 The ranks hold the model and its state in memory during the whole fit. An iteration is one message
 to each rank and one report from it, without a Spark job. Between iterations the loop does the same
 as with the other engines.
+
+Iterations that the ranks of a gang have been asked to run, some of them ahead of time.
+
+The ranks' results about slices, which the driver brings together.
+
+The start of the ranks of a gang, on the nodes that have their samples.
 """
 
 from __future__ import annotations
 
+import pickle
 import secrets
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
+from pyspark import RDD
+from pyspark.resource import ResourceProfile
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
 from sparkdl.data.epoch import EpochPlan
+from sparkdl.data.fields import SampleHandle
 from sparkdl.data.sample_set import SampleSet
-from sparkdl.engines.gang.background import BackgroundResult
-from sparkdl.engines.gang.in_flight import InFlight
-from sparkdl.engines.gang.rank import CallMethod
-from sparkdl.engines.gang.rank_messages import RankConfig
-from sparkdl.engines.gang.recipe_files import RecipeSource
-from sparkdl.engines.gang.slice_results import SliceResults
-from sparkdl.engines.gang.snapshots import NodeFiles
-from sparkdl.engines.gang.start import raise_first, start_ranks, too_few
-from sparkdl.engines.validation_set import ValidationSet
-from sparkdl.errors import StalledError, StateLostError, TrainingError
-from sparkdl.gang.rank_group import StartableGroup
+from sparkdl.data.samples import deleted_without_end
+from sparkdl.engines.delivery import AT_ONCE_BYTES, ValidationSet, Wanted, bring, not_here
+from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
+from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus, RecipeSource
+from sparkdl.engines.gang.snapshots import BackgroundResult, NodeFiles
+from sparkdl.engines.resources import (
+    MAX_SUBMISSIONS,
+    FitResources,
+    samples_changed,
+    write_again,
+)
+from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
+from sparkdl.gang.driver import Gang
+from sparkdl.gang.oversubscribe import Oversubscription
+from sparkdl.gang.rank_group import RankGroup, StartableGroup
 from sparkdl.loop.engine import CURRENT, ReadResiduals, ReadState, StateWork, StateWorkResult
 from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
-from sparkdl.model.layout import Layout
+from sparkdl.model.flat import Layout
 from sparkdl.parallel.plan import ParallelPlan
-from sparkdl.replica.compare import Description
+from sparkdl.replica.compare import Description, check_same
 from sparkdl.replica.iteration import Iteration, IterationRows
 from sparkdl.replica.run import RunSpec
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slab.pool import Left, Reference
+from sparkdl.slab.root import SlabConfig, open_root
+from sparkdl.slices.spec import SliceSpec, SliceState
+from sparkdl.spark.frames import zip_frames
+
+
+@dataclass(frozen=True)
+class FinishedIteration:
+    """The reports of an iteration."""
+
+    results: list[RankReport]
+    seconds: float  # without those of earlier iterations in flight
+    ended: float
+
+
+@dataclass
+class _Asked:
+    iteration: Iteration
+    begun: float
+    results: list[RankReport] | None = None
+    ended: float = 0.0
+
+    def note(self, results: list[RankReport], ended: float) -> list[RankReport]:
+        """Note the reports of the ranks and when the last one came; return the reports."""
+        self.results, self.ended = results, ended
+        return results
+
+
+class InFlight:
+    """A queue of iterations whose reports have not been fetched, the oldest first."""
+
+    def __init__(self, gang: RankGroup, step: Callable[[Iteration], IterationRows]) -> None:
+        self._gang, self._step = gang, step
+        self._waiting: deque[_Asked] = deque()
+        self._ended = 0.0
+
+    def ask(self, iterations: Sequence[Iteration]) -> None:
+        """Send the ranks those of ``iterations`` that they have not been sent yet."""
+        last = self._waiting[-1].iteration.index if self._waiting else -1
+        new = [each for each in iterations if each.index > last]
+        if new:
+            begun = time.monotonic()
+            self._gang.send([CallMethod("run", (self._step(each),)) for each in new])
+            self._waiting.extend(_Asked(each, begun) for each in new)
+
+    def answer(self, iteration: Iteration) -> FinishedIteration:
+        """Wait for the reports of ``iteration``, which must be the oldest in the queue."""
+        now = self._waiting.popleft()
+        assert now.iteration.index == iteration.index
+        results = self._done(now)
+        before, self._ended = self._ended, max(now.ended, self._ended)
+        return FinishedIteration(results, self._ended - max(now.begun, before), self._ended)
+
+    def settle(self) -> None:
+        """Wait until the ranks have finished all iterations in the queue, and keep their reports."""
+        for asked in self._waiting:
+            self._done(asked)
+
+    def forget(self) -> None:
+        """Clear the queue, because the ranks that were asked no longer exist."""
+        self._waiting.clear()
+
+    def _done(self, asked: _Asked) -> list[RankReport]:
+        """Wait for the ranks' reports. All earlier iterations must have been waited for."""
+        if asked.results is None:
+            number, epoch = asked.iteration.index + 1, asked.iteration.epoch + 1
+            doing = f"iteration {number}, epoch {epoch}"
+            return asked.note(*self._gang.answers(doing))
+        return asked.results
+
+
+class SliceResults:
+    """Calls of the ranks' methods that have a result for each slice."""
+
+    def __init__(self, call: Callable[..., list[Any]], slab: SlabConfig, slices: int) -> None:
+        self._call, self._slab, self._slices = call, slab, slices
+        self._times_left = 0  # the number of requests whose results may have been left in slabs
+
+    def arrays(self, doing: str, method: str, *arguments: Any) -> np.ndarray:
+        """Return the bytes of the arrays that the slices have as results, one after another."""
+        found = self._ask(doing, method, *arguments)
+        sizes = [one.reference.nbytes if isinstance(one, Left) else one.nbytes for one in found]
+        flat = np.empty(sum(sizes), dtype=np.uint8)
+        wanted: list[Wanted] = []
+        for n, place in enumerate(np.split(flat, np.cumsum(sizes)[:-1])):
+            if isinstance(found[n], Left):
+                wanted.append((n, found[n].reference, place))
+            else:
+                place[:] = found[n].view(np.uint8)
+        self._bring(doing, wanted)
+        return flat
+
+    def values(self, doing: str, method: str, *arguments: Any) -> list[Any]:
+        """Return the results in the order of the slices."""
+        results = self._ask(doing, method, *arguments)
+        for n, result in enumerate(results):
+            if isinstance(result, Left):
+                data = np.empty(result.reference.nbytes, dtype=np.uint8)
+                self._bring(doing, [(n, result.reference, data)])
+                results[n] = data.tobytes()
+        return results
+
+    def in_order(self, results: Sequence[Mapping[int, Any]]) -> list[Any]:
+        """Return the results of all ranks, by slice, in the order of the slices."""
+        found = {n: result for some in results for n, result in some.items()}
+        return [found[n] for n in range(self._slices)]
+
+    def _ask(self, doing: str, method: str, *arguments: Any) -> list[Any]:
+        """Return a method's results in the order of the slices. Large ones are left in slabs."""
+        self._times_left += 1
+        return self.in_order(self._call(doing, method, *arguments, self._times_left))
+
+    def _bring(self, doing: str, wanted: Sequence[Wanted]) -> None:
+        """Fetch the results that ranks have left in slabs."""
+
+        def read(parts: Mapping[int, Reference]) -> list[bytes]:
+            told = self._call(doing, "state.read_parts", parts)
+            return [some[n] for n in sorted(parts) for some in told if n in some]
+
+        bring(not_here(self._slab, wanted), read, AT_ONCE_BYTES)
+
+
+DOING = "setting up the ranks"
+
+
+def start_ranks(
+    gang: StartableGroup,
+    setup: RankConfig,
+    recipe: bytes,
+    place_again: Callable[[int], None],
+) -> tuple[str, ...]:
+    """Start the ranks, let each build what it holds, and check that they can train together."""
+    for _ in range(MAX_SUBMISSIONS):
+        gang.start()
+        setup.recipe.bring(gang, recipe)
+        told = gang.call(InitRank(setup), DOING)
+        raise_first([each for each in told if isinstance(each, UserError)])
+        found: list[RankStatus] = told
+        if all(all(standing.here) for standing in found):
+            break
+        gang.close()
+        for number in range(len(found[0].here)):
+            if not all(standing.here[number] for standing in found):
+                place_again(number)
+    else:
+        raise deleted_without_end(DOING, setup.run.slab)
+    check_same([standing.compared for standing in found])
+    for rank, standing in enumerate(found):
+        if not standing.unchanged:
+            raise samples_changed(DOING, rank)
+    locations = tuple(standing.samples for standing in found)
+    # only the ranks of a split model read the rows of other ranks
+    theirs = locations if setup.parallel.splits_model else ()
+    raise_first(gang.call(CallMethod("begin", (theirs,)), DOING))
+    setup.recipe.remove(gang)
+    return tuple(each.node_id for each in locations)
+
+
+def gang_of_rdds(
+    resources: FitResources,
+    name: str,
+    samples: Sequence[RDD],
+    timeout: float | None,
+    profile: ResourceProfile | None = None,
+    min_ranks: int | None = None,
+) -> tuple[Gang, Callable[[int], None]]:
+    """Return a gang for the partitions of samples, and what places these again.
+
+    ``min_ranks`` is the smallest number of task slots that is enough; None: one for each rank.
+    """
+    frames = samples[0] if len(samples) == 1 else zip_frames(*samples)
+    hosting = None
+    if min_ranks is not None:
+        hosting = Oversubscription(min_ranks, node_of, NodeHere(resources.slab))
+    gang = Gang(resources.context, frames, name, timeout=timeout, profile=profile, hosting=hosting)
+    resources.closing(gang)
+    return gang, lambda number: write_again(samples[number], resources.slab)
+
+
+def node_of(records: list[Any]) -> str:
+    """Return the id of the node that has a partition's samples, or "" if the partition is empty.
+
+    Training samples take precedence over validation samples.
+    """
+    handles: list[SampleHandle] = [pickle.loads(frame) for frame in frames_of(records)]
+    return next((handle.node_id for handle in handles if handle.num_rows), "")
+
+
+@dataclass(frozen=True)
+class NodeHere:
+    """A callable that returns the id of the node on which it is called."""
+
+    slab: SlabConfig
+
+    def __call__(self) -> str:
+        root = open_root(self.slab, create=True)
+        assert root is not None
+        return root.node_id
+
+
+def too_few(slots: int, ranks: int) -> str:
+    """Return the message that there are fewer task slots than ranks."""
+    return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
+
+
+def raise_first(results: Sequence[Exception | None]) -> None:
+    """Raise the first exception among the ranks' results."""
+    for problem in results:
+        if problem is not None:
+            raise problem
 
 
 @dataclass(frozen=True)

@@ -3,26 +3,54 @@
 Every rank has samples of its own, as in every engine. The ranks of a group bring their rows to the
 ranks that need them, so that the group acts as one replica with all of its rows. Between nodes they
 send the rows; on one node, a rank reads the other ranks' rows from their files.
+
+The process groups of a rank, from torch's ``DeviceMesh``: one for each dimension of the mesh.
+
+Batch norm over the samples of all ranks of a gang.
+
+torch's SyncBatchNorm works on GPUs only, gives every rank the same weight in a mean, and does not
+allow a rank without samples. This one sums over samples: its output and gradients are those of a
+single process with the global batch, however the samples are distributed (Ioffe & Szegedy, 2015).
+
+A lock that lets one rank of a node at a time build a model that is to be split.
+
+Each rank reads the recipe, which may contain a module or weights, builds the whole model, and frees
+the parts that other ranks hold. If all ranks did this at once, a node would need memory for as many
+models as it has ranks. In turn, it needs memory for one model and for the parts that the ranks
+keep.
+
+The result is bit for bit that of a model that is built whole. Building the model on the device
+"meta" and materializing only each rank's shards would not give these bits. A seeded build draws the
+values of all tensors from one sequence of random numbers, in the order in which constructors and
+initialisers (``torch.nn.init``, ``reset_parameters``, user code) happen to draw, and some tensors
+are drawn more than once. On "meta" nothing is drawn, and nothing records what would have been.
 """
 
 from __future__ import annotations
 
+import fcntl
+import itertools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.prefetch import AHEAD
 from sparkdl.engines.gang.rank_messages import SampleLocation, broadcast
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.loss import masses_of
-from sparkdl.model.step import output_of
-from sparkdl.parallel.mesh import Mesh
-from sparkdl.replica.compute import autocasting, evaluating
-from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.errors import SessionError
+from sparkdl.model.loss import masses_of, output_of
+from sparkdl.model.recipe import LiveReplica
+from sparkdl.parallel.base import Mesh
+from sparkdl.parallel.plan import ParallelPlan
+from sparkdl.replica.compute import MiniBatch, autocasting, evaluating, idle
 from sparkdl.replica.run import RunSpec
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 
@@ -222,3 +250,180 @@ class NodeLocalRows:
         theirs = replace(work, replica=source, share=self._run.shares[source])
         (arrays,) = theirs.mini_batches(self._live, self._partitions[source])
         return to_mini_batch(arrays, self._live, masses=False)
+
+
+_gangs = itertools.count()
+
+
+def check_carried(parallel: ParallelPlan, device: torch.device) -> None:
+    """Raise SessionError if a model is split and ranks share a GPU.
+
+    Gloo then connects them, and it does not send GPU tensors.
+    """
+    cut = [part.word for part in parallel.parts.values() if part.shares_samples]
+    if cut and sending_device(device) != device:
+        raise SessionError(
+            f'strategy="{cut[0]}" needs a GPU for each rank, and here ranks share one: use as many '
+            'replicas as there are GPUs, or strategy="ddp".'
+        )
+
+
+def sending_device(device: torch.device) -> torch.device:
+    """Return the device from which ranks that compute on ``device`` can send tensors to one another.
+
+    NCCL sends from GPUs. If ranks share a GPU, Gloo connects them, which sends from the CPU only.
+    """
+    carried = device.type == "cpu" or "cuda:nccl" in dist.get_backend_config()
+    return device if carried else torch.device("cpu")
+
+
+class MeshGroups:
+    """A rank's process groups, one for each mesh dimension that has several ranks or a strategy.
+
+    All ranks create them at the same time.
+
+    Every mesh has dimension names of its own. A process may belong to one gang after another, and
+    torch caches how to compute with tensors on a mesh by the mesh's shape and names. The cache
+    includes the process groups, which end with their gang.
+    """
+
+    def __init__(self, parallel: ParallelPlan, device: torch.device) -> None:
+        """Create the mesh. Raises what :func:`check_carried` raises."""
+        check_carried(parallel, device)
+        sizes = parallel.mesh.sizes
+        names = tuple(name for name, size in sizes.items() if size > 1 or name in parallel.parts)
+        self._suffix = f"-{next(_gangs)}"
+        self._mesh = init_device_mesh(
+            device.type, tuple(sizes[name] for name in names), mesh_dim_names=self._own(*names)
+        )
+        if device.type != "cpu":
+            self.meet(device)
+
+    def meet(self, device: torch.device) -> None:
+        """Run a first all-reduce in every group.
+
+        NCCL connects the ranks of a group in their first operation, in which all of them must take
+        part; a message from one rank to another is not enough.
+        """
+        for own in self._mesh.mesh_dim_names or ():
+            dist.all_reduce(torch.zeros(1, device=device), group=self._mesh.get_group(own))
+
+    def _own(self, *names: str) -> tuple[str, ...]:
+        return tuple(name + self._suffix for name in names)
+
+    def mesh(self, *names: str) -> DeviceMesh:
+        """Return the mesh of these dimensions, in this order."""
+        return self._mesh[self._own(*names)]
+
+    def along(self, name: str) -> dist.ProcessGroup | None:
+        """Return the ranks that differ from this one in this dimension only, or None."""
+        (own,) = self._own(name)
+        return self._mesh.get_group(own) if own in (self._mesh.mesh_dim_names or ()) else None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of a tensor over the ranks. Its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor) -> torch.Tensor:
+        total = own.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        total = gradients[0].contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+
+class GlobalBatchNorm(_BatchNorm):
+    """A replacement for torch's batch norms, for inputs of shape (samples, features, ...)."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.ndim < 2:
+            raise ValueError(f"expected at least 2 dimensions, got {input.ndim}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalize as torch does, in training with the mean and variance over all ranks."""
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        axes = [axis for axis in range(input.ndim) if axis != 1]
+        shape = [-1 if axis == 1 else 1 for axis in range(input.ndim)]
+        own, each = 0.0 if idle() else 1.0, input.numel() // input.shape[1]
+        # as torch does: the counts and sums of even a few images overflow half precision
+        values = input if input.dtype == torch.float64 else input.float()
+        count = values.new_full((1,), own * each)
+        sums = _Sum.apply(torch.cat([own * values.sum(axes), count]))
+        total = sums[-1].detach().clamp(min=1.0)
+        mean = sums[:-1] / total
+        centred = values - mean.view(shape)
+        variance = _Sum.apply(own * centred.square().sum(axes)) / total
+        self._follow(mean.detach(), variance.detach(), sums[-1].detach())
+        output = centred * torch.rsqrt(variance.view(shape) + self.eps)
+        if self.affine:
+            output = output * self.weight.view(shape) + self.bias.view(shape)
+        return output.to(input.dtype)
+
+    @torch.no_grad()
+    def _follow(self, mean: torch.Tensor, variance: torch.Tensor, total: torch.Tensor) -> None:
+        """Update the running statistics with the unbiased variance, as torch does.
+
+        Leave them alone if no rank has a sample. ``total`` is the count over all ranks.
+        """
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        if idle() and not total:
+            return
+        self.num_batches_tracked.add_(1)
+        factor = self.momentum
+        if factor is None:
+            factor = 1.0 / float(self.num_batches_tracked)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        unbiased = variance * (total / (total - 1).clamp(min=1.0))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+
+_KINDS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def synchronise(module: nn.Module) -> None:
+    """Make every torch batch norm in ``module`` normalize over all ranks.
+
+    Names and values stay the same.
+    """
+    for child in module.modules():
+        if type(child) in _KINDS:
+            child.__class__ = GlobalBatchNorm
+
+
+class BuildLock:
+    """A context manager that holds the lock of this node.
+
+    It holds it from the beginning of the block until :meth:`release` is called, or until the end of
+    the block. A rank that holds it must not wait for another one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._file = folder / "building", -1
+
+    def __enter__(self) -> BuildLock:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(self._path, flags, 0o600)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+        except BaseException:  # such as an interrupt
+            self.release()
+            raise
+        return self
+
+    def release(self) -> None:
+        """Release the lock, once this rank has freed the parts of the model that other ranks hold."""
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()

@@ -6,7 +6,7 @@ Every public method is a command of the driver.
 DistributedDataParallel (Li et al., 2020) sums the gradients, bucket by bucket while backward still
 runs. Each rank's gradients are multiplied by its share of the global batch. If gradients are
 compressed, or are rows of tables, the ranks exchange them instead
-(:mod:`sparkdl.engines.gang.strategies.sections`). The rest is as in the other engines: the owner of
+(:mod:`sparkdl.engines.gang.strategies.ddp`). The rest is as in the other engines: the owner of
 a slice regularizes, clips and updates it.
 
 With the strategy "ddp" there is one slice, and every rank updates all of it. With "zero1", rank n
@@ -16,6 +16,10 @@ all parameters (:mod:`sparkdl.engines.gang.strategies.fsdp`); with "tensor" it h
 layers that are split (:mod:`sparkdl.engines.gang.strategies.tensor`); with "pipeline" it holds some
 of the layers (:mod:`sparkdl.engines.gang.strategies.pipeline`). If there are several copies of a
 split model, each rank updates all of its part, or, with "zero1" as well, some of it.
+
+The update of the slices that a rank owns, and of its copies of what other ranks own.
+
+The commands of the driver that read or replace the state of a rank.
 """
 
 from __future__ import annotations
@@ -28,12 +32,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
+from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, lies_here, open_partition
-from sparkdl.engines.gang.build_lock import BuildLock
+from sparkdl.engines.gang.model_group import BuildLock
 from sparkdl.engines.gang.rank_messages import (
     RankConfig,
     RankReport,
@@ -41,27 +47,210 @@ from sparkdl.engines.gang.rank_messages import (
     SampleLocation,
     gathered,
 )
-from sparkdl.engines.gang.rank_state import evaluated, needs_all_losses
-from sparkdl.engines.gang.rank_update import update_slices
-from sparkdl.engines.gang.snapshots import SnapshotFiles, Snapshots
-from sparkdl.engines.gang.state_commands import StateCommands
+from sparkdl.engines.gang.rank_state import RankState, States, evaluated, needs_all_losses
+from sparkdl.engines.gang.snapshots import (
+    Background,
+    BackgroundResult,
+    SnapshotFiles,
+    Snapshots,
+    copied_residuals,
+    on_copies,
+)
+from sparkdl.engines.gang.strategies.base import GradientSync
 from sparkdl.engines.gang.strategies.build import build_rank
 from sparkdl.errors import ModelError, SessionError, UserError
 from sparkdl.gang.rank_task import RankContext
+from sparkdl.loop.engine import BEST, ReadResiduals, ReadState, StateWork, weights_of
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import Recipe
-from sparkdl.process.determinism import generators_lent
+from sparkdl.process.determinism import generators_lent, put_back
 from sparkdl.process.memory import memory_given_back
-from sparkdl.process.numerics import put_back
-from sparkdl.process.output import label_output
+from sparkdl.process.system import label_output
 from sparkdl.replica.compare import Compared, compared
+from sparkdl.replica.compute import MiniBatch
 from sparkdl.replica.iteration import Clock, IterationRows, ReplicaReport, SliceReport
-from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.run import full_gpu_explained
-from sparkdl.replica.score import score_partition
-from sparkdl.replica.step import ReplicaIteration, to_mini_batch
+from sparkdl.replica.run import RunSpec, full_gpu_explained
+from sparkdl.replica.step import ReplicaIteration, score_partition, to_mini_batch
+from sparkdl.slab.pool import Left, Reference, left_where_large, open_pool, read_part
 from sparkdl.slab.root import open_root
+from sparkdl.slices.reduce import ReducedGradient
+from sparkdl.slices.section import Section
+from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.usercode.travel import model_needs
+
+
+def update_slices(
+    held: RankState,
+    run: RunSpec,
+    node_id: str,
+    step: IterationRows,
+    sections: Mapping[int, list[Section]],
+    loss: float,
+    clock: Clock,
+) -> list[SliceReport]:
+    """Regularize, clip and update this rank's slices, and send their weights to the other ranks.
+
+    Slices without sections stay as they are. The reports are on those that no earlier rank updates.
+    """
+    known: dict[int, ReducedGradient] = {}
+    squares = [0.0] * run.slices
+    for n, owner in held.owners.items():
+        if owner.clips_norm:
+            state = held.states[n]
+            length, device = owner.plan.dense_length, state.weights.device
+            memory = torch.empty(length, dtype=owner.dtype, device=device)
+            known[n] = owner.reduce(sections[n], state.weights, memory)
+            squares[n] = held.counted[n].squared_norm(known[n])
+    if known and run.slices > 1:
+        mine = squares if held.first else [0.0] * len(squares)
+        squares = [many[r] for r, many in enumerate(gathered(mine))]
+    slices = []
+    for n in sections:
+        owner, state = held.owners[n], held.states[n]
+        updated = owner.update(
+            state,
+            state,
+            sections[n],
+            step.hyperparameters,
+            known=known.get(n),
+            squares=squares,
+            loss=loss,
+            seed=step.update_seed(run.seed),
+            shown=held.counted[n].plan.parameters if step.histograms else (),
+        )
+        clock.lap("update")
+        if held.first:
+            found = updated.histograms
+            slices.append(SliceReport(n, node_id, None, norm=updated.norm, histograms=found))
+    held.share()
+    clock.lap("publish")
+    return slices
+
+
+class StateCommands:
+    """The use of a rank's state by the driver. Every public method is one of its commands.
+
+    ``_read`` is the state that :meth:`read` has read and :meth:`place` has still to place.
+    """
+
+    def __init__(self, held: RankState, sync: GradientSync, run: RunSpec, rank: int) -> None:
+        self._held, self._sync, self._run, self._rank = held, sync, run, rank
+        self._read: tuple[str, States] | None = None
+        self._background: Background | None = None
+
+    @property
+    def writing(self) -> bool:
+        """Return whether background work is still running."""
+        return self._background is not None and self._background.busy
+
+    def _answers_for(self, number: int) -> bool:
+        """Return whether this rank reports on slice ``number``, which several ranks may own."""
+        return number in self._held.owners and (self._run.slices > 1 or self._rank == 0)
+
+    def read(
+        self, read: ReadState | None, reported: tuple[type[Exception], ...], which: str
+    ) -> Any:
+        """Read the initial slices, without placing them; None: the recipe's weights.
+
+        Returns an exception of ``reported``, if one was raised.
+        """
+        self._read = None
+        if read is None:
+            return None
+        held, found = self._held, {}
+        for n in held.owners:
+            try:
+                found[n] = read(held.slices[n], held.live.flat.layout.dtype)
+            except reported as error:
+                return error
+        self._read = which, found
+        return None
+
+    def place(self) -> None:
+        """Place the state that was read or, if none was, the recipe's weights."""
+        if self._read is None:
+            self._held.begin()
+            return
+        which, found = self._read
+        self._read = None
+        if which == BEST:
+            self._held.place_best(found)
+        else:
+            self._held.place(found)
+
+    def keep_best(self) -> None:
+        """Keep a copy of the current weights."""
+        self._sync.settle()
+        self._held.keep_best()
+
+    def weights(self, which: str, submission: int) -> dict[int, np.ndarray | Left]:
+        """Return the weights of the slices that this rank answers for, as NumPy arrays.
+
+        Arrays travel with fewer copies than tensors. ``which`` may also be the moving average. For
+        the arguments see :meth:`map_slices`.
+        """
+        self._sync.settle()
+        held, pool = self._held, open_pool(self._run.slab)
+        states = held.best if which == BEST else held.states
+        slices = held.as_slices({n: SliceState(weights_of(s, which)) for n, s in states.items()})
+        return {
+            n: left_where_large(pool, s.weights.numpy(), submission)
+            for n, s in slices.items()
+            if self._answers_for(n)
+        }
+
+    def map_slices(
+        self, use: Callable[[int, SliceSpec, SliceState], Any], which: str, submission: int
+    ) -> dict[int, Any]:
+        """Use the states of the slices that this rank answers for; large results stay in slabs."""
+        plans, states, pool = self._held.slices, self._slices(which), open_pool(self._run.slab)
+        return {
+            n: left_where_large(pool, use(n, plans[n], state), submission)
+            for n, state in states.items()
+        }
+
+    def read_parts(self, parts: Mapping[int, Reference]) -> dict[int, bytes]:
+        """Read parts of what this rank has left in slabs."""
+        pool = open_pool(self._run.slab)
+        return {n: read_part(pool, part) for n, part in parts.items() if self._answers_for(n)}
+
+    def _slices(self, which: str) -> States:
+        """Return the states of the slices that this rank answers for."""
+        self._sync.settle()
+        held = self._held
+        states = held.as_slices(held.best if which == BEST else held.states)
+        return {n: state for n, state in states.items() if self._answers_for(n)}
+
+    def begin_background(self, name: str, uses: StateWork) -> None:
+        """Start to use copies of the state in the background. Only one such work runs at a time."""
+        plans = dict(enumerate(self._held.slices))
+        states = [on_copies(use, plans, self._slices(which)) for use, which in uses.states]
+        residuals = []
+        if self._sync.kept is not None:
+            kept = copied_residuals(self._sync.kept)
+            residuals.append(functools.partial(uses.residuals, self._rank, kept))
+        self._background = Background(name, states, residuals)
+
+    def background(self, name: str) -> BackgroundResult | None:
+        """Return the results of background work, or None if this rank is new and does not know it."""
+        found, self._background = self._background, None
+        return found.results() if found is not None and found.name == name else None
+
+    def load_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
+        """Load this rank's residuals. See :class:`sparkdl.loop.engine.Engine`.
+
+        An exception of ``reported`` is returned instead of raised.
+        """
+        try:
+            self._sync.place_kept(read(self._rank))
+        except reported as error:
+            return error
+        return None
+
+    def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
+        """Return ``[use(rank, kept)]``, or an empty list if this rank has no residuals."""
+        kept = self._sync.kept
+        return [] if kept is None else [use(self._rank, kept)]
 
 
 @dataclass(frozen=True)

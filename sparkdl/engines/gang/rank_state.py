@@ -15,12 +15,11 @@ import torch.distributed as dist
 
 from sparkdl.codec.safe import mapped
 from sparkdl.loop.engine import CURRENT, weights_of
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.gradient_writer import writes_early
+from sparkdl.model.recipe import LiveReplica
+from sparkdl.replica.gradients import writes_early
 from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.slices.optimizer_step import wants_loss
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.slices.update import SliceUpdater
 
 States = dict[int, SliceState]

@@ -2,37 +2,276 @@
 
 It serves for debugging and as the reference for the shuffle engine: the same M and N give the same
 bits.
+
+Gossip in one process: all replicas in turn on one live module, the reference for ranks of a gang.
+
+The replicas of the local engine: M of them, which compute in turn on one live module.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from sparkdl.codec.packed import ByParameter
-from sparkdl.consistency.base import Consistency, Update, next_update
-from sparkdl.consistency.stragglers import StragglerLimit
+from sparkdl.consistency.base import Consistency, StragglerLimit, Update, next_update
+from sparkdl.consistency.gossip import DISTANCE, TOPOLOGIES, add_up, averaged_parts, mix
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
+from sparkdl.data.partition_reader import MappedPartition, open_partition
 from sparkdl.data.sample_set import SampleSet
-from sparkdl.engines.local.gossip import gossip
-from sparkdl.engines.local.replicas import LocalReplicas, open_all
-from sparkdl.engines.validation_set import ValidationSet
+from sparkdl.engines.delivery import ValidationSet
+from sparkdl.errors import StaleReferenceError, StateLostError
 from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState, weights_of
 from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
+from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.process.determinism import torch_threads
+from sparkdl.replica.gradients import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Iteration, IterationRows, ReplicaReport, SliceReport
-from sparkdl.replica.run import RunSpec
-from sparkdl.replica.score import score_partition
+from sparkdl.replica.local_sgd import (
+    keep_replica,
+    open_inner,
+    open_replica_state,
+    problem_of_step,
+    several_steps,
+    step_alone,
+    without_rows,
+)
+from sparkdl.replica.run import OpenRun, RunSpec
+from sparkdl.replica.step import (
+    ReplicaIteration,
+    ReplicaResult,
+    compress_outcome,
+    not_finite,
+    one_gradient,
+    score_partition,
+    section_maps,
+    sections_nbytes,
+    to_mini_batch,
+    write_sections,
+)
 from sparkdl.slices.reduce import ReducedGradient
-from sparkdl.slices.section import Section
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.section import Section, SectionLayout
+from sparkdl.slices.spec import SliceSpec, SliceState, join_states
+from sparkdl.slices.update import SliceUpdater
+
+
+@dataclass(frozen=True)
+class Gossiped:
+    """The result of an iteration."""
+
+    reports: list[ReplicaReport]
+    kept: Mapping[int, ByParameter]  # of every replica; empty: the update was skipped
+    mean: torch.Tensor | None  # of their flat vectors; None: the update was skipped
+
+
+def gossip(
+    live: LiveReplica,
+    plans: OpenRun,
+    run: RunSpec,
+    partitions: Sequence[MappedPartition | None],
+    step: IterationRows,
+    mean: torch.Tensor,
+    kept: Mapping[int, ByParameter],
+) -> Gossiped:
+    """Run an iteration of all replicas, each on its own weights; those of ``live`` are lost.
+
+    A replica that has kept nothing begins with ``mean``.
+    """
+    layout, plan = live.flat.layout, plans.whole.plan
+    replicas, reports = list[_Replica](), dict[int, ReplicaReport]()
+    for number in range(run.replicas):
+        work = ReplicaIteration(step, number, run.batch_spec, run.shares[number])
+        state = open_replica_state(plan, kept.get(number, {}), mean.clone())
+        replicas.append(_Replica(live, work, state))
+        partition = partitions[number]
+        if work.rows[1] > work.rows[0] and partition is not None:
+            reports[number] = replicas[number].passes(partition)
+    if any(report.not_finite for report in reports.values()):
+        return Gossiped(list(reports.values()), {}, None)
+    total = sum(replica.weight for replica in replicas)
+    for replica in replicas if total else ():
+        replica.steps(plans.whole, run.replicas * replica.weight / total)
+    wire = live.recipe.options.wire_dtype or layout.dtype
+    sent = [replica.state.weights.to(wire, copy=True) for replica in replicas]
+    weights = TOPOLOGIES[str(live.recipe.options.topology)](run.replicas, step.index)
+    for number, replica in enumerate(replicas):
+        others = {(number - places) % run.replicas: w for places, w in weights.items() if places}
+        heard = [(others[other], sent[other]) for other in sorted(others)]
+        distance = mix(replica.state.weights, sent[number].to(layout.dtype), heard, layout)
+        if number in reports:
+            losses = {**reports[number].losses, DISTANCE: (distance, 1.0)}
+            reports[number] = replace(reports[number], losses=losses)
+    states = [replica.state for replica in replicas]
+    new = {number: keep_replica(plan, state) for number, state in enumerate(states)}
+    found = states[0].weights.clone()
+    for part in averaged_parts(layout):
+        add_up(found[part], [state.weights[part] for state in states])
+    return Gossiped(list(reports.values()), new, found)
+
+
+class _Replica:
+    """A replica in an iteration."""
+
+    def __init__(self, live: LiveReplica, work: ReplicaIteration, state: SliceState) -> None:
+        self._live, self._work, self.state = live, work, state
+        self._gradients, self._loss, self.weight = without_rows(live), 0.0, 0.0
+
+    def passes(self, partition: MappedPartition) -> ReplicaReport:
+        """Run forward and backward, and return the report."""
+        clock, live = Clock(), self._live
+        (batch,) = self._work.mini_batches(live, partition)
+        clock.lap("data")
+        self._load()
+        clock.lap("fetch")
+        result = one_gradient(live, batch, self._work, clock)
+        live.flat.save_buffers(self.state.weights)
+        self._gradients, self._loss, self.weight = result.gradients, result.loss, result.weight
+        problem = problem_of_step(live, result.loss, result.gradients)
+        return ReplicaReport(
+            self._work.replica,
+            result.count,
+            result.weight,
+            result.loss,
+            "",
+            clock.seconds,
+            problem,
+            losses=result.losses,
+        )
+
+    def steps(self, whole: SliceUpdater, factor: float) -> None:
+        """Take a step with ``factor`` times the gradients."""
+        self._load()
+        flat = self._live.flat.flat
+        state = replace(self.state, weights=flat)
+        step_alone(self._live, self._gradients, self._work, state, whole, self._loss, factor=factor)
+        self.state = replace(state, weights=self.state.weights.copy_(flat))
+
+    def _load(self) -> None:
+        """Put the replica's weights into the module."""
+        self._live.flat.flat.copy_(self.state.weights)
+        self._live.flat.refresh()
+
+
+class LocalReplicas:
+    """The replicas of a run, and what each keeps from one iteration to the next.
+
+    This is what compression has left out, or the state of the replica's own optimizer.
+    """
+
+    def __init__(
+        self, samples: SampleSet, run: RunSpec, recipe: bytes, now: Callable[[], float]
+    ) -> None:
+        self.partitions = open_all(samples)
+        self._run, self._recipe, self._now = run, recipe, now
+        self.build()
+        self.plans = OpenRun.of(self.live, run)
+        self.kept: dict[int, ByParameter] = {}
+        self._memory: dict[int, np.ndarray] = {}
+
+    def build(self) -> None:
+        """Build the module, so that it has the weights of the recipe."""
+        recipe: Recipe = pickle.loads(self._recipe)
+        self.live = LiveReplica.of(recipe)
+
+    def keep(self, kept: Mapping[int, ByParameter]) -> None:
+        """Keep tensors of some replicas for the next iteration."""
+        self.kept |= kept
+
+    def keep_only(self, kept: Mapping[int, ByParameter]) -> None:
+        """Keep these tensors, and forget what replicas had kept before."""
+        self.kept = dict(kept)
+
+    def run(
+        self,
+        step: IterationRows,
+        replica: int,
+        weights: Sequence[torch.Tensor],
+        states: Sequence[SliceState],
+    ) -> tuple[ReplicaReport, list[Section], ReplicaResult]:
+        """Do the work of a replica with rows; return its report, its sections, and the result."""
+        live, clock = self.live, Clock(self._now)
+        partition = self.partitions[replica]
+        assert partition is not None
+        work = ReplicaIteration(step, replica, self._run.batch_spec, self._run.shares[replica])
+        local_steps = live.recipe.options.local_steps
+        batches = work.mini_batches(live, partition, local_steps)
+        clock.lap("data")
+        self.load_weights(weights)
+        memory, writer = None, None
+        if writes_early(live):
+            maps = section_maps(live, self.plans.slices, ReplicaResult())
+            memory = self._section_memory(replica, maps)
+            writer = GradientWriter(live, self.plans.slices, maps, memory)
+        if not live.recipe.options.steps_on_replicas:
+            clock.lap("fetch")
+            outcome = one_gradient(live, batches[0], work, clock, writer)
+        else:
+            device, mine = live.flat.flat.device, self.kept.get(replica, {})
+            if live.recipe.options.outer:
+                state = open_inner(self.plans.whole.plan, mine, device)
+            else:
+                state = join_states(self.plans.slices, states, device)
+            clock.lap("fetch")
+            each = (to_mini_batch(batch, live) for batch in batches)
+            outcome = several_steps(live, each, work, state, self.plans.whole, clock)
+        if live.recipe.compression is not None:
+            outcome = compress_outcome(live, outcome, work, self.kept.get(replica, {}))
+            clock.lap("compress")
+        maps = section_maps(live, self.plans.slices, outcome)
+        if memory is None:
+            memory = self._section_memory(replica, maps)
+        sections = write_sections(live, self.plans.slices, maps, outcome, memory)
+        problem = not_finite(live, self.plans.slices, sections, outcome)
+        clock.lap("publish")
+        report = ReplicaReport(
+            replica,
+            outcome.count,
+            outcome.weight,
+            outcome.loss,
+            "",
+            clock.seconds,
+            problem,
+            losses=outcome.losses,
+            passed=outcome.passed,
+        )
+        written = [replace(section, replica=replica, others=outcome.others) for section in sections]
+        return report, written, outcome
+
+    def load_weights(self, weights: Sequence[torch.Tensor]) -> None:
+        """Copy the weights of all slices into the live module."""
+        flat = self.live.flat
+        for plan, part in zip(self.plans.slices, weights, strict=True):
+            flat.flat[plan.start : plan.stop].copy_(part)
+        flat.refresh()
+
+    def _section_memory(self, replica: int, maps: Sequence[SectionLayout]) -> np.ndarray:
+        """Return zeroed memory for the sections of a replica, which the next iteration uses again."""
+        nbytes = sum(sections_nbytes(self.live, self.plans.slices, maps))
+        known = self._memory.get(replica)
+        if known is not None and known.nbytes == nbytes:
+            known.fill(0)
+            return known
+        made = self._memory[replica] = np.zeros(nbytes, np.uint8)
+        return made
+
+
+def open_all(samples: SampleSet) -> list[MappedPartition | None]:
+    """Open the samples of every replica; None for a replica without rows."""
+    try:
+        return [open_partition(handle) if handle.num_rows else None for handle in samples.handles]
+    except StaleReferenceError as error:
+        raise StateLostError(
+            f"{error} before training began. Call fit again, which writes the samples again, and "
+            "make sure that nothing deletes files in spark.sparkdl.slab.dir."
+        ) from error
 
 
 class LocalEngine:

@@ -8,22 +8,19 @@ from typing import Any
 
 import torch
 
-from sparkdl.consistency.asynchronous import Asynchronous
+from sparkdl.consistency.asynchronous import Asynchronous, Commit, GroupTurns, Turn
 from sparkdl.consistency.base import Consistency
-from sparkdl.consistency.group_turns import GroupTurns
-from sparkdl.consistency.turns import Commit, Turn
 from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.local.engine import LocalEngine
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.loop.engine import CURRENT, ReadState
 from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.process.determinism import torch_threads
 from sparkdl.replica.iteration import Clock, Decisions, Iteration, ReplicaReport, SliceReport
 from sparkdl.replica.run import RunSpec
-from sparkdl.slices.rates import scaled_rates
+from sparkdl.slices.optimizer import scaled_rates
 from sparkdl.slices.section import Section
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceSpec, SliceState
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class LocalGroupEngine(LocalEngine):
             return replace(result, decisions=decisions)
 
     def begin(self, turn: Turn) -> None:
-        """Compute the gradient of a turn; see :class:`sparkdl.consistency.turns.Workplace`."""
+        """Compute the gradient of a turn; see :class:`sparkdl.consistency.asynchronous.Workplace`."""
         assert self._asked is not None
         step = self._turns.iteration_of(turn, self._asked, self.plan)
         weights = self._kept.get(turn.version) or [state.weights for state in self._states]

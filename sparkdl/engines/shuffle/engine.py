@@ -18,23 +18,20 @@ from typing import Any
 import torch
 
 from sparkdl.codec.packed import ByParameter
-from sparkdl.consistency.base import Consistency, Update, next_update
-from sparkdl.consistency.stragglers import StragglerLimit
+from sparkdl.consistency.base import Consistency, StragglerLimit, Update, next_update
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.engines.shuffle.form_chooser import FormChooser
-from sparkdl.engines.shuffle.messages import IterationMessage
+from sparkdl.engines.delivery import ValidationSet
+from sparkdl.engines.shuffle.forms import FormChooser
+from sparkdl.engines.shuffle.messages import IterationMessage, ShuffleSpec
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.reports import IterationReports
-from sparkdl.engines.shuffle.spec import ShuffleSpec
 from sparkdl.engines.shuffle.state_reads import SnapshotRdds, StateReader
 from sparkdl.engines.shuffle.versions import SliceVersions
-from sparkdl.engines.validation_set import ValidationSet
 from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState
 from sparkdl.loop.iteration_result import IterationResult, slowest, summarize, summed
 from sparkdl.replica.iteration import Fault, Iteration, IterationRows, ReplicaReport
-from sparkdl.slices.spec import SliceSpec
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceSpec, SliceState
 
 
 class ShuffleEngine:

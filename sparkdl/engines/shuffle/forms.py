@@ -12,12 +12,17 @@ more than a second job. Therefore
 * on one node, where only references travel, these go through the driver: each stage is a job
   (:class:`TwoJobs`);
 * a small model's iteration is one stage (:class:`OneStage`).
+
+The form of an iteration in stages that meet at a shuffle, on any number of nodes.
+
+The choice of an iteration's form, by what it asks for and by measuring the update.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
@@ -29,20 +34,53 @@ from sparkdl.engines.shuffle.messages import (
     REDUCTION,
     SYNCHRONIZATION,
     IterationMessage,
+    NodeCopies,
+    NodeWeights,
     OneStageReport,
     PendingGradients,
+    ShuffleSpec,
+)
+from sparkdl.engines.shuffle.node_reduce import (
+    NodeReports,
+    ReceiveWeights,
+    ReduceOnNode,
+    ReportSink,
+    SendWeights,
+    to_driver,
 )
 from sparkdl.engines.shuffle.placement import Placement
-from sparkdl.engines.shuffle.replica_tasks import OneStageTask
-from sparkdl.engines.shuffle.reports import IterationReports, states_of
+from sparkdl.engines.shuffle.replica_tasks import ForwardBackward, OneStageTask
+from sparkdl.engines.shuffle.reports import (
+    IterationReports,
+    Nodes,
+    SliceBytes,
+    copies_by_node,
+    planned,
+    states_of,
+)
 from sparkdl.engines.shuffle.update_tasks import (
     ApplyPending,
+    Reduce,
     ReducePending,
+    Synchronize,
+    Update,
     UpdateReduced,
 )
-from sparkdl.loop.iteration_result import summed
-from sparkdl.replica.iteration import Fault, SliceReport
-from sparkdl.spark.frames import RunningJob, map_frames, stage_name
+from sparkdl.gang.slots import task_slots
+from sparkdl.loop.iteration_result import busiest, summed
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import Layout
+from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
+from sparkdl.replica.run import RunSpec
+from sparkdl.slices.spec import slice_specs
+from sparkdl.spark.frames import (
+    RunningJob,
+    collect_and_forget,
+    map_frames,
+    shuffle_frames,
+    stage_name,
+    zip_frames,
+)
 
 STAGE_SECONDS = 0.010
 """The measured cost of a stage (docs/internals/engine-notes.md), and so the most by which the tasks of
@@ -168,3 +206,189 @@ def _too_large(message: IterationMessage) -> bool:
 
 def _faults(reports: list[OneStageReport]) -> tuple[Fault, ...]:
     return tuple(header.fault for one in reports for header in one.headers if header.fault)
+
+
+NODE_REDUCTION = "sum on the nodes"
+INSTALLATION = "weights to the nodes"
+
+
+MORE_STAGES = 2
+"""The additional stages if nodes sum: one to combine gradients and one to install weights."""
+BYTES_PER_SECOND = 2e8
+"""The approximate throughput of the shuffle between two nodes.
+
+The network is a small part of it: writing and reading take Spark and Python 10 ns of processor time
+per byte (benchmarks/between_nodes.py).
+"""
+
+
+class NodeReducePlan:
+    """The decision made from the nodes of replicas and owners; the bits are the same either way."""
+
+    def __init__(self, layout: Layout, run: RunSpec, options: TrainingOptions) -> None:
+        wire = (options.wire_dtype or layout.dtype).itemsize
+        flat = layout.dtype.itemsize
+        # After local steps, optimizer state travels too; compressed gradients cannot be summed yet.
+        self._possible = options.local_steps == 1 and not run.keeps_tensors
+        self._slices = [
+            SliceBytes(plan.dense_length * wire, plan.dense_length * flat, plan.length * flat)
+            for plan in slice_specs(layout, run.slices, whole=run.whole_tensors)
+        ]
+
+    def chosen(self, node_ids: tuple[str, ...], states: Sequence[SliceHandle]) -> Nodes | None:
+        """Return the nodes if they should sum; None if each replica should send its gradients."""
+        nodes = Nodes(node_ids, tuple(state.node_id for state in states))
+        if not self._possible or len({*nodes.replicas, *nodes.slices}) == 1:
+            return None
+        plain, summed = (busiest(planned(nodes, self._slices, way)) for way in (False, True))
+        saved = (plain - summed) / BYTES_PER_SECOND
+        return nodes if saved > MORE_STAGES * STAGE_SECONDS else None
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """The form in which forward-backward and synchronization meet at a shuffle.
+
+    If it saves enough time, nodes sum the gradients in between and share the new weights.
+    """
+
+    placement: Placement
+    resources: FitResources
+    node_sums: NodeReducePlan
+
+    applies_pending: ClassVar[bool] = False
+
+    @staticmethod
+    def of(spec: ShuffleSpec, placement: Placement) -> Shuffled:
+        node_sums = NodeReducePlan(spec.layout, spec.run, spec.options)
+        return Shuffled(placement, spec.resources, node_sums)
+
+    def submit(self, message: IterationMessage) -> IterationReports:
+        """Run the iteration; see :class:`sparkdl.engines.shuffle.forms.Form`. It is never None."""
+        placement, read = self.placement, message.read_states
+        nodes = self.node_sums.chosen(placement.replica_nodes, read)
+        if message.limit is not None and message.limit.seconds is not None:
+            nodes = None  # attempts of a replica may differ, and in a sum nobody would see that
+        copies: NodeCopies = {}
+        if nodes is not None and not placement.has_all_weights(read, message.copies):
+            begun = self._hand_on(message, nodes)
+            if begun.faults:
+                return begun
+            copies = copies_by_node(begun.installed)
+            message = replace(message, copies=copies)
+        return replace(self._run(message, nodes), copies=copies)
+
+    def _run(self, message: IterationMessage, nodes: Nodes | None) -> IterationReports:
+        placement = self.placement
+        name = SYNCHRONIZATION if nodes is None else INSTALLATION
+        count = placement.slices if nodes is None else len(placement.replica_nodes)
+        rdd = self._build(message, nodes)
+        return _joined(run_job(rdd, count, name, lambda: self.resources.shuffled(rdd)))
+
+    def _build(self, message: IterationMessage, nodes: Nodes | None) -> RDD:
+        """Build the RDDs of an iteration. ``nodes`` are those that sum, if they do."""
+        placement = self.placement
+        read, copies, replicas = message.read_states, message.copies, len(placement.replica_nodes)
+        with stage_name(self.resources.context, FORWARD_BACKWARD):
+            body, samples = ForwardBackward(message, nodes), placement.samples
+            gradients = placement.tasks_with_weights(body, samples, read, copies)
+            received = self._send(gradients, placement.slices if nodes is None else replicas)
+        if nodes is not None:
+            with stage_name(self.resources.context, NODE_REDUCTION):
+                offers = zip_frames(received, placement.replicas_counted(replicas))
+                received = self._send(map_frames(offers, ReduceOnNode(nodes)), placement.slices)
+        if not placement.two_stages:
+            with stage_name(self.resources.context, REDUCTION):
+                reduced = map_frames(zip_frames(received, placement.slice_rdd), Reduce(message))
+                received = self._send(reduced, placement.slices)
+        tell: ReportSink = to_driver if nodes is None else NodeReports(nodes)
+        update = Synchronize(message, tell) if placement.two_stages else Update(message, tell)
+        owners = placement.slice_rdd if placement.two_stages else placement.slices_counted
+        with stage_name(self.resources.context, SYNCHRONIZATION):
+            updated = map_frames(zip_frames(received, owners), update)
+            return updated if nodes is None else self._install(updated, message)
+
+    def _send(self, keyed: RDD, partitions: int) -> RDD:
+        return shuffle_frames(keyed, partitions, few_bytes=self.placement.few_bytes)
+
+    def _install(self, weight_frames: RDD, message: IterationMessage) -> RDD:
+        """Send frames with weights to every replica, and write them into slabs there."""
+        placement = self.placement
+        arrived = self._send(weight_frames, len(placement.replica_nodes))
+        replicas = placement.replicas_counted(placement.slices)
+        return map_frames(zip_frames(arrived, replicas), ReceiveWeights(message))
+
+    def _hand_on(self, message: IterationMessage, nodes: Nodes) -> IterationReports:
+        """Send the weights that replicas compute on once to each node that lacks them."""
+        with stage_name(self.resources.context, INSTALLATION):
+            task = SendWeights(message.read_states, nodes)
+            sent = map_frames(self.placement.slice_rdd, task)
+            installed = collect_and_forget(self._install(sent, message))
+        return _joined([pickle.loads(frame) for frame in installed])
+
+
+def _joined(results: Sequence[SliceReport | NodeWeights]) -> IterationReports:
+    installed = tuple(result for result in results if isinstance(result, NodeWeights))
+    slices = [result for result in results if isinstance(result, SliceReport)]
+    slices += [report for node in installed for report in node.reports]
+    return IterationReports.of(slices, installed=installed)
+
+
+TRIALS = 3
+"""The number of updates to measure first. The fastest counts, because the first ones include setup."""
+
+
+class FormChooser:
+    """The choice among the forms of an iteration.
+
+    With one stage, each of M replicas updates all N slices; with two, each slice is updated once.
+    The bits are the same in every form, so a choice that depends on timing does not affect results.
+    """
+
+    def __init__(self, spec: ShuffleSpec, placement: Placement, stages: str) -> None:
+        self._stages, self._placement = stages, placement
+        self._clips_norm = spec.options.clips_norm
+        replicas, slices, slots = (
+            spec.run.replicas,
+            spec.run.slices,
+            task_slots(spec.resources.context),
+        )
+        one, two = math.ceil(replicas / slots) * slices, math.ceil(slices / slots)
+        self._more = one - two
+        self._seconds: list[float] = []
+        self._one_stage = OneStage(placement, spec.resources)
+        self._two_jobs = TwoJobs(placement, spec.resources)
+        self._shuffled = Shuffled.of(spec, placement)
+        self._ruled_out: set[type[Form]] = set()
+
+    def choose(self, message: IterationMessage) -> list[Form]:
+        """Return the forms that the iteration can have, the best one first.
+
+        One stage leaves norms and histograms to the next iteration, so it cannot be if they must be
+        known when this one ends.
+        """
+        found: list[Form] = []
+        if self._placement.single_node(message.states):
+            early = self._clips_norm or message.histograms
+            if self._one_stage_pays and not early:
+                found.append(self._one_stage)
+            if self._stages != "shuffle":
+                found.append(self._two_jobs)
+        return [*(form for form in found if type(form) not in self._ruled_out), self._shuffled]
+
+    @property
+    def _one_stage_pays(self) -> bool:
+        """Return whether one stage is better, as far as has been measured."""
+        if self._stages != "auto":
+            return self._stages == "one"
+        measured = len(self._seconds) >= TRIALS
+        return measured and self._more * min(self._seconds) < STAGE_SECONDS
+
+    def rule_out(self, form: Form) -> None:
+        """Choose a form no more, because its messages are too large."""
+        self._ruled_out.add(type(form))
+
+    def note(self, reports: IterationReports) -> None:
+        """Record how long the tasks took that updated one slice each."""
+        if reports.slices and not reports.skipped and len(self._seconds) < TRIALS:
+            self._seconds.append(max(sum(each.seconds.values()) for each in reports.slices))

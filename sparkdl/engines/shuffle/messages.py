@@ -1,4 +1,9 @@
-"""The metadata beside the bytes: the messages, headers and reports of jobs and the driver."""
+"""The metadata beside the bytes: the messages, headers and reports of jobs and the driver.
+
+Faults: the reasons why a task does no work, and errors for those that no submission resolves.
+
+The constants of a run on the shuffle engine.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdl.data.epoch import derive_seed
+from sparkdl.data.sample_set import SampleSet
+from sparkdl.engines.resources import FitResources, samples_changed
+from sparkdl.errors import StateLostError
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import Layout
+from sparkdl.replica.compare import Description
 from sparkdl.replica.iteration import (
     ALL_PARTS,
     Fault,
@@ -17,6 +28,7 @@ from sparkdl.replica.iteration import (
     SliceHandle,
     SliceReport,
 )
+from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import Reference
 from sparkdl.slices.section import SectionLayout
 
@@ -158,3 +170,48 @@ class ReducedHeader:
     absent: frozenset[int] = frozenset()
     report: SliceReport | None = None
     weight: float = 0.0
+
+
+MOVED = "moved"
+"""The task runs on another node than its references are for; sending bytes resolves that."""
+SAMPLES_FOREIGN = "samples foreign"
+"""The task was given samples that lie on another node."""
+SAMPLES_CHANGED = "samples changed"
+"""The partition was recomputed and holds other rows, because its source is not deterministic."""
+STATE_FOREIGN = "state foreign"
+"""The synchronization task does not run on the node that holds the slice's state."""
+UNLIKE = "unlike"
+"""The owner of a slice was given the gradient of another attempt of a replica than others were, and the
+two attempts did not stop after as many micro-batches."""
+RESIDUAL_FOREIGN = "residual foreign"
+"""The task does not run on the node that holds its replica's residuals."""
+
+
+def raise_unrecoverable(faults: Sequence[Fault], doing: str) -> None:
+    """Raise an error if another submission could not resolve one of the faults."""
+    for fault in faults:
+        if fault.kind == STATE_FOREIGN:
+            raise StateLostError(
+                f"{doing}: the state of slice {fault.partition} is out of reach (its node or "
+                "executor is gone)."
+            )
+        if fault.kind == RESIDUAL_FOREIGN:
+            raise StateLostError(
+                f"{doing}: what replica {fault.partition} keeps between iterations is "
+                "out of reach (its node or executor is gone)."
+            )
+        if fault.kind == SAMPLES_CHANGED:
+            raise samples_changed(doing, fault.partition)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShuffleSpec:
+    """The constants that the parts of the engine share."""
+
+    samples: SampleSet
+    layout: Layout
+    run: RunSpec
+    recipe: bytes
+    options: TrainingOptions
+    built: Description
+    resources: FitResources

@@ -12,34 +12,39 @@ replica on every other node, where a task writes them into a slab. The replicas 
 then read this *copy* by reference, as they read the slices of their own node. A copy has the same
 age as the state it was made from and lies in buffers of the same submission, so it lives as long (see
 [Note: who may write a buffer]).
+
+The ways in which a slice's report and new weights leave the task after an update.
+
+There are two. The report goes to the driver and the weights stay in their slab (:func:`to_driver`).
+Or both go to the nodes through a shuffle (:class:`NodeReports`).
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from sparkdl.codec.frames import as_tensor, decode, encode
-from sparkdl.engines.shuffle.faults import MOVED, STATE_FOREIGN
+from sparkdl.codec.packed import as_tensor, decode, encode
 from sparkdl.engines.shuffle.messages import (
+    MOVED,
+    STATE_FOREIGN,
     GradientHeader,
     GradientOffer,
     IterationMessage,
     NodeWeights,
     WeightsHeader,
 )
-from sparkdl.engines.shuffle.state_tasks import run_of
-from sparkdl.engines.shuffle.traffic import Nodes, sum_is_smaller
+from sparkdl.engines.shuffle.replica_context import run_of
+from sparkdl.engines.shuffle.reports import Nodes, sum_is_smaller
 from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
 from sparkdl.replica.run import RunSpec, plans_of
 from sparkdl.slab.pool import Pool, open_pool
-from sparkdl.slices.reduce import shares_of
+from sparkdl.slices.reduce import Term, shares_of, tree_sum
 from sparkdl.slices.section import NOTHING, SUM, open_section, section_nbytes
-from sparkdl.slices.tree_sum import Term, tree_sum
 from sparkdl.slices.update import SliceUpdater
 from sparkdl.spark.frames import send
 from sparkdl.spark.worker import finish_task
@@ -228,3 +233,21 @@ class ReceiveWeights:
         assert pool is not None
         yield pickle.dumps(NodeWeights(pool.node_id, copies, tuple(reports)))
         finish_task()
+
+
+ReportSink = Callable[[SliceReport, RunSpec], Iterator[bytes]]
+
+
+def to_driver(report: SliceReport, run: RunSpec) -> Iterator[bytes]:
+    """Yield one frame, the pickled report."""
+    yield pickle.dumps(report)
+
+
+@dataclass(frozen=True)
+class NodeReports:
+    """A sink to the replicas, see :func:`sparkdl.engines.shuffle.node_reduce.weight_frames`."""
+
+    nodes: Nodes
+
+    def __call__(self, report: SliceReport, run: RunSpec) -> Iterator[bytes]:
+        yield from weight_frames(report, run, self.nodes)

@@ -10,18 +10,25 @@ from pyspark import RDD
 
 from sparkdl.data.samples import deleted_without_end
 from sparkdl.engines.resources import MAX_SUBMISSIONS, write_again
-from sparkdl.engines.shuffle.faults import MOVED, SAMPLES_FOREIGN, raise_unrecoverable
-from sparkdl.engines.shuffle.messages import NodeCopies
+from sparkdl.engines.shuffle.messages import (
+    MOVED,
+    SAMPLES_FOREIGN,
+    NodeCopies,
+    ShuffleSpec,
+    raise_unrecoverable,
+)
 from sparkdl.engines.shuffle.replica_context import (
     AtReplicas,
     AtReplicasWithWeights,
     CheckReplica,
     PadFrames,
     PrepareReplica,
+    PrepareSlice,
+    PublishWeights,
+    RecipeSource,
+    Recount,
     ReplicaTask,
 )
-from sparkdl.engines.shuffle.spec import ShuffleSpec
-from sparkdl.engines.shuffle.state_tasks import PrepareSlice, PublishWeights, RecipeSource, Recount
 from sparkdl.errors import TrainingError
 from sparkdl.replica.compare import check_same
 from sparkdl.replica.iteration import Fault, ReplicaReport, SliceHandle

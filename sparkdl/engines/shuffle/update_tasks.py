@@ -4,24 +4,290 @@ Each is the body of one Spark task: it takes frames, yields frames, and is safe 
 come through a shuffle. If all replicas and slices are on one node, nothing has to travel except
 messages and reports: then the driver has the headers of the sections, which lie in slabs of the node,
 and each stage is a job of its own.
+
+The sections that a task reads for one slice, and the update that a single task makes of them.
+
+Each function is safe to call twice: it reads the newest version and writes buffers of its own.
+
+The update of one slice in two tasks, between which the norm of the gradients of all slices is known.
+
+The first task leaves the slice's reduced gradient in a slab, as the section of a single replica. Each
+function is safe to call twice: it reads the newest version and writes buffers of its own.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from sparkdl.codec.frames import decode, encode
-from sparkdl.engines.shuffle.clipped_updates import reduce_slice, update_slice
-from sparkdl.engines.shuffle.messages import IterationMessage, ReducedHeader
-from sparkdl.engines.shuffle.report_sinks import ReportSink, to_driver
-from sparkdl.engines.shuffle.slice_updates import Frame, synchronize
-from sparkdl.engines.shuffle.state_tasks import run_of
-from sparkdl.replica.iteration import SliceReport
-from sparkdl.replica.run import RunSpec
+import torch
+
+from sparkdl.codec.packed import decode, encode
+from sparkdl.engines.shuffle.messages import (
+    STATE_FOREIGN,
+    GradientHeader,
+    IterationMessage,
+    ReducedHeader,
+)
+from sparkdl.engines.shuffle.node_reduce import ReportSink, to_driver
+from sparkdl.engines.shuffle.replica_context import run_of
+from sparkdl.engines.shuffle.store import next_version
+from sparkdl.replica.iteration import Clock, Fault, SliceHandle, SliceReport
+from sparkdl.replica.run import RunSpec, plans_of
+from sparkdl.slab.pool import Pool, Reference, open_pool, released
+from sparkdl.slices.reduce import ReducedGradient, merge_buffers
+from sparkdl.slices.section import Section, SectionLayout, open_section, section_nbytes
+from sparkdl.slices.update import SliceUpdater
 from sparkdl.spark.frames import send
 from sparkdl.spark.worker import finish_task
+
+Frame = tuple[Any, memoryview]
+"""The header of a frame and its payload."""
+_scratch: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
+_KEEP = 2
+
+
+@released
+def _forget_scratch(run: str) -> None:
+    for key in [key for key in list(_scratch) if key[0] == run]:
+        _scratch.pop(key, None)
+
+
+@dataclass(frozen=True)
+class ReadSections:
+    """The sections of all replicas for one slice, and what they are applied to."""
+
+    updater: SliceUpdater
+    pool: Pool
+    state: SliceHandle  # the version to update
+    sections: list[Section]  # in order of the replicas
+    loss: float
+    report: SliceReport
+    references: list[Reference]
+
+    def check(self) -> None:
+        """Raise StaleReferenceError if a section was overwritten while it was read."""
+        for reference in self.references:
+            self.pool.check(reference)
+
+
+def read_sections(
+    step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
+) -> ReadSections | SliceReport:
+    """Open the sections of all replicas for a slice; a report is a reason not to update it."""
+    pool, state = open_pool(run.slab), step.states[partition]
+    frames = sorted(frames, key=lambda frame: frame[0].replica)
+    headers: list[GradientHeader] = [header for header, _ in frames]
+    faults = tuple(header.fault for header in headers if header.fault)
+    if not faults and state.node_id != pool.node_id:
+        faults = (Fault(STATE_FOREIGN, partition, pool.node_id),)
+    passed = tuple(header.passed for header in headers) if step.limit is not None else ()
+    counts = all(header.finite for header in headers) and not step.falls_short(passed)
+    skipped = not faults and not counts
+    report = SliceReport(
+        partition,
+        pool.node_id,
+        state if skipped else None,
+        tuple(header.report for header in headers if header.report),
+        faults,
+        received={header.replica: len(payload) for header, payload in frames if len(payload)},
+        skipped=skipped,
+        passed=passed,
+    )
+    if faults or skipped:
+        return report
+    updater = plans_of(run).owners[partition]
+    sections = [
+        open_section(
+            updater.plan,
+            updater.dtype,
+            header.section,
+            payload if header.reference is None else pool.read(header.reference),
+            replica=header.replica,
+            weight=header.weight,
+            absent=header.absent,
+            others=header.others,
+        )
+        for header, payload in frames
+        if header.section is not None
+    ]
+    references = [header.reference for header in headers if header.reference is not None]
+    return ReadSections(updater, pool, state, sections, _loss(headers), report, references)
+
+
+def _loss(headers: Sequence[GradientHeader]) -> float:
+    """Return the mean loss over the global batch."""
+    filled = [header for header in headers if header.section is not None]
+    total = sum(header.weight for header in filled)
+    return sum(header.loss * header.weight for header in filled) / total if total else 0.0
+
+
+def synchronize(
+    step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
+) -> SliceReport:
+    """Reduce slice ``partition``, update it, write the next version, and return its report."""
+    clock = Clock()
+    found = read_sections(step, partition, run, frames)
+    if isinstance(found, SliceReport):
+        return found
+    owner, pool, sections = found.updater, found.pool, found.sections
+    with next_version(
+        pool, found.state, owner.dtype, step.submission, step.oldest_needed
+    ) as versions:
+        old, new, to = versions
+        known, squares = None, [0.0]
+        if owner.clips_norm:
+            known = owner.reduce(sections, old.weights, scratch_tensor(run, owner))
+            squares = [owner.squared_norm(known)]
+            clock.lap("reduce")
+        updated = owner.update(
+            old,
+            new,
+            sections,
+            step.hyperparameters,
+            known=known,
+            squares=squares,
+            loss=found.loss,
+            seed=step.update_seed(run.seed),
+            shown=owner.plan.parameters if step.histograms else (),
+        )
+        found.check()
+        handle = to.seal(new)
+    clock.lap("update")
+    return replace(
+        found.report,
+        state=handle,
+        seconds=clock.seconds,
+        norm=updated.norm,
+        histograms=updated.histograms,
+    )
+
+
+def buffer_size(nbytes: int, *sections: SectionLayout) -> int:
+    """Return the size of the buffer to claim.
+
+    For sections of variable size it is a power of two, so that there are few sizes.
+    """
+    if any(section.rows or section.compressed for section in sections):
+        return 1 << max(nbytes - 1, 4095).bit_length()
+    return nbytes
+
+
+def scratch_tensor(run: RunSpec, owner: SliceUpdater) -> torch.Tensor:
+    """Return memory for the reduced gradient of a slice, which is kept between tasks."""
+    key = (run.key, owner.plan.index)
+    tensor = _scratch.get(key)
+    if tensor is None:
+        tensor = _scratch[key] = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
+        while len(_scratch) > _KEEP:
+            _scratch.popitem(last=False)
+    return tensor
+
+
+def reduce_slice(
+    step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
+) -> ReducedHeader:
+    """Reduce slice ``partition`` into a slab, and return a header with its part of the norm."""
+    clock = Clock()
+    found = read_sections(step, partition, run, frames)
+    if isinstance(found, SliceReport):
+        return ReducedHeader(partition, report=found)
+    owner, pool, sections, at = found.updater, found.pool, found.sections, found.state.weights
+    weights = pool.read(at).view(str(owner.dtype).removeprefix("torch."))
+    reduced = owner.reduce(sections, torch.from_numpy(weights), scratch_tensor(run, owner))
+    pool.check(at)
+    rows = {number: len(rows) for number, (rows, _) in reduced.tables.items()}
+    section = SectionLayout(owner.dtype, rows)
+    nbytes = section_nbytes(owner.plan, owner.dtype, section)
+    with pool.claim(
+        "reduced", buffer_size(nbytes, section), step.submission, step.submission
+    ) as to:
+        place = open_section(owner.plan, owner.dtype, section, to.bytes[:nbytes])
+        _write(place, owner, reduced, sections, step.update_seed(run.seed))
+        reference = to.reference.part(0, nbytes)
+    found.check()
+    squares = owner.squared_norm(reduced)
+    clock.lap("reduce")
+    report = replace(found.report, seconds=clock.seconds)
+    weight = sum(section.weight for section in sections)
+    return ReducedHeader(
+        partition, squares, found.loss, section, reference, reduced.absent, report, weight
+    )
+
+
+def update_slice(
+    step: IterationMessage, partition: int, run: RunSpec, headers: Sequence[ReducedHeader]
+) -> SliceReport:
+    """Clip the reduced gradient of slice ``partition`` by the global norm, and update the slice."""
+    clock, pool = Clock(), open_pool(run.slab)
+    mine = headers[partition]
+    report = mine.report
+    assert report is not None
+    if report.faults or report.skipped or mine.reference is None:
+        return report
+    if mine.reference.node_id != pool.node_id:
+        return replace(report, faults=(Fault(STATE_FOREIGN, partition, pool.node_id),))
+    assert mine.section is not None
+    owner = plans_of(run).owners[partition]
+    alone = open_section(
+        owner.plan,
+        owner.dtype,
+        mine.section,
+        pool.read(mine.reference),
+        weight=mine.weight,
+        absent=mine.absent,
+    )
+    state = step.states[partition]
+    with next_version(pool, state, owner.dtype, step.submission, step.oldest_needed) as (
+        old,
+        new,
+        to,
+    ):
+        updated = owner.update(
+            old,
+            new,
+            [alone],
+            step.hyperparameters,
+            known=ReducedGradient(alone.gradient, alone.absent, dict(alone.tables)),
+            squares=[header.squares for header in headers],
+            loss=mine.loss,
+            seed=step.update_seed(run.seed),
+            shown=owner.plan.parameters if step.histograms else (),
+        )
+        pool.check(mine.reference)
+        handle = to.seal(new)
+    clock.lap("update")
+    return replace(
+        report,
+        state=handle,
+        seconds={**report.seconds, **clock.seconds},
+        norm=updated.norm,
+        histograms=updated.histograms,
+    )
+
+
+@torch.no_grad()
+def _write(
+    place: Section,
+    owner: SliceUpdater,
+    reduced: ReducedGradient,
+    sections: Sequence[Section],
+    seed: int,
+) -> None:
+    """Write the reduced gradient, and the merged buffers of all replicas, into a section.
+
+    What replicas have added to buffers is added to zero, so that the section has it as theirs do.
+    """
+    place.gradient.copy_(reduced.gradient)
+    for number, rows in reduced.tables.items():
+        for target, source in zip(place.tables[number], rows, strict=True):
+            target.copy_(source)
+    merged = torch.zeros(owner.plan.length, dtype=owner.dtype)
+    merge_buffers(owner.plan, sections, merged, seed)
+    place.buffers.copy_(merged[owner.plan.buffers_start :])
 
 
 @dataclass(frozen=True)

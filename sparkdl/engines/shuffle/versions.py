@@ -8,21 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdl.consistency.base import Update
-from sparkdl.engines.shuffle.compression_tasks import InitialResiduals
-from sparkdl.engines.shuffle.faults import raise_unrecoverable
 from sparkdl.engines.shuffle.messages import (
     SYNCHRONIZATION,
     IterationMessage,
     NodeCopies,
     PendingGradients,
+    ShuffleSpec,
     Version,
+    raise_unrecoverable,
 )
 from sparkdl.engines.shuffle.placement import FEW_BYTES, Placement
+from sparkdl.engines.shuffle.replica_context import CopyWeights, InitialState
+from sparkdl.engines.shuffle.replica_tasks import InitialResiduals
 from sparkdl.engines.shuffle.reports import IterationReports, copies_by_node, states_of
-from sparkdl.engines.shuffle.snapshot_tasks import RestoreResidual, RestoreSlice
-from sparkdl.engines.shuffle.spec import ShuffleSpec
-from sparkdl.engines.shuffle.state_reads import SnapshotRdds
-from sparkdl.engines.shuffle.state_tasks import CopyWeights, InitialState
+from sparkdl.engines.shuffle.state_reads import RestoreResidual, RestoreSlice, SnapshotRdds
 from sparkdl.engines.shuffle.store import weights_at
 from sparkdl.engines.shuffle.update_tasks import ApplyPending
 from sparkdl.errors import ParameterError

@@ -306,6 +306,15 @@ UNDECLARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str], 
         ["mean"],
         '{"mean": "mean"}',
     ),
+    "beside a norm that rests": (
+        lambda: nn.Sequential(
+            nn.BatchNorm1d(4).eval(),
+            Remembers(lambda m, x: m.mean.lerp_(x.mean(0), 0.1), mean=torch.zeros(4)),
+        ),
+        {},
+        ["1.mean"],
+        '{"1.mean": "mean"}',
+    ),
     "what the trainer names": (lambda: Remembers(at_first, **ALONE), {"codes": "first"}, [], ""),
 }
 

@@ -23,7 +23,7 @@ from sparkdl.codec.describe import describe
 from sparkdl.codec.files import checksum
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
 from sparkdl.loop.state import Validated
-from sparkdl.model.layout import layout_of
+from sparkdl.model.flat import layout_of
 
 
 def model(width: int = 10, **options: Any) -> nn.Module:

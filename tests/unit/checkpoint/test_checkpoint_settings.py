@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.codec.describe import describe, describe_trainer, redact
-from sparkdl.codec.redaction import without_credentials
+from sparkdl.codec.describe import describe, describe_trainer, redact, without_credentials
 
 
 def make_model(hidden: int = 8, api_key: str = "") -> nn.Module:

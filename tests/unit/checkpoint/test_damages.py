@@ -12,8 +12,15 @@ import torch
 from test_fuzz_files import load_the_checkpoint, read_checkpoint, read_model, save_a_model
 from test_state_access import some_history, written
 
-from sparkdl.collectives.key_range import Gradient, KeyRange, KeySpec
-from sparkdl.collectives.server_files import Manifest, new_name, read_ranges, write_ranges
+from sparkdl.collectives.key_range import (
+    Gradient,
+    KeyRange,
+    KeySpec,
+    Manifest,
+    new_name,
+    read_ranges,
+    write_ranges,
+)
 from sparkdl.errors import CheckpointError, ModelError, ParameterError
 from sparkdl.tune.folder import SearchFolder
 from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord

@@ -12,7 +12,7 @@ from torch import nn
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.errors import ParameterError
 from sparkdl.infer.saved import StoredState
-from sparkdl.model.layout import layout_of
+from sparkdl.model.flat import layout_of
 from sparkdl.model.preparation import freeze
 from sparkdl.model.recipe import weights_digest
 from sparkdl.train.carried import chosen_state

@@ -20,15 +20,14 @@ from sparkdl.checkpoint.manifest import RunIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.data.fields import Field
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import manifest_of_model
 from sparkdl.loop.engine import BEST, CURRENT, ReadState
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.model.layout import layout_of
-from sparkdl.model.options import TrainingOptions
-from sparkdl.slices.spec import SliceSpec, slice_specs
-from sparkdl.slices.state import SliceState
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import layout_of
+from sparkdl.slices.spec import SliceSpec, SliceState, slice_specs
 
 
 class Made(nn.Sequential):

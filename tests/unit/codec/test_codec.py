@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.codec.frames import as_tensor, decode, encode
+from sparkdl.codec.packed import as_tensor, decode, encode
 from sparkdl.engines.shuffle.messages import GradientHeader
 
 HEADERS = [

@@ -15,7 +15,7 @@ from mistakes import message_of
 
 from sparkdl import ParameterError, PowerSGD, TopK
 from sparkdl.codec.packed import copy_packed, open_packed, packed_nbytes, specs_of
-from sparkdl.slices.compression import RESIDUAL, GradBucket, compress, decompress, largest
+from sparkdl.slices.section import RESIDUAL, GradBucket, compress, decompress, largest
 
 DTYPES = (torch.float32, torch.float64)
 SHAPES = ((7,), (1, 1), (5, 3), (16, 24), (8, 3, 3, 3), (0, 4), ())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.collectives.key_range import Gradient, KeyRange, KeySpec, Rounds
-from sparkdl.collectives.operation_order import Kind, Operation, OperationOrder
+from sparkdl.collectives.server_messages import Kind, Operation, OperationOrder
 from sparkdl.errors import ParameterError
 
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.consistency.asynchronous import Asynchronous
-from sparkdl.consistency.group_turns import GroupTurns
-from sparkdl.consistency.turns import (
+from sparkdl.consistency.asynchronous import (
+    Asynchronous,
     Commit,
+    GroupTurns,
     LiveTurns,
     RecordedTurns,
     Turn,
@@ -25,8 +25,7 @@ from sparkdl.consistency.turns import (
 from sparkdl.errors import ParameterError
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import Iteration
-from sparkdl.slices.optimizer import OptimizerSpec
-from sparkdl.slices.rates import scaled_rates
+from sparkdl.slices.optimizer import OptimizerSpec, scaled_rates
 
 
 class Cluster:

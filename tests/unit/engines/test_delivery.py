@@ -16,13 +16,19 @@ from nodes_here import Machine
 from sparkdl.engines import delivery
 from sparkdl.engines.delivery import bring, not_here
 from sparkdl.engines.gang.snapshots import SnapshotFiles
-from sparkdl.engines.shuffle.snapshot_tasks import RestoreSlice, TakeSnapshot
-from sparkdl.engines.shuffle.state_tasks import CopyWeights, MapSlice, ReadParts, Recount
+from sparkdl.engines.shuffle.replica_context import CopyWeights, MapSlice, ReadParts, Recount
+from sparkdl.engines.shuffle.state_reads import RestoreSlice, TakeSnapshot
 from sparkdl.errors import StaleReferenceError
-from sparkdl.slab import parts
-from sparkdl.slab.parts import LARGE_BYTES, Left, left_where_large, read_part
-from sparkdl.slab.pool import Reference, open_pool
-from sparkdl.slab.release import release
+from sparkdl.slab import pool
+from sparkdl.slab.pool import (
+    LARGE_BYTES,
+    Left,
+    Reference,
+    left_where_large,
+    open_pool,
+    read_part,
+    release,
+)
 from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.slices.slice_file import PackSlice, unpack
 
@@ -120,7 +126,7 @@ def machine(tmp_path, monkeypatch):
     made = Machine(tmp_path, "ab", "ab", [8, 8])
     for _ in range(2):
         made.plain()
-    monkeypatch.setattr(parts, "FRAME_BYTES", 100)
+    monkeypatch.setattr(pool, "FRAME_BYTES", 100)
     yield made
     made.close()
 
@@ -150,7 +156,7 @@ def test_a_snapshot_is_made_of_short_frames_and_brings_all_of_the_state_back(mac
 
 
 def test_a_packed_slice_is_left_on_its_node(machine, monkeypatch) -> None:
-    monkeypatch.setattr(parts, "LARGE_BYTES", 100)
+    monkeypatch.setattr(pool, "LARGE_BYTES", 100)
     (frame,), _ = machine.stage(MapSlice(machine.states, PackSlice(), 9), machine.owners, "ab")
     left = pickle.loads(frame)
     asked = ReadParts({0: left.reference})

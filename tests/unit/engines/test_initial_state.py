@@ -18,16 +18,19 @@ from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.local.engine import LocalEngine
-from sparkdl.engines.shuffle.replica_context import CheckReplica, PrepareReplica
-from sparkdl.engines.shuffle.state_tasks import InitialState, PrepareSlice, RecipeSource
-from sparkdl.engines.shuffle.weights import load_weights, map_weights
+from sparkdl.engines.shuffle.replica_context import (
+    CheckReplica,
+    InitialState,
+    PrepareReplica,
+    PrepareSlice,
+    RecipeSource,
+)
+from sparkdl.engines.shuffle.store import load_weights, map_weights
 from sparkdl.errors import ModelError, StaleReferenceError
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.recipe import Recipe
+from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.replica.iteration import Iteration, SliceHandle, SliceReport
 from sparkdl.replica.run import ReplicaHandle, RunSpec, open_replica, plans_of
-from sparkdl.slab.pool import open_pool
-from sparkdl.slab.release import release
+from sparkdl.slab.pool import open_pool, release
 from sparkdl.slab.root import SlabConfig, remove_root
 
 SLICES = 2

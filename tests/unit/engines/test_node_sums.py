@@ -7,12 +7,12 @@ import torch
 from nodes_here import Machine, Tagged, gradient_bytes
 
 from sparkdl.data.batches import BatchSpec
-from sparkdl.engines.shuffle import shuffled
-from sparkdl.engines.shuffle.faults import MOVED
-from sparkdl.engines.shuffle.shuffled import NodeReducePlan
-from sparkdl.engines.shuffle.traffic import SliceBytes, planned
-from sparkdl.model.layout import Layout, TensorRange, layout_of
-from sparkdl.model.options import TrainingOptions
+from sparkdl.engines.shuffle import forms
+from sparkdl.engines.shuffle.forms import NodeReducePlan
+from sparkdl.engines.shuffle.messages import MOVED
+from sparkdl.engines.shuffle.reports import SliceBytes, planned
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import Layout, TensorRange, layout_of
 from sparkdl.replica.iteration import SliceHandle
 from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import Reference
@@ -133,7 +133,7 @@ def chosen(megabytes: int, replicas: str, slices: str, **options):
 
 
 def test_nodes_sum_where_it_saves_more_than_a_stage_costs():
-    least = shuffled.MORE_STAGES * shuffled.STAGE_SECONDS * shuffled.BYTES_PER_SECOND / 1e6
+    least = forms.MORE_STAGES * forms.STAGE_SECONDS * forms.BYTES_PER_SECOND / 1e6
     assert chosen(int(least) - 1, "aabb", "aabb") is None
     nodes = chosen(int(least) + 1, "aabb", "aabb")
     assert nodes.replicas == tuple("aabb")

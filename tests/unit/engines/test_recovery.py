@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparkdl.engines.recovery import MAX_LOSSES, RecoveringEngine
-from sparkdl.engines.replay_log import ReplayLog
+from sparkdl.engines.recovery import MAX_LOSSES, RecoveringEngine, ReplayLog
 from sparkdl.errors import (
     CheckpointError,
     ModelError,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sparkdl.errors import ParameterError, TrainingError
-from sparkdl.gang.led_task import _packed_error
+from sparkdl.gang.led import _packed_error
 from sparkdl.loop.state import TrainState
 from sparkdl.train.connected_news import Question, ReportedProgress
 

@@ -19,7 +19,7 @@ from jobs.config import apply_change, parse, read_config, read_yaml
 from jobs.run_folder import RunFolder, find_model, redacted
 from jobs.sections import Config, TrainingSection
 from sparkdl import ParameterError, UserError
-from sparkdl.codec.redaction import REDACTED
+from sparkdl.codec.describe import REDACTED
 
 NAMES = ("model", "loss", "optimizer", "schedule")
 ROOT = Path(__file__).resolve().parents[3]

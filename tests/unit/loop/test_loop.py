@@ -19,7 +19,7 @@ from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.loop.loop import train
 from sparkdl.loop.schedule import Schedule
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import Iteration
 from sparkdl.slices.optimizer import OptimizerSpec

@@ -38,7 +38,7 @@ from sparkdl.loop.live_curves import LiveCurves
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.loop.validation import is_better
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.optimizer import OptimizerSpec
 

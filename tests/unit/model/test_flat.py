@@ -19,8 +19,7 @@ from torch.ao.quantization.observer import MinMaxObserver, MovingAverageMinMaxOb
 from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.errors import ModelError
 from sparkdl.model.buffers import check_rules
-from sparkdl.model.flat import FlatModule
-from sparkdl.model.layout import Layout, TensorRange, layout_of
+from sparkdl.model.flat import FlatModule, Layout, TensorRange, layout_of
 
 
 def names(layout: Layout, kind: str) -> list[str]:
@@ -194,6 +193,12 @@ def test_gossip_knows_no_value_of_all_replicas() -> None:
     check_rules(Codes(), {"codes": "mean"}, gossip=True)
     assert "replicas with consistency=Gossip average with a few others" in message_of(
         ModelError, check_rules, Codes(), {}, gossip=True
+    )
+    wide = Silent()
+    wide.codes = wide.codes.double()
+    check_rules(wide, {"codes": "mean"}, gossip=False)
+    assert 'it is wider than the parameters, and Gossip averages none such: give "first"' in (
+        message_of(ModelError, check_rules, wide, {"codes": "mean"}, gossip=True)
     )
 
 

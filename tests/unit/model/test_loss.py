@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.model.live_replica import on_device
 from sparkdl.model.loss import NoValuePerSample, call_loss, masses_of, unreduced, weighted_mean
-from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.model.recipe import on_device
+from sparkdl.replica.compute import MiniBatch
 
 GENERATOR = torch.Generator().manual_seed(0)
 OUTPUT = torch.randn(5, 3, generator=GENERATOR, dtype=torch.float64)

@@ -17,9 +17,8 @@ from torch.optim import SGD
 
 import sparkdl.optim
 from sparkdl.errors import ModelError
-from sparkdl.model.optimizer_factory import build_optimizers
 from sparkdl.model.recipe import Recipe
-from sparkdl.slices.optimizer import OptimizerSpec
+from sparkdl.slices.optimizer import OptimizerSpec, build_optimizers
 from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
 from sparkdl.train.recipes import plan_optimizer
 

@@ -15,7 +15,7 @@ from pyspark import cloudpickle
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from sparkdl.model.pickling import Rebuilt, dumps
+from sparkdl.model.preparation import Rebuilt, dumps
 from sparkdl.process.determinism import seeded
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -15,14 +15,11 @@ from torch import nn
 from sparkdl import History, PerReplica, Trainer, TrainState
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.loop.iteration_result import summarize
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.options import TrainingOptions
-from sparkdl.model.recipe import Recipe
-from sparkdl.model.signature import Signature
-from sparkdl.model.step import ReturnedLosses, StepLoss
-from sparkdl.replica.compute import forward_backward
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.loss import ReturnedLosses, StepLoss
+from sparkdl.model.recipe import LiveReplica, Recipe, Signature
+from sparkdl.replica.compute import MiniBatch, forward_backward
 from sparkdl.replica.iteration import Clock, ReplicaReport
-from sparkdl.replica.mini_batch import MiniBatch
 
 X = torch.arange(12.0).reshape(6, 2) / 6
 Y = torch.tensor([0.0, 1, 0, 1, 1, 0])

@@ -15,11 +15,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from sparkdl import ModelError, ParameterError
-from sparkdl.model.options import TrainingOptions
-from sparkdl.parallel.chain import chain_of
-from sparkdl.parallel.pipeline import Pipeline, with_split
-from sparkdl.parallel.stages import balanced
-from sparkdl.parallel.traced_stage import TracedStage
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.parallel.pipeline import Pipeline, balanced, with_split
+from sparkdl.parallel.trace import TracedStage, chain_of
 
 WIDTH, LENGTH, WORDS = 8, 5, 11
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl import DDP, FSDP, ParameterError, Pipeline, Tensor
-from sparkdl.parallel.mesh import DIMENSIONS, Mesh, mesh_of
+from sparkdl.parallel.base import DIMENSIONS, Mesh, mesh_of
 from sparkdl.parallel.plan import parallel_of, parts_of, problems_of
 
 meshes = st.builds(Mesh, *[st.integers(1, 4)] * 4)

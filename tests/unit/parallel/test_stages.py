@@ -11,12 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from sparkdl.model.options import TrainingOptions
-from sparkdl.parallel.chain import chain_of
-from sparkdl.parallel.mesh import Mesh
-from sparkdl.parallel.pipeline import Pipeline, bounds_of, with_split
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.parallel.base import Mesh
+from sparkdl.parallel.pipeline import Pipeline, balanced, bounds_of, micro_batches, with_split
 from sparkdl.parallel.plan import ParallelPlan
-from sparkdl.parallel.stages import balanced, micro_batches
+from sparkdl.parallel.trace import chain_of
 
 
 @given(st.lists(st.floats(0.5, 100), min_size=1, max_size=8), st.data())

@@ -15,8 +15,7 @@ from sparkdl.data.partition_writer import PartitionWriter, close_partitions, ope
 from sparkdl.process import memory
 from sparkdl.process.memory import is_scarce, left_for_files, left_to_machine, left_to_process
 from sparkdl.slab import pool, root
-from sparkdl.slab.pool import open_pool
-from sparkdl.slab.release import release
+from sparkdl.slab.pool import open_pool, release
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 
 GIB = 1 << 30

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from sparkdl.process.numerics import Numerics, put_back
+from sparkdl.process.determinism import Numerics, put_back
 
 CHANGES: list[Callable[[], None]] = [
     lambda: torch.set_default_dtype(torch.float64),

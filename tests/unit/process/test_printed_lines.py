@@ -9,7 +9,7 @@ from pathlib import Path
 import fork_server
 import pytest
 
-from sparkdl.process.output import label_output, print_escaped
+from sparkdl.process.system import label_output, print_escaped
 
 
 def test_each_line_has_the_label_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +44,7 @@ LOADS = """
 import sys
 from functools import partial
 from sparkdl.model.recipe import Recipe
-from sparkdl.process.output import reports_silenced
+from sparkdl.process.system import reports_silenced
 with reports_silenced():
     import transformers
     config = transformers.BertConfig(

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.options import TrainingOptions
-from sparkdl.model.recipe import Recipe
-from sparkdl.replica.compute import buffers_kept, forward_backward
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.recipe import LiveReplica, Recipe
+from sparkdl.replica.compute import MiniBatch, buffers_kept, forward_backward, to_tensors
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.mini_batch import MiniBatch, to_tensors
 
 ARRAYS = [
     np.arange(12, dtype=np.float32).reshape(3, 4),

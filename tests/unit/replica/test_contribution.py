@@ -12,15 +12,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from sparkdl.codec.packed import ALIGNMENT
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.options import TrainingOptions
-from sparkdl.model.recipe import Recipe
-from sparkdl.replica.compute import forward_backward
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.recipe import LiveReplica, Recipe
+from sparkdl.replica.compute import MiniBatch, forward_backward
 from sparkdl.replica.gradients import take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.sections import section_maps, sections_nbytes, write_sections
-from sparkdl.replica.step import ReplicaResult
+from sparkdl.replica.step import ReplicaResult, section_maps, sections_nbytes, write_sections
 from sparkdl.slices.reduce import penalties
 from sparkdl.slices.section import (
     Section,

@@ -13,17 +13,19 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.options import TrainingOptions
-from sparkdl.model.recipe import Recipe
-from sparkdl.replica import gradient_writer
-from sparkdl.replica.compute import forward_backward
-from sparkdl.replica.gradient_writer import GradientWriter, writes_early
-from sparkdl.replica.gradients import take_gradients
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.recipe import LiveReplica, Recipe
+from sparkdl.replica import gradients
+from sparkdl.replica.compute import MiniBatch, forward_backward
+from sparkdl.replica.gradients import GradientWriter, take_gradients, writes_early
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.mini_batch import MiniBatch
-from sparkdl.replica.sections import not_finite, section_maps, sections_nbytes, write_sections
-from sparkdl.replica.step import ReplicaResult
+from sparkdl.replica.step import (
+    ReplicaResult,
+    not_finite,
+    section_maps,
+    sections_nbytes,
+    write_sections,
+)
 from sparkdl.slices.spec import slice_specs
 
 WIDTH = 12
@@ -99,8 +101,8 @@ def test_the_same_bytes_as_written_afterwards(case: str, slices: int, checks: bo
     settings = CASES[case]
     before, expected, _ = outcome_of(False, slices, **settings)
     with (
-        mock.patch.object(gradient_writer, "CHECK_FROM", 0 if checks else 1 << 40),
-        mock.patch.object(gradient_writer, "CHUNK", 50),
+        mock.patch.object(gradients, "CHECK_FROM", 0 if checks else 1 << 40),
+        mock.patch.object(gradients, "CHUNK", 50),
     ):
         after, found, problem = outcome_of(True, slices, **settings)
     assert np.array_equal(before, after)
@@ -130,7 +132,7 @@ class Spoiled(nn.Module):
 def test_the_first_parameter_that_is_not_finite_is_named(
     stream: bool, checks: bool, slices: int
 ) -> None:
-    with mock.patch.object(gradient_writer, "CHECK_FROM", 0 if checks else 1 << 40):
+    with mock.patch.object(gradients, "CHECK_FROM", 0 if checks else 1 << 40):
         _, _, problem = outcome_of(stream, slices, model=Spoiled)
     assert problem == 'the gradient of "layers.1.weight"'
 

@@ -11,8 +11,8 @@ import torch
 
 from sparkdl.replica import run
 from sparkdl.replica.run import live_replica
-from sparkdl.slab import release
-from sparkdl.slab.release import Idle, kept_while_used
+from sparkdl.slab import pool
+from sparkdl.slab.pool import Idle, kept_while_used
 from sparkdl.slab.root import SlabConfig
 
 
@@ -34,7 +34,7 @@ def test_what_predicts_is_kept_while_it_is_used():
 def test_a_replica_on_a_gpu_finds_room_and_is_awaited(monkeypatch, tmp_path):
     """Of this process no GPU is asked for more than its name."""
     gpu, done, slab = torch.device("cuda", 0), [], SlabConfig.new(str(tmp_path), "app-1")
-    monkeypatch.setattr(release, "_idle", [])
+    monkeypatch.setattr(pool, "_idle", [])
     kept_while_used(lambda: done.append("room"))
     monkeypatch.setattr(run, "task_device", lambda: gpu)
     monkeypatch.setattr(run, "_live", type(run._live)())
@@ -50,8 +50,8 @@ def test_a_worker_leaves_the_next_as_much_as_it_has_taken(monkeypatch, free, emp
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 16))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 6)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(None))
-    release.leave_room(torch.device("cpu"))
-    release.leave_room(torch.device("cuda", 0))
+    pool.leave_room(torch.device("cpu"))
+    pool.leave_room(torch.device("cuda", 0))
     assert len(calls) == emptied
 
 
@@ -66,9 +66,9 @@ def test_what_is_given_back_is_looked_for_where_it_is_frozen(monkeypatch):
     gc.freeze()
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(seen()))
-    release.give_back()  # this process has not begun with CUDA
+    pool.give_back()  # this process has not begun with CUDA
     assert emptied == []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    release.give_back()
+    pool.give_back()
     gc.unfreeze()
     assert emptied == [None]

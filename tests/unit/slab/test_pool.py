@@ -19,8 +19,7 @@ from mistakes import message_of
 
 from sparkdl.errors import SlabFullError, StaleReferenceError
 from sparkdl.slab import pool as module
-from sparkdl.slab.pool import HEADER_BYTES, Pool, Reference, open_pool
-from sparkdl.slab.release import WATCHED, release
+from sparkdl.slab.pool import HEADER_BYTES, WATCHED, Pool, Reference, open_pool, release
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 
 FORK = multiprocessing.get_context("fork")

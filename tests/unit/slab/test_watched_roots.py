@@ -16,9 +16,8 @@ import torch
 from innards import eventually
 
 from sparkdl.replica import run
-from sparkdl.slab import release
-from sparkdl.slab.pool import open_pool
-from sparkdl.slab.release import clean_here
+from sparkdl.slab import pool
+from sparkdl.slab.pool import clean_here, open_pool
 from sparkdl.slab.root import SlabConfig, open_root, remove_root
 
 pytestmark = pytest.mark.linux
@@ -36,16 +35,16 @@ def mapped(slab: SlabConfig, process: int | str = "self") -> bool:
 
 def keep(slab: SlabConfig, notes: Path, awaited: bool) -> None:
     """Be another worker of the node, which has no task when the run ends."""
-    release.LOOK_SECONDS = 0.02
+    pool.LOOK_SECONDS = 0.02
 
-    @release.released
+    @pool.released
     def slow(name: str) -> None:
         time.sleep(0.3)
         if not mapped(slab):
             (notes / "released").touch()
 
     claim(slab)
-    release.watch(slab, awaited)
+    pool.watch(slab, awaited)
     (notes / "keeps").touch()
     time.sleep(60)
 
@@ -71,7 +70,7 @@ def slab(tmp_path: Path) -> SlabConfig:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(release, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(pool, "LOOK_SECONDS", 0.02)
 
 
 @pytest.mark.parametrize("awaited", [False, True])
@@ -92,7 +91,7 @@ def test_a_process_that_was_killed_is_not_waited_for(slab: SlabConfig, tmp_path:
         os.kill(other, 9)
         began = time.monotonic()
         clean_here(slab)
-        assert time.monotonic() - began < release.AWAITED_SECONDS / 2
+        assert time.monotonic() - began < pool.AWAITED_SECONDS / 2
 
 
 def test_a_root_that_was_made_again_is_watched_again(slab: SlabConfig) -> None:

@@ -14,15 +14,14 @@ from torch import nn, optim
 
 import sparkdl
 from sparkdl.engines.shuffle.store import first_version, next_version
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import FlatModule
-from sparkdl.model.options import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.slab.pool import Pool
 from sparkdl.slab.root import SlabConfig, open_root
 from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_step import _where_stepped, step_slice
-from sparkdl.slices.spec import Fragment, SliceSpec, slice_specs
-from sparkdl.slices.state import SliceState, pack, unpack
+from sparkdl.slices.spec import Fragment, SliceSpec, SliceState, pack, slice_specs, unpack
 
 
 class Net(nn.Module):

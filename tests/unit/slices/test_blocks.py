@@ -18,15 +18,12 @@ from test_apply import parts_of
 from test_plan import layouts
 from torch import nn, optim
 
-from sparkdl.model.layout import Layout
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
+from sparkdl.model.flat import Layout
 from sparkdl.slices import update as owner_module
-from sparkdl.slices.blocks import cut_blocks
-from sparkdl.slices.histogram import Histogram
 from sparkdl.slices.section import Section
-from sparkdl.slices.spec import SliceSpec, slice_specs
-from sparkdl.slices.state import SliceState
-from sparkdl.slices.update import SliceUpdater
+from sparkdl.slices.spec import SliceSpec, SliceState, slice_specs
+from sparkdl.slices.update import Histogram, SliceUpdater, cut_blocks
 
 Histograms = Mapping[tuple[str, int], Histogram]
 quick = settings(deadline=None, max_examples=60)

@@ -15,10 +15,9 @@ from mistakes import message_of
 from test_plan import layouts
 
 from sparkdl.errors import CheckpointError, DamagedCheckpoint
-from sparkdl.model.layout import Layout, TensorRange
+from sparkdl.model.flat import Layout, TensorRange
 from sparkdl.slices.slice_file import StoredSlice, WithoutAverage, pack, reslice, to_bytes, unpack
-from sparkdl.slices.spec import SliceSpec, slice_specs
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceSpec, SliceState, slice_specs
 from sparkdl.slices.update import EMA
 
 quick = settings(deadline=None, max_examples=120)

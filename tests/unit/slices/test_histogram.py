@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from sparkdl.slices.histogram import EDGES, Histogram
+from sparkdl.slices.update import EDGES, Histogram
 
 VALUES = arrays(
     np.float64,

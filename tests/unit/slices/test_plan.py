@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparkdl.codec.packed import ALIGNMENT
-from sparkdl.model.layout import Layout, TensorRange
+from sparkdl.model.flat import Layout, TensorRange
 from sparkdl.slices.spec import slice_specs
 
 KINDS = ("parameter", "parameter", "average", "exact")

@@ -22,10 +22,9 @@ from sparkdl.engines.gang.shards import (
     state_from,
     unpacked,
 )
-from sparkdl.model.layout import Layout, layout_of
+from sparkdl.model.flat import Layout, layout_of
 from sparkdl.slices.slice_file import StoredSlice, reslice
-from sparkdl.slices.spec import slice_specs
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceState, slice_specs
 
 shapes = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=5)
 

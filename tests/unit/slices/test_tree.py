@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.slices.tree_sum import CHUNK, Term, additions, blocks, tree_sum
+from sparkdl.slices.reduce import CHUNK, Term, additions, blocks, tree_sum
 
 quick = settings(deadline=None, max_examples=100)
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 import sparkdl
-from sparkdl.compat import from_pandas, table_from_pandas, table_to_pandas
+from sparkdl.compat import _Groups, from_pandas, to_pandas
 
 ZONE = "Europe/Berlin"
 NOON = datetime.datetime(2024, 6, 1, 12, 0)
@@ -55,18 +55,58 @@ def test_numbers_that_pandas_cannot_tell_apart_are_an_error(values, kind) -> Non
         from_pandas(values, kind)
 
 
-def test_a_group_comes_back_as_it_was() -> None:
-    schema = pa.schema(
-        [
-            ("n", pa.int32()),
-            ("m", pa.map_(pa.string(), pa.int64())),
-            ("t", pa.timestamp("us", "UTC")),
-        ]
+@pytest.mark.parametrize(
+    "values",
+    [
+        pa.array([float("nan"), None, 1.0]),
+        pa.array([2**53 + 1, None]),
+        pa.array(["ü", None]),
+        pa.array([None, None], pa.float32()),
+        pa.array([], pa.float32()),
+        pa.array([[1.0, 2.0], None], pa.list_(pa.float32())),
+    ],
+    ids=["NaN and null", "large numbers", "text", "nulls", "no row", "arrays"],
+)
+def test_predictions_that_come_back(values: pa.Array) -> None:
+    """Also as one of several outputs, beside a reason."""
+    both = pa.StructArray.from_arrays([values, pa.nulls(len(values), pa.string())], ["a", "why"])
+    frame = to_pandas(both)
+    for series in (to_pandas(values), frame["a"]):
+        back = pa.Array.from_pandas(series, type=values.type)
+        assert str(back.to_pylist()) == str(values.to_pylist()), "NaN is not null"
+    assert frame.columns.tolist() == ["a", "why"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7])
+def test_rows_of_a_group_may_lie_in_several_batches(size: int) -> None:
+    """Groups are as long as their key says, but the last of each belongs to the second table."""
+    keys = [1, 2, 2, 3, 3, 3]
+    values = pa.array([0.0, float("nan"), None, 1.0, 2.0, 3.0])
+    packed = pa.StructArray.from_arrays([values], ["c0"])
+    whole = pa.record_batch(
+        {
+            "first": pa.array([True, True, False, True, False, False]),
+            "k0": pa.array(keys),
+            "side": pa.array([0, 0, 1, 0, 0, 1], pa.int32()),
+            "rows0": packed,
+            "rows1": packed,
+        }
     )
-    rows = pd.DataFrame({"n": [1, 2], "m": [{"a": 1}, {}], "t": [pd.Timestamp(NOON)] * 2})
-    rows["m"] = rows["m"].map(lambda pairs: list(pairs.items()))
-    table = table_from_pandas(rows, schema, ZONE)
-    back = table_to_pandas(table, schema)
-    assert back["m"].tolist() == [{"a": 1}, {}]
-    assert back["n"].tolist() == [1, 2]
-    assert back["t"][0] == pd.Timestamp(NOON, tz=ZONE)
+    batches = [whole.slice(at, size) for at in range(0, len(keys), size)]
+
+    def both(left: pa.Table, right: pa.Table) -> pa.Table:
+        texts = [str(left["a"].to_pylist()), str(right["b"].to_pylist())]
+        return pa.table({"left": texts[:1], "right": texts[1:]})
+
+    found = pa.Table.from_batches(_Groups(both, (("a",), ("b",)))(iter(batches))).to_pydict()
+    assert found == {
+        "left": ["[0.0]", "[nan]", "[1.0, 2.0]"],
+        "right": ["[]", "[None]", "[3.0]"],
+    }
+
+    def one(key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
+        return pa.table({"key": [key[0].as_py()], "rows": [rows.num_rows]})
+
+    batches = [batch.select(["first", "k0", "side", "rows0"]) for batch in batches]
+    found = pa.Table.from_batches(_Groups(one, (("a",),))(iter(batches))).to_pydict()
+    assert found == {"key": [1, 2, 3], "rows": [1, 1, 2]}, "those of the first side alone"

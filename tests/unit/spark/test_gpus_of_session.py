@@ -11,9 +11,9 @@ from pyspark import SparkContext, TaskContext
 
 import sparkdl
 from sparkdl.errors import SessionError
-from sparkdl.gang.environment import Where, check_unshared
+from sparkdl.gang.process_group import Where, check_unshared
+from sparkdl.spark.device import CountGpus, sharing, within_gpus
 from sparkdl.spark.executors import Executor
-from sparkdl.spark.gpus import CountGpus, sharing, within_gpus
 
 
 def executors(*hosts: str) -> list[Executor]:

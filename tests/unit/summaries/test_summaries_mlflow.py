@@ -18,8 +18,7 @@ from torch import nn
 from trained import trained_model
 
 import sparkdl
-from sparkdl.codec.describe import LONGEST_PARAMETER, plain_parameters
-from sparkdl.codec.redaction import REDACTED
+from sparkdl.codec.describe import LONGEST_PARAMETER, REDACTED, plain_parameters
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.summaries import MLflow

@@ -15,7 +15,7 @@ from permissions import open_to_all, unprivileged
 
 import sparkdl
 from sparkdl.loop.state import TrainState
-from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.update import Histogram
 from sparkdl.summaries import TensorBoard
 
 pytest.importorskip("tensorboard")

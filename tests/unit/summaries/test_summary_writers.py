@@ -21,7 +21,7 @@ import sparkdl
 from sparkdl import mlflow
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
-from sparkdl.slices.histogram import Histogram
+from sparkdl.slices.update import Histogram
 from sparkdl.summaries import Curves, MLflow, Summaries, TensorBoard, plot_history
 
 Shown = dict[str, dict[int, float]]

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparkdl
 from sparkdl.errors import ModelError
-from sparkdl.model.options import TrainingOptions
+from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.preparation import (
     freeze,
     matches,

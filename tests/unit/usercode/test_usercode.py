@@ -258,7 +258,7 @@ def test_so_is_one_that_only_the_program_itself_uses(
 
 
 def test_libraries_and_what_travels_by_value_are_left_alone(folder: Folder) -> None:
-    from sparkdl.usercode.behind import modules_behind
+    from sparkdl.usercode.code import modules_behind
 
     module = folder.load("uc_by_value", SAYS.format(1))
     assert set(modules_behind([module.says, pytest.raises, os.path.join, accompanied])) == {

@@ -16,23 +16,17 @@ from torch import nn
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.build_lock import BuildLock
-from sparkdl.engines.gang.mesh_groups import MeshGroups
-from sparkdl.engines.gang.model_group import ModelGroup, NodeLocalRows
+from sparkdl.engines.gang.model_group import BuildLock, MeshGroups, ModelGroup, NodeLocalRows
 from sparkdl.engines.gang.rank_messages import RankConfig, SampleLocation
 from sparkdl.engines.gang.rank_state import RankState
-from sparkdl.engines.gang.sharded_state import ShardSpec
-from sparkdl.engines.gang.shards import RowsOf, nested_shards
+from sparkdl.engines.gang.shards import RowsOf, ShardSpec, nested_shards
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.model.layout import Layout
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.recipe import Recipe
-from sparkdl.parallel.base import ParallelStrategy
-from sparkdl.parallel.mesh import Mesh
+from sparkdl.model.flat import Layout
+from sparkdl.model.recipe import LiveReplica, Recipe
+from sparkdl.parallel.base import Mesh, ParallelStrategy
 from sparkdl.parallel.plan import ParallelPlan
-from sparkdl.replica.compute import Losses
+from sparkdl.replica.compute import Losses, MiniBatch
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceSpec

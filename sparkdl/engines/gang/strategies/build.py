@@ -5,19 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from sparkdl.engines.gang.batchnorm import synchronise
-from sparkdl.engines.gang.build_lock import BuildLock
-from sparkdl.engines.gang.mesh_groups import MeshGroups
+from sparkdl.engines.gang.model_group import BuildLock, MeshGroups, synchronise
 from sparkdl.engines.gang.rank_messages import RankConfig, SampleLocation
 from sparkdl.engines.gang.rank_state import RankState, ReplicatedState
-from sparkdl.engines.gang.sharded_state import ShardedState, ShardSpec
-from sparkdl.engines.gang.shards import spans_of
+from sparkdl.engines.gang.shards import ShardedState, ShardSpec, spans_of
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy, rank_half
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.model.flat import FlatModule
-from sparkdl.model.layout import layout_of
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.recipe import Recipe
+from sparkdl.model.flat import FlatModule, layout_of
+from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.process.memory import keep_heap, memory_given_back
 from sparkdl.slab.root import open_root
 

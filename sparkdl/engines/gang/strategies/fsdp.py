@@ -29,23 +29,19 @@ from torch.distributed.fsdp import (
 
 from sparkdl.collectives.direct import DirectReduceScatter, all_reduce
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.batchnorm import synchronise
-from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.model_group import ModelGroup, synchronise
 from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
 from sparkdl.engines.gang.strategies.summed import SummedGradients, can_be_summed, first_not_finite
-from sparkdl.model.layout import local
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.options import PRECISIONS, TrainingOptions
-from sparkdl.model.signature import with_tensors
+from sparkdl.model.buffers import PRECISIONS, TrainingOptions
+from sparkdl.model.flat import local
+from sparkdl.model.recipe import LiveReplica, with_tensors
+from sparkdl.parallel.base import Mesh
 from sparkdl.parallel.fsdp import FSDP, units_of, whole_parameters
-from sparkdl.parallel.mesh import Mesh
-from sparkdl.parallel.traced_stage import TracedStage
+from sparkdl.parallel.trace import TracedStage
 from sparkdl.process.memory import is_scarce, memory_given_back
-from sparkdl.replica.compute import Passed, forward_backward
+from sparkdl.replica.compute import MiniBatch, Passed, forward_backward, idle
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.joint_pass import idle
-from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.spec import SliceSpec
 
@@ -148,9 +144,14 @@ def shard_units(
         cut.set_custom_reduce_scatter(DirectReduceScatter(idle))  # type: ignore[arg-type]
 
 
+def numbers_of(live: LiveReplica) -> list[nn.Parameter]:
+    """Return the parameters that are a single number."""
+    return [p for _, p in live.flat.parameters if not p.ndim]
+
+
 def sum_whole(live: LiveReplica, groups: Sequence[dist.ProcessGroup | None]) -> None:
     """Sum the gradients of the parameters that are a single number over each of ``groups`` in turn."""
-    whole = [p for _, p in live.flat.parameters if not p.ndim]
+    whole = numbers_of(live)
     if not whole:
         return
     sums = torch.zeros(2, len(whole), dtype=whole[0].dtype, device=live.device)

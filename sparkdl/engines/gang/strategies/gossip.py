@@ -14,18 +14,22 @@ import torch.distributed as dist
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.consistency.gossip import DISTANCE, TOPOLOGIES, add_up, averaged_parts, mix
-from sparkdl.engines.gang.mesh_groups import sending_device
+from sparkdl.engines.gang.model_group import sending_device
 from sparkdl.engines.gang.strategies.base import GradientSync
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.replica.compute import forward_backward
+from sparkdl.model.recipe import LiveReplica
+from sparkdl.replica.compute import MiniBatch, forward_backward
 from sparkdl.replica.gradients import Gradients, take_gradients
-from sparkdl.replica.inner_state import keep_replica, open_replica_state
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.local_sgd import problem_of_step, step_alone, without_rows
-from sparkdl.replica.mini_batch import MiniBatch
+from sparkdl.replica.local_sgd import (
+    keep_replica,
+    open_replica_state,
+    problem_of_step,
+    step_alone,
+    without_rows,
+)
 from sparkdl.replica.step import ReplicaIteration
 from sparkdl.slices.section import Section
-from sparkdl.slices.state import SliceState
+from sparkdl.slices.spec import SliceState
 from sparkdl.slices.update import SliceUpdater
 
 PIECE = 1 << 22

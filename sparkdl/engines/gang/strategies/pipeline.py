@@ -1,24 +1,301 @@
-"""Pipeline parallelism: a rank has some of the stages of a pipeline, the modules between two cuts."""
+"""Pipeline parallelism: a rank has some of the stages of a pipeline, the modules between two cuts.
+
+Passes through the stages of a pipeline of ranks, with torch's pipelining.
+
+[Note: a pipeline's mini-batch] As in every engine, each rank has samples, its part of a mini-batch.
+The ranks of a pipeline bring theirs together: the inputs on the rank with the first pipeline stage,
+the labels on the rank with the last one. There the loss of each micro-batch is weighted by the
+samples' part of the global batch, so that the gradients of all micro-batches, and of all copies of
+the pipeline, only need to be summed. In validation each rank sends its own batches through the
+stages and gets the outputs back.
+
+If layers are split too, the first and the last pipeline stage are on several ranks each. If units
+are sharded, they are gathered for each run of equal micro-batches. Pipelines that share shards need
+the same number of runs, and try micro-batches of a new size at the same time. A pipeline with fewer
+rows continues with rows that have no weight.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from sparkdl.data.batches import Batch
+from sparkdl.engines.gang.model_group import MeshGroups, ModelGroup, NodeLocalRows
+from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.rank_state import needs_all_losses
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
+from sparkdl.engines.gang.strategies.fsdp import let_go, numbers_of, sum_whole
 from sparkdl.engines.gang.strategies.pipeline_stages import (
     PipelineBuild,
+    Schedules,
     StageModule,
     StagePlacement,
+    StageRelay,
+    as_tuple,
 )
-from sparkdl.engines.gang.strategies.pipeline_sync import PipelineSync
-from sparkdl.parallel.chain import chain_of
-from sparkdl.parallel.pipeline import Pipeline, bounds_of
-from sparkdl.replica.mini_batch import to_tensors
+from sparkdl.engines.gang.strategies.summed import CopySync
+from sparkdl.engines.gang.strategies.tensor import settle
+from sparkdl.parallel.pipeline import Pipeline, bounds_of, micro_batches
+from sparkdl.parallel.trace import chain_of
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.compute import (
+    MiniBatch,
+    buffers_kept,
+    loss_of_output,
+    padding_pass,
+    to_tensors,
+)
+from sparkdl.replica.gradients import Gradients, take_gradients
+from sparkdl.replica.iteration import Clock
+from sparkdl.replica.step import ReplicaIteration
+from sparkdl.slices.spec import SliceSpec
+
+
+class PipelineSync(CopySync):
+    """Gradients of the stages of a pipeline. See the note above."""
+
+    _model_group: ModelGroup
+
+    def __init__(
+        self,
+        staged: PipelineBuild,
+        plans: Sequence[SliceSpec],
+        rank: int,
+        spare: Batch,
+        strategy: Pipeline,
+        groups: MeshGroups,
+        near: NodeLocalRows,
+        needs_all_losses: bool,
+    ) -> None:
+        super().__init__(staged.live, plans, rank, spare)
+        self._needs_all_losses = needs_all_losses
+        self._strategy, self._placement = strategy, staged.placement
+        self._stages = dict(zip(staged.placement.stages(rank), staged.stages, strict=True))
+        self._pipe, self._alike = groups.along("pipe"), groups.along("data")
+        mesh = staged.placement.mesh
+        self._shard = groups.along("shard")
+        self._gathers = self._shard is not None
+        together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
+        self._model_group = ModelGroup(mesh, rank, together, staged.live, self._spare, near)
+        self._in_turn = StageRelay(staged.placement, self._stages, rank, together, staged.live)
+        self._members = mesh.along(rank, "pipe")
+        self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
+        self._tail = self._members[-1]
+        self._drawing = mesh.along(rank, "tensor")[0]
+        self._parts: list[tuple[MiniBatch, float]] = []
+        self._factor = 1.0
+        self._losses: list[tuple[torch.Tensor, float]] = []
+        self._found: float | None = None
+        self._schedules = Schedules(
+            self._stages,
+            staged.placement,
+            strategy,
+            self._members,
+            rank,
+            self._pipe,
+            self._in_turn,
+            staged.live,
+            self._spare.inputs,
+            self._loss,
+        )
+        if self._gathers:  # torch sets a unit up at its first call, see ShardedSync
+            self._schedules.prepare({len(self._spare)})
+            self._keep_pace(1)
+            self._live.clear_gradients()
+
+    def compute(
+        self,
+        work: ReplicaIteration,
+        batches: Sequence[MiniBatch],
+        weights: Sequence[float],
+        clock: Clock,
+    ) -> tuple[float, str]:
+        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
+        counts = self._model_group.counts(work, weights)
+        # shards are summed over all pipelines, of which others may have rows
+        own, self._counts = self._rank in counts, bool(counts) or self._gathers
+        self._counted(0.0, weights, 0.0)
+        live, scale = self._live, work.step.loss_scale
+        live.train()
+        live.clear_gradients()
+        loss, runs = 0.0, self._runs(sum(counts.values()))
+        idle = 0
+        if self._gathers:
+            mesh = self._placement.mesh
+            rows = [b - a if w else 0 for (a, b), w in zip(work.step.rows, weights, strict=True)]
+            others = [self._runs(sum(rows[r] for r in group)) for group in mesh.model_groups]
+            self._schedules.prepare({each for some in others for _, each, _ in some})
+            idle = max(map(len, others)) - len(runs)
+        if counts:
+            bring, ends = self._model_group, [*self._heads, *self._tails]
+            here = bring.here(work, counts, batches[0] if batches else None, ends)
+            inputs = bring.inputs(counts, here, self._heads)
+            whole = MiniBatch(inputs, *bring.targets(counts, here, self._tails))
+            clock.lap("data")
+            self._factor, self._losses, self._found = scale / sum(weights), [], None
+            with seeded(replace(work, replica=self._drawing).seed()):
+                self._flow(whole, runs)
+            total = self._model_group.weight(weights)
+            of = total if self._found is None else self._found
+            loss = sum(float(value) * weight for value, weight in self._losses) / (of or 1.0)
+            if self._needs_all_losses:
+                loss, of = self._told(loss, of)
+            self._counted(of, weights, total)
+        self._keep_pace(idle)
+        clock.lap("pipeline")
+        self._gradients = self._taken(scale)
+        if own and not math.isfinite(loss):
+            return loss, f"the loss ({loss})"
+        name = self._not_finite()
+        return loss, f'the gradient of "{name}"' if name else ""
+
+    def _runs(self, rows: int) -> list[tuple[int, int, int]]:
+        """See :func:`sparkdl.parallel.pipeline.micro_batches`."""
+        accumulate = self._live.recipe.options.accumulate
+        return micro_batches(rows, accumulate, self._strategy.micro_batches)
+
+    def _keep_pace(self, times: int) -> None:
+        """Run passes without effect: gradients are zero, and buffers stay as they are."""
+        if not times:
+            return
+        rows = len(self._spare)
+        nothing = replace(self._spare, weights=torch.zeros(rows, dtype=torch.float64))
+        kept = [(p, p.grad) for p in numbers_of(self._live)]
+        with seeded(0), buffers_kept(self._live.flat.module), padding_pass():
+            self._flow(nothing, [(0, rows, 1)] * times)
+        for parameter, gradient in kept:  # what no unit sums: zero times NaN is NaN
+            parameter.grad = gradient
+
+    def _flow(self, whole: MiniBatch, runs: Sequence[tuple[int, int, int]]) -> None:
+        """Run forward and backward through the pipeline stages."""
+        for start, each, many in runs:
+            stop = start + each * many
+            schedule, arguments = self._schedules.of(each, many), {}
+            if self._rank in self._tails:
+                self._parts = _parts(whole, start, each, many)
+                arguments = {"target": torch.arange(many)}
+            first = whole.inputs if self._rank in self._heads else []
+            inputs = [tensor[start:stop] for tensor in first]
+            with self._adding_up():
+                schedule.step(*inputs, return_outputs=False, **arguments)
+            self._parts = []
+
+    @contextlib.contextmanager
+    def _adding_up(self) -> Iterator[None]:
+        """Add up the gradients of several schedules.
+
+        With shards, the first step of a torch schedule drops the gradients that already exist.
+        """
+        before = [p.grad for _, p in self._live.flat.parameters] if self._gathers else []
+        if self._gathers:
+            self._live.clear_gradients()
+        yield
+        for (_, parameter), gradient in zip(self._live.flat.parameters, before, strict=False):
+            if gradient is not None:
+                more = parameter.grad
+                parameter.grad = gradient if more is None else gradient + more
+
+    def _loss(self, output: Any, number: torch.Tensor) -> torch.Tensor:
+        """Return the loss of micro-batch ``number``: its mean times its weight in the global batch."""
+        part, weight = self._parts[int(number)]
+        if not weight:
+            return _nothing(output)
+        value, count = loss_of_output(self._live, output, part)
+        if count is not None:  # see [Note: sums are divided twice]
+            self._losses.append((value.detach(), 1.0))
+            self._found = count + (self._found or 0.0)
+            return value * self._factor
+        self._losses.append((value.detach(), weight))
+        return value * (weight * self._factor)
+
+    @property
+    def loss_rank(self) -> int:
+        """Return the rank that reports the loss.
+
+        If the ranks need not agree, no rank waits for the last pipeline stage only to learn the loss.
+        """
+        return self._rank if self._needs_all_losses else self._tail
+
+    def _told(self, loss: float, count: float) -> tuple[float, float]:
+        """Return the loss and its count from the rank with the last pipeline stage."""
+        values = torch.tensor([loss, count], dtype=torch.float64)
+        dist.broadcast(values, self._tail, self._pipe)
+        return float(values[0]), float(values[1])
+
+    def _taken(self, scale: float) -> Gradients:
+        """Return the gradients of this rank's pipeline stages."""
+        settle(self._live)
+        if self._gathers:
+            sum_whole(self._live, [self._shard])
+        found = take_gradients(self._live).dense
+        if scale != 1.0:
+            for gradient in found:
+                if gradient is not None:
+                    gradient.div_(scale)
+        return Gradients(found, {})
+
+    def _buffers(self, size: int) -> list[torch.Tensor]:
+        """Return the buffers of each rank, those of every pipeline stage from the rank that has it."""
+        found, layout = super()._buffers(size), self._live.flat.layout
+        if not len(found[0]):
+            return found
+        columns = {tuple(self._placement.mesh.along(rank, "pipe")) for rank in range(size)}
+        for members in sorted(columns):
+            whole = torch.empty_like(found[0])
+            for number, (segment, end) in enumerate(zip(layout.segments, layout.ends, strict=True)):
+                if segment.kind != "parameter":
+                    place = slice(segment.start - layout.buffers_start, end - layout.buffers_start)
+                    whole[place] = found[members[self._placement.places[number]]][place]
+            for member in members:
+                found[member] = whole
+        return found
+
+    def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:
+        """Score on each rank in turn, while that rank's batches pass through the pipeline stages."""
+        counts = gathered_counts(batches)
+        most = self._placement.mesh.most(counts) if self._gathers else 0
+        result = self._in_turn.scored(counts, score, most, tuple(self._spare.inputs))
+        for stage in self._stages.values():
+            let_go(stage)
+        return result
+
+
+def _parts(whole: MiniBatch, start: int, each: int, many: int) -> list[tuple[MiniBatch, float]]:
+    """Split what the last pipeline stage has of a mini-batch into ``many`` parts of ``each`` rows.
+
+    Return the parts, without inputs, and the weight of each.
+    """
+    stop = start + each * many
+    counts = None if whole.masses is None else whole.masses[start:stop]
+    if whole.weights is not None:
+        weights = whole.weights[start:stop].double().cpu()
+        counts = weights if counts is None else counts * weights
+    each_weight = [float(each)] * many
+    if counts is not None:
+        each_weight = counts.view(many, each).sum(1).tolist()
+    parts = []
+    for weight in each_weight:
+        rows = slice(start, start + each)
+        own = None if whole.weights is None else whole.weights[rows]
+        masses = None if whole.masses is None else whole.masses[rows]
+        targets = [target[rows] for target in whole.targets]
+        parts.append((MiniBatch([], targets, own, masses), weight))
+        start += each
+    return parts
+
+
+def _nothing(output: Any) -> torch.Tensor:
+    """Return zero, with a gradient of zero."""
+    return sum(tensor.float().sum() for tensor in as_tuple(output)) * 0.0
 
 
 class PipelineRank(RankStrategy[Pipeline]):

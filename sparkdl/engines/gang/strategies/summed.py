@@ -12,14 +12,12 @@ from sparkdl.collectives import direct
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.engines.gang.strategies.base import GradientSync
-from sparkdl.model.layout import Layout
-from sparkdl.model.live_replica import LiveReplica
-from sparkdl.model.step import is_step
-from sparkdl.replica.compute import Passed, Spare
+from sparkdl.model.flat import Layout
+from sparkdl.model.loss import is_step
+from sparkdl.model.recipe import LiveReplica
+from sparkdl.replica.compute import MiniBatch, Passed, Spare, idle, padding_pass, passes_together
 from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.joint_pass import idle, padding_pass, passes_together
-from sparkdl.replica.mini_batch import MiniBatch
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
 from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
 from sparkdl.slices.spec import SliceSpec
