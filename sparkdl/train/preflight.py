@@ -13,14 +13,13 @@ from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import ParameterError
 from sparkdl.infer.outputs import Output
 from sparkdl.parallel.plan import parallel_of
-from sparkdl.train.place_samples import batch_spec
-from sparkdl.train.prepare import PreparedModel
-from sparkdl.train.recipes import build_model
-from sparkdl.train.trainer import Trainer
+from sparkdl.train.engine_inputs import batch_spec
+from sparkdl.train.prepare import PreparedModel, build_model
+from sparkdl.train.spec import TrainerSpec
 
 
 def preflight(
-    trainer: Trainer,
+    trainer: TrainerSpec,
     model: PreparedModel,
     samples: SampleSet,
     validation: ValidationSet | None,
