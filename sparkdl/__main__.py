@@ -1,7 +1,11 @@
-"""``python -m sparkdl``: versions, devices, Java and what is set, to be pasted into a report."""
+"""``python -m sparkdl``: versions, devices, Java and what is set, to be pasted into a report.
+
+``python -m sparkdl session`` says what a session of Spark can train with.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
@@ -26,12 +30,42 @@ VARIABLES = (
 )  # fmt: skip
 
 
-def main() -> None:
-    """Print the report."""
+def main(arguments: list[str] | None = None) -> None:
+    """Print the report, or what a session can train with."""
+    parser = argparse.ArgumentParser(prog="python -m sparkdl")
+    commands = parser.add_subparsers(dest="command")
+    about = "start a session, and say which engines can train in it and how fast"
+    command = commands.add_parser("session", help=about, description=about)
+    command.add_argument("--master", help="such as local[4], yarn or spark://host:7077")
+    command.add_argument("--remote", help="of a Spark Connect server, such as sc://host:15002")
+    command.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE")
+    options = parser.parse_args(arguments)
+    if options.command == "session":
+        settings = dict(pair.partition("=")[::2] for pair in options.conf)
+        _print_diagnosis(options.master, options.remote, settings)
+        return
     for title, lines in report().items():
         print(title)
         for name, text in lines:
             print(f"  {name:<22} {text}")
+
+
+def _print_diagnosis(master: str | None, remote: str | None, settings: dict[str, str]) -> None:
+    import sparkdl
+
+    if remote is None:
+        spark = sparkdl.session(master, **settings)
+    else:
+        from pyspark.sql import SparkSession
+
+        builder = SparkSession.builder.remote(remote)
+        for key, value in settings.items():
+            builder = builder.config(key, value)
+        spark = builder.getOrCreate()
+    try:
+        print(sparkdl.diagnose(spark))
+    finally:
+        spark.stop()
 
 
 def report() -> dict[str, list[tuple[str, str]]]:

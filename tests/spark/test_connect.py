@@ -19,8 +19,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data.fields import Field
-from sparkdl.infer.output import Output
-from sparkdl.infer.shipped_module import INLINE_BYTES
+from sparkdl.infer.forward import INLINE_BYTES
+from sparkdl.infer.outputs import Output
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -379,6 +379,7 @@ def test_functions_run_on_ranks(done: Any) -> None:
     assert gangs["results"] == [[3.0, 0], [3.0, 1]]
     assert gangs["printed"] == ["[rank 0] of 2", "[rank 1] of 2"]
     assert gangs["slots"] == 2
+    assert gangs["engines"] == ["gang", "local", "shuffle"]
     assert gangs["large"] == [3 << 20] * 2
     assert gangs["too large"].startswith(
         "TrainingError: bytes: the results of the ranks have 140 MB"
