@@ -22,6 +22,7 @@ from jobs.spark_errors import status_of, told
 from sparkdl import Callback, History, Trainer, TrainState
 from sparkdl.checkpoint.resume import history_in
 from sparkdl.codec.describe import without_credentials
+from sparkdl.spark.executors import check_python
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -91,6 +92,7 @@ def session(
         _hush(spark)
     signal.signal(signal.SIGINT, _quietly(signal.getsignal(signal.SIGINT)))
     try:
+        check_python(spark.sparkContext)
         yield spark
     finally:
         with contextlib.suppress(Exception):  # what ended the job is told, the JVM's end, say

@@ -576,7 +576,7 @@ NEVER_CALLED = [
     *("torch.fx:GraphModule", "torch.jit:ScriptModule"),
     "torch.fx.graph_module:reduce_graph_module",
     # Of sparkdl itself, with the same annotation: the first opens a pickle that it is given.
-    *("sparkdl.train.recipes:build_model", "sparkdl.model.preparation:plain"),
+    *("sparkdl.train.prepare:build_model", "sparkdl.model.preparation:plain"),
     *("sparkdl.model.recipe:Recipe.build", "sparkdl.infer.source:ScriptedModule"),
 ]
 
