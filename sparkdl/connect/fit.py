@@ -23,6 +23,7 @@ from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.connect.control import ControlClient
 from sparkdl.connect.news import HIDDEN, FollowedFit
 from sparkdl.connect.rank import MAX_ROWS_BYTES, STORED, FitEnd, FitOrder, LedFit
 from sparkdl.connect.rows import ConnectedRows, PersistedSamples, for_gang
@@ -35,7 +36,7 @@ from sparkdl.errors import (
     StateLostError,
     cannot_travel,
 )
-from sparkdl.gang.connect import check_slots_of, control_of, run_led, slots_of
+from sparkdl.gang.connect import check_slots_of, hosts_of, run_led, slots_of
 from sparkdl.gang.led import RESULT, LedTask
 from sparkdl.loop.callbacks import added_callbacks
 from sparkdl.loop.interrupt import interruptible
@@ -249,9 +250,9 @@ class Submissions:
         session, settings, trainer = self.session, self.settings, self.request.trainer
         fit, losses, last = self.fit, 0, self.before
         while True:
-            control = control_of(session)
+            control, one_pass = ControlClient(session, hosts_of(session)), self.request.one_pass
             task = LedTask(replace(fit, control=control.address), timeout=settings.timeout)
-            follower = FollowedFit(trainer, self.ranks, settings, self.request.one_pass)
+            follower = FollowedFit(control, trainer, self.ranks, settings, one_pass)
             try:
                 with (
                     interruptible(ready=follower.trains) as interrupt,
@@ -260,7 +261,7 @@ class Submissions:
                     follower.pass_on(interrupt)
                     profile = trainer.resource_profile
                     with reading_explained():
-                        rows = run_led(self.frame, task, self.ranks, profile, control, follower)
+                        rows = run_led(self.frame, task, self.ranks, profile, follower)
                     end = self._end_of(rows)
                     if end is not None:
                         follower.ended(end.state)

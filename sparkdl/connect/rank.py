@@ -15,16 +15,16 @@ from pyspark import BarrierTaskContext, cloudpickle
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.store import piece_name, result_name
+from sparkdl.connect.control import ControlAddress, ControlServer
 from sparkdl.connect.news import ReportedProgress
+from sparkdl.connect.rows import WriteBoth
 from sparkdl.data.equal_rows import RepeatedRows, SpreadRows, tell_of_shares
 from sparkdl.data.fields import SampleHandle, check_handles
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
-from sparkdl.data.sample_set import SampleSet, sample_set
-from sparkdl.data.table_parts import WriteBoth
+from sparkdl.data.samples import SampleSet, sample_set
 from sparkdl.engines.gang.rank import frames_of
 from sparkdl.errors import CheckpointError, DataError
-from sparkdl.gang.control import ControlAddress, ControlServer
 from sparkdl.gang.led import RESULT, LedGang, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.infer.outputs import Output

@@ -21,7 +21,7 @@ from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import check_recorded_parts, largest_staleness
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import SampleHandle
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.registry import build_engine

@@ -17,7 +17,7 @@ from torch import nn
 
 from sparkdl.data.batches import Batch, input_fields, preview_batch
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.outputs import Output
