@@ -10,23 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import pickle
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
-from sparkdl.errors import ParameterError, SessionError, StateLostError, counted
+from sparkdl.errors import ParameterError, SessionError, SparkdlError, StateLostError, counted
 from sparkdl.gang.led import FAILED, LOG, PRINTED, SCHEMA, LedTask
 from sparkdl.gang.slots import check_profile, no_dynamic_allocation, too_few_slots
 from sparkdl.process.system import print_escaped
 from sparkdl.spark.failures import explain, of_modules, of_python
 from sparkdl.spark.frames import is_local_master
+from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied
 
 _at_work: set[tuple[str, str]] = set()
@@ -260,6 +263,34 @@ def _collected(query: Any) -> Any:
             reason = explain(text) if of_python(text) else explain(text).partition("\n")[0]
             raise StateLostError(f"a rank of the gang went away: {reason}") from None
         raise
+
+
+def in_tasks(session: Any, call: Callable[[int], Any], numbers: range) -> list[Any]:
+    """Return what ``call`` returns for each number, in a task of its own. Raise its SparkdlError."""
+    frame = session.range(numbers.start, numbers.stop, 1, len(numbers))
+    table = frame.mapInArrow(accompanied(_Call(call)), "number long, data binary").toArrow()
+    rows = sorted(table.to_pylist(), key=operator.itemgetter("number"))
+    results = [pickle.loads(row["data"]) for row in rows]
+    for error in (one for one in results if isinstance(one, SparkdlError)):
+        raise error
+    return results
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The task of :func:`in_tasks`."""
+
+    call: Callable[[int], Any]
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for number in (one for batch in batches for one in batch.column(0).to_pylist()):
+            try:
+                result = self.call(number)
+            except SparkdlError as error:
+                result = error
+            row = [pa.array([number]), pa.array([pickle.dumps(result)])]
+            yield pa.RecordBatch.from_arrays(row, names=["number", "data"])
+        finish_task()
 
 
 @contextlib.contextmanager
