@@ -80,7 +80,7 @@ class Standalone:
 
     ``folder`` holds a folder for each worker: executors' working directories (a relative
     ``spark.sparkdl.slab.dir`` is inside), Spark's local directories, logs. ``settings``: of master
-    and workers. ``environment``: variables of the workers. ``hosts``: for each worker (the first: the
+    and workers. ``environment``: variables of theirs. ``hosts``: for each worker (the first: the
     master's too) a command in front of its own, which puts it on a host, and that host's address; by
     default addresses of this machine's loopback device, since Spark runs a speculative twin on
     another host only.
@@ -110,6 +110,7 @@ class Standalone:
                 self.folder / "master",
                 SPARK_MASTER_OPTS=options,
                 SPARK_LOCAL_IP=address,
+                **self.environment,
             )
             # A worker that comes before its master asks again only after 5 to 15 s.
             processes.wait_until(self.status, SECONDS, f"a master at {self.url}")

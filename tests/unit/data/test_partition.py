@@ -435,7 +435,7 @@ def test_equal_rows_that_are_others_when_they_are_spread(slab: SlabConfig) -> No
 
 def test_batches_are_let_go_of_while_rows_are_divided(slab: SlabConfig) -> None:
     """Of a partition that is larger than memory no more is held than its rows' partitions."""
-    batch = pa.record_batch({"x": np.ones(100_000), "to": np.zeros(100_000, np.int32)})
+    batch = pa.RecordBatch.from_pydict({"x": np.ones(100_000), "to": np.zeros(100_000, np.int32)})
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, batch.schema) as stream:
         for _ in range(10):
