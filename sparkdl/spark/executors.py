@@ -231,8 +231,8 @@ def warming_up(context: SparkContext) -> Iterator[None]:
         return
     _begun.add(context)
     jvm: Any = context._jvm
+    places = task_per_executor(context, executors(context) or [None])
     with own_properties(context), stage_name(context, "start Python"):
-        places = task_per_executor(context, executors(context) or [None])
         starting = map_frames(places, nothing)._jrdd.countAsync()
     try:
         _check(context, starting)

@@ -30,8 +30,7 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import SampleHandle
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import deleted_without_end
+from sparkdl.data.samples import SampleSet, deleted_without_end
 from sparkdl.engines.delivery import AT_ONCE_BYTES, ValidationSet, Wanted, bring, not_here
 from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
 from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus, RecipeSource

@@ -25,7 +25,7 @@ from sparkdl.consistency.gossip import DISTANCE, TOPOLOGIES, add_up, averaged_pa
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.partition_reader import MappedPartition, open_partition
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import StaleReferenceError, StateLostError
 from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState, weights_of

@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.consistency.asynchronous import Asynchronous, Commit, GroupTurns, Turn
 from sparkdl.consistency.base import Consistency
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.loop.engine import CURRENT, ReadState

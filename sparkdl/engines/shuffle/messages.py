@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdl.data.epoch import derive_seed
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.resources import FitResources, samples_changed
 from sparkdl.errors import StateLostError
 from sparkdl.loop.iteration_result import Traffic
