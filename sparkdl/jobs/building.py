@@ -74,14 +74,12 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
             fields[name] = problems.of(keys.get(name, name), make, fields[name])
     problems.of("schedule", schedule_of, config.schedule, 1)
     problems.of("metrics", lambda: resolve(metrics_of(config.metrics)))
-    _check_counts(config, problems)
+    if config.loss is None and config.step is None:
+        problems.append("loss: name a loss, or give step: with a training step.")
+    stop, every = _stop(config, problems), config.trainer.histograms
+    due = None if every is None else problems.of("trainer.histograms", sparkdl.every, every)
     raise_all(ParameterError, problems)
-    every = config.trainer.histograms
-    trainer = sparkdl.Trainer(
-        **fields,
-        stop=stop_of(config),
-        histograms=None if every is None else sparkdl.every(every),
-    )
+    trainer = sparkdl.Trainer(**fields, stop=stop, histograms=due)
     problems.of("data.columns", lambda: specs_to_json(trainer.columns))  # as it will be saved
     raise_all(ParameterError, problems)
     return trainer
@@ -193,40 +191,26 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
 """How a field of the trainer is made of what the file says; all others are as they stand."""
 
 
-def _check_counts(config: Config, problems: list[str]) -> None:
-    early = config.early_stopping
-    counts = {
-        "trainer.epochs": config.trainer.epochs,
-        "trainer.max_iterations": config.trainer.max_iterations,
-        "trainer.histograms": config.trainer.histograms,
-        "early_stopping.patience": None if early is None else early.patience,
-    }
-    for key, value in counts.items():
-        if value is not None and value < 1:
-            problems.append(f"{key}={value}: give a whole number of at least 1.")
-    if config.loss is None and config.step is None:
-        problems.append("loss: name a loss, or give step: with a training step.")
-    if early and config.validation is None:
-        problems.append("early_stopping needs a validation: set validation.share or .data.")
-    if early and early.patience is None and early.target is None:
-        problems.append("early_stopping never stops: give patience, target or both.")
-
-
-def stop_of(config: Config) -> sparkdl.Trigger:
+def _stop(config: Config, problems: _Problems) -> sparkdl.Trigger:
     """Return the trigger that ends training: the epochs, or another limit that comes first."""
     length, early = config.trainer, config.early_stopping
-    stop = sparkdl.max_epoch(length.epochs)
-    if length.max_iterations is not None:
-        stop = stop | sparkdl.max_iteration(length.max_iterations)
-    if length.max_seconds is not None:
-        stop = stop | sparkdl.max_time(length.max_seconds)
-    if length.min_loss is not None:
-        stop = stop | sparkdl.min_loss(length.min_loss)
-    if early is not None and early.patience is not None:
-        stop = stop | sparkdl.plateau(early.metric, early.patience, early.min_delta)
-    if early is not None and early.target is not None:
-        stop = stop | sparkdl.max_score(early.metric, early.target)
-    return stop
+    limits: list[tuple[str, Any, Callable[[Any], sparkdl.Trigger]]] = [
+        ("trainer.epochs", length.epochs, sparkdl.max_epoch),
+        ("trainer.max_iterations", length.max_iterations, sparkdl.max_iteration),
+        ("trainer.max_seconds", length.max_seconds, sparkdl.max_time),
+        ("trainer.min_loss", length.min_loss, sparkdl.min_loss),
+    ]
+    if early is not None:
+        until = functools.partial(sparkdl.plateau, early.metric, min_delta=early.min_delta)
+        score = functools.partial(sparkdl.max_score, early.metric)
+        limits.append(("early_stopping.patience", early.patience, until))
+        limits.append(("early_stopping.target", early.target, score))
+        if config.validation is None:
+            problems.append("early_stopping needs a validation: set validation.share or .data.")
+        if early.patience is None and early.target is None:
+            problems.append("early_stopping never stops: give patience, target or both.")
+    stops = [problems.of(key, make, value) for key, value, make in limits if value is not None]
+    return _any([stop for stop in stops if stop is not None])
 
 
 def _every(section: ValidationSection | CheckpointSection) -> sparkdl.Trigger:
@@ -237,8 +221,12 @@ def _every(section: ValidationSection | CheckpointSection) -> sparkdl.Trigger:
         "every_seconds": sparkdl.every_seconds,
     }
     values = {name: getattr(section, name, None) for name in kinds}
-    due = [kinds[name](value) for name, value in values.items() if value is not None]
-    return functools.reduce(lambda a, b: a | b, due) if due else sparkdl.every_epoch()
+    return _any([kinds[name](value) for name, value in values.items() if value is not None])
+
+
+def _any(triggers: list[sparkdl.Trigger]) -> sparkdl.Trigger:
+    """Return a trigger for when any of them is true; without any, for each epoch."""
+    return functools.reduce(lambda a, b: a | b, triggers) if triggers else sparkdl.every_epoch()
 
 
 def schedule_of(spec: Spec | None, iterations: int) -> Any:

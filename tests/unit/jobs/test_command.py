@@ -68,7 +68,7 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
 BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
     "no checkpoint": (["train", "--resume", "ended"], "--resume: ended has no checkpoint: it ended"),
     "a value": ([*FILE, "--trainer.engine", "shufle"], 'engine="shufle": use one of local, shuffle'),
-    "a count": ([*FILE, "--trainer.epochs=0"], "trainer.epochs=0: give a whole number of at least 1."),
+    "a count": ([*FILE, "--trainer.epochs=0"], "trainer.epochs: max_epoch(0): give a whole number of at least 1."),
     "a rate": ([*FILE, "--optimizer.lr=-1"], "optimizer: SGD: Invalid learning rate: -1."),
     "an argument": (
         [*FILE, "--optimizer.learning_rate=1"],
@@ -181,7 +181,7 @@ def test_all_mistakes_of_components_are_told_at_once(
     status, _, err = ended([*FILE, "--loss=math.pi", "--model=a.b", "--trainer.epochs=0"], capsys)
     assert status == 2
     assert [line[4:].partition(":")[0] for line in err.splitlines()[1:]] == [
-        "model", "loss", "trainer.epochs=0"
+        "model", "loss", "trainer.epochs"
     ]  # fmt: skip
 
 
