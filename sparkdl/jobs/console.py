@@ -78,7 +78,7 @@ def told(what: str, remedy: str = "") -> Iterator[None]:
         message = str(error)
     else:
         return
-    raise ParameterError(f"{what}: {_short(message).splitlines()[0]}{remedy}") from None
+    raise ParameterError(f"{what}: {_short(message.strip().splitlines()[0])}{remedy}") from None
 
 
 def _short(message: str) -> str:
@@ -144,6 +144,7 @@ _TELLTALES = (
 
 
 def _hush(spark: SparkSession) -> None:
+    logging.getLogger("SQLQueryContextLogger").disabled = True  # PySpark's, of Java's stacks
     jvm = spark.sparkContext._jvm
     assert jvm is not None
     log4j = jvm.org.apache.logging.log4j

@@ -68,7 +68,7 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
 BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
     "no checkpoint": (["train", "--resume", "ended"], "--resume: ended has no checkpoint: it ended"),
     "a value": ([*FILE, "--trainer.engine", "shufle"], 'engine="shufle": use one of local, shuffle'),
-    "a count": ([*FILE, "--trainer.epochs=0"], "trainer.epochs: max_epoch(0): give a whole number of at least 1."),
+    "a count": ([*FILE, "--trainer.epochs=0"], "trainer.epochs: max_epoch(0): give a whole number"),
     "a rate": ([*FILE, "--optimizer.lr=-1"], "optimizer: SGD: Invalid learning rate: -1."),
     "an argument": (
         [*FILE, "--optimizer.learning_rate=1"],
