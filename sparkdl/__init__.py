@@ -34,9 +34,7 @@ if TYPE_CHECKING:
         UserError,
     )
     from sparkdl.infer.model import TrainedModel, load
-    from sparkdl.infer.scoring.function import register_function
-    from sparkdl.infer.scoring.predict import predict
-    from sparkdl.infer.scoring.text import classify, embed
+    from sparkdl.infer.predict import classify, embed, predict, register_function
     from sparkdl.loop.callbacks import Callback, StopTraining
     from sparkdl.loop.history import History
     from sparkdl.loop.state import TrainState, Validated
@@ -155,9 +153,7 @@ _NAMES = {
     "SessionError SparkdlError StalledError StateLostError TrainingError "
     "TrustError UserError",
     "sparkdl.infer.model": "TrainedModel load",
-    "sparkdl.infer.scoring.function": "register_function",
-    "sparkdl.infer.scoring.predict": "predict",
-    "sparkdl.infer.scoring.text": "classify embed",
+    "sparkdl.infer.predict": "classify embed predict register_function",
     "sparkdl.loop.callbacks": "Callback StopTraining",
     "sparkdl.loop.history": "History",
     "sparkdl.loop.state": "TrainState Validated",

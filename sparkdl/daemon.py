@@ -44,7 +44,7 @@ MODULES = (
     "sparkdl.data.record_tasks",
     "sparkdl.engines.shuffle.engine",  # the tasks of a fit, and torch
     "sparkdl.infer.model",
-    "sparkdl.infer.predict",
+    "sparkdl.infer.score",
     "sparkdl.infer.evaluate",
     "sparkdl.optim",
     "sparkdl.train.trainer",  # what models and callbacks of users refer to

@@ -21,6 +21,7 @@ from sparkdl.checkpoint.resume import history_in
 from sparkdl.codec.describe import without_credentials
 from sparkdl.errors import ParameterError
 from sparkdl.jobs.components import place_of
+from sparkdl.spark.executors import check_python
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -101,6 +102,7 @@ def session(
     _leave_interrupts_to_python(spark)
     signal.signal(signal.SIGINT, _quietly(signal.getsignal(signal.SIGINT)))
     try:
+        check_python(spark.sparkContext)
         yield spark
     finally:
         with contextlib.suppress(Exception):  # what ended the job is told, the JVM's end, say

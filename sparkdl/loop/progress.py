@@ -23,6 +23,9 @@ _REFRESH_SECONDS = 0.2
 class Progress(Callback):
     """Base class that shows nothing. :meth:`close` is called even if the fit fails."""
 
+    def describe(self, facts: str) -> None:
+        """Take note of what is trained, in words."""
+
     def follow(self, trainer: Any, state: TrainState) -> None:
         """Show the state of a run whose hooks are called elsewhere, now and then."""
 
@@ -163,6 +166,9 @@ class ProgressLog(Progress):
         self._facts, self._one_pass = facts, one_pass
         self._told_at, self._told_of = began, TrainState()
         self._begun, self._shown = False, False
+
+    def describe(self, facts: str) -> None:
+        self._facts = facts
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._told_of = state

@@ -11,7 +11,7 @@ from pyspark.sql import Column, DataFrame
 from torch import nn
 
 from sparkdl.errors import ParameterError
-from sparkdl.infer.class_scores import ClassScores
+from sparkdl.infer.outputs import ClassScores
 from sparkdl.ml.estimator import TorchEstimator
 from sparkdl.ml.model import TorchModel
 from sparkdl.ml.outputs import class_count, part_of_scores

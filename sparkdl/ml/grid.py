@@ -12,8 +12,7 @@ from pyspark.sql import DataFrame
 from sparkdl.infer.model import TrainedModel
 from sparkdl.ml.model import TorchModel
 from sparkdl.ml.plan import FitPlan
-from sparkdl.train.placed_samples import PlacedSamples
-from sparkdl.train.shared_samples import SharedSamples
+from sparkdl.train.placed_samples import PlacedSamples, SharedSamples
 
 
 class GridPoint(Protocol):

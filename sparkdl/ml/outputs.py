@@ -7,7 +7,7 @@ from pyspark.sql import Column, functions
 from pyspark.sql.types import ArrayType, DataType
 
 from sparkdl.errors import ModelError
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 
 
 def class_count(output: Output | None) -> int:

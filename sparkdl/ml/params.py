@@ -25,7 +25,8 @@ from pyspark.ml.param.shared import (
 
 from sparkdl.errors import ParameterError, in_quotes, kind_of, nearest
 from sparkdl.loop.triggers import MaxEpoch
-from sparkdl.train.trainer import TEN_EPOCHS, Trainer
+from sparkdl.train.spec import TEN_EPOCHS
+from sparkdl.train.trainer import Trainer
 
 Self = TypeVar("Self", bound=Params)
 TRAINER_FIELDS = tuple(one.name for one in dataclasses.fields(Trainer) if one.init)

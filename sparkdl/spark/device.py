@@ -32,7 +32,6 @@ import torch
 from pyspark import SparkContext, TaskContext
 
 from sparkdl.errors import SessionError
-from sparkdl.session import conf_of
 from sparkdl.spark.executors import Executor, executor_awaited, executors, task_per_executor
 from sparkdl.spark.frames import collect_and_forget, is_local, map_frames, stage_name
 from sparkdl.spark.worker import finish_task
@@ -222,7 +221,7 @@ def within_gpus(context: SparkContext, replicas: int, chosen: bool, engine: str)
 
     ``chosen``: the user has set it. The engine "local" has as many as others, and uses no GPU.
     """
-    assigned = conf_of(context).contains(AMOUNT)
+    assigned = context._conf.contains(AMOUNT)
     if is_local(context):
         return replicas if chosen else _capped(replicas, torch.cuda.device_count())
     if engine == "local" or (
@@ -236,7 +235,7 @@ def within_gpus(context: SparkContext, replicas: int, chosen: bool, engine: str)
         raise SessionError(problem)
     if problem:
         logger.warning("%s", problem)
-    if assigned and float(conf_of(context).get(AMOUNT, "1")) > 1:
+    if assigned and float(context._conf.get(AMOUNT, "1")) > 1:
         logger.warning(
             "a task uses one GPU, and the others that Spark assigns to it stay idle: set %s=1.",
             AMOUNT,

@@ -52,6 +52,7 @@ class PlainState:
             }
             for inner in module.modules()
         }
+        self._shared = _shared_buffers(module)
         self._of_loss = [
             (held, name, form_of(buffer), _digest_of(buffer))
             for held in _modules_of(loss)
@@ -161,6 +162,15 @@ class PlainState:
                 found = form_of(module._buffers.get(name))
                 if found != form and name not in module._non_persistent_buffers_set:
                     raise ModelError(changed_form(f"{path}.{name}".lstrip("."), form, found))
+        for (name, owner, attribute), *others in self._shared:
+            for other, its_owner, its_attribute in others:
+                if its_owner._buffers.get(its_attribute) is not owner._buffers.get(attribute):
+                    raise ModelError(
+                        f'__init__ makes "{name}" and "{other}" one buffer, and forward assigns '
+                        "another tensor to one of them: replicas and checkpoints carry one value "
+                        f"for both. Write into it instead (self.{its_attribute}.copy_(...)), or "
+                        "make two buffers in __init__."
+                    )
 
     def _carried(self) -> list[tuple[nn.Module, str, torch.Tensor]]:
         """Return copies of the buffers that an engine carries, which still have their first form."""
@@ -201,6 +211,17 @@ class PlainState:
             if name != "training":
                 found["loss", name.lstrip("_")] = _value(value, {}, _DEPTH)
         return found
+
+
+def _shared_buffers(module: nn.Module) -> list[list[tuple[str, nn.Module, str]]]:
+    """Return the places of each buffer of the state_dict that several modules, or names, have."""
+    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    for path, owner in module.named_modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                place = f"{path}.{name}".lstrip("."), owner, name
+                places.setdefault(id(buffer), []).append(place)
+    return [each for each in places.values() if len(each) > 1]
 
 
 _CALLED = (functools.partial, types.FunctionType, types.MethodType, PerReplica, StepLoss)

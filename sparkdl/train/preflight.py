@@ -20,26 +20,25 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.sample_set import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import ModelError, ParameterError
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.model.loss import ALONE, PerReplica, is_own_loss, is_step, loss_of, masses_of
 from sparkdl.model.recipe import Recipe, bytes_of
 from sparkdl.parallel.plan import ParallelPlan, parallel_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import MiniBatch, to_tensors
 from sparkdl.train.averaging_checks import gives_sums, have_copies, is_averaged, rows_for_loss
+from sparkdl.train.engine_inputs import batch_spec
 from sparkdl.train.hints import check_labels, shape_of, text_of
-from sparkdl.train.place_samples import batch_spec
 from sparkdl.train.plain_state import PlainState
-from sparkdl.train.prepare import PreparedModel
+from sparkdl.train.prepare import PreparedModel, build_model
 from sparkdl.train.probe import check_scorer, try_model
-from sparkdl.train.recipes import build_model
 from sparkdl.train.repeats import tell_of_hidden_state, tell_of_mixed_rows, tell_of_own_draws
-from sparkdl.train.trainer import Trainer
+from sparkdl.train.spec import TrainerSpec
 from sparkdl.train.undeclared_buffers import UndeclaredBuffers
 
 
 def preflight(
-    trainer: Trainer,
+    trainer: TrainerSpec,
     model: PreparedModel,
     samples: SampleSet,
     validation: ValidationSet | None,

@@ -15,8 +15,8 @@ from sparkdl.data.batches import Batch, preview_batch
 from sparkdl.data.fields import Field
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import ModelError, kind_of
-from sparkdl.infer.output import Output
-from sparkdl.infer.shipped_module import run_batches
+from sparkdl.infer.forward import run_batches
+from sparkdl.infer.outputs import Output
 from sparkdl.model.loss import (
     ALONE,
     ClassLoss,

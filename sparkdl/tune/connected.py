@@ -11,12 +11,13 @@ from typing import Any
 
 from pyspark.errors import PySparkException
 
+from sparkdl.connect.rows import for_gang
 from sparkdl.errors import ModelError, ParameterError, SessionError
 from sparkdl.gang.connect import slots_of
-from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.callbacks import Callback, none_added
 from sparkdl.loop.interrupt import INTERRUPTED
-from sparkdl.train.connected import run_connected
-from sparkdl.train.connected_checks import for_gang
+from sparkdl.train.fit import fit
+from sparkdl.train.request import FitRequest
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed, is_of_trial
 from sparkdl.tune.runners import Ended, RunningTrial, SearchInterrupted
@@ -84,10 +85,10 @@ class ConnectedTrials:
         best: TrialRecord | None,
     ) -> TrialOutcome:
         self._session.addTag(self._tag)
+        request = FitRequest(trainer=trainer, quiet=self._threads is not None)
         try:
-            trained = run_connected(
-                trainer, self._data, quiet=self._threads is not None, added=False
-            ).trained
+            with none_added():
+                trained = fit(self._data, request).trained
         except Exception as error:
             if not is_of_trial(error):
                 raise

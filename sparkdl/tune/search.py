@@ -23,10 +23,9 @@ from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import plain
-from sparkdl.session import connected_session_of, context_of, is_connected, settings_of
+from sparkdl.session import SessionFacts
 from sparkdl.spark.executors import own_properties, warming_up
 from sparkdl.train.local_fit import LocalFit
-from sparkdl.train.placed_samples import session_of
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Random
 from sparkdl.tune.checks import problems_of_search
@@ -111,13 +110,9 @@ def search(
         CheckpointError: ``path`` cannot be read or written.
         KeyboardInterrupt: The user interrupted twice.
     """
-    connected = is_connected(data)
-    context: Any = None
-    if connected:
-        connected_session_of(data, "search")
-    else:
-        context = context_of(data)
-    settings = settings_of(context, session_of(data))
+    facts = SessionFacts.of(data, "search")
+    context, settings = facts.context, facts.settings
+    connected = context is None
     trials, parallel, seed = plain(trials), plain(parallel), plain(seed)
     raise_all(
         ParameterError,

@@ -24,7 +24,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
 import sparkdl
-import sparkdl.train.place_samples
+import sparkdl.train.placed_samples
 from sparkdl.checkpoint.manifest import Manifest
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.data.partition_writer import close_partitions
@@ -194,7 +194,7 @@ def read_once(spark) -> Iterator[None]:
             made[key] = materialize_here(replace(source, slab=slab))
         return made[key]
 
-    with mock.patch.object(sparkdl.train.place_samples, "materialize_here", read):
+    with mock.patch.object(sparkdl.train.placed_samples, "materialize_here", read):
         yield
     close_partitions()
     remove_root(slab)

@@ -27,8 +27,8 @@ from torch.nn.utils import parametrizations
 
 import sparkdl
 from sparkdl.data.fields import Field
-from sparkdl.infer.output import Output
-from sparkdl.infer.shipped_module import INLINE_BYTES, ShippedModule
+from sparkdl.infer.forward import INLINE_BYTES, ShippedModule
+from sparkdl.infer.outputs import Output
 from sparkdl.model.recipe import Part, Signature, part_of
 
 pytestmark = pytest.mark.spark
@@ -204,13 +204,6 @@ def test_several_inputs(table: Any) -> None:
 def test_any_column_name(table: Any) -> None:
     model = trained(linear(), ("a`b. c",))
     found = model.transform(table.withColumnRenamed("x", "a`b. c"))
-    close(predictions(found), model.module(inputs_of(table, "x")))
-
-
-@pytest.mark.parametrize("batch_size", [1, 7, 1000])
-def test_the_batch_size_does_not_matter(table: Any, batch_size: int) -> None:
-    model = trained(linear())
-    found = model.transform(table, batch_size=batch_size)
     close(predictions(found), model.module(inputs_of(table, "x")))
 
 

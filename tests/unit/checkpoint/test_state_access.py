@@ -20,7 +20,7 @@ from sparkdl.checkpoint.manifest import RunIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.data.fields import Field
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import manifest_of_model
 from sparkdl.loop.engine import BEST, CURRENT, ReadState
 from sparkdl.loop.history import History

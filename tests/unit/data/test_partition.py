@@ -22,6 +22,7 @@ from mistakes import message_of
 from sparkdl.data import partition_files, partition_join, partition_writer
 from sparkdl.data.arrow_tasks import WriteDataFrame
 from sparkdl.data.columns.base import Column
+from sparkdl.data.equal_rows import RepeatedRows
 from sparkdl.data.partition_files import segment_files
 from sparkdl.data.partition_join import join_partition
 from sparkdl.data.partition_writer import (
@@ -33,7 +34,7 @@ from sparkdl.data.partition_writer import (
 from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, RowError
-from sparkdl.errors import SlabFullError, StaleReferenceError
+from sparkdl.errors import SlabFullError, StaleReferenceError, TrainingError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 
 CHOSEN = ([], [0], [59, 0, 30, 30], range(60), np.random.default_rng(1).permutation(60))
@@ -423,9 +424,25 @@ def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatc
     assert held[1] < 1 << 20
 
 
+def test_equal_rows_that_are_others_when_they_are_spread(slab: SlabConfig) -> None:
+    def handle(copies: int) -> SampleHandle:
+        writer = PartitionWriter(slab)
+        writer.add(["x"], [np.ones((copies, 2))])
+        return writer.finish()
+
+    handles = [handle(400), handle(0)]
+    repeated = RepeatedRows.of(handles)
+    assert repeated is not None
+    preview = repeated.preview()
+    task = repeated.spread(slab, [preview.read(home, handles[home]) for home in preview.rows])
+    assert task.changed(0, handle(400)).num_rows == 200
+    with pytest.raises(TrainingError, match="partition 0 was computed again and holds other rows"):
+        task.changed(0, handle(399))
+
+
 def test_batches_are_let_go_of_while_rows_are_divided(slab: SlabConfig) -> None:
     """Of a partition that is larger than memory no more is held than its rows' partitions."""
-    batch = pa.record_batch({"x": np.ones(100_000), "to": np.zeros(100_000, np.int32)})
+    batch = pa.RecordBatch.from_pydict({"x": np.ones(100_000), "to": np.zeros(100_000, np.int32)})
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, batch.schema) as stream:
         for _ in range(10):

@@ -195,6 +195,41 @@ def test_a_cache_may_grow_if_it_is_no_part_of_the_state() -> None:
     )
 
 
+class Centered(nn.Module):
+    """Two parts have one buffer, into which the second writes, or which it replaces."""
+
+    def __init__(
+        self, write: Callable[[Any, torch.Tensor], object], persistent: bool = True
+    ) -> None:
+        super().__init__()
+        self.first, self.second, self.write = nn.Linear(2, 2), nn.Linear(2, 2), write
+        self.first.register_buffer("center", torch.zeros(2), persistent=persistent)
+        self.second.register_buffer("center", self.first.center, persistent=persistent)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self, x.detach().mean(0))
+        return self.second(self.first(x) - self.first.center) + self.second.center
+
+
+def replace_one(m: Any, mean: torch.Tensor) -> None:
+    m.second.center = m.second.center.lerp(mean, 0.1)
+
+
+def replace_both(m: Any, mean: torch.Tensor) -> None:
+    m.first.center = m.second.center = m.second.center.lerp(mean, 0.1)
+
+
+def test_a_shared_buffer_stays_one() -> None:
+    check(Centered(lambda m, mean: m.second.center.lerp_(mean, 0.1)))
+    check(Centered(replace_both))
+    check(Centered(replace_one, persistent=False))
+    assert message_of(ModelError, check, nn.Sequential(Centered(replace_one))) == (
+        '__init__ makes "0.first.center" and "0.second.center" one buffer, and forward assigns another '
+        "tensor to one of them: replicas and checkpoints carry one value for both. Write into it "
+        "instead (self.center.copy_(...)), or make two buffers in __init__."
+    )
+
+
 class Annealed(nn.Module):
     sparkdl_buffers: ClassVar = {"center": "mean"}  # of a loss it says nothing
 

@@ -298,6 +298,15 @@ UNDECLARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str], 
         ["mean"],
         '{"mean": "mean"}',
     ),
+    "beside a norm that rests": (
+        lambda: nn.Sequential(
+            nn.BatchNorm1d(4).eval(),
+            Remembers(lambda m, x: m.mean.lerp_(x.mean(0), 0.1), mean=torch.zeros(4)),
+        ),
+        {},
+        ["1.mean"],
+        '{"1.mean": "mean"}',
+    ),
     "what the trainer names": (lambda: Remembers(at_first, **ALONE), {"codes": "first"}, [], ""),
 }
 
@@ -305,7 +314,7 @@ UNDECLARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str], 
 @pytest.mark.parametrize("name", UNDECLARED)
 def test_buffers_that_rows_decide_are_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
     make, rules, told, fitting = UNDECLARED[name]
-    module, batch = make().train(), Batch([ROWS], [])
+    module, batch = make(), Batch([ROWS], [])
     options = TrainingOptions(buffers=rules)
     recipe = Recipe(make, torch.sum, torch.optim.SGD, 0, options)
     buffers = UndeclaredBuffers(module, recipe)

@@ -7,9 +7,13 @@ import importlib
 import json
 import os
 import pickle
+import re
+import site
 import subprocess
 import sys
+import tomllib
 import types
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -269,3 +273,62 @@ def test_libraries_and_what_travels_by_value_are_left_alone(folder: Folder) -> N
         assert not modules_behind([module.says])
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+
+
+RECORDS = {
+    "pip install --target, on PYTHONPATH": (
+        "packages",
+        "{0}/__init__.py,,\n{0}/inner.py,,\n",
+        True,
+    ),
+    "a .pth over preinstalled packages": ("preinstalled", "{0}/inner.py,sha256=x,9\n", True),
+    "an archive of packages": ("packages.zip", "{0}/__init__.py,,\n", True),
+    "the user's site": ("lib/python3.11/site-packages", None, True),
+    "Debian's": ("python3/dist-packages", None, True),
+    "a checkout on the path": ("checkout", None, False),
+    "a checkout beside installed packages": ("packages", "other/__init__.py,,\n", False),
+    "an editable install": ("source", "__editable__.{0}.pth,,\n", False),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_is_installed_anywhere_is_never_the_users(name: str, folder: Folder) -> None:
+    from sparkdl.jobs.components import ship
+    from sparkdl.usercode.code import is_library, modules_behind
+
+    place, record, installed = RECORDS[name]
+    package = f"uc_record_{list(RECORDS).index(name)}"
+    files = {f"{package}/__init__.py": "", f"{package}/inner.py": SAYS.format(1)}
+    if record is not None:
+        files[f"{package}-1.0.dist-info/METADATA"] = f"Name: {package}\nVersion: 1.0\n"
+        files[f"{package}-1.0.dist-info/RECORD"] = record.format(package)
+    path = folder.path / place
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for file, text in files.items():
+                archive.writestr(file, text)
+    else:
+        for file, text in files.items():
+            (path / file).parent.mkdir(parents=True, exist_ok=True)
+            (path / file).write_text(text)
+    (folder.path / "named.pth").write_text(f"{path}\n")
+    site.addsitedir(str(folder.path))
+    try:
+        module = importlib.import_module(f"{package}.inner")
+        assert is_library(module.__name__) == installed
+        assert bool(modules_behind([module.says])) == (not installed)
+        ship(module.__name__)
+        assert (package in cloudpickle.list_registry_pickle_by_value()) == (not installed)
+        assert cloudpickle.loads(cloudpickle.dumps(module.says))() == 1
+    finally:
+        if package in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.unregister_pickle_by_value(sys.modules[package])
+        sys.path.remove(str(path))
+
+
+def test_what_sparkdl_requires_is_never_the_users() -> None:
+    from sparkdl.usercode.code import is_library
+
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    required = [re.match(r"[\w-]+", line)[0] for line in project["dependencies"]]  # type: ignore[index]
+    assert [name for name in ["sparkdl", *required] if not is_library(name)] == []

@@ -144,9 +144,14 @@ def shard_units(
         cut.set_custom_reduce_scatter(DirectReduceScatter(idle))  # type: ignore[arg-type]
 
 
+def numbers_of(live: LiveReplica) -> list[nn.Parameter]:
+    """Return the parameters that are a single number."""
+    return [p for _, p in live.flat.parameters if not p.ndim]
+
+
 def sum_whole(live: LiveReplica, groups: Sequence[dist.ProcessGroup | None]) -> None:
     """Sum the gradients of the parameters that are a single number over each of ``groups`` in turn."""
-    whole = [p for _, p in live.flat.parameters if not p.ndim]
+    whole = numbers_of(live)
     if not whole:
         return
     sums = torch.zeros(2, len(whole), dtype=whole[0].dtype, device=live.device)

@@ -33,7 +33,7 @@ from sparkdl.engines.gang.model_group import MeshGroups, ModelGroup, NodeLocalRo
 from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.rank_state import needs_all_losses
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.fsdp import let_go, sum_whole
+from sparkdl.engines.gang.strategies.fsdp import let_go, numbers_of, sum_whole
 from sparkdl.engines.gang.strategies.pipeline_stages import (
     PipelineBuild,
     Schedules,
@@ -169,8 +169,11 @@ class PipelineSync(CopySync):
             return
         rows = len(self._spare)
         nothing = replace(self._spare, weights=torch.zeros(rows, dtype=torch.float64))
+        kept = [(p, p.grad) for p in numbers_of(self._live)]
         with seeded(0), buffers_kept(self._live.flat.module), padding_pass():
             self._flow(nothing, [(0, rows, 1)] * times)
+        for parameter, gradient in kept:  # what no unit sums: zero times NaN is NaN
+            parameter.grad = gradient
 
     def _flow(self, whole: MiniBatch, runs: Sequence[tuple[int, int, int]]) -> None:
         """Run forward and backward through the pipeline stages."""

@@ -1,10 +1,11 @@
-"""The rows of a fit in a session of Spark Connect, and rows that are persisted for several fits."""
+"""The trainer and the rows of a fit in a session of Spark Connect, and rows that several fits share."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
@@ -13,18 +14,50 @@ from sparkdl.data.arrow_tasks import WriteDataFrame
 from sparkdl.data.fields import Field
 from sparkdl.data.samples import Source, chosen_columns
 from sparkdl.data.table_parts import WriteBoth, both_parts
-from sparkdl.errors import DataError
+from sparkdl.errors import DataError, ParameterError, SessionError
 from sparkdl.gang.connect import check_slots_of, slots_of
-from sparkdl.session import connected_session_of, settings_of
+from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import end_of_session_explained, reading_explained
-from sparkdl.train.connected_checks import check_connected, for_gang
-from sparkdl.train.place_samples import source
+from sparkdl.train.placed_samples import SharedSamples, check_validation_data, source
 from sparkdl.train.prepare import prepare
-from sparkdl.train.shared_samples import SharedSamples
+from sparkdl.train.spec import TrainerSpec
 
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
+logger = logging.getLogger("sparkdl")
+Spec = TypeVar("Spec", bound=TrainerSpec)
+_warned: set[str] = set()
+"""The engines of which this process was told that the gang takes their place."""
+
+
+def for_gang(trainer: Spec) -> Spec:
+    """Return the trainer with the engine that a session of Spark Connect has."""
+    if trainer.engine == "local":
+        raise SessionError(
+            'engine="local" trains in the process of a classic driver, which a Spark Connect session '
+            'does not have: use engine="gang", whose ranks are tasks of one barrier stage.'
+        )
+    if trainer.min_ranks is not None:
+        raise SessionError(
+            f"min_ranks={trainer.min_ranks} cannot be had in a Spark Connect session, where each rank "
+            "is a task: leave it out, or start a classic session."
+        )
+    if trainer.engine == "gang":
+        return trainer
+    try:
+        with_gang = replace(trainer, engine="gang")
+    except ParameterError as error:
+        raise SessionError(
+            f'a Spark Connect session trains with engine="gang" only, and this trainer cannot: {error} '
+            f'For engine="{trainer.engine}", start a classic session.'
+        ) from None
+    if trainer.engine not in _warned:
+        _warned.add(trainer.engine)
+        logger.warning(
+            'training with engine="gang": the engine "%s" needs RDDs, which a Spark Connect session '
+            'does not have. Say engine="gang" to leave this line out.',
+            trainer.engine,
+        )
+    return with_gang
 
 
 def in_session_of(data: DataFrame, other: Any) -> Any:
@@ -45,7 +78,7 @@ class ConnectedRows:
 
     @staticmethod
     def of(
-        trainer: Trainer, data: DataFrame, ranks: int, float_dtype: str, slab: SlabConfig
+        trainer: TrainerSpec, data: DataFrame, ranks: int, float_dtype: str, slab: SlabConfig
     ) -> ConnectedRows:
         """Return the rows of ``data``, and those of the validation of ``trainer``."""
         training: Source = source(trainer, data, ranks, float_dtype, slab)
@@ -85,16 +118,17 @@ class PersistedSamples(SharedSamples):
     rows: ConnectedRows
 
     @staticmethod
-    def of(trainer: Trainer, data: DataFrame) -> PersistedSamples:
+    def of(trainer: TrainerSpec, data: DataFrame) -> PersistedSamples:
         """Persist the rows of ``data``, and those of the validation of ``trainer``."""
-        session = connected_session_of(data, "PlacedSamples.of")
+        facts = SessionFacts.of(data, "PlacedSamples.of")
+        session = facts.session
         with end_of_session_explained(session):
-            settings = settings_of(None, session)
             trainer = for_gang(trainer)
-            model = prepare(trainer, None, check_connected)
+            check_validation_data(trainer, facts)
+            model = prepare(trainer, None)
             ranks = trainer.replicas or slots_of(session, trainer.resource_profile)
             check_slots_of(session, ranks, trainer.resource_profile)
-            slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
+            slab = SlabConfig.new(facts.settings.slab_dir, f"connect-{session.session_id}")
             rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
             with reading_explained():
                 rows.frame.persist()

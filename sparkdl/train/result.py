@@ -1,32 +1,134 @@
-"""Rescue of a trained model when the run fails after its last iteration, by writing a checkpoint.
-
-The failure may be in a callback's last hook, or in bringing the model to the driver.
-"""
+"""The result of a fit: the trained model, or where it is kept if it cannot be brought to the user."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from sparkdl.checkpoint.config import Checkpoint
+from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.manifest import RunIdentity
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.data.sample_set import SampleSet
 from sparkdl.errors import CheckpointError, SparkdlError, StalledError, counted
-from sparkdl.loop.callbacks import Callback
-from sparkdl.loop.engine import Engine
+from sparkdl.infer.model import TrainedModel
+from sparkdl.infer.outputs import Output
+from sparkdl.infer.saved import StoredState
+from sparkdl.loop.callbacks import Callback, tell_result
+from sparkdl.loop.engine import AVERAGE, BEST, CURRENT, Engine
 from sparkdl.loop.history import History
+from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
-
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
+from sparkdl.model.flat import filled
+from sparkdl.model.recipe import weights_digest
+from sparkdl.train.prepare import PreparedModel, build_model
+from sparkdl.train.request import CarriedRun
+from sparkdl.train.spec import TrainerSpec
 
 logger = logging.getLogger("sparkdl")
+
+
+@dataclass(frozen=True)
+class FinishedFit:
+    """A fit that has trained, with what its result is made of; the engine still has the weights."""
+
+    trainer: TrainerSpec
+    model: PreparedModel
+    engine: Engine
+    kinds: list[str]  # of weights
+    output: Output | None
+    samples: SampleSet
+    state: TrainState
+    history: History
+    schedule: Schedule | None  # None, as for the next two: no pass goes on from here
+    packed_best: tuple[bytes, ...] | None
+    packed: tuple[bytes, ...] | None  # the optimizer state; None, too: it could not be collected
+    callbacks: list[Callback]
+
+    def carried(self, weights: Callable[[str], torch.Tensor] | None = None) -> CarriedRun:
+        """Return the end of the run, with its model, once the callbacks know of that.
+
+        ``weights`` returns a vector by its kind; None: the engine does.
+        """
+        trained = trained_model(
+            self.trainer,
+            self.model,
+            self.samples,
+            self.output,
+            self.kinds,
+            weights or self.engine.weights,
+            self.history,
+            self.packed,
+        )
+        tell_result(self.callbacks, self.trainer, trained)
+        return CarriedRun(trained, self.state, self.packed_best, self.schedule)
+
+
+def result_maker(
+    trainer: TrainerSpec, model: PreparedModel, samples: SampleSet, output: Output | None
+) -> Callable[..., TrainedModel]:
+    """Return a function that makes the result from a ``module`` and a ``history``."""
+    return functools.partial(
+        TrainedModel,
+        model=trainer.model,
+        loss=trainer.objective,
+        features=trainer.feature_columns,
+        label=trainer.label_columns,
+        columns=trainer.columns,
+        fields=samples.fields[: samples.num_features + samples.num_labels],
+        num_features=samples.num_features,
+        float_dtype=model.float_dtype,
+        output=output,
+        seed=trainer.seed,
+        signature=model.recipe.signature,
+    )
+
+
+def wanted_weights(trainer: TrainerSpec, state: TrainState) -> list[str]:
+    """Return the kinds of weights that the result holds."""
+    wanted = [CURRENT]
+    if trainer.ema is not None:
+        wanted.append(AVERAGE)
+    if state.best is not None:
+        wanted.append(BEST)
+    return wanted
+
+
+def trained_model(
+    trainer: TrainerSpec,
+    model: PreparedModel,
+    samples: SampleSet,
+    output: Output | None,
+    kinds: Sequence[str],
+    weights: Callable[[str], torch.Tensor],
+    history: History,
+    packed: tuple[bytes, ...] | None = None,
+) -> TrainedModel:
+    """Return the result of a fit; one vector of ``weights`` is held at a time.
+
+    ``packed`` is its optimizer state, if that was collected.
+    """
+    make = result_maker(trainer, model, samples, output)
+    models = {
+        kind: make(module=filled(build_model(model.payload), weights(kind)), history=history)
+        for kind in kinds
+    }
+    trained = models[CURRENT]
+    trained.ema, trained.best = models.get(AVERAGE), models.get(BEST)
+    if packed is not None:
+        digest, identity = weights_digest(trained.module), ModelIdentity.of(model.layout)
+        trained.optimizer_state = StoredState(packed, identity, model.optimizers, digest)
+    return trained
 
 
 class Rescue(Callback):
@@ -37,7 +139,7 @@ class Rescue(Callback):
 
     def __init__(
         self,
-        trainer: Trainer,
+        trainer: TrainerSpec,
         engine: Engine,
         identity: RunIdentity,
         manifest_model: Mapping[str, Any],
@@ -50,16 +152,16 @@ class Rescue(Callback):
         self._before: TrainState | None = None
         self._state: TrainState | None = None
 
-    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+    def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._state = state
 
-    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
         self._before, self._state = self._state, state
 
-    def on_validation_end(self, trainer: Trainer, state: TrainState) -> None:
+    def on_validation_end(self, trainer: Any, state: TrainState) -> None:
         self._state = state
 
-    def on_checkpoint(self, trainer: Trainer, state: TrainState) -> None:
+    def on_checkpoint(self, trainer: Any, state: TrainState) -> None:
         self._state = state
 
     def __enter__(self) -> Rescue:

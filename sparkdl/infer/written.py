@@ -248,11 +248,9 @@ class WritePart:
 
     def _to_write(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Return the rows and columns of a batch that are written."""
-        batch = batch.drop_columns([_HASH])
-        if self.reason is None:
-            return batch
-        valid = pc.is_null(batch.column(self.reason))
-        return batch.filter(valid).drop_columns([self.reason])
+        if self.reason is not None:
+            batch = batch.filter(pc.is_null(batch.column(self.reason)))
+        return batch.select([n for n in batch.schema.names if n not in (_HASH, self.reason)])
 
 
 def _sum(hashes: np.ndarray) -> int:

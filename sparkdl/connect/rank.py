@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import os
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyarrow as pa
 from pyspark import BarrierTaskContext, cloudpickle
-from torch import nn
 
-from sparkdl.checkpoint.resume import ResumeCandidates
-from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.checkpoint.files import Folder
+from sparkdl.checkpoint.store import piece_name, result_name
+from sparkdl.connect.news import ReportedProgress
 from sparkdl.data.equal_rows import RepeatedRows, SpreadRows, tell_of_shares
 from sparkdl.data.fields import SampleHandle, check_handles
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.sample_set import SampleSet, sample_set
 from sparkdl.data.table_parts import WriteBoth
-from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.gang.rank import frames_of
-from sparkdl.engines.registry import EngineInputs
-from sparkdl.errors import DataError
+from sparkdl.errors import CheckpointError, DataError
 from sparkdl.gang.control import ControlAddress, ControlServer
 from sparkdl.gang.led import RESULT, LedGang, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.infer.output import Output
-from sparkdl.infer.saved import StoredState
+from sparkdl.infer.outputs import Output
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
@@ -38,35 +37,32 @@ from sparkdl.settings import Settings
 from sparkdl.slab.pool import clean_here
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.broadcasts import Artifact, received_bytes
-from sparkdl.train.carried import CarriedRun
-from sparkdl.train.connected_news import ReportedProgress
-from sparkdl.train.course import FinishedEngine, Start, run_course, told_model
-from sparkdl.train.engine_inputs import engine_inputs
-from sparkdl.train.large_result import StoredRows, store_rows
-from sparkdl.train.place_samples import check_validation
-from sparkdl.train.prepare import PreparedModel, prepare
-
-if TYPE_CHECKING:
-    from sparkdl.infer.model import TrainedModel
-    from sparkdl.train.trainer import Trainer
+from sparkdl.spark.failures import reading_explained
+from sparkdl.spark.worker import finish_task
+from sparkdl.train.course import run_course
+from sparkdl.train.engine_inputs import Site
+from sparkdl.train.placed_samples import check_validation
+from sparkdl.train.prepare import prepare
+from sparkdl.train.request import FitRequest
+from sparkdl.train.spec import TrainerSpec
 
 MAX_ROWS_BYTES = 64_000_000
 """The largest result that comes back as rows of the query: the server holds all rows of a task at
 once."""
 STORED = "stored"
 """The kind of the row that says where a larger result is."""
+PIECE_BYTES = 4 << 20
+"""The bytes of a file of a large result, and so of a task's result."""
+AT_ONCE = 64
+"""The number of pieces that one query reads."""
+_SCHEMA = "number long, data binary"
 
 
 @dataclass(frozen=True)
 class FitOrder:
     """The order that rank 0 gets: what it is to train, and how."""
 
-    trainer: Trainer  # without the data of its validation
-    start: TrainedModel | None
-    kept: StoredState | None
-    carried: CarriedRun | None
-    one_pass: bool
-    any_data: bool
+    request: FitRequest  # its validation has no data
     settings: Settings
     numerics: Numerics = field(default_factory=Numerics.here)  # those of the client
 
@@ -123,79 +119,51 @@ class LedFit:
         training = [handles[0] for handles in parts]
         check_handles(training, "column")
         order: FitOrder = pickle.loads(received_bytes(self.order))
-        trainer = order.trainer
+        request, trainer = replace(order.request, resume=self.resume), order.request.trainer
         order.numerics.use()
         progress.patience = order.settings.client_seconds
-        model = prepare(trainer, order.start, check_data=lambda data: None)
-        start = self._start(order)
+        model = prepare(trainer, request.start)
+        resuming = request.checkpoints(self.again)
         gang.come_together()
         samples = self._samples(gang, training, 0)
         tell_of_shares(samples.handles)
         validation = None
         if trainer.validation is not None:
             validation = self._validation(gang, [handles[1] for handles in parts], samples)
-        threads = BarrierTaskContext.get().cpus()
-
-        def inputs(tried: PreparedModel, scored: ValidationSet | None) -> EngineInputs:
-            settings = order.settings
-            return engine_inputs(
-                trainer, settings, tried, samples, scored, self.slab, threads, None, gang
-            )
-
-        def take(done: FinishedEngine) -> tuple[FinishedEngine, dict[str, Any]]:
-            weights = {kind: done.engine.weights(kind) for kind in done.kinds}
-            if any(type(each).on_result is not Callback.on_result for each in done.callbacks):
-                told_model(done, trainer, model, weights.__getitem__)
-            return done, weights
-
-        prepared, model = [model], replace(model, module=nn.Module())
-        finished = run_course(
-            trainer,
-            prepared,
-            samples,
-            validation,
-            start,
-            inputs,
-            take,
-            progress.describing,
-            interrupts=progress.interrupt,
+        site = Site(
+            order.settings,
+            self.slab,
+            BarrierTaskContext.get().cpus(),
+            progress,
+            gang=gang,
+            interrupt=progress.interrupt,
         )
-        done, weights = finished.result
+        with run_course(request, model, samples, validation, resuming, site) as finished:
+            weights = {kind: finished.engine.weights(kind) for kind in finished.kinds}
+            if any(type(each).on_result is not Callback.on_result for each in finished.callbacks):
+                finished.carried(weights.__getitem__)
         end = FitEnd(
             replace(samples, handles=(), preview=[], more=[]),
-            done.output,
+            finished.output,
             finished.state,
-            done.history,
-            done.kinds,
-            done.packed,
+            finished.history,
+            finished.kinds,
+            finished.packed,
             finished.packed_best,
-            finished.schedule if order.one_pass else None,
+            finished.schedule,
             tuple(map(_attributes, trainer.callbacks)),
         )
         rows = {RESULT: cloudpickle.dumps(end)}
         rows.update((kind, flat.numpy().tobytes()) for kind, flat in weights.items())
         yield from self._rows(trainer, rows)
 
-    def _rows(self, trainer: Trainer, rows: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
+    def _rows(self, trainer: TrainerSpec, rows: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
         """Yield the rows, or where they are if they are too large."""
         if sum(map(len, rows.values())) <= self.most or trainer.checkpoint is None:
             yield from rows.items()
             return
         stored: StoredRows = store_rows(trainer.checkpoint.path, rows)
         yield STORED, pickle.dumps(stored)
-
-    def _start(self, order: FitOrder) -> Start:
-        """Return the state in which the run begins, once its checkpoints can be written."""
-        trainer, resuming = order.trainer, None
-        if self.resume is not None:
-            any_data = order.one_pass or order.any_data
-            resuming = ResumeCandidates(trainer.checkpoint, self.resume, any_data)
-        if trainer.checkpoint is not None:
-            store = CheckpointStore(trainer.checkpoint.path)
-            store.prepare()
-            if resuming is None and order.carried is None and not self.again:
-                store.tell_of_another_run(trainer.checkpoint.keep)
-        return Start(resuming, order.kept, order.carried, order.one_pass)
 
     def _validation(
         self, gang: LedGang, handles: list[SampleHandle], samples: SampleSet
@@ -254,3 +222,92 @@ class _SpreadPart:
         frames[self.part] = pickle.dumps(handle)
         member.frames[:] = [tuple(frames)]
         return handle
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A result too large for the rows of a query: in files, beside the checkpoints of the run.
+
+    Rank 0 writes them, and the client reads them with queries of their own, a task for each piece, so
+    that no task's result is large. Others may be able to write to the folder: the digest of each piece
+    comes with the rows of the gang's query, which Spark protects, and the client opens no piece that
+    has another one.
+    """
+
+    uri: str
+    sizes: Mapping[str, int]  # bytes by kind, in the order in which they are stored
+    digests: tuple[bytes, ...]  # SHA-256 of each file
+
+    def fetch(self, session: Any) -> dict[str, bytes]:
+        """Read the rows in a session of Spark Connect, and delete the files."""
+        data = bytearray()
+        pieces = len(self.digests)
+        for start in range(0, pieces, AT_ONCE):
+            stop = min(start + AT_ONCE, pieces)
+            frame = session.range(start, stop, 1, stop - start)
+            with reading_explained("fetching the model"):
+                table = frame.mapInArrow(_Read(self.uri), _SCHEMA).toArrow()
+            for row in sorted(table.to_pylist(), key=lambda row: row["number"]):
+                if hashlib.sha256(row["data"]).digest() != self.digests[row["number"]]:
+                    raise CheckpointError(
+                        f"{Folder(self.uri)}/{piece_name(row['number'])} is not the part of the result "
+                        "that rank 0 has written: it is damaged, or somebody else has changed it. Let "
+                        "only this user write to the folder of Checkpoint(path), and go on with "
+                        'resume="latest".'
+                    )
+                data += row["data"]
+        session.range(0, 1, 1, 1).mapInArrow(_Delete(self.uri, pieces), _SCHEMA).toArrow()
+        rows, start = {}, 0
+        for kind, nbytes in self.sizes.items():
+            rows[kind] = bytes(memoryview(data)[start : start + nbytes])
+            start += nbytes
+        return rows
+
+
+def store_rows(path: str | os.PathLike[str], rows: Mapping[str, bytes]) -> StoredRows:
+    """Write rows into a new folder in ``path``, which all executors share."""
+    folder = Folder.of(path).folder(result_name())
+    folder.make()
+    data, digests = b"".join(rows.values()), []
+    for number, start in enumerate(range(0, len(data), PIECE_BYTES)):
+        piece = data[start : start + PIECE_BYTES]
+        folder.write(piece_name(number), piece)
+        digests.append(hashlib.sha256(piece).digest())
+    sizes = {kind: len(content) for kind, content in rows.items()}
+    return StoredRows(folder.uri, sizes, tuple(digests))
+
+
+@dataclass(frozen=True)
+class _Read:
+    """The task that reads the pieces whose numbers it gets."""
+
+    uri: str
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                data = Folder(self.uri).read(piece_name(number))
+                yield pa.RecordBatch.from_arrays(
+                    [pa.array([number], pa.int64()), pa.array([data], pa.binary())],
+                    names=["number", "data"],
+                )
+        finish_task()
+
+
+@dataclass(frozen=True)
+class _Delete:
+    """The task that deletes the files and their folder."""
+
+    uri: str
+    pieces: int
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for _ in batches:
+            pass
+        folder = Folder(self.uri)
+        with contextlib.suppress(CheckpointError):
+            for number in range(self.pieces):
+                folder.delete(piece_name(number))
+            folder.delete_empty()
+        finish_task()
+        yield from ()

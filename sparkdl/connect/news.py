@@ -6,16 +6,14 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sparkdl.gang.connect import tell_line
 from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.progress import Progress, log_line, progress_of, shows_bar
 from sparkdl.loop.state import TrainState
 from sparkdl.settings import Settings
-
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
+from sparkdl.train.spec import TrainerSpec
 
 logger = logging.getLogger("sparkdl")
 HIDDEN = "false"
@@ -51,10 +49,8 @@ class ReportedProgress(Progress):
         self._state: TrainState | None = None
         self._heard: float | None = None
 
-    def describing(self, facts: str) -> ReportedProgress:
-        """Take a description of model and data, and return the progress itself."""
+    def describe(self, facts: str) -> None:
         self._facts = facts
-        return self
 
     def answer(self, question: Question) -> News:
         """Answer a question; called in another thread."""
@@ -92,18 +88,21 @@ class FollowedFit:
     """A follower of a fit on the client: it shows the progress, and passes an interrupt on."""
 
     def __init__(
-        self,
-        trainer: Trainer,
-        ranks: int,
-        settings: Settings,
-        one_pass: bool,
-        interrupt: Interrupt,
+        self, trainer: TrainerSpec, ranks: int, settings: Settings, one_pass: bool
     ) -> None:
         self._trainer, self._ranks, self._one_pass = trainer, ranks, one_pass
         self._mode, self._awaited = settings.progress, settings.client_seconds is not None
-        self._interrupt, self._began = interrupt, time.monotonic()
+        self._interrupt, self._began = Interrupt(), time.monotonic()
         self._progress: Progress | None = None
         self.known, self.training = 0, False  # lines of the log; whether rank 0 trains
+
+    def trains(self) -> bool:
+        """Return whether rank 0 trains, as far as is known."""
+        return self.training
+
+    def pass_on(self, interrupt: Interrupt) -> None:
+        """Ask rank 0 to end the training once the user has asked for that."""
+        self._interrupt = interrupt
 
     def question(self) -> Question | None:
         """See :class:`sparkdl.gang.connect.Follower`, also for the methods below."""
