@@ -1,4 +1,4 @@
-"""What the subcommands of ``sparkdl`` do with a checked configuration."""
+"""The subcommands of ``sparkdl``, with a checked configuration."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class SavedModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation(SavedModel):
-    """What ``sparkdl evaluate`` takes; metrics and loss are those of the run unless given."""
+    """The keys of ``sparkdl evaluate``; metrics and loss are those of the run unless given."""
 
     metrics: list[Spec] | None = None
     loss: str | None = None
@@ -194,7 +194,7 @@ class Evaluation(SavedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction(SavedModel):
-    """What ``sparkdl predict`` takes."""
+    """The keys of ``sparkdl predict``."""
 
     output: str
     output_format: str = "parquet"
@@ -205,14 +205,13 @@ SAVED = {"evaluate": Evaluation, "predict": Prediction}
 
 
 def new_parser(**arguments: Any) -> ArgumentParser:
-    """Return a parser of the library, which imports nothing that a value names."""
+    """Return a parser of the library, or say which extra brings it."""
     try:
         from jsonargparse import ArgumentParser, set_parsing_settings
     except ImportError:
         raise ParameterError("jobs need jsonargparse: pip install 'sparkdl-torch[jobs]'.") from None
     set_parsing_settings(
         instantiate_subclass_spec_in_any=False,
-        import_path_denylist=["*"],
         import_path_allowlist=[__name__],
     )
     return ArgumentParser(exit_on_error=False, allow_abbrev=False, **arguments)

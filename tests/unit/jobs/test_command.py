@@ -185,21 +185,26 @@ def test_all_mistakes_of_components_are_told_at_once(
     ]  # fmt: skip
 
 
-def test_a_printed_configuration_is_one(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_printed_configuration_is_one(here: Path) -> None:
     """Variables of the environment and files named in it are filled in."""
-    monkeypatch.setenv("RATE", "0.5")
+
+    def printed(*arguments: str) -> str:
+        command = [sys.executable, "-m", "sparkdl.jobs.main", "train", *arguments, "--print_config"]
+        environment = {"PYTHONPATH": str(ROOT), "RATE": "0.5"}
+        return subprocess.check_output(command, text=True, env=environment)
+
     (here / "data.yaml").write_text("{train: b, options: {sep: ;}}")
-    (here / "b.yaml").write_text("data: data.yaml\noptimizer.init_args.lr: 1\n")
-    (here / "b.yaml").write_text("data: data.yaml\nname: ${oc.env:NAME,mine}\n")
-    more = ["--config", "b.yaml", "--model.bias=false", "--trainer.l1", '{"*.weight": 1e-4}']
-    status, printed, _ = ended([*FILE, *more, "--print_config"], capsys)
-    content = yaml.safe_load(printed)
-    assert (status, content["name"], content["data"]["train"]) == (0, "mine", "b")
-    assert content["trainer"]["l1"] == {"*.weight": 1e-4}
-    (here / "c.yaml").write_text(printed)
-    assert ended(["train", "--config", "c.yaml", "--print_config"], capsys) == (0, printed, "")
+    (here / "b.yaml").write_text(
+        "data: data.yaml\nname: ${oc.env:NAME,mine}\nsummaries: {csv: true}\n"
+    )
+    changed = ["--model.bias=false", "--trainer.l1", '{"*.weight": 1e-4}']
+    text = printed("--config", "a.yaml", "--config", "b.yaml", *changed)
+    content = yaml.safe_load(text)
+    assert (content["name"], content["data"]["train"]) == ("mine", "b")
+    assert content["data"]["options"] == {"sep": ";"}
+    assert (content["trainer"]["l1"], content["trainer"]["ema"]) == ({"*.weight": 1e-4}, 0.5)
+    (here / "c.yaml").write_text(text)
+    assert printed("--config", "c.yaml") == text
 
 
 def test_the_configurations_are_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
