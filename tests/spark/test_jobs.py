@@ -86,6 +86,7 @@ def job(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     before = ""
     if interrupt_at:
@@ -93,7 +94,7 @@ def job(
         for line in process.stdout:
             before += line
             if line.startswith(interrupt_at):
-                process.send_signal(signal.SIGINT)
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal does
                 break
     try:
         out, err = process.communicate(timeout=280)
@@ -519,14 +520,15 @@ def test_a_dry_run_tells_what_would_be_trained_and_leaves_nothing(
 
 
 @pytest.mark.soak
-def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("submit", [False, True], ids=["python", "spark-submit"])
+def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path, submit: bool) -> None:
     """It says no more than that, and leaves its model as it stands and its checkpoints."""
     changes = [
         "trainer.epochs=60", "model.width=4", "validation=null", "schedule=null",
         "checkpoint.every_epochs=2", "name=cut",
     ]  # fmt: skip
     arguments = ["--config", CONFIG, *(f"--{change}" for change in changes)]
-    done = job("train", *arguments, cwd=tmp_path, interrupt_at="epoch")
+    done = job("train", *arguments, cwd=tmp_path, submit=submit, interrupt_at="epoch")
     assert done.status == 130
     told, kept, last = done.err.splitlines()
     assert told.startswith("interrupted: training ends after the current iteration")
