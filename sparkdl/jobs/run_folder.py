@@ -140,11 +140,16 @@ def redacted(value: Any, key: str = "") -> Any:
 
 
 def _without_secrets(arguments: list[str]) -> list[str]:
-    shown = []
+    shown, before = [], ""
     for argument in arguments:
-        key, equals, value = argument.removeprefix("--").partition("=")
-        hidden = equals and is_secret(key, value)
-        shown.append(f"--{key}={REDACTED}" if hidden else without_credentials(argument))
+        key, equals, value = argument.partition("=")
+        if equals and is_secret(key, value):
+            shown.append(f"{key}={REDACTED}")
+        elif before.startswith("--") and is_secret(before, argument):
+            shown.append(REDACTED)
+        else:
+            shown.append(without_credentials(argument))
+        before = argument
     return shown
 
 

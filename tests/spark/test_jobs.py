@@ -457,7 +457,7 @@ def test_other_formats_and_models_of_a_file(work: Path) -> None:
 
 
 POINTS = """
-data: {train: points.csv, format: csv, select: ["array(a, b) AS features", label]}
+data: {train: HERE/points.csv, format: csv, select: ["array(a, b) AS features", label]}
 model: {class_path: torch.nn.Linear, init_args: {in_features: 2, out_features: 2}}
 loss: torch.nn.CrossEntropyLoss
 optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
@@ -489,7 +489,7 @@ def points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     rows = "".join(f"{i / 50},{i % 7 / 7},{i % 2}\n" for i in range(50))
     (tmp_path / "points.csv").write_text("a,b,label\n" + rows)
-    (tmp_path / "points.yaml").write_text(POINTS)
+    (tmp_path / "points.yaml").write_text(POINTS.replace("HERE", str(tmp_path)))
     return tmp_path
 
 
