@@ -369,23 +369,11 @@ def prepare(
     exact: bool = False,
     finish: Finish = None,
 ) -> Inference:
-    """Return predictions that are checked and tried.
+    """Return predictions, checked and tried; ``example`` are rows to try in place of made-up ones.
 
-    Args:
-        data: The rows.
-        source: The model.
-        inputs: Its inputs.
-        parts: What it returns, by output column; None: what it offers.
-        prediction_col: The name of the column if there is one.
-        options: The options.
-        example: Rows to try the model on, in place of made-up ones.
-        labels: The texts that the numbers of an output column stand for.
-        exact: Batches are ``batch_size`` rows in their order, and the module stays as it is. If not, it
-            may get a faster layout and smaller batches, and rows are sorted by length.
-        finish: The user's ``postprocess``.
-
-    Raises:
-        UserError: The data, an option or the model does not fit.
+    ``labels`` are texts that the numbers of an output column stand for. If ``exact``, batches are rows
+    in their order, and the module stays as it is. If not, it may get a faster layout and smaller
+    batches, and rows are sorted by length.
     """
     module, fixed = source.module, getattr(source.module, "fixed_rows", None)
     rows = fixed or options.batch_size

@@ -126,7 +126,7 @@ def run_course(
     """
     trainer, one_pass, before = request.trainer, request.one_pass, request.before
     validation = validation_set(trainer, validation_samples, model.float_dtype)
-    output, sums = preflight(trainer, model, samples, validation, endless=one_pass)
+    output, sums = preflight(trainer, model, samples, validation, one_pass, site.settings.care)
     validation = with_dimensions(validation, output)
     recorded = None if request.replay is None else request.replay.decisions
     inputs = engine_inputs(trainer, site, model, samples, validation, sums, recorded)

@@ -16,6 +16,7 @@ from pyspark.sql import DataFrame, functions
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 
+from sparkdl.care.hints import check_labels
 from sparkdl.compat import apply_in_arrow
 from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
 from sparkdl.data.columns.base import Column
@@ -46,7 +47,6 @@ from sparkdl.process.system import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.train.engine_inputs import run_spec
-from sparkdl.train.hints import check_labels
 from sparkdl.train.placed_samples import source
 from sparkdl.train.plain_tasks import PlainTasks
 from sparkdl.train.preflight import preflight

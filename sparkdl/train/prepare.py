@@ -18,6 +18,7 @@ import torch
 from pyspark import cloudpickle
 from torch import nn
 
+from sparkdl.care.hints import text_of
 from sparkdl.codec.files import mappable
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.columns.base import Specs
@@ -36,7 +37,6 @@ from sparkdl.slices.optimizer import OptimizerSpec
 from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
 from sparkdl.slices.optimizer_step import wants_loss
 from sparkdl.slices.section import GradBucket, compress
-from sparkdl.train.hints import text_of
 from sparkdl.train.spec import TrainerSpec
 from sparkdl.usercode import accompanied, tell_of_changed_constants
 

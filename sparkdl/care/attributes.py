@@ -13,7 +13,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import logging
 import random
 import types
 import weakref
@@ -25,13 +24,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from sparkdl.care.differences import found as tell
 from sparkdl.errors import ModelError
 from sparkdl.model.buffers import known_rule, owner_of
 from sparkdl.model.flat import changed_form, form_of
 from sparkdl.model.loss import PerReplica, StepLoss
 from sparkdl.usercode.content import NO_STATE
 
-logger = logging.getLogger("sparkdl")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
 _NOT_LOOKED_INTO = (type, types.FunctionType, types.MethodType, types.ModuleType, weakref.ref)
@@ -39,7 +38,7 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 _DEPTH = 8
 
 
-class PlainState:
+class Attributes:
     """The values that ``loss`` and the modules of ``module`` hold now beside parameters and buffers."""
 
     def __init__(self, module: nn.Module, loss: object = None) -> None:
@@ -79,13 +78,8 @@ class PlainState:
             if once.get((whose, place)) == value:
                 continue
             if whose == "model":
-                raise self._changes(place)
-            logger.warning(
-                'the loss changes its "%s" in each call, and each worker has its own copy. If the '
-                "value of the loss depends on it, keep it in a buffer of the model and let the "
-                "model return it.",
-                place,
-            )
+                self._tell(place)
+            tell("an attribute of the loss", name=place)
 
     def check_made(
         self,
@@ -112,49 +106,28 @@ class PlainState:
         again = self._after(run, buffers)
         for place in sorted(made):
             if place[0] == "model" and again[place] != before[place]:  # such as a running mean
-                raise self._changes(place[1])
+                self._tell(place[1])
         kept = {place for place in made if place[0] == "model" and after[place] == now[place]}
         if not kept:
             return
-        anew = PlainState(build())
+        anew = Attributes(build())
         other(anew._module)
         found = anew._held()
         for place in sorted(kept):
             if found.get(place) not in (None, now[place]):
-                raise ModelError(
-                    f'forward makes "{place[1]}" from the rows of its first call: each worker '
-                    "would make its own, from the rows that it sees first. Compute it beforehand, "
-                    "and pass it to the model's __init__."
-                )
+                tell("made of the first rows", name=place[1])
 
-    def _changes(self, place: str) -> ModelError:
-        return ModelError(
-            f'forward changes "{place}" in each pass, but it is neither a parameter nor a buffer '
-            "that has a tensor from the start: each worker would have its own value, and the trained "
-            f"model would have none. {self._remedy(place)}"
-        )
-
-    def _remedy(self, place: str) -> str:
-        path, _, name = place.rpartition(".")
-        if isinstance(vars(self._module.get_submodule(path)).get(name), _GENERATORS):
-            return "Use the global generators of torch, numpy or random, which are seeded."
-        return (
-            "If the model needs it, make it a buffer: call register_buffer with a tensor in "
-            "__init__, and change that in forward. If it does not, as with a measured time, remove "
-            f'it, or list it in the module\'s class: {NO_STATE} = ("{name}",).'
-        )
+    def _tell(self, place: str) -> None:
+        path, _, last = place.rpartition(".")
+        value = vars(self._module.get_submodule(path)).get(last)
+        kind = "a generator" if isinstance(value, _GENERATORS) else "an attribute"
+        tell(kind, name=place, last=last)
 
     def _check_loss(self) -> None:
         for held, name, form, before in self._of_loss:
             buffer = dict(held.named_buffers()).get(name)
             if buffer is not None and form_of(buffer) == form and _digest_of(buffer) != before:
-                raise ModelError(
-                    f'the loss changes its buffer "{name}", which each worker would do with a copy of '
-                    "its own. Make the loss a part of the model, whose buffers replicas agree on (see "
-                    "buffers= of the trainer): assign it in __init__, as self.criterion, and give "
-                    "step=, a function of module and batch that calls module.criterion, instead of "
-                    "loss=."
-                )
+                tell("a buffer of the loss", name=name)
 
     def _check_forms(self) -> None:
         for path, module in self._module.named_modules():

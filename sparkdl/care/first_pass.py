@@ -1,16 +1,33 @@
-"""Trials of the model, the loss and the metrics on the driver before any task trains."""
+"""The first pass of a model, a loss and metrics over a few rows, and what is wrong if it fails."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from sparkdl.care.hints import (
+    check_shapes,
+    dtypes_of,
+    input_hint,
+    keyword_hint,
+    label_hint,
+    length_hint,
+    loss_hint,
+    one_number_hint,
+    own_loss_hint,
+    precision_hint,
+    shape_of,
+    short,
+    step_hint,
+    text_of,
+    weight_hint,
+)
 from sparkdl.data.batches import Batch, preview_batch
 from sparkdl.data.fields import Field
 from sparkdl.engines.delivery import ValidationSet
@@ -31,26 +48,21 @@ from sparkdl.model.loss import (
     loss_of,
     masses_of,
 )
-from sparkdl.model.recipe import Recipe, Signature, described
+from sparkdl.model.recipe import Recipe, Signature, described, with_tensors
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import evaluating, to_tensors, weigh
-from sparkdl.train.hints import (
-    check_shapes,
-    dtypes_of,
-    input_hint,
-    keyword_hint,
-    label_hint,
-    length_hint,
-    loss_hint,
-    one_number_hint,
-    own_loss_hint,
-    precision_hint,
-    shape_of,
-    short,
-    step_hint,
-    text_of,
-    weight_hint,
-)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The result of a first pass."""
+
+    output: Output | None  # of a sample, in evaluation mode; None: not a single tensor
+    sums: bool  # the loss returns (sum, count)
+    value: float
+    count: float | None  # of a sum
+    given: Any  # to the loss, without gradients
+    in_use: Any  # the output in evaluation mode; None: the model fails without labels
 
 
 def try_model(
@@ -59,14 +71,13 @@ def try_model(
     batch: Batch,
     inputs_are: Sequence[Field],
     labels_are: Sequence[Field],
-) -> Output | None:
-    """Run forward, loss and backward on a few real rows, and return the output for a sample.
+) -> Tried:
+    """Run forward, loss and backward on a few real rows, then forward in evaluation mode.
 
-    Return None if it is not a single tensor (such a model trains, but cannot predict). The running
-    statistics of ``module`` may change.
+    The running statistics of ``module`` may change.
     """
     loss, options = recipe.loss, recipe.options
-    inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
+    inputs, targets = fresh_tensors(batch)
     shown = ", ".join(
         f'"{field.name}" {list(t.shape)}' for field, t in zip(inputs_are, inputs, strict=True)
     )
@@ -158,7 +169,15 @@ def try_model(
             raise ModelError(
                 f"the loss cannot be differentiated: RuntimeError: {text_of(error)}.{hint}"
             ) from error
-        return _output_in_use(module, inputs, recipe.signature, is_own_loss(loss))
+        given, value = with_tensors(output, torch.Tensor.detach), value.detach()
+        in_use, shape = _output_in_use(module, batch, recipe.signature, is_own_loss(loss))
+        return Tried(shape, count is not None, float(value.real), count, given, in_use)
+
+
+def fresh_tensors(batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return copies of the inputs and labels of a batch, since a model may write to its inputs."""
+    inputs, targets = to_tensors(batch.inputs), to_tensors(batch.targets)
+    return [tensor.clone() for tensor in inputs], [tensor.clone() for tensor in targets]
 
 
 def _checked(found: Any, rows: int) -> tuple[Any, float | None]:
@@ -251,13 +270,14 @@ def _check_loss(loss: Any) -> None:
 
 
 def _output_in_use(
-    module: nn.Module, inputs: Sequence[torch.Tensor], signature: Signature, own_loss: bool
-) -> Output | None:
+    module: nn.Module, batch: Batch, signature: Signature, own_loss: bool
+) -> tuple[Any, Output | None]:
     """Return the output in evaluation mode, which may differ from that in training (auxiliary heads).
 
     With ``own_loss`` the model got the labels in training and may fail without them; the result is
     then None.
     """
+    inputs, _ = fresh_tensors(batch)
     with evaluating(module):
         try:
             output = _part_of(signature.call(module, inputs), signature)
@@ -265,13 +285,13 @@ def _output_in_use(
             raise
         except Exception as error:
             if own_loss:
-                return None
+                return None, None
             raise ModelError(
                 "the model works in training, and fails on the same rows in evaluation mode without "
                 f"gradients, as in validation and predictions: {type(error).__name__}: "
                 f"{text_of(error)}. If its forward computes gradients, as by torch.autograd.grad, do "
                 "that in a block of torch.enable_grad()."
             ) from error
-    if not isinstance(output, torch.Tensor) or output.is_complex():
-        return None
-    return Output.of(output) if output.ndim and len(output) == len(inputs[0]) else None
+    single = isinstance(output, torch.Tensor) and not output.is_complex()
+    of_rows = single and output.ndim and len(output) == len(inputs[0])
+    return output, Output.of(output) if of_rows else None

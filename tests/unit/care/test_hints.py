@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 import sparkdl
+from sparkdl.care.hints import input_hint, length_hint, loss_hint, own_loss_hint, weight_hint
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding
-from sparkdl.train.hints import input_hint, length_hint, loss_hint, own_loss_hint, weight_hint
 
 COLUMN = ' "x" is one number a row: df.withColumn("x", functions.array("x")) makes it [rows, 1].'
 BYTES = (

@@ -1,8 +1,7 @@
-"""The same rows must give the same results again; a difference is told."""
+"""The rows of a dry run must give as a whole what they give in parts; a difference is told."""
 
 from __future__ import annotations
 
-import copy
 import os
 import random
 from collections.abc import Callable
@@ -11,20 +10,24 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from dry_runs import dry_run
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from sparkdl.data.batches import Batch, BatchSpec, preview_batch
 from sparkdl.errors import in_quotes
-from sparkdl.model.buffers import TrainingOptions
-from sparkdl.model.recipe import Recipe
-from sparkdl.process.determinism import seeded
-from sparkdl.train.plain_state import comparable
-from sparkdl.train.preflight import check_writes, parameter_sums
-from sparkdl.train.repeats import tell_of_hidden_state, tell_of_mixed_rows, tell_of_own_draws
-from sparkdl.train.undeclared_buffers import UndeclaredBuffers
 
 ROWS = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
+
+
+def square(output: Any) -> torch.Tensor:
+    if isinstance(output, dict):
+        return output["y"].square().mean() + output["balance"]
+    return (output if torch.is_tensor(output) else output[0]).square().mean()
+
+
+def told(caplog: pytest.LogCaptureFixture, part: str) -> list[bool]:
+    """Whether each message is of a kind."""
+    return [part in message for message in caplog.messages]
 
 
 class OfClass(nn.Linear):
@@ -48,8 +51,9 @@ class Drawn(nn.Linear):
 
 class Gradients(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
-        return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(super().forward(x).square().sum(), x, create_graph=True)[0]
 
 
 def hooked() -> nn.Module:
@@ -66,7 +70,10 @@ def hooked() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "a count in the class": (lambda: OfClass(4, 2), True),
     "a count in a hook": (hooked, True),
-    "the system's random bytes": (lambda: Drawn(lambda: os.urandom(1)[0] / 1e3), True),
+    "the system's random bytes": (
+        lambda: Drawn(lambda: int.from_bytes(os.urandom(4), "big") / 2**32),
+        True,
+    ),
     "a new generator": (lambda: Drawn(lambda: np.random.default_rng().random()), True),
     "the global generators": (
         lambda: Drawn(lambda: random.random() + np.random.rand() + torch.rand(1)),
@@ -87,15 +94,14 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 }
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_hidden_state_of_a_model_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    make, told = MODELS[name]
-    module = make()
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    tell_of_hidden_state(module, Recipe(make, torch.sum, torch.optim.SGD, 0), Batch([ROWS], []))
-    assert len(caplog.messages) == told
-    assert all("another output when the same rows pass again" in m for m in caplog.messages)
-    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+def test_hidden_state_of_a_model_is_told(
+    name: str, replicas: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, hidden = MODELS[name]
+    dry_run(make(), square, [ROWS], replicas=replicas)
+    assert told(caplog, "another output when the same rows pass again") == [True] * hidden
 
 
 class Through(nn.Linear):
@@ -145,20 +151,31 @@ MIXING: dict[str, tuple[Callable[[], nn.Module], bool]] = {
     "no row each": (lambda: nn.Sequential(nn.Linear(4, 2), nn.Flatten(0)), False),
     "experts": (Experts, False),
     "padding": (Padded, False),
-    **{name: (make, False) for name, (make, _) in MODELS.items()},
 }
 
 
 @pytest.mark.parametrize("name", MIXING)
 def test_rows_that_depend_on_others_are_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    make, told = MIXING[name]
+    make, mixes = MIXING[name]
     torch.manual_seed(0)
-    module = make()
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    tell_of_mixed_rows(module, Recipe(make, torch.sum, torch.optim.SGD, 0), Batch([ROWS], []))
-    assert len(caplog.messages) == told
-    assert all("depends on the other rows of its mini-batch" in m for m in caplog.messages)
-    assert all(torch.equal(value, before[key]) for key, value in module.state_dict().items())
+    dry_run(make(), square, [ROWS])
+    assert told(caplog, "depends on the other rows of its mini-batch") == [True] * mixes
+
+
+def normed(hook: Callable[[torch.Tensor], torch.Tensor]) -> nn.Module:
+    module = nn.Linear(4, 2)
+    module.weight.register_hook(hook)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("hook", "differs"), [(lambda g: g / g.norm(), True), (lambda g: g * 2, False)]
+)
+def test_a_hook_on_the_gradient_of_a_part_is_told(
+    hook: Any, differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    dry_run(normed(hook), square, [ROWS])
+    assert told(caplog, 'the gradient of "weight" over the first rows') == [True] * differs
 
 
 class Counts:
@@ -183,13 +200,9 @@ AUGMENTS: dict[str, tuple[Callable[..., Any], bool]] = {
 
 @pytest.mark.parametrize("name", AUGMENTS)
 def test_augmenting_otherwise_is_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    augment, told = AUGMENTS[name]
-    how = BatchSpec(num_features=1, num_labels=0, augment=augment)
-    with seeded(0):
-        batch = preview_batch(how, [ROWS], augment=True)
-    tell_of_own_draws(how, [ROWS], 0, batch)
-    assert len(caplog.messages) == told
-    assert all("augment returns something else" in message for message in caplog.messages)
+    augment, differs = AUGMENTS[name]
+    dry_run(nn.Linear(4, 2), square, [ROWS], augment=augment)
+    assert told(caplog, "augment returns something else") == [True] * differs
 
 
 class Clamped(nn.Linear):
@@ -212,13 +225,8 @@ class ScaledByFirstRows(nn.Linear):
 
 @pytest.mark.parametrize("kind", [nn.Linear, Clamped, ScaledByFirstRows])
 def test_writing_to_weights_is_told(kind: type, caplog: pytest.LogCaptureFixture) -> None:
-    module, recipe = kind(4, 2), Recipe(kind, torch.sum, torch.optim.SGD, 0)
-    before = parameter_sums(module)
-    module(torch.from_numpy(ROWS))
-    check_writes(module, recipe, Batch([ROWS], []), before)
-    assert ['writes to "weight", a trained' in m for m in caplog.messages] == [True] * (
-        kind is not nn.Linear
-    )
+    dry_run(kind(4, 2), square, [ROWS])
+    assert told(caplog, 'writes to "weight", a trained') == [True] * (kind is not nn.Linear)
 
 
 class Remembers(nn.Linear):
@@ -313,23 +321,39 @@ UNDECLARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str], 
 
 @pytest.mark.parametrize("name", UNDECLARED)
 def test_buffers_that_rows_decide_are_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    make, rules, told, fitting = UNDECLARED[name]
-    module, batch = make(), Batch([ROWS], [])
-    options = TrainingOptions(buffers=rules)
-    recipe = Recipe(make, torch.sum, torch.optim.SGD, 0, options)
-    buffers = UndeclaredBuffers(module, recipe)
-    module(torch.from_numpy(ROWS))
-    before = copy.deepcopy(module.state_dict())
-    buffers.tell(batch)
-    assert all(comparable(v) == comparable(before[k]) for k, v in module.state_dict().items())
-    assert len(caplog.messages) == bool(told)
-    if told:
+    make, rules, names, fitting = UNDECLARED[name]
+    dry_run(make(), square, [ROWS], buffers=rules)
+    assert len(caplog.messages) == bool(names)
+    if names:
         (message,) = caplog.messages
-        noun = "the buffers" if len(told) > 1 else "the buffer"
+        noun = "the buffers" if len(names) > 1 else "the buffer"
         assert message.startswith(
-            f"each replica changes {noun} {', '.join(map(in_quotes, told))} by rows of its own, and "
+            f"each replica changes {noun} {', '.join(map(in_quotes, names))} by rows of its own, and "
             "after each iteration all have what the first has, as with torch's DDP, unless you say "
-            f'how replicas agree: buffers={{"{told[0]}": "first"}} of the trainer, or '
+            f'how replicas agree: buffers={{"{names[0]}": "first"}} of the trainer, or '
         )
         with_them = f"On the first rows, one process has the same as with {fitting}."
         assert message.endswith(with_them if fitting else "a function of the stacked values.")
+
+
+def passes(module: nn.Module, **how: Any) -> int:
+    calls: list[nn.Module] = []
+    module.register_forward_hook(lambda module, *_: calls.append(module))
+    loss = nn.MSELoss()
+    dry_run(module, loss, [ROWS], [ROWS[:, :2]], validated=True, **how)
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("more", "how", "most"),
+    [
+        ([], {}, 6),
+        ([], {"replicas": 1}, 7),
+        ([], {"care": False}, 3),
+        ([nn.Dropout()], {}, 10),
+        ([nn.BatchNorm1d(2)], {}, 12),
+    ],
+    ids=str,
+)
+def test_passes_before_the_first_iteration(more: Any, how: Any, most: int) -> None:
+    assert passes(nn.Sequential(nn.Linear(4, 2), *more), **how) <= most

@@ -13,14 +13,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
+from dry_runs import dry_run
 from mistakes import message_of
 from torch import nn
 from torch.nn.utils import parametrizations, spectral_norm, weight_norm
 
 import sparkdl
 from sparkdl.errors import ModelError
-from sparkdl.process.determinism import seeded
-from sparkdl.train.plain_state import PlainState
 
 NAN = float("nan")
 INPUTS = torch.arange(12.0).reshape(6, 2)
@@ -100,15 +99,12 @@ NONE = {
 }
 
 
-def check(module: nn.Module, loss: Any = torch.sum) -> None:
-    def run() -> None:
-        with seeded(3):
-            loss(module(INPUTS)).backward()
+def mean_of(output: Any) -> torch.Tensor:
+    return output.square().mean()
 
-    module.train()
-    state = PlainState(module, loss)
-    run()
-    state.check(run)
+
+def check(module: nn.Module, loss: Any = mean_of, replicas: int = 1) -> None:
+    dry_run(module, loss, [INPUTS.numpy()], replicas=replicas)
 
 
 @pytest.mark.parametrize("name", STATE)
@@ -291,11 +287,7 @@ def enclosed(loss: Any) -> Any:
 def test_a_loss_that_changes_its_buffers_is_refused(held: Any, buffer: str) -> None:
     loss = held(Annealed(buffer))
     name = f"1.{buffer}" if isinstance(loss, nn.Sequential) else buffer
-    call = loss.loss if isinstance(loss, sparkdl.PerReplica) else loss
-    module = nn.Linear(2, 2)
-    state = PlainState(module, loss)
-    call(module(INPUTS))
-    assert message_of(ModelError, state.check, lambda: call(module(INPUTS))) == (
+    assert message_of(ModelError, check, nn.Linear(2, 2), loss) == (
         f'the loss changes its buffer "{name}", which each worker would do with a copy of its own. '
         "Make the loss a part of the model, whose buffers replicas agree on (see buffers= of the "
         "trainer): assign it in __init__, as self.criterion, and give step=, a function of module "
@@ -335,14 +327,10 @@ def scale(x: torch.Tensor) -> torch.Tensor:
 def test_what_is_made_of_the_first_rows_is_told(
     where: str, made: Callable[[torch.Tensor], torch.Tensor], once: bool, told: bool
 ) -> None:
-    inputs, others = torch.randn(5, 2), torch.randn(5, 2)
     build = partial(OfFirstRows, made, where, once)
-    module = build()
-    state = PlainState(module)
-    module(inputs)
     outcome = pytest.raises(ModelError, match=f'makes "{where}" from the rows of its first call')
     with outcome if told else contextlib.nullcontext():
-        state.check_made(partial(module, inputs), lambda each: each(others), build)
+        dry_run(build(), mean_of, [INPUTS.numpy() + 1], build=build)
 
 
 class RunningMean(OfFirstRows):
@@ -356,12 +344,6 @@ class RunningMean(OfFirstRows):
 
 @pytest.mark.parametrize("where", ["plain", "buffer", "passing"])
 def test_a_running_mean_that_begins_with_none_is_told(where: str) -> None:
-    inputs, others = torch.randn(5, 2), torch.randn(5, 2)
     build = partial(RunningMean, scale, where, False)
-    module = build()
-    state = PlainState(module)
-    run = partial(module, inputs)
-    run()
-    state.check(run)
     with pytest.raises(ModelError, match=f'forward changes "{where}" in each pass'):
-        state.check_made(run, lambda each: each(others), build)
+        dry_run(build(), mean_of, [INPUTS.numpy() + 1], build=build)
