@@ -250,7 +250,7 @@ def search_of(config: Config) -> dict[str, Any]:
 
     Raises ParameterError."""
     section = config.tune
-    if section is None or not section.space:
+    if not section.space:
         raise ParameterError("tune.space: name what varies, such as {model.width: [16, 32]}.")
     problems = _Problems()
     space = {

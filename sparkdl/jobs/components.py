@@ -181,9 +181,8 @@ def _check_names(path: str, target: Any, arguments: Mapping[str, Any]) -> None:
 
 def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
     """Compare values with the types in the signature, as far as the parser knows these types."""
-    from jsonargparse import ArgumentError, set_parsing_settings
+    from jsonargparse import ArgumentError
 
-    set_parsing_settings(import_path_denylist=["*"])  # text that names code stays text
     try:
         hints = typing.get_type_hints(
             vars(target)["__init__"] if isinstance(target, type) else target

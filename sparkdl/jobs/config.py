@@ -167,7 +167,7 @@ class Config:
     checkpoint: CheckpointSection | None = None
     metrics: list[Spec] = field(default_factory=list)
     summaries: SummariesSection = SummariesSection()
-    tune: TuneSection | None = None
+    tune: TuneSection = TuneSection()
     callbacks: list[Spec] = field(default_factory=list)
     spark: SparkSection = SparkSection()
 
@@ -205,13 +205,14 @@ SAVED = {"evaluate": Evaluation, "predict": Prediction}
 
 
 def new_parser(**arguments: Any) -> ArgumentParser:
-    """Return a parser of the library, or say which extra brings it."""
+    """Return a parser of the library, which imports nothing that a value names."""
     try:
         from jsonargparse import ArgumentParser, set_parsing_settings
     except ImportError:
         raise ParameterError("jobs need jsonargparse: pip install 'sparkdl-torch[jobs]'.") from None
     set_parsing_settings(
         instantiate_subclass_spec_in_any=False,
+        import_path_denylist=["*"],
         import_path_allowlist=[__name__],
     )
     return ArgumentParser(exit_on_error=False, allow_abbrev=False, **arguments)
@@ -226,7 +227,7 @@ def config_of(namespace: Any) -> Config:
         config,
         data=dataclasses.replace(config.data, options=flat(config.data.options)),
         spark=dataclasses.replace(config.spark, settings=flat(config.spark.settings)),
-        tune=config.tune and dataclasses.replace(config.tune, space=flat(config.tune.space)),
+        tune=dataclasses.replace(config.tune, space=flat(config.tune.space)),
     )
     raise_all(
         ParameterError,

@@ -186,16 +186,15 @@ def test_all_mistakes_of_components_are_told_at_once(
 
 
 def test_a_printed_configuration_is_one(here: Path) -> None:
-    """Variables of the environment and files named in it are filled in."""
+    """Variables of the environment are filled in, and the last of several files counts."""
 
     def printed(*arguments: str) -> str:
         command = [sys.executable, "-m", "sparkdl.jobs.main", "train", *arguments, "--print_config"]
         environment = {"PYTHONPATH": str(ROOT), "RATE": "0.5"}
         return subprocess.check_output(command, text=True, env=environment)
 
-    (here / "data.yaml").write_text("{train: b, options: {sep: ;}}")
     (here / "b.yaml").write_text(
-        "data: data.yaml\nname: ${oc.env:NAME,mine}\nsummaries: {csv: true}\n"
+        "data: {train: b, options: {sep: ;}}\nname: ${oc.env:NAME,mine}\ntrainer: {ema: '${oc.env:RATE}'}\n"
     )
     changed = ["--model.bias=false", "--trainer.l1", '{"*.weight": 1e-4}']
     text = printed("--config", "a.yaml", "--config", "b.yaml", *changed)
