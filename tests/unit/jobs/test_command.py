@@ -194,7 +194,8 @@ def test_a_printed_configuration_is_one(here: Path) -> None:
         return subprocess.check_output(command, text=True, env=environment)
 
     (here / "b.yaml").write_text(
-        "data: {train: b, options: {sep: ;}}\nname: ${oc.env:NAME,mine}\ntrainer: {ema: '${oc.env:RATE}'}\n"
+        "data: {train: b, options: {sep: ;}}\nname: ${oc.env:NAME,mine}\n"
+        "trainer: {ema: '${oc.env:RATE}'}\n"
     )
     changed = ["--model.bias=false", "--trainer.l1", '{"*.weight": 1e-4}']
     text = printed("--config", "a.yaml", "--config", "b.yaml", *changed)

@@ -185,7 +185,7 @@ def test_a_search() -> None:
     algorithm = component("sparkdl.tune.Optuna", study_name="a")
     space = {"trainer.batch_size": [8], "trainer": {"clip_norm": [None, 1.0]}, "model.width": [1]}
     search = search_of(parse(smallest(tune={"space": space, "algorithm": algorithm})))
-    assert list(search["space"]) == ["batch_size", "clip_norm", "model.width"]
+    assert search["space"].keys() == {"batch_size", "clip_norm", "model.width"}
     assert search["algorithm"] == tune.Optuna(study_name="a")
 
 
