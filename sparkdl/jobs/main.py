@@ -8,9 +8,9 @@ from __future__ import annotations
 import io
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import sparkdl
 from sparkdl.codec.describe import without_credentials
@@ -92,14 +92,22 @@ def _run_job(name: str, arguments: list[str]) -> None:
             parser.add_argument(f"--{flag}", action="store_true", help=_HELP[flag])
     import jsonargparse
 
+    hints = config.keys_of(kind)
     try:
-        parsed = parser.instantiate(parser.parse_args(arguments))
+        parsed = parser.instantiate(parser.parse_args([_key(each, hints) for each in arguments]))
     except jsonargparse.ArgumentError as error:
-        raise config.parser_error(error, config.keys_of(kind)) from None
+        raise config.parser_error(error, hints) from None
     checked = [config.config_of(parsed)] if from_file else []
     from sparkdl.jobs import commands
 
     getattr(commands, name)(*checked, parsed)
+
+
+def _key(argument: str, hints: Mapping[str, Any]) -> str:
+    """Return an argument whose key may have hyphens, as in ``--output-format``."""
+    key, equals, value = argument.partition("=")
+    plain = key[2:].replace("-", "_")
+    return f"--{plain}{equals}{value}" if key[:2] == "--" and plain in hints else argument
 
 
 def _write_configurations(folder: Path) -> None:
