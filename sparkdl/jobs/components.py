@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from sparkdl.errors import ParameterError, frames_of_user, nearest
 from sparkdl.jobs.config import in_words, new_parser
-from sparkdl.usercode.code import is_library
+from sparkdl.usercode.travel import is_library
 
 
 @dataclass(frozen=True)
