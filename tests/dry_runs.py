@@ -14,7 +14,7 @@ from sparkdl.data.batches import BatchSpec
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.buffers import TrainingOptions

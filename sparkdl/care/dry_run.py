@@ -37,7 +37,7 @@ from sparkdl.care.hints import check_labels, shape_of, text_of
 from sparkdl.data.batches import Batch, BatchSpec, input_fields, preview_batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.ragged import Rows
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.model.buffers import (
     ATTRIBUTE,

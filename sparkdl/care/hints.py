@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from sparkdl.data.fields import Field
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ModelError, counted
 from sparkdl.model.loss import Loss, ModelLoss, StepLoss, call_loss, inner, unwrapped
 from sparkdl.model.recipe import described, for_example

@@ -26,8 +26,7 @@ from sparkdl.data.partition_reader import close_partitions
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import RowError
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import materialize_here
+from sparkdl.data.samples import SampleSet, materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema
 from sparkdl.engines.local.groups import local_engine
 from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ModelError
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import Callback

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from sparkdl.care.dry_run import Division, DryRun
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import ParameterError
 from sparkdl.infer.outputs import Output

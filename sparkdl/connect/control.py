@@ -162,43 +162,6 @@ class ControlClient:
                 self._session.sql(f"DROP TEMPORARY FUNCTION IF EXISTS {self._function}")
 
 
-def hosts_and_slots(session: Any, rows: int) -> tuple[tuple[str, ...], int]:
-    """Return the addresses of nodes that run tasks of a range, and the number of its partitions."""
-    found = session.range(rows).mapInArrow(_names_of_node(), "part int, names string").toArrow()
-    names = [name for text in found.column("names").to_pylist() for name in text.split()]
-    return tuple(dict.fromkeys(names)), found.num_rows
-
-
-def _names_of_node() -> Callable[[Any], Any]:
-    """Return a task that yields the addresses of its node. It pickles without this module, whose
-    import may take a task seconds."""
-
-    def names(batches: Any) -> Any:
-        import os
-        import socket
-
-        import pyarrow as pa
-        from pyspark import TaskContext
-
-        for _ in batches:
-            pass
-        found = [os.environ.get("SPARK_LOCAL_IP", ""), socket.gethostname()]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # sends nothing
-                found.append(probe.getsockname()[0])
-            except OSError:
-                pass
-        context = TaskContext.get()
-        assert context is not None
-        part = context.partitionId()
-        yield pa.RecordBatch.from_arrays(
-            [pa.array([part], pa.int32()), pa.array([" ".join(found)])], names=["part", "names"]
-        )
-
-    return names
-
-
 def _packed(value: Any) -> str:
     return base64.b64encode(pickle.dumps(value)).decode()
 
