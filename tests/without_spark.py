@@ -18,8 +18,7 @@ from pyspark import SparkConf
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import Source, _sample_set
+from sparkdl.data.samples import SampleSet, Source, _sample_set
 from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train import fit as fit_module

@@ -7,14 +7,13 @@ again if a rank was lost, and makes the result. See :mod:`sparkdl.connect.rank`.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pyarrow as pa
 import torch
 from pyspark.sql import DataFrame
 
@@ -23,6 +22,7 @@ from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.connect.control import ControlClient
 from sparkdl.connect.news import HIDDEN, FollowedFit
 from sparkdl.connect.rank import MAX_ROWS_BYTES, STORED, FitEnd, FitOrder, LedFit
 from sparkdl.connect.rows import ConnectedRows, PersistedSamples, for_gang
@@ -31,11 +31,10 @@ from sparkdl.errors import (
     DataError,
     ModelError,
     ParameterError,
-    SparkdlError,
     StateLostError,
     cannot_travel,
 )
-from sparkdl.gang.connect import check_slots_of, control_of, run_led, slots_of
+from sparkdl.gang.connect import check_slots_of, hosts_of, in_tasks, run_led, slots_of
 from sparkdl.gang.led import RESULT, LedTask
 from sparkdl.loop.callbacks import added_callbacks
 from sparkdl.loop.interrupt import interruptible
@@ -45,7 +44,6 @@ from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.broadcasts import sent_bytes
 from sparkdl.spark.failures import end_of_session_explained, reading_explained
-from sparkdl.spark.worker import finish_task
 from sparkdl.train.course import check_replay
 from sparkdl.train.placed_samples import check_validation_data
 from sparkdl.train.plain_tasks import clean_nodes
@@ -188,45 +186,25 @@ class NewestCheckpoint:
         checkpoint = request.trainer.checkpoint
         if checkpoint is None and resume is None:
             return NewestCheckpoint()
-        task = accompanied(_Look(checkpoint, resume, request.other_data))
+        look = functools.partial(_newest_of, checkpoint, resume, request.other_data)
         with reading_explained("looking for checkpoints"):
-            table = session.range(0, 1, 1, 1).mapInArrow(task, "newest binary").toArrow()
-        newest: NewestCheckpoint | SparkdlError = pickle.loads(table.to_pylist()[0]["newest"])
-        if isinstance(newest, SparkdlError):
-            raise newest
+            (newest,) = in_tasks(session, look, range(1))
+        assert isinstance(newest, NewestCheckpoint)
         return newest
 
 
-@dataclass(frozen=True)
-class _Look:
-    """The task that looks for checkpoints, where the executors see them."""
-
-    checkpoint: Checkpoint | None
-    resume: Any
-    any_data: bool
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for _ in batches:
-            pass
-        newest: NewestCheckpoint | SparkdlError
-        try:
-            newest = self._newest()
-        except SparkdlError as error:
-            newest = error
-        column = pa.array([pickle.dumps(newest)], pa.binary())
-        yield pa.RecordBatch.from_arrays([column], names=["newest"])
-        finish_task()
-
-    def _newest(self) -> NewestCheckpoint:
-        newest = NewestCheckpoint()
-        if self.checkpoint is not None:
-            for uri, manifest in CheckpointStore(self.checkpoint.path).candidates():
-                newest = NewestCheckpoint(uri, manifest.iteration)
-                break
-        if self.resume is not None:
-            candidates = ResumeCandidates(self.checkpoint, self.resume, self.any_data)
-            newest = replace(newest, replicas=candidates.replicas)
-        return newest
+def _newest_of(
+    checkpoint: Checkpoint | None, resume: Any, any_data: bool, number: int
+) -> NewestCheckpoint:
+    newest = NewestCheckpoint()
+    if checkpoint is not None:
+        for uri, manifest in CheckpointStore(checkpoint.path).candidates():
+            newest = NewestCheckpoint(uri, manifest.iteration)
+            break
+    if resume is not None:
+        candidates = ResumeCandidates(checkpoint, resume, any_data)
+        newest = replace(newest, replicas=candidates.replicas)
+    return newest
 
 
 @dataclass(frozen=True)
@@ -249,9 +227,9 @@ class Submissions:
         session, settings, trainer = self.session, self.settings, self.request.trainer
         fit, losses, last = self.fit, 0, self.before
         while True:
-            control = control_of(session)
+            control, one_pass = ControlClient(session, hosts_of(session)), self.request.one_pass
             task = LedTask(replace(fit, control=control.address), timeout=settings.timeout)
-            follower = FollowedFit(trainer, self.ranks, settings, self.request.one_pass)
+            follower = FollowedFit(control, trainer, self.ranks, settings, one_pass)
             try:
                 with (
                     interruptible(ready=follower.trains) as interrupt,
@@ -260,7 +238,7 @@ class Submissions:
                     follower.pass_on(interrupt)
                     profile = trainer.resource_profile
                     with reading_explained():
-                        rows = run_led(self.frame, task, self.ranks, profile, control, follower)
+                        rows = run_led(self.frame, task, self.ranks, profile, follower)
                     end = self._end_of(rows)
                     if end is not None:
                         follower.ended(end.state)

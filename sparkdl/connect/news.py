@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sparkdl.connect.control import ControlClient
 from sparkdl.gang.connect import tell_line
 from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.progress import Progress, log_line, progress_of, shows_bar
@@ -88,8 +89,14 @@ class FollowedFit:
     """A follower of a fit on the client: it shows the progress, and passes an interrupt on."""
 
     def __init__(
-        self, trainer: TrainerSpec, ranks: int, settings: Settings, one_pass: bool
+        self,
+        control: ControlClient,
+        trainer: TrainerSpec,
+        ranks: int,
+        settings: Settings,
+        one_pass: bool,
     ) -> None:
+        self._control = control
         self._trainer, self._ranks, self._one_pass = trainer, ranks, one_pass
         self._mode, self._awaited = settings.progress, settings.client_seconds is not None
         self._interrupt, self._began = Interrupt(), time.monotonic()
@@ -104,23 +111,23 @@ class FollowedFit:
         """Ask rank 0 to end the training once the user has asked for that."""
         self._interrupt = interrupt
 
-    def question(self) -> Question | None:
-        """See :class:`sparkdl.gang.connect.Follower`, also for the methods below."""
-        news = self._mode != HIDDEN or not self.training or self._interrupt.asked
-        if not news and not self._awaited:
+    def ask(self) -> bool | None:
+        """See :class:`sparkdl.gang.connect.Follower`, also for the next method."""
+        wanted = self._mode != HIDDEN or not self.training or self._interrupt.asked
+        if not wanted and not self._awaited:
             return None
-        return Question(self.known, self._interrupt.asked)
-
-    def heard(self, answer: News) -> None:
-        self.training = answer.state is not None
-        for level, text in answer.log:
+        news: News | None = self._control.ask(Question(self.known, self._interrupt.asked))
+        if news is None:
+            return False
+        self.training = news.state is not None
+        for level, text in news.log:
             tell_line(level, text)
-        self.known += len(answer.log)
-        if answer.state is None:
-            return
-        if self._progress is None:
-            self._progress = progress_of(self._mode, answer.facts, self._began, self._one_pass)
-        self._progress.follow(self._trainer, answer.state)
+        self.known += len(news.log)
+        if news.state is not None:
+            if self._progress is None:
+                self._progress = progress_of(self._mode, news.facts, self._began, self._one_pass)
+            self._progress.follow(self._trainer, news.state)
+        return True
 
     def waiting(self, seconds: float, begun: bool) -> None:
         if self._mode != HIDDEN:
@@ -136,7 +143,8 @@ class FollowedFit:
             self._progress.on_fit_end(self._trainer, state)
 
     def close(self) -> None:
-        """Release the terminal's line."""
+        """End the questions, and release the terminal's line."""
+        self._control.close()
         if self._progress is not None:
             self._progress.close()
             self._progress = None

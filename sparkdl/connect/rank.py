@@ -15,16 +15,17 @@ from pyspark import BarrierTaskContext, cloudpickle
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.store import piece_name, result_name
+from sparkdl.connect.control import ControlAddress, ControlServer
 from sparkdl.connect.news import ReportedProgress
+from sparkdl.connect.rows import WriteBoth
 from sparkdl.data.equal_rows import RepeatedRows, SpreadRows, tell_of_shares
 from sparkdl.data.fields import SampleHandle, check_handles
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
-from sparkdl.data.sample_set import SampleSet, sample_set
-from sparkdl.data.table_parts import WriteBoth
+from sparkdl.data.samples import SampleSet, sample_set
 from sparkdl.engines.gang.rank import frames_of
 from sparkdl.errors import CheckpointError, DataError
-from sparkdl.gang.control import ControlAddress, ControlServer
+from sparkdl.gang.connect import in_tasks
 from sparkdl.gang.led import RESULT, LedGang, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.infer.outputs import Output
@@ -38,7 +39,6 @@ from sparkdl.slab.pool import clean_here
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.broadcasts import Artifact, received_bytes
 from sparkdl.spark.failures import reading_explained
-from sparkdl.spark.worker import finish_task
 from sparkdl.train.course import run_course
 from sparkdl.train.engine_inputs import Site
 from sparkdl.train.placed_samples import check_validation
@@ -55,7 +55,6 @@ PIECE_BYTES = 4 << 20
 """The bytes of a file of a large result, and so of a task's result."""
 AT_ONCE = 64
 """The number of pieces that one query reads."""
-_SCHEMA = "number long, data binary"
 
 
 @dataclass(frozen=True)
@@ -240,28 +239,36 @@ class StoredRows:
 
     def fetch(self, session: Any) -> dict[str, bytes]:
         """Read the rows in a session of Spark Connect, and delete the files."""
-        data = bytearray()
-        pieces = len(self.digests)
+        data, pieces = bytearray(), len(self.digests)
         for start in range(0, pieces, AT_ONCE):
-            stop = min(start + AT_ONCE, pieces)
-            frame = session.range(start, stop, 1, stop - start)
+            numbers = range(start, min(start + AT_ONCE, pieces))
             with reading_explained("fetching the model"):
-                table = frame.mapInArrow(_Read(self.uri), _SCHEMA).toArrow()
-            for row in sorted(table.to_pylist(), key=lambda row: row["number"]):
-                if hashlib.sha256(row["data"]).digest() != self.digests[row["number"]]:
+                parts = in_tasks(session, self._read, numbers)
+            for number, part in zip(numbers, parts, strict=True):
+                if hashlib.sha256(part).digest() != self.digests[number]:
                     raise CheckpointError(
-                        f"{Folder(self.uri)}/{piece_name(row['number'])} is not the part of the result "
-                        "that rank 0 has written: it is damaged, or somebody else has changed it. Let "
-                        "only this user write to the folder of Checkpoint(path), and go on with "
+                        f"{Folder(self.uri)}/{piece_name(number)} is not the part of the result that "
+                        "rank 0 has written: it is damaged, or somebody else has changed it. Let only "
+                        "this user write to the folder of Checkpoint(path), and go on with "
                         'resume="latest".'
                     )
-                data += row["data"]
-        session.range(0, 1, 1, 1).mapInArrow(_Delete(self.uri, pieces), _SCHEMA).toArrow()
+                data += part
+        in_tasks(session, self._delete, range(1))
         rows, start = {}, 0
         for kind, nbytes in self.sizes.items():
             rows[kind] = bytes(memoryview(data)[start : start + nbytes])
             start += nbytes
         return rows
+
+    def _read(self, number: int) -> bytes:
+        return Folder(self.uri).read(piece_name(number))
+
+    def _delete(self, number: int) -> None:
+        folder = Folder(self.uri)
+        with contextlib.suppress(CheckpointError):
+            for piece in range(len(self.digests)):
+                folder.delete(piece_name(piece))
+            folder.delete_empty()
 
 
 def store_rows(path: str | os.PathLike[str], rows: Mapping[str, bytes]) -> StoredRows:
@@ -275,39 +282,3 @@ def store_rows(path: str | os.PathLike[str], rows: Mapping[str, bytes]) -> Store
         digests.append(hashlib.sha256(piece).digest())
     sizes = {kind: len(content) for kind, content in rows.items()}
     return StoredRows(folder.uri, sizes, tuple(digests))
-
-
-@dataclass(frozen=True)
-class _Read:
-    """The task that reads the pieces whose numbers it gets."""
-
-    uri: str
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            for number in batch.column(0).to_pylist():
-                data = Folder(self.uri).read(piece_name(number))
-                yield pa.RecordBatch.from_arrays(
-                    [pa.array([number], pa.int64()), pa.array([data], pa.binary())],
-                    names=["number", "data"],
-                )
-        finish_task()
-
-
-@dataclass(frozen=True)
-class _Delete:
-    """The task that deletes the files and their folder."""
-
-    uri: str
-    pieces: int
-
-    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for _ in batches:
-            pass
-        folder = Folder(self.uri)
-        with contextlib.suppress(CheckpointError):
-            for number in range(self.pieces):
-                folder.delete(piece_name(number))
-            folder.delete_empty()
-        finish_task()
-        yield from ()

@@ -17,8 +17,7 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructT
 
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
-from sparkdl.data.partition_join import WrittenRows, join_partition
-from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
+from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter, WrittenRows, join_partition
 from sparkdl.data.row_errors import BadRow, RowError
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, in_quotes, raise_all

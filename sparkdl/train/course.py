@@ -18,10 +18,10 @@ from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.consistency.asynchronous import Asynchronous
-from sparkdl.consistency.base import check_recorded_parts, largest_staleness
+from sparkdl.consistency.base import check_replicas, largest_staleness
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import SampleHandle
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.registry import build_engine
@@ -65,7 +65,7 @@ def check_replay(trainer: TrainerSpec, replay: History | None) -> None:
     if isinstance(model, Asynchronous) and (groups := model.groups or trainer.replicas):
         for number, decisions in recorded.items():
             model.check_recorded(number, decisions, groups)
-    check_recorded_parts(trainer, replay.micro_batches, replay.inner_steps)
+    _check_recorded_parts(trainer, replay)
     most, keep = largest_staleness(recorded), model.keep
     if most >= keep:
         raise ParameterError(
@@ -73,6 +73,43 @@ def check_replay(trainer: TrainerSpec, replay: History | None) -> None:
             f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
         )
     check_replayed_settings(replay, {"seed": trainer.seed})
+
+
+def _check_recorded_parts(trainer: TrainerSpec, replay: History) -> None:
+    """Check that a run can repeat what the replicas of a history left out."""
+    micro_batches, inner_steps = replay.micro_batches, replay.inner_steps
+    counts = [*micro_batches.values(), *inner_steps.values()]
+    if not counts:
+        return
+    if micro_batches and trainer.options.steps_on_replicas:
+        raise ParameterError(
+            "replay: the history has replicas that left out micro-batches, which replicas with steps "
+            "of their own do not: train with the consistency= and local_steps= of the recorded run."
+        )
+    if inner_steps and not trainer.options.outer:
+        raise ParameterError(
+            "replay: the history has replicas that left out steps of their own, which only those of "
+            "DiLoCo do: train with the consistency= of the recorded run."
+        )
+    if trainer.replicas is not None:
+        check_replicas(max(map(len, counts)), trainer.replicas)
+    if trainer.engine == "gang":
+        what = "micro-batches" if micro_batches else "steps of their own"
+        raise ParameterError(
+            f"replay: the history has replicas that left out {what}, which the ranks of a gang "
+            'cannot: use engine="shuffle" or "local".'
+        )
+    most, steps = max(map(max, counts)), trainer.consistency_model.inner_steps
+    if micro_batches and most > trainer.accumulate:
+        raise ParameterError(
+            f"replay: the history has replicas with {most} micro-batches, and this trainer has "
+            f"accumulate={trainer.accumulate}: train with that of the recorded run."
+        )
+    if inner_steps and most > steps:
+        raise ParameterError(
+            f"replay: the history has replicas with {most} steps of their own, and this trainer has "
+            f"inner_steps={steps}: train with that of the recorded run."
+        )
 
 
 def check_replayed_settings(replay: History, settings: Mapping[str, int]) -> None:
@@ -126,7 +163,7 @@ def run_course(
     """
     trainer, one_pass, before = request.trainer, request.one_pass, request.before
     validation = validation_set(trainer, validation_samples, model.float_dtype)
-    output, sums = preflight(trainer, model, samples, validation, endless=one_pass)
+    output, sums = preflight(trainer, model, samples, validation, one_pass, site.settings.care)
     validation = with_dimensions(validation, output)
     recorded = None if request.replay is None else request.replay.decisions
     inputs = engine_inputs(trainer, site, model, samples, validation, sums, recorded)

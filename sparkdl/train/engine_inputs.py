@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sparkdl.data.batches import BatchSpec
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources

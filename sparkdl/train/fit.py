@@ -79,19 +79,20 @@ def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
         replicas = replicas_of(trainer, facts, trainer.replicas or checkpointed)
     check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
     slab = SlabConfig.new(directory, context.applicationId, beside)
+    profile = trainer.resource_profile if trainer.engine == "gang" else None
     if trainer.engine == "gang":
         check_gang(trainer, model, context, replicas)
+    threads = cpus_of(context, profile)
     with (
         waiting_for_locality(context),
         FitResources(context, slab, settings.timeout) as resources,
     ):
         if placed is None:
             placed = PlacedSamples.within(resources, trainer, data, replicas, model.float_dtype)
-        profile = trainer.resource_profile if trainer.engine == "gang" else None
         site = Site(
             settings,
             slab,
-            cpus_of(context, profile),
+            threads,
             progress_of(settings.progress, "", began, request.one_pass),
             resources,
         )

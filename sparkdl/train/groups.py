@@ -16,6 +16,7 @@ from pyspark.sql import DataFrame, functions
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 
+from sparkdl.care.hints import check_labels
 from sparkdl.compat import apply_in_arrow
 from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
 from sparkdl.data.columns.base import Column
@@ -25,8 +26,7 @@ from sparkdl.data.partition_reader import close_partitions
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import RowError
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import materialize_here
+from sparkdl.data.samples import SampleSet, materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema
 from sparkdl.engines.local.groups import local_engine
 from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data
@@ -46,7 +46,6 @@ from sparkdl.process.system import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.train.engine_inputs import run_spec
-from sparkdl.train.hints import check_labels
 from sparkdl.train.placed_samples import source
 from sparkdl.train.plain_tasks import PlainTasks
 from sparkdl.train.preflight import preflight

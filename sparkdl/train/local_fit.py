@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ModelError
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import Callback
@@ -69,7 +69,7 @@ class LocalFit:
         """Return the trained model of a fit that :meth:`run` made in another process."""
         model = self._prepared(trainer)
         validation = validation_set(trainer, self.validation, model.float_dtype)
-        output, _ = preflight(trainer, model, self.training, validation, endless=False)
+        output, _ = preflight(trainer, model, self.training, validation, False, care=False)
         return trained_model(trainer, model, self.training, output, kinds, weights, history)
 
     def _prepared(self, trainer: TrainerSpec) -> PreparedModel:

@@ -16,8 +16,7 @@ from pyspark.sql import DataFrame
 
 from sparkdl.data.equal_rows import tell_of_shares
 from sparkdl.data.fields import Field
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import Source, materialize, materialize_here
+from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import DataError, ParameterError, SessionError, shown

@@ -19,7 +19,7 @@ from sparkdl.checkpoint.identity import ModelIdentity
 from sparkdl.checkpoint.manifest import RunIdentity
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.errors import CheckpointError, SparkdlError, StalledError, counted
 from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.outputs import Output

@@ -11,9 +11,9 @@ from pathlib import Path
 from pyspark import SparkContext
 
 from sparkdl.data.fields import SampleHandle
-from sparkdl.data.partition_files import segment_files
-from sparkdl.data.partition_join import where_there_is_room
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.partition_reader import segment_files
+from sparkdl.data.partition_writer import where_there_is_room
+from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ParameterError
 from sparkdl.slab.root import SlabConfig, open_root, read_private, write_private
 from sparkdl.spark.broadcasts import BroadcastBytes

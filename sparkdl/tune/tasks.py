@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.state import TrainState
 from sparkdl.process.determinism import Numerics

@@ -27,9 +27,8 @@ import sparkdl
 import sparkdl.train.placed_samples
 from sparkdl.checkpoint.manifest import Manifest
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.data.partition_writer import close_partitions
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import Source, materialize_here
+from sparkdl.data.partition_reader import close_partitions
+from sparkdl.data.samples import SampleSet, Source, materialize_here
 from sparkdl.slab.root import SlabConfig, remove_root
 from sparkdl.slices.slice_file import StoredSlice, unpack
 

@@ -20,8 +20,8 @@ from sparkdl import Convert, Image, Sequence
 from sparkdl.data.fields import Field
 from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.ragged import Padding, Ragged, concatenate
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import Sample, Source, materialize, materialize_here
+from sparkdl.data.records import Sample
+from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError
 from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.outputs import Output

@@ -19,18 +19,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mistakes import message_of
 
-from sparkdl.data import partition_files, partition_join, partition_writer
+from sparkdl.data import partition_reader, partition_writer
 from sparkdl.data.arrow_tasks import WriteDataFrame
 from sparkdl.data.columns.base import Column
 from sparkdl.data.equal_rows import RepeatedRows
-from sparkdl.data.partition_files import segment_files
-from sparkdl.data.partition_join import join_partition
-from sparkdl.data.partition_writer import (
-    PartitionWriter,
-    SampleHandle,
-    close_partitions,
-    open_partition,
-)
+from sparkdl.data.partition_reader import close_partitions, open_partition, segment_files
+from sparkdl.data.partition_writer import PartitionWriter, SampleHandle, join_partition
 from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, RowError
@@ -237,8 +231,7 @@ def two_directories(slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.Monkey
     second = tmp_path / "disk"
     second.mkdir()
     root = Root((first.directories[0], second), first.node_id)
-    for module in (partition_writer, partition_join):
-        monkeypatch.setattr(module, "open_root", lambda config, create=False: root)
+    monkeypatch.setattr(partition_writer, "open_root", lambda config, create=False: root)
     return root
 
 
@@ -254,7 +247,7 @@ class Full:
     ) -> None:
         self.full, self.room, self.error = full, room, error
         self.refused = 0
-        for module in (partition_files, partition_join):
+        for module in (partition_reader, partition_writer):
             monkeypatch.setattr(module, "open", self, raising=False)
 
     def __call__(self, path: str | Path, mode: str, **options: Any) -> Any:
@@ -414,7 +407,7 @@ def test_large_records_are_held_a_few_at_a_time(slab: SlabConfig) -> None:
 
 def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows tie: their contents are compared piece by piece."""
-    monkeypatch.setattr(partition_join, "COMPARE_BYTES", 1 << 14)
+    monkeypatch.setattr(partition_writer, "COMPARE_BYTES", 1 << 14)
     writer = PartitionWriter(slab)
     for _ in range(20):
         writer.add(["x"], [np.ones((500, 16))])
