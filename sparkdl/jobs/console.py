@@ -145,8 +145,16 @@ _TELLTALES = (
 )
 
 
+def hush_pyspark() -> None:
+    """Silence PySpark's own log of an exception, with the stack of Java, before it is told."""
+    with contextlib.suppress(ImportError):  # Spark 3.5 has none
+        from pyspark.logger import PySparkLogger
+
+        for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+            PySparkLogger.getLogger(name).disabled = True
+
+
 def _hush(spark: SparkSession) -> None:
-    logging.getLogger("SQLQueryContextLogger").disabled = True  # PySpark's, of Java's stacks
     jvm = spark.sparkContext._jvm
     assert jvm is not None
     log4j = jvm.org.apache.logging.log4j

@@ -98,8 +98,9 @@ def _run_job(name: str, arguments: list[str]) -> None:
     except jsonargparse.ArgumentError as error:
         raise config.parser_error(error, hints) from None
     checked = [config.config_of(parsed)] if from_file else []
-    from sparkdl.jobs import commands
+    from sparkdl.jobs import commands, console
 
+    console.hush_pyspark()
     getattr(commands, name)(*checked, parsed)
 
 
