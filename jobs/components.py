@@ -18,7 +18,7 @@ from typing import Any
 import sparkdl
 from sparkdl import ParameterError
 from sparkdl.errors import nearest
-from sparkdl.usercode.code import is_library
+from sparkdl.usercode.travel import is_library
 
 
 @dataclass(frozen=True)

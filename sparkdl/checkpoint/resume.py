@@ -94,9 +94,9 @@ class RestoredRun:
 
     def load(self, access: StateAccess) -> None:
         """Load the checkpoint into the state; raise DamagedCheckpoint if a file is damaged."""
-        access.load(self._reader(self.manifest.files), (DamagedCheckpoint,))
+        access.load(self._reader(self.manifest.files))
         if self.best is not None and self.manifest.best is not None:
-            access.load(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
+            access.load(self._reader(self.manifest.best.files), BEST)
         if self.compression is not None:
             self._load_residuals(access)
 
@@ -105,7 +105,7 @@ class RestoredRun:
         before = self.manifest.extra.get("compression", "None")
         if before == self.compression:
             read = ReadResiduals(self.uri, self.manifest.residuals)
-            access.load_residuals(read, (DamagedCheckpoint,))
+            access.load_residuals(read)
         else:
             logger.warning(
                 "compression is %s and was %s in the checkpoint %s: the parts of gradients that "

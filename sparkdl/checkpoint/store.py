@@ -16,8 +16,9 @@ import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from sparkdl.checkpoint.files import Folder, unfinished
 from sparkdl.checkpoint.manifest import INCOMPLETE, MANIFEST, Manifest, StoredFile
@@ -68,8 +69,7 @@ def holds_checkpoints(folder: Path) -> bool:
     return MANIFEST in names or any(map(_FOLDER.fullmatch, [folder.name, *names]))
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(NamedTuple):
     """A checkpoint that cannot be used, and the reason."""
 
     uri: str

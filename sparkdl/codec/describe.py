@@ -1,13 +1,9 @@
 """Text descriptions of a trainer and of other settings, with secrets hidden.
 
-Secrets in what is written down: configurations, parameters, messages.
-
-They are recognised by names, as a key or before an ``=``, and by the form of URIs. A secret under a
+Secrets are recognised by names, as a key or before an ``=``, and by the form of URIs. A secret under a
 harmless name, or given by position, is not recognised.
 
-Figures of matplotlib that a notebook shows by themselves.
-
-Tables in HTML, for the views in notebooks.
+Notebooks show figures of matplotlib by themselves, and tables in HTML.
 """
 
 from __future__ import annotations

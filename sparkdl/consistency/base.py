@@ -22,6 +22,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeVar
 
 from sparkdl.errors import ParameterError, shown
+from sparkdl.plain import is_number
 from sparkdl.replica.iteration import (
     INNER_STEPS,
     MICRO_BATCHES,
@@ -246,7 +247,7 @@ def share_problems(drop_stragglers: object, unit: str) -> Iterator[str]:
     given = drop_stragglers
     if given is None:
         return
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 0.5:
+    if not (is_number(given) and 0 < given <= 0.5):
         yield (
             f"drop_stragglers={shown(given)}: give the share of the rows that a {unit} may leave "
             "out, above 0 and at most 0.5, or None."

@@ -205,21 +205,14 @@ class RecoveringEngine:
         self._snapshot: tuple[RestorePoint, Any] | None = None
         self._due = time.monotonic() + (seconds or 0.0)
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """Load the state; see :class:`sparkdl.loop.engine.StateAccess`, also for the methods below."""
         if which == CURRENT:
             self._starts.clear()
-        self._begin(lambda: self._engine.load(read, reported, which))
+        self._begin(lambda: self._engine.load(read, which))
 
-    def load_residuals(
-        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
-    ) -> None:
-        self._begin(lambda: self._engine.load_residuals(read, reported))
+    def load_residuals(self, read: ReadResiduals) -> None:
+        self._begin(lambda: self._engine.load_residuals(read))
 
     @property
     def begins_ahead(self) -> bool:

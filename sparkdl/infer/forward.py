@@ -33,7 +33,7 @@ from sparkdl.replica.compute import evaluating, to_tensors
 from sparkdl.slab.pool import kept_while_used
 from sparkdl.spark.broadcasts import INLINE_BYTES, Artifact, BroadcastBytes
 from sparkdl.spark.device import task_device
-from sparkdl.usercode import accompanied, tell_of_changed_constants
+from sparkdl.usercode import accompanied
 
 MAX_LOADED = 2
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -81,7 +81,6 @@ class ShippedModule:
         if the module itself cannot be pickled. ``origin`` is the user's module, and the form of it
         that is sent, if it is a copy. Without ``keep``, the caller destroys what is new.
         """
-        tell_of_changed_constants(module)
         data = _pickled(module, model, seed)
         digest = hashlib.blake2b(data, digest_size=16).hexdigest()
         owner, form = origin or (module, None)

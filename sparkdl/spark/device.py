@@ -34,7 +34,6 @@ from pyspark import SparkContext, TaskContext
 from sparkdl.errors import SessionError
 from sparkdl.spark.executors import Executor, executor_awaited, executors, task_per_executor
 from sparkdl.spark.frames import collect_and_forget, is_local, map_frames, stage_name
-from sparkdl.spark.worker import finish_task
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -292,7 +291,6 @@ class CountGpus:
             yield pickle.dumps(count)
         except SessionError as error:
             yield pickle.dumps(error)
-        finish_task()
 
 
 def _look(context: SparkContext) -> tuple[list[Executor], list[int]]:

@@ -6,13 +6,10 @@ the other 1 and 3. Then no node has two replicas whose gradients meet in the tre
 module says where to read the samples, with the executors of a host one after another. Replicas live
 where their samples are.
 
-Local properties of Spark, which a thread's jobs are submitted with.
-
-Start of the Python daemons for a session's first fit, while the driver still prepares it.
-
-A daemon imports torch and more for two seconds when Spark first has a Python task for its executor.
-Meanwhile the driver builds the model, imports what torch's first optimizer needs, and plans the
-query, which takes about as long. Without this module, a user would wait for both in sequence.
+The Python daemons are started while the driver still prepares a session's first fit. A daemon imports
+torch and more for two seconds when Spark first has a Python task for its executor. Meanwhile the
+driver builds the model, imports what torch's first optimizer needs, and plans the query, which takes
+about as long. Otherwise a user would wait for both in sequence.
 
 On a cluster the driver waits for the daemons: if executors lack sparkdl or torch, that is told before
 any data are read.

@@ -38,7 +38,7 @@ from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
 from sparkdl.slices.optimizer_step import wants_loss
 from sparkdl.slices.section import GradBucket, compress
 from sparkdl.train.spec import TrainerSpec
-from sparkdl.usercode import accompanied, tell_of_changed_constants
+from sparkdl.usercode import accompanied
 
 logger = logging.getLogger("sparkdl")
 
@@ -111,8 +111,6 @@ def prepare(
             text = '%s= is for engine="gang" and has no effect with engine="%s".'
             logger.warning(text, name, trainer.engine)
     payload = pickled(recipe)
-    if trainer.engine != "local":
-        tell_of_changed_constants(recipe, trainer.columns)
     check_columns(trainer.columns)
     module = build_model(payload, reported=True)
     if problem := next(not_tensors(module), None):

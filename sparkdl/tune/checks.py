@@ -7,6 +7,7 @@ from typing import Any
 
 from sparkdl.errors import kind_of, nearest, shown
 from sparkdl.metrics.named import resolve
+from sparkdl.plain import is_whole
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.arguments import problems_of_names
 from sparkdl.tune.optuna_search import Optuna
@@ -48,9 +49,9 @@ def problems_of_search(
                 f"{nearest(str(metric), names)}"
             )
     for name, value in (("trials", trials), ("parallel", parallel)):
-        if value is not None and not (_is_whole(value) and value >= 1):
+        if value is not None and not is_whole(value, 1):
             yield f"{name}={shown(value)}: give a whole number of at least 1, or None."
-    if not _is_whole(seed):
+    if not isinstance(seed, int) or isinstance(seed, bool):
         yield f"seed={shown(seed)}: give a whole number."
     if not isinstance(algorithm, Optuna) and algorithm not in ALGORITHMS:
         yield (
@@ -69,7 +70,3 @@ def problems_of_search(
                     "engine: leave it out, or give parallel=1, which makes one distributed trial "
                     "after another."
                 )
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -14,13 +14,13 @@ from pyspark.errors import PySparkException
 from sparkdl.connect.rows import for_gang
 from sparkdl.errors import ModelError, ParameterError, SessionError
 from sparkdl.gang.connect import slots_of
-from sparkdl.loop.callbacks import Callback, none_added
+from sparkdl.loop.callbacks import none_added
 from sparkdl.loop.interrupt import INTERRUPTED
 from sparkdl.train.fit import fit
 from sparkdl.train.request import FitRequest
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed, is_of_trial
-from sparkdl.tune.runners import Ended, RunningTrial, SearchInterrupted
+from sparkdl.tune.runners import Ended, Proposed, RunningTrial, SearchInterrupted
 from sparkdl.tune.space import Domain
 from sparkdl.tune.tasks import trainer_of
 
@@ -57,13 +57,8 @@ class ConnectedTrials:
         self._trainer, self._tag = trainer, f"sparkdl-{secrets.token_hex(8)}"
         self._threads = ThreadPoolExecutor(self.slots) if parallel != 1 else None
 
-    def start(
-        self,
-        number: int,
-        arguments: Mapping[str, Any],
-        pruning: Callback | None,
-        best: TrialRecord | None,
-    ) -> RunningTrial:
+    def start(self, trial: Proposed) -> RunningTrial:
+        number, arguments, pruning, best = trial
         try:
             trainer = trainer_of(self._trainer, self._space, arguments)
         except (ModelError, ParameterError) as error:

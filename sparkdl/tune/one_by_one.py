@@ -12,15 +12,14 @@ from pyspark import SparkContext
 from sparkdl.checkpoint.files import Folder
 from sparkdl.errors import ModelError, ParameterError
 from sparkdl.infer.model import TrainedModel
-from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT
 from sparkdl.loop.interrupt import INTERRUPTED
 from sparkdl.model.flat import FlatModule
 from sparkdl.train.placed_samples import PlacedSamples
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.placements import Placements
-from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed, is_of_trial
-from sparkdl.tune.runners import Ended, RunningTrial, SearchInterrupted, check_alive
+from sparkdl.tune.record import Objective, TrialOutcome, failed, is_of_trial
+from sparkdl.tune.runners import Ended, Proposed, RunningTrial, SearchInterrupted, check_alive
 from sparkdl.tune.space import Domain
 from sparkdl.tune.tasks import trainer_of
 
@@ -42,13 +41,8 @@ class OneByOne:
         self._context, self._trainer, self._space = context, trainer, space
         self._objective, self._placements, self._keep = objective, placements, keep
 
-    def start(
-        self,
-        number: int,
-        arguments: Mapping[str, Any],
-        pruning: Callback | None,
-        best: TrialRecord | None,
-    ) -> RunningTrial:
+    def start(self, trial: Proposed) -> RunningTrial:
+        number, arguments, pruning, best = trial
         try:
             trainer = trainer_of(self._trainer, self._space, arguments)
             placed = self._placements.of(trainer, arguments)

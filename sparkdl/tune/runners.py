@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
@@ -17,6 +17,15 @@ from sparkdl.tune.record import TrialOutcome, TrialRecord
 
 class SearchInterrupted(Exception):
     """The user has interrupted a trial, which has ended early and does not count."""
+
+
+class Proposed(NamedTuple):
+    """A trial to start."""
+
+    number: int
+    arguments: Mapping[str, Any]  # as they are shown
+    pruning: Callback | None
+    best: TrialRecord | None  # so far
 
 
 class RunningTrial(Protocol):
@@ -36,14 +45,8 @@ class Runner(Protocol):
     slots: int
     """The number of trials that run at once."""
 
-    def start(
-        self,
-        number: int,
-        arguments: Mapping[str, Any],
-        pruning: Callback | None,
-        best: TrialRecord | None,
-    ) -> RunningTrial:
-        """Start a trial with ``arguments`` as they are shown; ``best`` is the best so far."""
+    def start(self, trial: Proposed) -> RunningTrial:
+        """Start a trial."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from sparkdl.tune.optuna_search import Optuna, OptunaSearch
 from sparkdl.tune.placements import Placements
 from sparkdl.tune.record import Objective
 from sparkdl.tune.result import SearchResult
-from sparkdl.tune.runners import Runner, RunningTrial, SearchInterrupted
+from sparkdl.tune.runners import Proposed, Runner, RunningTrial, SearchInterrupted
 from sparkdl.tune.side_by_side import SideBySide
 from sparkdl.tune.space import Domain, domains_of
 from sparkdl.tune.table import TrialTable
@@ -197,7 +197,9 @@ def _make_trials(
                 table.add_earlier(asked)
             else:
                 try:
-                    running[asked] = runner.start(asked, arguments, algorithm.pruning(), table.best)
+                    running[asked] = runner.start(
+                        Proposed(asked, arguments, algorithm.pruning(), table.best)
+                    )
                 except SearchInterrupted:
                     return INTERRUPTED
             asked += 1

@@ -14,7 +14,6 @@ from pyspark.errors import PySparkException
 
 from sparkdl.errors import ModelError, ParameterError, TrainingError, cannot_travel
 from sparkdl.gang.slots import cpus_of
-from sparkdl.loop.callbacks import Callback
 from sparkdl.model.preparation import dumps
 from sparkdl.process.determinism import Numerics
 from sparkdl.spark.broadcasts import BroadcastBytes
@@ -24,8 +23,8 @@ from sparkdl.spark.frames import RunningJob, map_frames, stage_name
 from sparkdl.train.placed_samples import PlacedSamples
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.placements import Placements
-from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed
-from sparkdl.tune.runners import Ended, RunningTrial, check_alive
+from sparkdl.tune.record import Objective, TrialOutcome, failed
+from sparkdl.tune.runners import Ended, Proposed, RunningTrial, check_alive
 from sparkdl.tune.sample_files import SampleFiles
 from sparkdl.tune.space import Domain
 from sparkdl.tune.tasks import RunTrial, TrialSetup, trainer_of
@@ -56,13 +55,8 @@ class SideBySide:
         self._setups: dict[int, tuple[BroadcastBytes, SampleFiles]] = {}
         self._broadcasts: list[BroadcastBytes] = []
 
-    def start(
-        self,
-        number: int,
-        arguments: Mapping[str, Any],
-        pruning: Callback | None,
-        best: TrialRecord | None,
-    ) -> RunningTrial:
+    def start(self, trial: Proposed) -> RunningTrial:
+        number, arguments, pruning, best = trial
         try:
             trainer = trainer_of(self._trainer, self._space, arguments)
             placed = self._placements.of(trainer, arguments)

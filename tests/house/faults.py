@@ -167,7 +167,7 @@ FAULTS = {
         "spark/test_consistency.py",
     ),
     "a version that is still read is overwritten": Fault(
-        "engines/shuffle/versions.py",
+        "engines/shuffle/engine.py",
         "return self._ring[0].submission",
         "return self.newest.submission",
         "spark/test_consistency.py",
@@ -185,7 +185,7 @@ FAULTS = {
         "unit/checkpoint/test_checkpoint_manifest.py",
     ),
     "equal scores count as won": Fault(
-        "metrics/ranking.py",
+        "metrics/named.py",
         "(below + negatives / 2)",
         "(below + negatives)",
         "unit/metrics/test_ranking.py",

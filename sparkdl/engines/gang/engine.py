@@ -326,17 +326,12 @@ class GangEngine:
         """See :class:`sparkdl.loop.engine.Engine`."""
         return self._gang.ahead
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """See :class:`sparkdl.loop.engine.Engine`."""
         if read is None and which == CURRENT:
             self._gang.leave()  # ranks that have trained no longer have the recipe's weights
         self._ready()
-        results = self._call("setting up the ranks", "state.read", read, reported, which)
+        results = self._call("setting up the ranks", "state.read", read, which)
         raise_first(results)
         self._call("setting up the ranks", "state.place")
 
@@ -402,12 +397,10 @@ class GangEngine:
         """Call ``use`` for every slice, on the rank that answers for it, and return the results."""
         return self._results.values("reading the state", "state.map_slices", use, which)
 
-    def load_residuals(
-        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
-    ) -> None:
+    def load_residuals(self, read: ReadResiduals) -> None:
         """Load the compression residuals, every rank its own."""
         self._ready()
-        results = self._call("setting up the ranks", "state.load_residuals", read, reported)
+        results = self._call("setting up the ranks", "state.load_residuals", read)
         raise_first(results)
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:

@@ -113,14 +113,9 @@ class LocalGroupEngine(LocalEngine):
                 own = replace(asked, index=index, hyperparameters=rates)
                 self._slices = self._synchronize(own.with_rows(()), reports, sections)
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """Load the state; see :class:`sparkdl.loop.engine.Engine`."""
-        super().load(read, reported, which)
+        super().load(read, which)
         if which == CURRENT:
             self._drop()
             self._turns.reset()

@@ -69,12 +69,7 @@ class Store:
         self.versions: dict[str, list[SliceState]] = {}
         self.residuals: dict[int, Any] = {}
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         assert read is not None
         self.versions[which] = [read(spec, LAYOUT.dtype) for spec in self.specs]
         for spec, state in zip(self.specs, self.versions[which], strict=True):
@@ -86,9 +81,7 @@ class Store:
         pairs = zip(self.specs, self.versions[which], strict=True)
         return [use(i, spec, state) for i, (spec, state) in enumerate(pairs)]
 
-    def load_residuals(
-        self, read: Callable[[int], Any], reported: tuple[type[Exception], ...] = ()
-    ) -> None:
+    def load_residuals(self, read: Callable[[int], Any]) -> None:
         self.residuals = {replica: read(replica) for replica in range(2)}
 
     def map_residuals(self, use: Callable[[int, Any], Any]) -> list[Any]:

@@ -22,7 +22,7 @@ import fork_server
 import pytest
 from pyspark import cloudpickle
 
-from sparkdl.usercode import accompanied, tell_of_changed_constants
+from sparkdl.usercode import accompanied
 
 WORKER = """
 import json, pickle, sys
@@ -210,59 +210,8 @@ def test_a_module_that_is_missing_is_told(worker: Worker, folder: Folder) -> Non
     )
 
 
-CONSTANTS = """
-RATE: float = 1.0
-PAIR = (1, "a")
-UNUSED = OWN = TWICE = 1
-TWICE = 2
-MADE = int("1")
-EMPTY = None
-class Says:
-    width = kept = 1
-    kept = 1
-    factor = 1
-    def __call__(self):
-        global OWN
-        OWN = self.kept = 2
-        return RATE, PAIR, OWN, TWICE, MADE, EMPTY, self.kept, self.factor
-"""
-CHANGED = {"RATE": "1.0", "PAIR": "(1, 'a')", "EMPTY": "None", "Says.factor": "1"}
-UNTOLD = ("UNUSED", "OWN", "TWICE", "MADE", "Says.kept")
-
-
-@pytest.mark.parametrize("name", [*CHANGED, *UNTOLD])
-def test_a_constant_that_was_changed_here_is_told(
-    name: str, folder: Folder, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = folder.load(f"uc_constants_{name.partition('.')[2] or name}", CONSTANTS)
-    tell_of_changed_constants(module.Says())
-    assert not caplog.messages
-    owner, _, attribute = name.rpartition(".")
-    setattr(getattr(module, owner) if owner else module, attribute, 7)
-    tell_of_changed_constants(lambda: module.Says)
-    tell_of_changed_constants(module.Says())  # once in a process
-    assert caplog.messages == [
-        f'"{module.__name__}.{name}" is 7 in this process, and {CHANGED[name]} in '
-        f"{module.__file__}, from which the executors import the module: they compute with the "
-        "latter. Change it in the file and reload the module, or pass the value as an argument."
-        for name in [name]
-        if name in CHANGED
-    ]
-
-
-def test_so_is_one_that_only_the_program_itself_uses(
-    folder: Folder, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = folder.load("uc_settings", "WIDTH = 1\n")
-    module.WIDTH = 2  # type: ignore[attr-defined]
-    tell_of_changed_constants(lambda: module)
-    assert not caplog.messages
-    tell_of_changed_constants(lambda: module.WIDTH)
-    assert [text.partition(" in ")[0] for text in caplog.messages] == ['"uc_settings.WIDTH" is 2']
-
-
 def test_libraries_and_what_travels_by_value_are_left_alone(folder: Folder) -> None:
-    from sparkdl.usercode.code import modules_behind
+    from sparkdl.usercode.travel import modules_behind
 
     module = folder.load("uc_by_value", SAYS.format(1))
     assert set(modules_behind([module.says, pytest.raises, os.path.join, accompanied])) == {
@@ -294,7 +243,7 @@ RECORDS = {
 @pytest.mark.parametrize("name", RECORDS)
 def test_what_is_installed_anywhere_is_never_the_users(name: str, folder: Folder) -> None:
     from jobs.components import ship
-    from sparkdl.usercode.code import is_library, modules_behind
+    from sparkdl.usercode.travel import is_library, modules_behind
 
     place, record, installed = RECORDS[name]
     package = f"uc_record_{list(RECORDS).index(name)}"
@@ -327,7 +276,7 @@ def test_what_is_installed_anywhere_is_never_the_users(name: str, folder: Folder
 
 
 def test_what_sparkdl_requires_is_never_the_users() -> None:
-    from sparkdl.usercode.code import is_library
+    from sparkdl.usercode.travel import is_library
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     required = [re.match(r"[\w-]+", line)[0] for line in project["dependencies"]]  # type: ignore[index]

@@ -29,11 +29,11 @@ from torch.utils._pytree import tree_map
 
 from sparkdl.collectives.direct import all_reduce
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.model_group import BuildLock, ModelGroup
+from sparkdl.engines.gang.model_group import BuildLock
 from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.shards import RowLayout
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import CopySync
+from sparkdl.engines.gang.strategies.summed import CopySync, SummedGradients
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import local
 from sparkdl.model.recipe import LiveReplica, Recipe, parts_of
@@ -49,7 +49,6 @@ from sparkdl.replica.compute import (
 )
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import ReplicaIteration
-from sparkdl.slices.spec import SliceSpec
 
 
 class Row(RowwiseParallel):
@@ -177,9 +176,7 @@ class TensorRank(RankStrategy[Tensor]):
         )
 
     def gradients(self, build: Build) -> GradientSync:
-        live, plans, group = build.live, build.plans, build.model_group()
-        alike = build.groups.along("data")
-        return TensorSync(live, plans, build.rank, build.spare, group, alike)
+        return TensorSync(build)
 
 
 def parallelise(
@@ -299,25 +296,16 @@ def settle(live: LiveReplica) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
 
-class TensorSync(CopySync):
-    """Gradients of the parts of layers. See the note above.
+class TensorSync(CopySync, SummedGradients):
+    """Gradients of the parts of layers. See the note above."""
 
-    ``alike`` is the process group of the ranks with the same parts.
-    """
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self._model_group, self._alike = build.model_group(), build.groups.along("data")
 
-    def __init__(
-        self,
-        live: LiveReplica,
-        plans: list[SliceSpec],
-        rank: int,
-        spare: Batch,
-        group: ModelGroup,
-        alike: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(live, plans, rank, spare)
-        self._model_group, self._alike = group, alike
-
-    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def run_pass(
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+    ) -> Passed:
         seed, scale = work.seed(), work.step.loss_scale
         passed = forward_backward(self._live, batch, seed, scale, clock, share=share, by_rows=True)
         settle(self._live)
