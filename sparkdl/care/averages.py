@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from sparkdl.care.differences import DIFFERENCES
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ModelError
 from sparkdl.model.loss import Loss, ModelLoss, PerReplica, inner, is_own_loss, is_step, loss_of
-from sparkdl.model.recipe import Recipe, Signature
+from sparkdl.model.recipe import Recipe, Signature, with_tensors
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import MiniBatch, evaluating
 
@@ -94,7 +95,7 @@ def losses_of_output(
         wide = wide.double() if isinstance(wide, nn.Module) else wide
         targets = [_wide(target) for target in known.targets]
         take = _of_rows(
-            wide, _mapped(output, _wide), dataclasses.replace(known, targets=targets), labels
+            wide, with_tensors(output, _wide), dataclasses.replace(known, targets=targets), labels
         )
         take(np.arange(len(known)), 0)
     except Exception:
@@ -111,30 +112,25 @@ def _of_rows(loss: Loss, output: Any, known: MiniBatch, labels: Sequence[Rows]) 
 
     def take(numbers: np.ndarray, seed: int) -> Sum:
         chosen = torch.from_numpy(numbers)
-        mine = _mapped(output, lambda tensor: tensor[chosen] if tensor.ndim else tensor)
+        mine = with_tensors(output, lambda tensor: tensor[chosen] if tensor.ndim else tensor)
         some = known.rows(numbers)
         for rows, target, longest in zip(labels, some.targets, lengths, strict=True):
             length = target.shape[1] if longest else 0
             if isinstance(rows, Ragged) and length < longest:
                 start = longest - length if rows.padding.side == "left" else 0
-                mine = _mapped(mine, _Cut(longest, length, start))
+                mine = with_tensors(
+                    mine, partial(_cut, longest=longest, length=length, start=start)
+                )
         with seeded(seed):
             return sum_of(loss, mine, some)
 
     return take
 
 
-@dataclass(frozen=True)
-class _Cut:
-    """Cuts the one dimension of a tensor that has the length ``longest`` to ``length``."""
-
-    longest: int
-    length: int
-    start: int
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        places = [d for d in range(1, tensor.ndim) if tensor.shape[d] == self.longest]
-        return tensor.narrow(places[0], self.start, self.length) if len(places) == 1 else tensor
+def _cut(tensor: torch.Tensor, longest: int, length: int, start: int) -> torch.Tensor:
+    """Return a tensor with the one dimension of the length ``longest`` cut to ``length``."""
+    places = [d for d in range(1, tensor.ndim) if tensor.shape[d] == longest]
+    return tensor.narrow(places[0], start, length) if len(places) == 1 else tensor
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,21 +147,6 @@ def leaves(output: Any) -> Iterator[Any]:
             yield from leaves(value)
     elif not isinstance(output, (int, float, str, type(None))):
         yield output
-
-
-def _mapped(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return ``output`` with ``change`` applied to every tensor in it."""
-    if isinstance(output, torch.Tensor):
-        return change(output)
-    if isinstance(output, Mapping):
-        changed: Any = copy.copy(output)
-        for name, value in output.items():
-            changed[name] = _mapped(value, change)
-        return changed
-    if isinstance(output, (tuple, list)):
-        values = [_mapped(value, change) for value in output]
-        return type(output)(*values) if hasattr(output, "_fields") else type(output)(values)
-    return output
 
 
 def rows_for_loss(loss: Loss, rows: Sequence[Rows], more: Sequence[Rows]) -> Sequence[Rows]:

@@ -12,10 +12,8 @@ from typing import Any
 
 from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.identity import first_few
-from sparkdl.checkpoint.manifest import Manifest, RunIdentity, SliceFile
-from sparkdl.checkpoint.slice_io import ReadResiduals, read_slice_files
-from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.checkpoint.manifest import Manifest, RunIdentity, SliceFile, first_few
+from sparkdl.checkpoint.store import CheckpointStore, ReadResiduals, read_slice_files
 from sparkdl.errors import DamagedCheckpoint, ParameterError
 from sparkdl.loop.advance import first_state
 from sparkdl.loop.engine import BEST, StateAccess

@@ -17,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from torch import nn
-
 REDACTED = "(redacted)"
 
 _TOKEN = r"(?<!(?:pad|eos|bos|unk|sep|cls)[._-])(?<!mask[._-])token(?!i[sz])"
@@ -112,6 +110,8 @@ def describe(value: Any) -> str:
 
     Plain values and sparkdl's dataclasses are described as Python writes them, anything else by a name.
     """
+    from torch import nn  # a job's mistake is told without it
+
     if isinstance(value, functools.partial):
         given = [describe(arg) for arg in value.args]
         given += [f"{k}={v}" for k, v in redact(_described(value.keywords)).items()]
@@ -166,6 +166,8 @@ def _given(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _texts(name: str, value: Any, written_as: tuple[type, ...]) -> Iterator[tuple[str, str]]:
+    from torch import nn  # a job's mistake is told without it
+
     if isinstance(value, (str, int, float, type(None))):
         if not is_secret(name, value):
             yield name, _cut(without_credentials(str(value)))

@@ -19,7 +19,7 @@ from pyspark.sql import DataFrame
 
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.identity import ModelIdentity
+from sparkdl.checkpoint.manifest import ModelIdentity
 from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.connect.control import ControlClient

@@ -19,7 +19,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -376,8 +376,7 @@ class RecoveringEngine:
                 self._engine.keep_best()
 
 
-@dataclass(frozen=True)
-class _RecoveringWork:
+class _RecoveringWork(NamedTuple):
     """Background work that survives losses of the state, possibly only to report itself as lost."""
 
     engine: RecoveringEngine

@@ -1,7 +1,7 @@
 """Saved models at URIs: written and read through a local folder.
 
 A URI belongs to a Hadoop file system of the running session, as the paths that Spark reads and
-writes, or else to one that checkpoints reach (:mod:`sparkdl.checkpoint.file_systems`).
+writes, or else to one that checkpoints reach (:mod:`sparkdl.checkpoint.files`).
 """
 
 from __future__ import annotations

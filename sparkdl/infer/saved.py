@@ -30,10 +30,8 @@ from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.identity import ModelIdentity, first_few
-from sparkdl.checkpoint.manifest import Manifest
-from sparkdl.checkpoint.slice_io import read_slice_files
-from sparkdl.checkpoint.store import CheckpointStore, holds_checkpoints
+from sparkdl.checkpoint.manifest import Manifest, ModelIdentity, first_few
+from sparkdl.checkpoint.store import CheckpointStore, holds_checkpoints, read_slice_files
 from sparkdl.codec.describe import is_secret, without_credentials
 from sparkdl.codec.files import with_checksum
 from sparkdl.codec.safe import from_plain

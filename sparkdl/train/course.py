@@ -12,8 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sparkdl.checkpoint.identity import DataIdentity, ModelIdentity, consistency_text
-from sparkdl.checkpoint.manifest import Manifest, RunIdentity
+from sparkdl.checkpoint.manifest import (
+    DataIdentity,
+    Manifest,
+    ModelIdentity,
+    RunIdentity,
+    consistency_text,
+)
 from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.codec.describe import describe, describe_trainer

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
-from sparkdl.checkpoint.identity import ModelIdentity
+from sparkdl.checkpoint.manifest import ModelIdentity
 from sparkdl.engines.resources import FitResources
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel

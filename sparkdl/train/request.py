@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 
+from sparkdl.care.rules import problems_of_start
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.errors import ParameterError, raise_all
@@ -14,7 +15,6 @@ from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest
-from sparkdl.train.checks import problems_of_start
 from sparkdl.train.spec import TrainerSpec
 
 

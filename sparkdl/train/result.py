@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from sparkdl.checkpoint.config import Checkpoint
-from sparkdl.checkpoint.identity import ModelIdentity
-from sparkdl.checkpoint.manifest import RunIdentity
+from sparkdl.checkpoint.manifest import ModelIdentity, RunIdentity
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.data.samples import SampleSet

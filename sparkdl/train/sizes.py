@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pyspark import SparkContext
 
+from sparkdl.care.rules import problems_of_min_ranks
 from sparkdl.engines.gang.engine import too_few
 from sparkdl.errors import ParameterError, counted, raise_all
 from sparkdl.gang.slots import check_slots
@@ -17,7 +18,6 @@ from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.memory import left_for_files, left_to_process
 from sparkdl.slab.root import SHARED_MEMORY
 from sparkdl.spark.frames import is_local
-from sparkdl.train.combinations import problems_of_min_ranks
 from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.spec import TrainerSpec
 

@@ -165,8 +165,8 @@ def test_a_job_of_a_checkout_that_executors_lack_reads_no_data(
     shipped: Path, tmp_path: Path
 ) -> None:
     """The packages that the driver has elsewhere are none of what the job sends along."""
-    config = "--config", str(ROOT / "conf/digits.yaml"), "--set", "data.prepare=null"
-    config += "--set", f"data.train={tmp_path}/none.parquet"
+    config = "--config", str(ROOT / "conf/digits.yaml"), "--data.prepare=null"
+    config += (f"--data.train={tmp_path}/none.parquet",)
     way = Way(disturbed=False)
     with cluster(tmp_path, way) as running:
         status, output = submit(
@@ -182,7 +182,7 @@ def test_a_job_of_a_checkout_that_executors_lack_reads_no_data(
 
 @pytest.mark.soak
 def test_a_job_trains_where_packages_are_elsewhere(shipped: Path, tmp_path: Path) -> None:
-    config = "--config", str(ROOT / "conf/digits.yaml"), "--set", "training.epochs=1"
+    config = "--config", str(ROOT / "conf/digits.yaml"), "--trainer.epochs=1"
     way = WAYS["undisturbed"]
     with cluster(tmp_path, way) as running:
         status, output = submit(

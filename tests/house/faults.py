@@ -179,7 +179,7 @@ FAULTS = {
         "unit/slices/test_checkpoint_slices.py unit/checkpoint/test_checkpoint_manifest.py",
     ),
     "a checkpoint of other shapes is taken": Fault(
-        "checkpoint/identity.py",
+        "checkpoint/manifest.py",
         "elif one.shape != other.shape:",
         "elif len(one.shape) != len(other.shape):",
         "unit/checkpoint/test_checkpoint_manifest.py",

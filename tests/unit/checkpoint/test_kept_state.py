@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.identity import ModelIdentity
+from sparkdl.checkpoint.manifest import ModelIdentity
 from sparkdl.errors import ParameterError
 from sparkdl.infer.saved import StoredState
 from sparkdl.model.flat import layout_of

@@ -15,8 +15,7 @@ from torch import nn
 from trained import trained_model
 
 import sparkdl
-from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
-from sparkdl.checkpoint.manifest import RunIdentity
+from sparkdl.checkpoint.manifest import DataIdentity, FieldIdentity, ModelIdentity, RunIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.data.fields import Field

@@ -19,6 +19,7 @@ from launch import ROOT
 from sparkdl import __main__ as report_module
 from sparkdl.settings import DISTRIBUTION, __version__
 
+CONFIGURATION = ROOT / "conf/digits.yaml"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -125,6 +126,14 @@ def test_wheel_and_sdist_in_an_empty_environment(tmp_path: Path) -> None:
     assert str(site / "sparkdl") in told
     done = subprocess.run([python, "-c", PROGRAM], timeout=280, **run)
     assert done.stdout == f"{site / 'sparkdl' / '__init__.py'} 2\n", done.stderr
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "example.py").write_text(example)
+    run["cwd"] = tmp_path / "empty"
+    done = subprocess.run([python, tmp_path / "example.py"], timeout=280, **run)
+    assert done.stdout.startswith("{'loss': "), done.stderr
+    subprocess.run([python.with_name("sparkdl"), "conf"], check=True, **run)
+    assert (tmp_path / "empty/conf/digits.yaml").read_bytes() == CONFIGURATION.read_bytes()
 
 
 def test_the_import_brings_no_library() -> None:

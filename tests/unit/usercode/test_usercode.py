@@ -242,7 +242,7 @@ RECORDS = {
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_what_is_installed_anywhere_is_never_the_users(name: str, folder: Folder) -> None:
-    from jobs.components import ship
+    from sparkdl.jobs.components import ship
     from sparkdl.usercode.travel import is_library, modules_behind
 
     place, record, installed = RECORDS[name]

@@ -1,4 +1,4 @@
-"""Reading data for a job, and writing the data set of the example."""
+"""Data of a job: reading, writing, holding out, and the data set of the example."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from jobs.sections import DataSection
-from jobs.spark_errors import told
-from sparkdl import ParameterError
 from sparkdl.data.arrow_tasks import content_hash
-from sparkdl.errors import nearest
-from sparkdl.infer.remote import HadoopFolder
+from sparkdl.errors import ParameterError
+from sparkdl.jobs.config import Config, DataSection
+from sparkdl.jobs.console import told
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -24,15 +22,59 @@ _FILES = ("avro", "csv", "json", "orc", "parquet", "text")
 _DEFAULTS = {"csv": {"header": "true", "inferSchema": "true"}}
 
 
-def read(spark: SparkSession, path: str, format: str, options: dict[str, Any]) -> DataFrame:
-    """Read the data at ``path``; a CSV has a header and typed columns unless ``options`` differ."""
+def read(
+    spark: SparkSession,
+    key: str,
+    path: str,
+    format: str,
+    options: dict[str, Any],
+    select: list[str] | None = None,
+) -> DataFrame:
+    """Read the data at ``path``, which ``key`` names; a CSV has a header and typed columns.
+
+    Raises ParameterError.
+    """
     options = {**_DEFAULTS.get(format, {}), **options}
-    with told(f"{path} cannot be read"):
-        return spark.read.format(format).options(**options).load(path)
+    suffix = PurePosixPath(path).suffix.removeprefix(".")
+    in_file = not key.startswith("--")
+    remedy = ""
+    if suffix in _FILES and suffix != format:
+        remedy = (
+            f" The name ends in .{suffix}: {'data.format: ' if in_file else '--format '}{suffix}?"
+        )
+    with told(f"{key}: {path} cannot be read as {format}", remedy):
+        data = spark.read.format(format).options(**options).load(path)
+    if select is not None:
+        with told("data.select" if in_file else "--select"):
+            data = data.selectExpr(*select)
+    return data
+
+
+def read_samples(spark: SparkSession, config: Config) -> tuple[DataFrame, DataFrame | None]:
+    """Return the training data and the validation data."""
+    validation = config.validation
+    samples = _of_section(spark, "data.train", config.data.train, config.data)
+    if validation is None:
+        return samples, None
+    if validation.share is not None:
+        return split(samples, validation.share, config.trainer.seed)
+    assert validation.data is not None
+    return samples, _of_section(spark, "validation.data", validation.data, config.data)
+
+
+def read_test(spark: SparkSession, data: DataSection) -> DataFrame | None:
+    """Return the test data, if there are any."""
+    return None if data.test is None else _of_section(spark, "data.test", data.test, data)
+
+
+def _of_section(spark: SparkSession, key: str, path: str, data: DataSection) -> DataFrame:
+    return read(spark, key, path, data.format, data.options, data.select)
 
 
 def write(data: DataFrame, path: str, format: str, mode: str) -> None:
     """Write ``data`` so that :func:`read` needs no options; files replace others when complete."""
+    from sparkdl.infer.remote import HadoopFolder
+
     writer = data.write.mode(mode).format(format).options(**_DEFAULTS.get(format, {}))
     if mode != "overwrite" or format not in _FILES:
         writer.save(path)
@@ -85,10 +127,9 @@ def prepare(data: DataSection) -> None:
     """Write the data set ``data.prepare`` if its files do not exist. Raises ParameterError."""
     if data.prepare is None:
         return
-    if data.prepare not in _WRITERS:
+    if data.prepare != "digits":
         raise ParameterError(
-            f'data.prepare: "{data.prepare}" is not a known data '
-            f"set.{nearest(data.prepare, _WRITERS)} Known: {', '.join(_WRITERS)}."
+            f'data.prepare: "{data.prepare}" is not a known data set. Known: digits.'
         )
     if data.format != "parquet" or data.test is None:
         raise ParameterError("data.prepare writes Parquet to data.train and data.test: give both.")
@@ -96,40 +137,9 @@ def prepare(data: DataSection) -> None:
         if re.match(r"[A-Za-z][\w+.-]*:/", path):
             raise ParameterError(
                 f"data.prepare writes to local paths, not to a URI such as {path}: copy the files "
-                "there, and set data.prepare=null."
+                "there, and set data.prepare to null."
             )
     if not (Path(data.train).exists() and Path(data.test).exists()):
-        _WRITERS[data.prepare](Path(data.train), Path(data.test))
+        from sparkdl.jobs import digits
 
-
-def _write_digits(train: Path, test: Path) -> None:
-    """Write scikit-learn's 1,797 handwritten digits.
-
-    The columns are features array<float> (64 pixels from 0 to 16, row by row) and label bigint. The
-    same four fifths are for training each time."""
-    try:
-        from sklearn.datasets import load_digits
-        from sklearn.model_selection import train_test_split
-    except ImportError:
-        raise ParameterError(
-            "data.prepare: digits come with scikit-learn: pip install scikit-learn."
-        ) from None
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    pixels, labels = load_digits(return_X_y=True)
-    parts = train_test_split(pixels, labels, test_size=0.2, random_state=0, stratify=labels)
-    for path, features, label in ((train, parts[0], parts[2]), (test, parts[1], parts[3])):
-        table = pa.table(
-            {
-                "features": pa.array(list(features.astype("float32"))),
-                "label": pa.array(label.astype("int64")),
-            }
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        parquet.write_table(table, unfinished)
-        unfinished.replace(path)
-
-
-_WRITERS = {"digits": _write_digits}
+        digits.write(Path(data.train), Path(data.test))

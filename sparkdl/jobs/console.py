@@ -1,57 +1,44 @@
-"""The console of the jobs: session, exit statuses, tables, progress."""
+"""The console of the jobs: session, exit statuses, errors of Spark in few words, tables, progress."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import io
 import logging
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from py4j.protocol import Py4JJavaError
-from pyspark.errors import PySparkException
+from pyspark.errors import AnalysisException, IllegalArgumentException, PySparkException
 
 import sparkdl
-from jobs.components import place_of
-from jobs.spark_errors import status_of, told
 from sparkdl import Callback, History, Trainer, TrainState
 from sparkdl.checkpoint.resume import history_in
 from sparkdl.codec.describe import without_credentials
+from sparkdl.errors import ParameterError
+from sparkdl.jobs.components import place_of
 from sparkdl.spark.executors import check_python
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-
 _interrupted = threading.Event()
+# Spark's conditions of such kinds, by SQL's state: settings, features, data, names, sources.
+_MISTAKE = re.compile(r"\[[A-Z0-9_.]+\] (.*?) SQLSTATE: (?:F0|0A|22|42|KD)\w+", re.DOTALL)
+_INPUT_OUTPUT = re.compile(
+    r": (?:java\.io|java\.nio\.file|org\.apache\.hadoop\.(?:fs|security))\.\w+Exception: (.+)"
+)
+_OF_A_TASK = re.compile(r"sparkdl\.errors\.\w*Error: (.*?)(?:\n\s*\n|\n\tat |\Z)", re.DOTALL)
 
 
-def run(job: Callable[[], None]) -> NoReturn:
-    """Run ``job`` and exit.
+def ended_by(error: BaseException) -> tuple[int, str | None]:
+    """Return the exit status and the message; no message if the traceback says more.
 
-    The status is 0, 2 with ``error: ...`` for a mistake of the user, 130 after an interrupt, or 1
-    for a fault."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding != "utf-8":
-        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's: it lacks letters
-    try:
-        job()
-    except (Exception, KeyboardInterrupt) as error:
-        status, message = _ended_by(error)
-        if message is None:
-            raise
-    else:
-        sys.exit(0)
-    print(f"error: {without_credentials(message)}", file=sys.stderr)
-    sys.exit(status)
-
-
-def _ended_by(error: BaseException) -> tuple[int, str | None]:
-    """Return the exit status and the message; no message if the traceback says more."""
+    The status is 2 for a mistake of the user, 130 after an interrupt, or 1 for a fault."""
     if isinstance(error, KeyboardInterrupt) or _interrupted.is_set():
         return 130, "interrupted."  # in the midst of a call Py4J makes another error of it
     if isinstance(error, (sparkdl.UserError, sparkdl.CheckpointError, OSError)):
@@ -64,18 +51,40 @@ def _ended_by(error: BaseException) -> tuple[int, str | None]:
     return 1, None
 
 
-def config_parser(prog: str, description: str, example: str) -> argparse.ArgumentParser:
-    """Return a parser with ``--config`` and ``--set``; ``example`` is a key that may be changed."""
-    parser = argparse.ArgumentParser(prog=prog, description=description)
-    parser.add_argument(
-        "--config", metavar="FILE",
-        help="the YAML file; default: that of the run folder to resume",
-    )  # fmt: skip
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE",
-        help=f"change a key of the file, such as {example}; may be repeated",
-    )  # fmt: skip
-    return parser
+def status_of(error: PySparkException | Py4JJavaError) -> tuple[int, str | None]:
+    """Return the exit status and the message of an exception of Spark.
+
+    The status is 2 for a mistake that Spark found (a path, a column, a file that cannot be read or
+    written) or that an executor found in a row; 1, without a message, for a fault."""
+    text = str(error)
+    if match := _OF_A_TASK.search(text):
+        return 2, match[1].strip()
+    if isinstance(error, AnalysisException | IllegalArgumentException):
+        return 2, _short(text).split("\n", 1)[0]
+    if isinstance(error, Py4JJavaError):
+        said = text.split("\n\tat ", 1)[0]
+        if match := _MISTAKE.search(said) or _INPUT_OUTPUT.search(said):
+            return 2, _short(match[1])
+    return 1, None
+
+
+@contextlib.contextmanager
+def told(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn any exception of Java inside into a mistake of the user: ``what``, and its message."""
+    try:
+        yield
+    except Py4JJavaError as error:
+        message = error.java_exception.getMessage() or error.java_exception.toString()
+    except PySparkException as error:
+        message = str(error)
+    else:
+        return
+    raise ParameterError(f"{what}: {_short(message.strip().splitlines()[0])}{remedy}") from None
+
+
+def _short(message: str) -> str:
+    """Return the message without the name and the state of Spark's condition."""
+    return re.sub(r"^\[[A-Z0-9_.]+\] | SQLSTATE: \w+.*$", "", message).strip()
 
 
 @contextlib.contextmanager
@@ -90,6 +99,7 @@ def session(
         spark = sparkdl.session(None if submitted else master, **given)
     if "spark.log.level" not in given:
         _hush(spark)
+    _leave_interrupts_to_python(spark)
     signal.signal(signal.SIGINT, _quietly(signal.getsignal(signal.SIGINT)))
     try:
         check_python(spark.sparkContext)
@@ -97,6 +107,16 @@ def session(
     finally:
         with contextlib.suppress(Exception):  # what ended the job is told, the JVM's end, say
             spark.stop()
+
+
+def _leave_interrupts_to_python(spark: SparkSession) -> None:
+    """Let the JVM ignore Ctrl-C, which reaches all processes of a terminal.
+
+    Under spark-submit it would end Spark in the middle of what Python then does: finish the
+    iteration, and write the model.
+    """
+    signals = spark.sparkContext._jvm.sun.misc  # type: ignore[union-attr]
+    signals.Signal.handle(signals.Signal("INT"), signals.SignalHandler.SIG_IGN)
 
 
 def _quietly(interrupt: Any) -> Callable[..., None]:
@@ -123,6 +143,15 @@ _TELLTALES = (
     "sql.execution.datasources.v2.OverwriteByExpressionExec",
     "util.Utils",
 )
+
+
+def hush_pyspark() -> None:
+    """Silence PySpark's own log of an exception, with the stack of Java, before it is told."""
+    with contextlib.suppress(ImportError):  # Spark 3.5 has none
+        from pyspark.logger import PySparkLogger
+
+        for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+            PySparkLogger.getLogger(name).disabled = True
 
 
 def _hush(spark: SparkSession) -> None:
@@ -205,14 +234,3 @@ class EpochLines(Callback):
         if self.shown and self._line:
             print(self._line, flush=True)
         self._line = ""
-
-
-def read_options(pairs: list[str]) -> dict[str, str]:
-    """Parse ``["key=value", ...]`` as a mapping. Raises ParameterError."""
-    options = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not equals or not key:
-            raise sparkdl.ParameterError(f'--option "{pair}": give NAME=VALUE.')
-        options[key] = value
-    return options
