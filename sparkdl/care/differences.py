@@ -14,6 +14,9 @@ Checks that were not made, and why:
   parts then differ by design. What is compared are outputs in evaluation mode, and losses of parts of
   one output.
 * The output for a row where a model chooses, as among experts: fewer than half of the rows may differ.
+* What depends on how far rows of varying length are padded: each part is padded to its own longest row,
+  as on replicas, and a model that masks the padding has the same output.
+* Buffers and gradients of a model whose forward writes to trained parameters: that is told first.
 * Models with weights of 16 bits, whose rounding is as large as a small mistake.
 * Hidden state of a model that gives in two parts what it gives for the whole: it has no effect.
 * What a model does only after many passes, or only on rows that are not among the first ones, the
