@@ -24,7 +24,7 @@ from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
 from sparkdl.connect.control import ControlClient
 from sparkdl.connect.news import HIDDEN, FollowedFit
-from sparkdl.connect.rank import MAX_ROWS_BYTES, STORED, FitEnd, FitOrder, LedFit
+from sparkdl.connect.rank import MAX_ROWS_BYTES, STORED, FitOrder, LedEnd, LedFit
 from sparkdl.connect.rows import ConnectedRows, PersistedSamples, for_gang
 from sparkdl.data.fields import NO_ROWS
 from sparkdl.errors import (
@@ -49,7 +49,6 @@ from sparkdl.train.placed_samples import check_validation_data
 from sparkdl.train.plain_tasks import clean_nodes
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.request import CarriedRun, FitRequest
-from sparkdl.train.result import trained_model
 from sparkdl.train.sizes import check_mesh, check_sizes
 from sparkdl.usercode import accompanied
 
@@ -108,12 +107,10 @@ def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     def weights(kind: str) -> torch.Tensor:
         return torch.frombuffer(bytearray(end.weights.pop(kind)), dtype=model.layout.dtype)
 
-    trained = trained_model(
-        trainer, model, end.samples, end.output, end.kinds, weights, end.history, end.packed
-    )
+    carried = end.fit.carried(trainer, model, weights)
     for callback, attributes in zip(callbacks, end.attributes, strict=True):
         vars(callback).update(pickle.loads(attributes))
-    return CarriedRun(trained, end.state, end.packed_best, end.schedule)
+    return carried
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
@@ -219,7 +216,7 @@ class Submissions:
     fit: LedFit
     before: NewestCheckpoint  # the newest before the run
 
-    def end(self) -> FitEnd | None:
+    def end(self) -> LedEnd | None:
         """Return the end of the fit, with its weights; None if there were no rows.
 
         Raise KeyboardInterrupt if the user interrupted before the training, or twice.
@@ -241,7 +238,7 @@ class Submissions:
                         rows = run_led(self.frame, task, self.ranks, profile, follower)
                     end = self._end_of(rows)
                     if end is not None:
-                        follower.ended(end.state)
+                        follower.ended(end.fit.state)
                 return end
             except StateLostError as lost:
                 if interrupt.asked:
@@ -264,12 +261,12 @@ class Submissions:
                 clean_nodes(session, self.fit.slab, self.ranks)
                 raise
 
-    def _end_of(self, rows: dict[str, bytes]) -> FitEnd | None:
+    def _end_of(self, rows: dict[str, bytes]) -> LedEnd | None:
         if not rows:  # Spark runs no task for rows of which it knows that there are none
             return None
         if STORED in rows:
             rows = pickle.loads(rows[STORED]).fetch(self.session)
-        end: FitEnd = pickle.loads(rows.pop(RESULT))
+        end: LedEnd = pickle.loads(rows.pop(RESULT))
         return replace(end, weights=rows)
 
     def _newest(self) -> NewestCheckpoint:

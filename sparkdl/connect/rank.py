@@ -28,11 +28,7 @@ from sparkdl.errors import CheckpointError, DataError
 from sparkdl.gang.connect import in_tasks
 from sparkdl.gang.led import RESULT, LedGang, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.infer.outputs import Output
 from sparkdl.loop.callbacks import Callback
-from sparkdl.loop.history import History
-from sparkdl.loop.schedule import Schedule
-from sparkdl.loop.state import TrainState
 from sparkdl.process.determinism import Numerics
 from sparkdl.settings import Settings
 from sparkdl.slab.pool import clean_here
@@ -44,6 +40,7 @@ from sparkdl.train.engine_inputs import Site
 from sparkdl.train.placed_samples import check_validation
 from sparkdl.train.prepare import prepare
 from sparkdl.train.request import FitRequest
+from sparkdl.train.result import FitEnd
 from sparkdl.train.spec import TrainerSpec
 
 MAX_ROWS_BYTES = 64_000_000
@@ -67,18 +64,11 @@ class FitOrder:
 
 
 @dataclass(frozen=True)
-class FitEnd:
-    """The end of a fit. Its weights travel in rows of their own."""
+class LedEnd:
+    """The end of a fit in rank 0. Its weights travel in rows of their own."""
 
-    samples: SampleSet
-    output: Output | None
-    state: TrainState
-    history: History
-    kinds: list[str]
-    packed: tuple[bytes, ...] | None  # None: not collected
-    packed_best: tuple[bytes, ...] | None
-    schedule: Schedule | None
-    attributes: tuple[bytes, ...] = ()  # each callback's, pickled as far as they pickle
+    fit: FitEnd
+    attributes: tuple[bytes, ...]  # each callback's, pickled as far as they pickle
     weights: dict[str, bytes] = field(default_factory=dict)  # empty until the client has its rows
 
 
@@ -138,20 +128,12 @@ class LedFit:
             interrupt=progress.interrupt,
         )
         with run_course(request, model, samples, validation, resuming, site) as finished:
-            weights = {kind: finished.engine.weights(kind) for kind in finished.kinds}
+            weights = {kind: finished.engine.weights(kind) for kind in finished.end.kinds}
             if any(type(each).on_result is not Callback.on_result for each in finished.callbacks):
                 finished.carried(weights.__getitem__)
-        end = FitEnd(
-            replace(samples, handles=(), preview=[], more=[]),
-            finished.output,
-            finished.state,
-            finished.history,
-            finished.kinds,
-            finished.packed,
-            finished.packed_best,
-            finished.schedule,
-            tuple(map(_attributes, trainer.callbacks)),
-        )
+        samples = replace(samples, handles=(), preview=[], more=[])
+        attributes = tuple(map(_attributes, trainer.callbacks))
+        end = LedEnd(replace(finished.end, samples=samples), attributes)
         rows = {RESULT: cloudpickle.dumps(end)}
         rows.update((kind, flat.numpy().tobytes()) for kind, flat in weights.items())
         yield from self._rows(trainer, rows)

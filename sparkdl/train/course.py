@@ -50,7 +50,7 @@ from sparkdl.train.placed_samples import validation_set
 from sparkdl.train.preflight import preflight, with_dimensions
 from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.request import FitRequest, begin_batch
-from sparkdl.train.result import FinishedFit, Rescue, result_maker, wanted_weights
+from sparkdl.train.result import FinishedFit, FitEnd, Rescue, result_maker, wanted_weights
 from sparkdl.train.spec import TrainerSpec
 
 logger = logging.getLogger("sparkdl")
@@ -219,20 +219,17 @@ def run_course(
         wanted = trainer.keep_optimizer_state or one_pass
         packed = packed_state(engine, lose_it=not one_pass) if wanted else None
         best = BEST in kinds and one_pass
-        yield FinishedFit(
-            trainer=trainer,
-            model=model,
-            engine=engine,
-            kinds=kinds,
-            output=output,
+        end = FitEnd(
             samples=samples,
+            output=output,
+            kinds=kinds,
             state=state,
             history=history,
-            schedule=schedule if one_pass else None,
-            packed_best=tuple(engine.map_slices(PackSlice(), BEST)) if best else None,
             packed=packed,
-            callbacks=own,
+            packed_best=tuple(engine.map_slices(PackSlice(), BEST)) if best else None,
+            schedule=schedule if one_pass else None,
         )
+        yield FinishedFit(trainer, model, engine, end, own)
 
 
 def load_start(

@@ -56,8 +56,8 @@ class LocalFit:
         model, request = self._prepared(trainer), FitRequest(trainer=trainer)
         site = Site(Settings(), slab, threads, interrupt=Interrupt(), rescues=False)
         with run_course(request, model, self.training, self.validation, None, site) as finished:
-            weights = {kind: finished.engine.weights(kind) for kind in finished.kinds}
-            return LocalResult(weights, finished.history)
+            weights = {kind: finished.engine.weights(kind) for kind in finished.end.kinds}
+            return LocalResult(weights, finished.end.history)
 
     def trained(
         self,

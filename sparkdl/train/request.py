@@ -30,7 +30,7 @@ class CarriedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class FitRequest:
-    """What is to be trained, and from which state on."""
+    """A training that is asked for, and the state that it begins with."""
 
     trainer: TrainerSpec
     resume: str | os.PathLike[str] | None = None

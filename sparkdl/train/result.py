@@ -38,39 +38,51 @@ logger = logging.getLogger("sparkdl")
 
 
 @dataclass(frozen=True)
+class FitEnd:
+    """The end of a fit, without its weights."""
+
+    samples: SampleSet
+    output: Output | None
+    kinds: list[str]  # of weights
+    state: TrainState
+    history: History
+    packed: tuple[bytes, ...] | None  # the optimizer state; None: not wanted, or not collected
+    packed_best: tuple[bytes, ...] | None  # None, as for the next one: no pass goes on from here
+    schedule: Schedule | None
+
+    def carried(
+        self, trainer: TrainerSpec, model: PreparedModel, weights: Callable[[str], torch.Tensor]
+    ) -> CarriedRun:
+        """Return the end of the run with its model; ``weights`` returns a vector by its kind."""
+        trained = trained_model(
+            trainer,
+            model,
+            self.samples,
+            self.output,
+            self.kinds,
+            weights,
+            self.history,
+            self.packed,
+        )
+        return CarriedRun(trained, self.state, self.packed_best, self.schedule)
+
+
+@dataclass(frozen=True)
 class FinishedFit:
-    """A fit that has trained, with what its result is made of; the engine still has the weights."""
+    """A fit that has trained, whose engine still has the weights."""
 
     trainer: TrainerSpec
     model: PreparedModel
     engine: Engine
-    kinds: list[str]  # of weights
-    output: Output | None
-    samples: SampleSet
-    state: TrainState
-    history: History
-    schedule: Schedule | None  # None, as for the next two: no pass goes on from here
-    packed_best: tuple[bytes, ...] | None
-    packed: tuple[bytes, ...] | None  # the optimizer state; None, too: it could not be collected
+    end: FitEnd
     callbacks: list[Callback]
 
     def carried(self, weights: Callable[[str], torch.Tensor] | None = None) -> CarriedRun:
-        """Return the end of the run, with its model, once the callbacks know of that.
-
-        ``weights`` returns a vector by its kind; None: the engine does.
-        """
-        trained = trained_model(
-            self.trainer,
-            self.model,
-            self.samples,
-            self.output,
-            self.kinds,
-            weights or self.engine.weights,
-            self.history,
-            self.packed,
-        )
-        tell_result(self.callbacks, self.trainer, trained)
-        return CarriedRun(trained, self.state, self.packed_best, self.schedule)
+        """Return the end of the run with its model, once the callbacks know of that; the ``weights``
+        are the engine's, or are given."""
+        run = self.end.carried(self.trainer, self.model, weights or self.engine.weights)
+        tell_result(self.callbacks, self.trainer, run.trained)
+        return run
 
 
 def result_maker(
