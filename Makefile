@@ -36,7 +36,7 @@ test-all: $(ARCHIVE)  ## run all tests: also those that take minutes, those with
 	@PYTHONPATH=tests/as_on_macos $(PYTEST) -m "not spark and not linux and not soak"
 	@$(BIN)/python tests/matrix/cells.py all
 
-matrix: $(STAMP)  ## run what matters with other versions of Spark, Python, Java and libraries
+matrix: $(STAMP)  ## run what matters with other versions of Spark, Python and libraries
 	@$(BIN)/python tests/matrix/cells.py all
 
 lint: $(STAMP)  ## check format, style, types and rooms

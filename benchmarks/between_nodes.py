@@ -32,7 +32,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.engines.shuffle import forms
-from sparkdl.engines.shuffle.reports import least_bytes
+from sparkdl.engines.shuffle.messages import least_bytes
 
 WIDTH_AND_DEPTH = {0.1: (64, 6), 1: (256, 4), 25: (1024, 6), 100: (1024, 25)}
 GLOBAL_BATCH = 64

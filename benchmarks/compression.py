@@ -24,9 +24,9 @@ from torch import nn
 import sparkdl
 from sparkdl.data.batches import BatchSpec
 from sparkdl.model.recipe import LiveReplica, Recipe
-from sparkdl.replica.gradients import Gradients
 from sparkdl.replica.iteration import IterationRows
 from sparkdl.replica.step import (
+    Gradients,
     ReplicaIteration,
     ReplicaResult,
     compress_outcome,

@@ -36,9 +36,8 @@ from torch import nn
 from usage import cpu_seconds
 
 import sparkdl
-from sparkdl.data.partition_join import join_partition
 from sparkdl.data.partition_reader import open_partition
-from sparkdl.data.partition_writer import PartitionWriter
+from sparkdl.data.partition_writer import PartitionWriter, join_partition
 from sparkdl.data.samples import Source, materialize
 from sparkdl.slab.root import SlabConfig, remove_root
 

@@ -3,70 +3,67 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from sparkdl import collectives, gang, optim
-from sparkdl.checkpoint import Checkpoint
-from sparkdl.consistency.asynchronous import Asynchronous
-from sparkdl.consistency.diloco import DiLoCo
-from sparkdl.consistency.gossip import Gossip
-from sparkdl.consistency.synchronous import StaleSynchronous, Synchronous
-from sparkdl.data import Sample
-from sparkdl.data.columns.convert import Convert
-from sparkdl.data.columns.image import Image
-from sparkdl.data.columns.sequence import Sequence
-from sparkdl.data.columns.text import Text
-from sparkdl.errors import (
-    CheckpointError,
-    DamagedCheckpoint,
-    DataError,
-    ModelError,
-    ParameterError,
-    SessionError,
-    SparkdlError,
-    StalledError,
-    StateLostError,
-    TrainingError,
-    TrustError,
-    UserError,
-)
-from sparkdl.infer.model import TrainedModel, load
-from sparkdl.loop.callbacks import Callback, StopTraining
-from sparkdl.loop.history import History
-from sparkdl.loop.state import TrainState, Validated
-from sparkdl.loop.triggers import (
-    Trigger,
-    every,
-    every_epoch,
-    every_seconds,
-    max_epoch,
-    max_iteration,
-    max_score,
-    max_time,
-    min_loss,
-    plateau,
-    several_iterations,
-)
-from sparkdl.loop.validation import Validation
-from sparkdl.metrics.named import MeanMetric, Metric
-from sparkdl.metrics.scorer import MetricOf
-from sparkdl.model.loss import ModelLoss, PerReplica
-from sparkdl.parallel.ddp import DDP
-from sparkdl.parallel.fsdp import FSDP
-from sparkdl.parallel.pipeline import Pipeline
-from sparkdl.parallel.tensor import Tensor
-from sparkdl.replica.compute import all_rows
 from sparkdl.session import session
 from sparkdl.settings import __version__ as __version__
-from sparkdl.slices.section import GradBucket, PowerSGD, TopK
-from sparkdl.train.trainer import Trainer
 
 if TYPE_CHECKING:
-    from sparkdl import tune
+    from sparkdl import collectives, gang, optim, tune
+    from sparkdl.checkpoint import Checkpoint
+    from sparkdl.consistency.asynchronous import Asynchronous
+    from sparkdl.consistency.diloco import DiLoCo
+    from sparkdl.consistency.gossip import Gossip
+    from sparkdl.consistency.synchronous import StaleSynchronous, Synchronous
+    from sparkdl.data import Sample
+    from sparkdl.data.columns.convert import Convert
+    from sparkdl.data.columns.image import Image
+    from sparkdl.data.columns.sequence import Sequence
+    from sparkdl.data.columns.text import Text
     from sparkdl.diagnosis import diagnose
-    from sparkdl.infer.scoring.function import register_function
-    from sparkdl.infer.scoring.predict import predict
-    from sparkdl.infer.scoring.text import classify, embed
+    from sparkdl.errors import (
+        CheckpointError,
+        DamagedCheckpoint,
+        DataError,
+        ModelError,
+        ParameterError,
+        SessionError,
+        SparkdlError,
+        StalledError,
+        StateLostError,
+        TrainingError,
+        TrustError,
+        UserError,
+    )
+    from sparkdl.infer.model import TrainedModel, load
+    from sparkdl.infer.predict import classify, embed, predict, register_function
+    from sparkdl.loop.callbacks import Callback, StopTraining
+    from sparkdl.loop.history import History
+    from sparkdl.loop.state import TrainState, Validated
+    from sparkdl.loop.triggers import (
+        Trigger,
+        every,
+        every_epoch,
+        every_seconds,
+        max_epoch,
+        max_iteration,
+        max_score,
+        max_time,
+        min_loss,
+        plateau,
+        several_iterations,
+    )
+    from sparkdl.loop.validation import Validation
+    from sparkdl.metrics.named import MeanMetric, Metric
+    from sparkdl.metrics.scorer import MetricOf
+    from sparkdl.model.loss import ModelLoss, PerReplica
+    from sparkdl.parallel.ddp import DDP
+    from sparkdl.parallel.fsdp import FSDP
+    from sparkdl.parallel.pipeline import Pipeline
+    from sparkdl.parallel.tensor import Tensor
+    from sparkdl.replica.compute import all_rows
+    from sparkdl.slices.section import GradBucket, PowerSGD, TopK
     from sparkdl.train.groups import GroupModels, fit_groups
     from sparkdl.train.placed_samples import PlacedSamples
+    from sparkdl.train.trainer import Trainer
 
 __all__ = [
     "DDP",
@@ -140,31 +137,57 @@ __all__ = [
     "tune",
 ]
 
-_ON_USE = {
-    "GroupModels": "sparkdl.train.groups",
-    "PlacedSamples": "sparkdl.train.placed_samples",
-    "classify": "sparkdl.infer.scoring.text",
-    "diagnose": "sparkdl.diagnosis",
-    "embed": "sparkdl.infer.scoring.text",
-    "fit_groups": "sparkdl.train.groups",
-    "predict": "sparkdl.infer.scoring.predict",
-    "register_function": "sparkdl.infer.scoring.function",
+_NAMES = {
+    "sparkdl.checkpoint": "Checkpoint",
+    "sparkdl.consistency.asynchronous": "Asynchronous",
+    "sparkdl.consistency.diloco": "DiLoCo",
+    "sparkdl.consistency.gossip": "Gossip",
+    "sparkdl.consistency.synchronous": "StaleSynchronous Synchronous",
+    "sparkdl.data": "Sample",
+    "sparkdl.data.columns.convert": "Convert",
+    "sparkdl.data.columns.image": "Image",
+    "sparkdl.data.columns.sequence": "Sequence",
+    "sparkdl.data.columns.text": "Text",
+    "sparkdl.diagnosis": "diagnose",
+    "sparkdl.errors": "CheckpointError DamagedCheckpoint DataError ModelError ParameterError "
+    "SessionError SparkdlError StalledError StateLostError TrainingError "
+    "TrustError UserError",
+    "sparkdl.infer.model": "TrainedModel load",
+    "sparkdl.infer.predict": "classify embed predict register_function",
+    "sparkdl.loop.callbacks": "Callback StopTraining",
+    "sparkdl.loop.history": "History",
+    "sparkdl.loop.state": "TrainState Validated",
+    "sparkdl.loop.triggers": "Trigger every every_epoch every_seconds max_epoch max_iteration "
+    "max_score max_time min_loss plateau several_iterations",
+    "sparkdl.loop.validation": "Validation",
+    "sparkdl.metrics.named": "MeanMetric Metric",
+    "sparkdl.metrics.scorer": "MetricOf",
+    "sparkdl.model.loss": "ModelLoss PerReplica",
+    "sparkdl.parallel.ddp": "DDP",
+    "sparkdl.parallel.fsdp": "FSDP",
+    "sparkdl.parallel.pipeline": "Pipeline",
+    "sparkdl.parallel.tensor": "Tensor",
+    "sparkdl.replica.compute": "all_rows",
+    "sparkdl.slices.section": "GradBucket PowerSGD TopK",
+    "sparkdl.train.groups": "GroupModels fit_groups",
+    "sparkdl.train.placed_samples": "PlacedSamples",
+    "sparkdl.train.trainer": "Trainer",
 }
-"""The modules of names that bring all engines with them, which ``import sparkdl`` does without."""
-_MODULES = ("ml", "mlflow", "summaries", "tune")
-"""The public modules that ``import sparkdl`` does without."""
+"""The public names by module; each is imported when it is used for the first time."""
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+_MODULES = ("collectives", "gang", "ml", "mlflow", "optim", "summaries", "tune")
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is used for the first time."""
     if name in _MODULES:
         return importlib.import_module(f"sparkdl.{name}")
-    if name not in _ON_USE:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_ON_USE[name]), name)
-    return found
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:
     """List the public names, also those that were not used yet."""
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -171,7 +171,10 @@ def from_pandas(values: Any, kind: pa.DataType, zone: str | None = None) -> pa.A
             )
     if pa.types.is_timestamp(kind) and kind.tz is not None and values.dt.tz is None:
         values = values.dt.tz_localize(zone)  # raises at the hour that a clock shows twice
-    return pa.array(values, type=kind, from_pandas=True)
+    try:
+        return pa.array(values, type=kind, from_pandas=True)
+    except pa.ArrowException:  # of another type, where a function of SQL gets one
+        return pa.array(values, from_pandas=True)
 
 
 def to_pandas(values: pa.Array) -> Any:

@@ -38,10 +38,16 @@ from sparkdl.spark.worker import quiet_hang_ups
 MODULES = (
     "pandas",  # pyarrow imports it when it makes NumPy arrays
     "pyspark.worker",
+    "sparkdl.consistency.asynchronous",
+    "sparkdl.consistency.diloco",
+    "sparkdl.consistency.gossip",
     "sparkdl.data.record_tasks",
     "sparkdl.engines.shuffle.engine",  # the tasks of a fit, and torch
-    "sparkdl.infer.predict",
+    "sparkdl.infer.model",
+    "sparkdl.infer.score",
     "sparkdl.infer.evaluate",
+    "sparkdl.optim",
+    "sparkdl.train.trainer",  # what models and callbacks of users refer to
     "torch._dynamo",  # the first optimizer of a process imports it
 )
 

@@ -1,9 +1,10 @@
-"""Conversion of values of NumPy, pandas and torch to Python's own types."""
+"""Conversion of values of NumPy, pandas and torch to Python's own types, and tests of numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -33,6 +34,16 @@ def make_plain(made: Any, *names: str) -> None:
     """Replace fields (all, if none is named) of a dataclass, even a frozen one, by plain values."""
     for name in names or vars(made):
         object.__setattr__(made, name, plain(getattr(made, name)))
+
+
+def is_whole(value: object, least: int) -> TypeGuard[int]:
+    """Return whether ``value`` is a whole number of at least ``least``."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Return whether ``value`` is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_array(value: Any) -> bool:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.compat import CONNECT, UNIX_SOCKETS, untried
 from sparkdl.errors import NEEDS_SPARK_4, SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
@@ -107,7 +108,7 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
 
 def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
     """Warn of the ``asked`` settings that have no effect on ``spark``, which was running before."""
-    conf = conf_of(spark.sparkContext)
+    conf = spark.sparkContext._conf
     without_effect = [
         key
         for key, value in asked.items()
@@ -169,6 +170,8 @@ def connected_session_of(data: Any, method: str) -> Any:
 
 def check_running(session: Any) -> None:
     """Raise SessionError if a session of Spark Connect was stopped, or cannot run gangs."""
+    from sparkdl.compat import CONNECT
+
     if not CONNECT:
         raise SessionError(NEEDS_SPARK_4)
     if session.is_stopped:
@@ -218,12 +221,42 @@ def _running(context: SparkContext) -> SparkContext:
     return context
 
 
-def conf_of(context: SparkContext) -> SparkConf:
-    """Return the settings of the context's application, for reading only.
+@dataclass(frozen=True)
+class SessionFacts:
+    """The Spark session of a fit's data, and its settings, read once."""
 
-    ``getConf()`` would copy them all, with one call into the JVM for each.
-    """
-    return context._conf
+    session: Any  # None: of an RDD, in a thread without one
+    context: Any  # the SparkContext; None: Spark Connect
+
+    @staticmethod
+    def of(data: Any, method: str) -> SessionFacts:
+        """Return the facts of the session of ``data``, which ``method`` takes.
+
+        Raises what :func:`connected_session_of` and :func:`context_of` raise.
+        """
+        if is_connected(data):
+            return SessionFacts(connected_session_of(data, method), None)
+        context = context_of(data)
+        tell_what_costs_speed(context)
+        from pyspark.sql import DataFrame, SparkSession
+
+        session = data.sparkSession if isinstance(data, DataFrame) else None
+        return SessionFacts(session or SparkSession.getActiveSession(), context)
+
+    @functools.cached_property
+    def settings(self) -> Settings:
+        """The checked ``spark.sparkdl.*`` settings. Raises what :func:`settings_of` raises."""
+        return settings_of(self.context, self.session)
+
+    def check_beside(self, data: Any) -> None:
+        """Raise DataError or SessionError unless other data is of a session of the same kind."""
+        if self.context is not None:
+            context_of(data)
+        elif not is_connected(data):
+            raise SessionError(
+                "it is not a DataFrame of a Spark Connect session, as the training data is: make both "
+                "with one session."
+            )
 
 
 def settings_of(context: SparkContext | None, session: SparkSession | None = None) -> Settings:
@@ -237,7 +270,7 @@ def settings_of(context: SparkContext | None, session: SparkSession | None = Non
     """
     if session is None:
         assert context is not None
-        found = conf_of(context).getAll()
+        found = context._conf.getAll()
     else:
         found = _all_of(session)
     given = {key: value for key, value in found if key.startswith(PREFIX)}
@@ -260,7 +293,9 @@ def tell_what_costs_speed(context: SparkContext) -> list[str]:
 
     Return the keys that are missing.
     """
-    conf = conf_of(context)
+    from sparkdl.compat import UNIX_SOCKETS, untried
+
+    conf = context._conf
     needed = [key for key in NEEDED_FOR_SPEED if UNIX_SOCKETS or key != SOCKETS]
     missing = [key for key in needed if conf.get(key, "") != SPARK_SETTINGS[key][0]]
     if context.applicationId not in _warned:

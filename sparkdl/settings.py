@@ -79,6 +79,13 @@ SETTINGS: dict[str, Setting] = {
         "logging is not configured. 'true': the bar, anywhere. 'false': nothing.",
         choices=("auto", "true", "false"),
     ),
+    "spark.sparkdl.care": Setting(
+        default="on",
+        doc="The dry run before the first iteration: a few rows pass through the model on the driver "
+        "as a whole and in two parts, and what makes the result another one than that of one process "
+        "is an error or a warning. 'off': one pass is made, which a fit needs to know the output.",
+        choices=("on", "off"),
+    ),
 }
 
 SPARK_SETTINGS: dict[str, tuple[str, str]] = {
@@ -129,6 +136,7 @@ class Settings:
         snapshot_seconds: The seconds between snapshots; None takes no snapshots.
         timeout: The bound on the time without progress, in seconds; None is no bound.
         client_seconds: The time that a fit waits for a sign of its client; None is no bound.
+        care: The model is tried in a dry run.
     """
 
     slab_dir: str = "auto"
@@ -137,6 +145,7 @@ class Settings:
     snapshot_seconds: float | None = 30.0
     timeout: float | None = 1800.0
     client_seconds: float | None = None
+    care: bool = True
 
     @staticmethod
     def read(get: Callable[[str, str], str], keys: list[str]) -> Settings:
@@ -176,6 +185,7 @@ class Settings:
             snapshot_seconds=_duration(values["spark.sparkdl.snapshot.seconds"]),
             timeout=_duration(values["spark.sparkdl.timeout.seconds"]),
             client_seconds=_duration(values["spark.sparkdl.client.seconds"]),
+            care=values["spark.sparkdl.care"] == "on",
         )
 
 

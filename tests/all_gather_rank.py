@@ -15,7 +15,7 @@ from sparkdl.replica.step import ReplicaIteration
 
 class AllGatherRank(RankStrategy[AllGather]):
     def gradients(self, build: Build) -> GradientSync:
-        found = AllGatherSync(build.live, build.plans, build.rank, build.spare)
+        found = AllGatherSync(build)
         found.descending = self._strategy.descending
         return found
 
@@ -25,15 +25,17 @@ class AllGatherSync(SummedGradients):
 
     descending = False
 
-    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def run_pass(
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+    ) -> Passed:
         seed, scale = work.seed(), work.step.loss_scale
         return forward_backward(self._live, batch, seed, scale, clock, share=share, by_rows=True)
 
-    def _not_finite(self) -> str:
+    def not_finite(self) -> str:
         fine = self._vector.filled(self._gradients.dense).isfinite().all()
         return "" if fine else "some parameter"
 
-    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         own = self._vector.vector
         ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(ranks, own)

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,8 +80,19 @@ def launch(
         "SPARK_LOCAL_DIRS": str(folder / "local"),
         "SPARK_HOME": str(_spark_home(folder)),
     }
+    command = [*prefix, python, str(script), json.dumps(spec)]
+    status, output = run_to_end(command, folder, environment, seconds)
+    assert status == 0, output[-4000:]
+    return answer_in(output)
+
+
+def run_to_end(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], seconds: float
+) -> tuple[int, str]:
+    """Run a program in ``folder``; return its exit status and all that it printed. What it started is
+    gone afterwards."""
     process = subprocess.Popen(
-        [*prefix, python, str(script), json.dumps(spec)],
+        command,
         cwd=folder,
         env=environment,
         stdout=subprocess.PIPE,
@@ -98,8 +109,12 @@ def launch(
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+    return process.returncode, output
+
+
+def answer_in(output: str) -> dict[str, Any]:
+    """Return what a program that printed ``output`` has handed to :func:`answer`."""
     answers = [line for line in output.splitlines() if line.startswith(RESULT)]
-    assert process.returncode == 0, output[-4000:]
     assert answers, output[-4000:]
     return json.loads(answers[-1].removeprefix(RESULT))
 

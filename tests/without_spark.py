@@ -18,12 +18,11 @@ from pyspark import SparkConf
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import Source, _sample_set
+from sparkdl.data.samples import SampleSet, Source, _sample_set
+from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.train import fit as fit_module
-from sparkdl.train import place_samples as placing_module
-from sparkdl.train import prepare as prepare_module
+from sparkdl.train import placed_samples as placing_module
 
 
 class NoCluster:
@@ -80,10 +79,10 @@ class Partitions:
 @contextlib.contextmanager
 def without_spark() -> Iterator[None]:
     """In the block ``Trainer.fit`` takes :class:`Parts`, on the local engine or that of a gang."""
+    context = NoCluster()
     with (
-        mock.patch.object(fit_module, "context_of", return_value=NoCluster()),
-        mock.patch.object(prepare_module, "_check_data"),
-        mock.patch.object(fit_module, "tell_what_costs_speed"),
+        mock.patch.object(SessionFacts, "of", side_effect=lambda *_: SessionFacts(None, context)),
+        mock.patch.object(SessionFacts, "check_beside"),
         mock.patch.object(fit_module, "warming_up"),
         mock.patch.object(placing_module, "materialize_here", _handed_over),
         mock.patch.object(placing_module, "materialize", lambda source, _: _handed_over(source)),

@@ -13,11 +13,14 @@ import re
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 from urllib.parse import unquote
 
-from sparkdl.checkpoint.file_systems import Local, open_uri
+import pyarrow as pa
+from pyarrow import fs
+
 from sparkdl.codec.describe import without_credentials
+from sparkdl.codec.files import check_size, read_plain
 from sparkdl.errors import CheckpointError
 
 _URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)(.*)", re.DOTALL)
@@ -32,32 +35,6 @@ class Entry:
     name: str
     kind: str
     nbytes: int = 0
-
-
-class Backend(Protocol):
-    """The operations of a file system, with its own paths."""
-
-    def make(self, path: str) -> None:
-        """Create a folder and its parents; it is no error if they exist."""
-
-    def write(self, path: str, temporary: str, data: bytes) -> None:
-        """Write ``temporary``, then rename it to ``path``."""
-
-    def read(self, path: str, limit: int | None) -> bytes:
-        """Return the bytes of a file; raise OSError unless it is a plain file of at most ``limit``
-        bytes."""
-
-    def entries(self, path: str) -> list[tuple[str, str, int]]:
-        """Return name, kind and size of the entries of a folder; [] if it does not exist."""
-
-    def move(self, path: str, target: str) -> None:
-        """Give a file another path, which no file has."""
-
-    def delete(self, path: str) -> None:
-        """Delete a file."""
-
-    def delete_empty(self, path: str) -> None:
-        """Delete a folder if it is empty."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +112,7 @@ class Folder:
         """Return the entries of the folder by name; empty if the folder does not exist."""
         with _explained("list", str(self)):
             backend, path = self._open()
-            return {name: Entry(name, kind, size) for name, kind, size in backend.entries(path)}
+            return {entry.name: entry for entry in backend.entries(path)}
 
     def delete(self, name: str) -> None:
         """Delete one file, or the temporary file that an interrupted write left."""
@@ -156,7 +133,7 @@ class Folder:
         place, mark, query = self.uri.partition("?") if "://" in self.uri else (self.uri, "", "")
         return f"{place.rstrip('/')}/{name}{mark}{query}"
 
-    def _open(self) -> tuple[Backend, str]:
+    def _open(self) -> tuple[Local | Remote, str]:
         return _open(self.uri)
 
 
@@ -175,7 +152,7 @@ def unfinished(name: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
-def _open(uri: str) -> tuple[Backend, str]:
+def _open(uri: str) -> tuple[Local | Remote, str]:
     if "://" not in uri:
         return Local(), uri
     system, path = open_uri(uri)
@@ -194,3 +171,163 @@ def _explained(what: str, where: str) -> Iterator[None]:
         lines = (error.strerror if isinstance(error, OSError) else None) or str(error)
         reason = without_credentials(lines.strip().partition("\n")[0]) or type(error).__name__
         raise CheckpointError(f"cannot {what} {where}: {reason}.") from error
+
+
+class Local:
+    """The local file system: atomic, durable writes; plain files only."""
+
+    def make(self, path: str) -> None:
+        """Create a folder and its parents."""
+        os.makedirs(path, exist_ok=True)
+        _sync_folder(os.path.dirname(path))
+
+    def write(self, path: str, temporary: str, data: bytes) -> None:
+        """Write and fsync ``temporary``, rename it to ``path``, and fsync the folder."""
+        try:
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            with open(handle, "wb", buffering=0) as file:
+                view = memoryview(data)
+                while view:  # one call writes at most 2 GiB
+                    view = view[file.write(view) :]
+                os.fsync(handle)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        _sync_folder(os.path.dirname(path))
+
+    def read(self, path: str, limit: int | None = None) -> bytes:
+        """Return the bytes of a plain file; OSError if it is none, or larger than ``limit``."""
+        return read_plain(path, limit)
+
+    def entries(self, path: str) -> list[Entry]:
+        """Return the entries of a folder; links are "other"."""
+        listed = []
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as found:
+            for entry in found:
+                with contextlib.suppress(FileNotFoundError):  # it was deleted in the meantime
+                    listed.append(_entry(entry))
+        return listed
+
+    def move(self, path: str, target: str) -> None:
+        """Give a file another path."""
+        os.replace(path, target)
+        _sync_folder(os.path.dirname(target))
+
+    def delete(self, path: str) -> None:
+        """Delete a file; it may be deleted already."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+    def delete_empty(self, path: str) -> None:
+        """Delete a folder if it is empty."""
+        if not self.entries(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.rmdir(path)
+
+
+class Remote:
+    """One ``pyarrow.fs.FileSystem``. Its exceptions are not converted here."""
+
+    def __init__(self, system: fs.FileSystem, refresh: Any = None) -> None:
+        self._system = system
+        self._refresh = refresh or (lambda: None)
+
+    def make(self, path: str) -> None:
+        """Create a folder and its parents."""
+        self._system.create_dir(path, recursive=True)
+
+    def write(self, path: str, temporary: str, data: bytes) -> None:
+        """Write ``data`` to a file that is complete as soon as it is visible.
+
+        The data is written to ``temporary``, which is then renamed to ``path``, because a stream
+        that fails may leave half a file. On S3 it is written directly, because an object is visible
+        only when all of it has arrived. A rename is a copy there, which takes as long again and
+        fails above 5 GiB.
+        """
+        at_once = self._system.type_name == "s3"
+        try:
+            with self._system.open_output_stream(path if at_once else temporary) as stream:
+                stream.write(data)
+            if not at_once:
+                self._system.move(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                self._system.delete_file(temporary)
+            raise
+
+    def read(self, path: str, limit: int | None = None) -> bytes:
+        """Return the bytes of a file; OSError if it is larger than ``limit``."""
+        with self._system.open_input_file(path) as file:
+            check_size(file.size(), limit)
+            return file.read()
+
+    def entries(self, path: str) -> list[Entry]:
+        """Return the entries of a folder."""
+        self._refresh()
+        selector = fs.FileSelector(path, allow_not_found=True, recursive=False)
+        kinds = {fs.FileType.File: "file", fs.FileType.Directory: "folder"}
+        return [
+            Entry(info.base_name, kinds.get(info.type, "other"), info.size or 0)
+            for info in self._system.get_file_info(selector)
+        ]
+
+    def move(self, path: str, target: str) -> None:
+        """Give a file another path; an object store copies it."""
+        self._system.move(path, target)
+
+    def delete(self, path: str) -> None:
+        """Delete a file; it may be deleted already."""
+        with contextlib.suppress(FileNotFoundError):
+            self._system.delete_file(path)
+
+    def delete_empty(self, path: str) -> None:
+        """Delete a folder if it is empty; in an object store it may have vanished with its last
+        file."""
+        if (
+            not self.entries(path)
+            and self._system.get_file_info(path).type == fs.FileType.Directory
+        ):
+            self._system.delete_dir(path)
+
+
+def open_uri(uri: str) -> tuple[Remote, str]:
+    """Return the file system of ``uri`` and the path in it.
+
+    The file system is pyarrow's if that supports the scheme, otherwise fsspec's.
+    """
+    try:
+        system, path = fs.FileSystem.from_uri(uri)
+        return Remote(system), path
+    except pa.ArrowInvalid as error:
+        if "Unrecognized filesystem" not in str(error):
+            raise
+    scheme = uri.partition(":")[0]
+    try:
+        import fsspec  # type: ignore[import-untyped]
+    except ImportError:
+        raise CheckpointError(
+            f'"{scheme}" is not a file system that pyarrow knows. fsspec may know it: pip install '
+            'fsspec (the extra "remote"), and the package for that file system.'
+        ) from None
+    known, path = fsspec.core.url_to_fs(uri)
+    return Remote(fs.PyFileSystem(fs.FSSpecHandler(known)), known.invalidate_cache), path
+
+
+def _entry(entry: os.DirEntry[str]) -> Entry:
+    if entry.is_file(follow_symlinks=False):
+        return Entry(entry.name, "file", entry.stat().st_size)
+    folder = entry.is_dir(follow_symlinks=False)
+    return Entry(entry.name, "folder" if folder else "other")
+
+
+def _sync_folder(path: str) -> None:
+    """Make a name survive a crash of the machine. Some file systems do not support this, and do not
+    need it."""
+    with contextlib.suppress(OSError):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

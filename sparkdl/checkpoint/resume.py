@@ -12,10 +12,8 @@ from typing import Any
 
 from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.identity import first_few
-from sparkdl.checkpoint.manifest import Manifest, RunIdentity, SliceFile
-from sparkdl.checkpoint.slice_io import ReadResiduals, read_slice_files
-from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.checkpoint.manifest import Manifest, RunIdentity, SliceFile, first_few
+from sparkdl.checkpoint.store import CheckpointStore, ReadResiduals, read_slice_files
 from sparkdl.errors import DamagedCheckpoint, ParameterError
 from sparkdl.loop.advance import first_state
 from sparkdl.loop.engine import BEST, StateAccess
@@ -94,9 +92,9 @@ class RestoredRun:
 
     def load(self, access: StateAccess) -> None:
         """Load the checkpoint into the state; raise DamagedCheckpoint if a file is damaged."""
-        access.load(self._reader(self.manifest.files), (DamagedCheckpoint,))
+        access.load(self._reader(self.manifest.files))
         if self.best is not None and self.manifest.best is not None:
-            access.load(self._reader(self.manifest.best.files), (DamagedCheckpoint,), BEST)
+            access.load(self._reader(self.manifest.best.files), BEST)
         if self.compression is not None:
             self._load_residuals(access)
 
@@ -105,7 +103,7 @@ class RestoredRun:
         before = self.manifest.extra.get("compression", "None")
         if before == self.compression:
             read = ReadResiduals(self.uri, self.manifest.residuals)
-            access.load_residuals(read, (DamagedCheckpoint,))
+            access.load_residuals(read)
         else:
             logger.warning(
                 "compression is %s and was %s in the checkpoint %s: the parts of gradients that "

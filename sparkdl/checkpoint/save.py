@@ -10,8 +10,14 @@ from typing import Any
 
 from sparkdl.checkpoint.config import Checkpoint
 from sparkdl.checkpoint.manifest import Best, Manifest, RunIdentity, SliceFile
-from sparkdl.checkpoint.slice_io import TryFolder, WriteResiduals, WriteSlice, _bounds, write_packed
-from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.checkpoint.store import (
+    CheckpointStore,
+    TryFolder,
+    WriteResiduals,
+    WriteSlice,
+    _bounds,
+    write_packed,
+)
 from sparkdl.errors import CheckpointError, TrainingError
 from sparkdl.loop.engine import (
     BEST,

@@ -1,4 +1,5 @@
-"""Checkpoints in a folder: begin, commit, find and prune them. For the driver.
+"""Checkpoints in a folder: begin, commit, find and prune them on the driver; write and read slices, of
+any cut, in tasks.
 
 One checkpoint is one folder, ``iteration-0000000120-<stamp><random>``. Tasks write its slices, each
 attempt under its own name. Then the driver checks that it sees them all and writes the manifest
@@ -15,15 +16,29 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
+
+import safetensors.torch
+import torch
 
 from sparkdl.checkpoint.files import Folder, unfinished
-from sparkdl.checkpoint.manifest import INCOMPLETE, MANIFEST, Manifest, StoredFile
-from sparkdl.checkpoint.slice_io import read_checked, write_probe
-from sparkdl.codec.files import checksum
+from sparkdl.checkpoint.manifest import (
+    INCOMPLETE,
+    MANIFEST,
+    Manifest,
+    ReplicaFile,
+    SliceFile,
+    StoredFile,
+)
+from sparkdl.codec.files import parse_tensors
+from sparkdl.codec.packed import ByParameter
+from sparkdl.codec.safe import STORABLE
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
+from sparkdl.slices.slice_file import StoredSlice, reslice, to_bytes, unpack
+from sparkdl.slices.spec import SliceSpec, SliceState
 
 logger = logging.getLogger("sparkdl")
 HISTORY = "history.safetensors"
@@ -68,8 +83,7 @@ def holds_checkpoints(folder: Path) -> bool:
     return MANIFEST in names or any(map(_FOLDER.fullmatch, [folder.name, *names]))
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(NamedTuple):
     """A checkpoint that cannot be used, and the reason."""
 
     uri: str
@@ -152,7 +166,7 @@ class CheckpointStore:
     def check_probes(self, directory: str, probes: Iterable[str | CheckpointError]) -> None:
         """Check that the driver sees what tasks wrote into ``directory``, which :meth:`begin` made.
 
-        ``probes`` are the results of :func:`sparkdl.checkpoint.slice_io.try_probe`.
+        ``probes`` are the results of :func:`try_probe`.
         """
         entries = Folder(directory).entries()
         for probe in probes:
@@ -194,11 +208,8 @@ class CheckpointStore:
                     f"the checkpoint {folder} is not complete: seen from the driver, {problem}. "
                     f"{NOT_SHARED}"
                 )
-        record = StoredFile(name=HISTORY, nbytes=len(history), checksum=checksum(history))
-        manifest = replace(manifest, history=record)
-        data = manifest.to_json()
-        folder.write(HISTORY, history)
-        folder.write(MANIFEST, data)
+        manifest = replace(manifest, history=StoredFile.write(folder, HISTORY, history))
+        folder.write(MANIFEST, manifest.to_json())
         return manifest
 
     def candidates(self) -> Iterator[tuple[str, Manifest]]:
@@ -235,7 +246,7 @@ class CheckpointStore:
         if manifest.history is None:
             raise DamagedCheckpoint(f"{folder}: its manifest lists no history")
         try:
-            return read_checked(folder, manifest.history)
+            return manifest.history.read(folder)
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{folder}: {manifest.history.name}: {error}") from error
 
@@ -297,3 +308,142 @@ def _delete(folder: Folder) -> None:
     for name in sorted(own, key=lambda n: n != MANIFEST):
         folder.delete(name)
     folder.delete_empty()
+
+
+def write_slice(
+    directory: str, index: int, plan: SliceSpec, state: SliceState, kind: str = "slice"
+) -> SliceFile:
+    """Write one slice into a checkpoint, and return its record for the manifest.
+
+    No two attempts write the same file, so a task may run twice.
+    """
+    return write_packed(directory, index, (plan.start, plan.stop), to_bytes(plan, state), kind)
+
+
+def write_packed(
+    directory: str, index: int, bounds: tuple[int, int], data: bytes, kind: str
+) -> SliceFile:
+    """Write a packed slice of elements [start, stop), and return its record for the manifest."""
+    name = f"{kind}-{index:05d}-{secrets.token_hex(8)}.safetensors"
+    return SliceFile.write(
+        Folder(directory), name, data, index=index, start=bounds[0], stop=bounds[1]
+    )
+
+
+def write_probe(directory: str) -> str:
+    """Write a small file into a folder, to test whether that works, and return its name."""
+    name = f"probe-{secrets.token_hex(8)}"
+    Folder(directory).write(name, b"probe\n")
+    return name
+
+
+def try_probe(directory: str) -> str | CheckpointError:
+    """Return the name from :func:`write_probe`, or the error with which it failed."""
+    try:
+        return write_probe(directory)
+    except CheckpointError as error:
+        return CheckpointError(str(error))
+
+
+def read_slice_files(
+    directory: str, files: Sequence[SliceFile], plan: SliceSpec, dtype: torch.dtype
+) -> SliceState:
+    """Return the state of slice ``plan`` from a checkpoint, whatever N it was written with.
+
+    Only files that overlap with the slice are read; raise DamagedCheckpoint if one is damaged.
+    """
+    needed = [f for f in files if f.start < plan.stop and plan.start < f.stop]
+    if not needed:  # an empty slice: any file shows which arrays a state has
+        needed = sorted(files, key=lambda f: f.nbytes)[:1]
+    folder = Folder(directory)
+    try:
+        return reslice((_read_part(folder, file) for file in needed), plan, dtype)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{folder}: {error}") from error
+
+
+def _read_part(folder: Folder, file: SliceFile) -> StoredSlice:
+    try:
+        part = unpack(file.read(folder))
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{file.name}: {error}") from error
+    if (part.start, part.stop) != (file.start, file.stop):
+        raise DamagedCheckpoint(f"{file.name}: it holds another slice than the manifest says")
+    return part
+
+
+_KEY = re.compile(r"[0-9]{1,9}\..*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class WriteResiduals:
+    """Callable that runs where a replica is: write what it keeps into the checkpoint ``directory``.
+
+    No two attempts write the same file, so a task may run twice.
+    """
+
+    directory: str
+
+    def __call__(self, replica: int, kept: ByParameter) -> ReplicaFile:
+        tensors = {
+            f"{number}.{name}": tensor.contiguous()
+            for number, named in kept.items()
+            for name, tensor in named.items()
+        }
+        data = safetensors.torch.save(tensors)
+        name = f"residual-{replica:05d}-{secrets.token_hex(8)}.safetensors"
+        return ReplicaFile.write(Folder(self.directory), name, data, replica=replica)
+
+
+@dataclass(frozen=True)
+class ReadResiduals:
+    """Callable that runs where a replica is: return what it kept, or None if it kept nothing.
+
+    A call raises :class:`sparkdl.DamagedCheckpoint`, which names the file.
+    """
+
+    directory: str
+    files: Sequence[ReplicaFile]
+
+    def __call__(self, replica: int) -> ByParameter | None:
+        file = next((file for file in self.files if file.replica == replica), None)
+        if file is None:
+            return None
+        folder, found = Folder(self.directory), dict[int, dict[str, torch.Tensor]]()
+        try:
+            tensors, _ = parse_tensors(file.read(folder))
+            for key, tensor in tensors.items():
+                if not _KEY.fullmatch(key) or tensor.dtype not in STORABLE:
+                    raise ValueError(f'it holds "{key}" of {tensor.dtype}')
+                number, _, name = key.partition(".")
+                found.setdefault(int(number), {})[name] = tensor
+        except (DamagedCheckpoint, ValueError) as error:
+            raise DamagedCheckpoint(f"{folder}: {file.name}: {error}") from error
+        return found
+
+
+@dataclass(frozen=True)
+class TryFolder:
+    """Callable that runs on a slice's owner: test whether it can write into the folder of a
+    checkpoint."""
+
+    directory: str
+
+    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> str | CheckpointError:
+        return try_probe(self.directory)
+
+
+def _bounds(index: int, plan: SliceSpec, state: SliceState) -> tuple[int, int]:
+    """Return the elements of the flat vector that are in a slice. Runs on the owner."""
+    return plan.start, plan.stop
+
+
+@dataclass(frozen=True)
+class WriteSlice:
+    """Callable that runs on a slice's owner: write the slice into the checkpoint."""
+
+    directory: str
+    kind: str
+
+    def __call__(self, index: int, plan: SliceSpec, state: SliceState) -> SliceFile:
+        return write_slice(self.directory, index, plan, state, self.kind)

@@ -1,13 +1,9 @@
 """Text descriptions of a trainer and of other settings, with secrets hidden.
 
-Secrets in what is written down: configurations, parameters, messages.
-
-They are recognised by names, as a key or before an ``=``, and by the form of URIs. A secret under a
+Secrets are recognised by names, as a key or before an ``=``, and by the form of URIs. A secret under a
 harmless name, or given by position, is not recognised.
 
-Figures of matplotlib that a notebook shows by themselves.
-
-Tables in HTML, for the views in notebooks.
+Notebooks show figures of matplotlib by themselves, and tables in HTML.
 """
 
 from __future__ import annotations
@@ -20,8 +16,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
-
-from torch import nn
 
 REDACTED = "(redacted)"
 
@@ -116,6 +110,8 @@ def describe(value: Any) -> str:
 
     Plain values and sparkdl's dataclasses are described as Python writes them, anything else by a name.
     """
+    from torch import nn  # a job's mistake is told without it
+
     if isinstance(value, functools.partial):
         given = [describe(arg) for arg in value.args]
         given += [f"{k}={v}" for k, v in redact(_described(value.keywords)).items()]
@@ -170,6 +166,8 @@ def _given(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _texts(name: str, value: Any, written_as: tuple[type, ...]) -> Iterator[tuple[str, str]]:
+    from torch import nn  # a job's mistake is told without it
+
     if isinstance(value, (str, int, float, type(None))):
         if not is_secret(name, value):
             yield name, _cut(without_credentials(str(value)))

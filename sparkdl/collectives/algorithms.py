@@ -85,6 +85,10 @@ class Sent(NamedTuple):
     bytes: int
 
 
+Buffer = torch.Tensor | None
+"""What is sent or received; None if nothing is."""
+
+
 class Link(ABC):
     """The end of ``rank`` among ``size`` ranks, which are numbered from 0."""
 
@@ -92,13 +96,7 @@ class Link(ABC):
     size: int
 
     @abstractmethod
-    def exchange(
-        self,
-        out: torch.Tensor | None,
-        to: int | None,
-        into: torch.Tensor | None,
-        source: int | None,
-    ) -> None:
+    def exchange(self, out: Buffer, to: int | None, into: Buffer, source: int | None) -> None:
         """Send to one rank and, at the same time, receive from another. Return when both are done.
 
         The tensors are contiguous. Both ends know their sizes, so nothing is sent for an empty one.
@@ -129,13 +127,7 @@ class SubgroupLink(Link):
         """Return a link among all ranks with ``root`` as rank 0, and the others in ring order."""
         return cls(link, [(root + i) % link.size for i in range(link.size)]) if root else link
 
-    def exchange(
-        self,
-        out: torch.Tensor | None,
-        to: int | None,
-        into: torch.Tensor | None,
-        source: int | None,
-    ) -> None:
+    def exchange(self, out: Buffer, to: int | None, into: Buffer, source: int | None) -> None:
         there = None if to is None else self.members[to]
         here = None if source is None else self.members[source]
         self.link.exchange(out, there, into, here)
@@ -153,13 +145,7 @@ class GroupLink(Link):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.sent = Sent(0, 0)
 
-    def exchange(
-        self,
-        out: torch.Tensor | None,
-        to: int | None,
-        into: torch.Tensor | None,
-        source: int | None,
-    ) -> None:
+    def exchange(self, out: Buffer, to: int | None, into: Buffer, source: int | None) -> None:
         both = []
         if out is not None and to is not None and out.numel():
             both.append(dist.P2POp(dist.isend, out, group=self.group, tag=TAG, group_peer=to))

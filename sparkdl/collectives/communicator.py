@@ -3,7 +3,7 @@
 Each collective is run by the library, or by an algorithm that is written out in this package to be read
 and measured (:mod:`sparkdl.collectives.algorithms`). If speed matters, call ``torch.distributed``.
 
-Checks of the arguments of collectives. Each check returns the problems that it finds.
+Each check of arguments returns the problems that it finds.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from sparkdl.collectives.communicator import (
     tensor_problems,
 )
 from sparkdl.errors import ParameterError, TrainingError, kind_of, raise_all, shown
+from sparkdl.plain import is_whole
 
 WINDOW = 256
 """The number of oldest unfinished sums among which ranks choose."""
@@ -209,7 +210,7 @@ def problems(tensor: Any, op: str, priority: Any, chunk_bytes: Any) -> list[str]
     if not tensor.is_contiguous():
         found.append("The tensor is not contiguous: its sum is to be written into it. Copy it.")
     found += priority_problems(priority)
-    if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
+    if not is_whole(chunk_bytes, 1):
         found.append(f"chunk_bytes={shown(chunk_bytes)}: give a whole number of at least 1.")
     return found
 
@@ -264,7 +265,7 @@ class Engine:
     """
 
     def __init__(self, threads: int = 4) -> None:
-        if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
+        if not is_whole(threads, 1):
             raise ParameterError(f"threads = {shown(threads)}: give a whole number of at least 1.")
         self._changed = threading.Condition()
         self._tags: dict[Hashable, _Tag] = {}

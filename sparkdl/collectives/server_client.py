@@ -6,7 +6,6 @@ Checks of the arguments of a parameter server. Each check returns the problems t
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import sys
 import threading
@@ -43,7 +42,7 @@ from sparkdl.errors import (
     shown,
     wrong_argument,
 )
-from sparkdl.plain import plain
+from sparkdl.plain import is_number, is_whole, plain
 
 GRACE_SECONDS = 5.0
 """How much longer a client waits than the owner, whose error says more."""
@@ -263,7 +262,7 @@ def checked_options(
         known = " or ".join(f'"{word}"' for word in CONSISTENCIES)
         close = nearest(consistency, CONSISTENCIES) if isinstance(consistency, str) else ""
         problems.append(f"consistency = {shown(consistency)}: give {known}.{close}")
-    if staleness is not None and not _whole(staleness):
+    if staleness is not None and not is_whole(staleness, 0):
         problems.append(
             f"staleness = {shown(staleness)}: give a whole number of at least 0, or None."
         )
@@ -272,8 +271,7 @@ def checked_options(
         problems.append(
             f"owners = {shown(owners)}: give a list of different ranks from 0 to {size - 1}."
         )
-    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if not (number and 0 < timeout < math.inf):
+    if not (is_number(timeout) and timeout > 0):
         problems.append(f"timeout = {shown(timeout)}: give a number of seconds above 0.")
     if not isinstance(average, bool):
         problems.append(f"average = {shown(average)}: give True or False.")
@@ -299,7 +297,7 @@ def _ranks(given: Any, size: int = sys.maxsize) -> list[int]:
     """Return ranks below ``size`` as a list, which is empty if they are none."""
     found = plain(given)
     found = list(found) if isinstance(found, Iterable) else [None]
-    return found if all(_whole(rank) and rank < size for rank in found) else []
+    return found if all(is_whole(rank, 0) and rank < size for rank in found) else []
 
 
 def optimizer_problems(make: Any, places: int) -> list[str]:
@@ -453,7 +451,3 @@ def _fit(spec: KeySpec, shape: Sequence[int], value: torch.Tensor) -> list[str]:
     wanted = f"{dtype_name(spec.dtype)} {list(shape)}"
     found = f"{dtype_name(value.dtype)} {list(value.shape)}"
     return [] if found == wanted else [f"{spec.name!r} needs {wanted}, not {found}."]
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

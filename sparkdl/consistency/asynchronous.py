@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from sparkdl.consistency.base import MOST, Consistency, largest_staleness, problems_of_delay
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.errors import ParameterError, counted, shown
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_whole, make_plain
 from sparkdl.replica.iteration import COMMITS, STALENESS, Decisions, Iteration, IterationRows
 
 MOST_GROUPS = 1 << 12
@@ -362,7 +362,7 @@ class Asynchronous(Consistency):
             value = getattr(self, name)
             if value is None and name != "quorum":
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not is_whole(value, least):
                 yield f"{name}={shown(value)}: give a whole number of at least {least}."
         if self.scale not in SCALES:
             yield f'scale={shown(self.scale)}: give "auto", "root", "share" or None.'

@@ -22,6 +22,7 @@ from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, TypeVar
 
 from sparkdl.errors import ParameterError, shown
+from sparkdl.plain import is_number
 from sparkdl.replica.iteration import (
     INNER_STEPS,
     MICRO_BATCHES,
@@ -246,50 +247,10 @@ def share_problems(drop_stragglers: object, unit: str) -> Iterator[str]:
     given = drop_stragglers
     if given is None:
         return
-    if isinstance(given, bool) or not isinstance(given, (int, float)) or not 0 < given <= 0.5:
+    if not (is_number(given) and 0 < given <= 0.5):
         yield (
             f"drop_stragglers={shown(given)}: give the share of the rows that a {unit} may leave "
             "out, above 0 and at most 0.5, or None."
-        )
-
-
-def check_recorded_parts(
-    trainer: Any,
-    micro_batches: Mapping[int, Sequence[int]],
-    inner_steps: Mapping[int, Sequence[int]],
-) -> None:
-    """Check that a run can repeat what the replicas of a history left out."""
-    counts = [*micro_batches.values(), *inner_steps.values()]
-    if not counts:
-        return
-    if micro_batches and trainer.options.steps_on_replicas:
-        raise ParameterError(
-            "replay: the history has replicas that left out micro-batches, which replicas with steps "
-            "of their own do not: train with the consistency= and local_steps= of the recorded run."
-        )
-    if inner_steps and not trainer.options.outer:
-        raise ParameterError(
-            "replay: the history has replicas that left out steps of their own, which only those of "
-            "DiLoCo do: train with the consistency= of the recorded run."
-        )
-    if trainer.replicas is not None:
-        check_replicas(max(map(len, counts)), trainer.replicas)
-    if trainer.engine == "gang":
-        what = "micro-batches" if micro_batches else "steps of their own"
-        raise ParameterError(
-            f"replay: the history has replicas that left out {what}, which the ranks of a gang "
-            'cannot: use engine="shuffle" or "local".'
-        )
-    most, steps = max(map(max, counts)), trainer.consistency_model.inner_steps
-    if micro_batches and most > trainer.accumulate:
-        raise ParameterError(
-            f"replay: the history has replicas with {most} micro-batches, and this trainer has "
-            f"accumulate={trainer.accumulate}: train with that of the recorded run."
-        )
-    if inner_steps and most > steps:
-        raise ParameterError(
-            f"replay: the history has replicas with {most} steps of their own, and this trainer has "
-            f"inner_steps={steps}: train with that of the recorded run."
         )
 
 

@@ -11,7 +11,7 @@ import torch
 
 from sparkdl.consistency.base import FEWEST_PARTS, Consistency, share_problems
 from sparkdl.errors import shown
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_whole, make_plain
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 """The outer optimizer of the paper."""
@@ -57,7 +57,7 @@ class DiLoCo(Consistency):
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.consistency.base.Consistency`, also for the method below."""
         steps = self.inner_steps
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if not is_whole(steps, 1):
             yield f"inner_steps={shown(steps)}: give a whole number of at least 1."
         if not callable(self.outer_optimizer):
             yield (

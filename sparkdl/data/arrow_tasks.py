@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
+from py4j.protocol import Py4JError
 from pyspark import TaskContext
 from pyspark.errors import PySparkException
 from pyspark.sql import Column as SparkColumn
@@ -16,8 +17,7 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructT
 
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
-from sparkdl.data.partition_join import WrittenRows, join_partition
-from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter
+from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter, WrittenRows, join_partition
 from sparkdl.data.row_errors import BadRow, RowError
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, in_quotes, raise_all
@@ -169,7 +169,7 @@ def files_of(data: DataFrame, problem: BadRow) -> str:
     path = PATH if PATH in strings else "_metadata.file_path"
     try:
         rows = data.where(value == problem.digest).select(path).limit(4).collect()
-    except PySparkException:  # it was not read from files, or cannot be read again
+    except (PySparkException, Py4JError):  # it was not read from files, or cannot be read again
         return ""
     paths = [str(row[0]) for row in rows if row[0] is not None]
     return f" ({', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''})" if paths else ""

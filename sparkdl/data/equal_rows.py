@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from sparkdl.data.fields import Field, RowFile, SampleHandle
-from sparkdl.data.partition_files import SegmentWriter, map_file, segment_files
-from sparkdl.data.partition_join import save_order, where_there_is_room
+from sparkdl.data.partition_reader import SegmentWriter, map_file, segment_files
+from sparkdl.data.partition_writer import save_order, where_there_is_room
 from sparkdl.data.preview import Preview, row_bytes
 from sparkdl.data.ragged import Rows, concatenate
 from sparkdl.data.row_order import row_hashes

@@ -1,26 +1,195 @@
-"""Reading a partition: its files are mapped into this process, and rows are gathered on demand.
+"""The sample files of a partition, and reading them: files are mapped, rows are gathered on demand.
 
-A partition may be larger than memory, because nothing is loaded as a whole: the kernel brings in the
-pages that a mini-batch touches, and drops them again.
+Each field's rows lie one after another, raw, in a file that only grows. Writing collects and copies
+nothing, and reading maps the file and indexes it. A field of varying length has two files, as in Arrow:
+the values, and the offsets (int64) at which rows begin. A partition may be larger than memory: the
+kernel brings in the pages that a mini-batch touches, and drops them again.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 
 from sparkdl.data.fields import Field, RowFile, SampleHandle
-from sparkdl.data.partition_files import MappedColumn, map_file, segment_files
-from sparkdl.data.ragged import Rows
+from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.row_order import row_contents
 from sparkdl.errors import StaleReferenceError
 from sparkdl.slab.pool import released
+from sparkdl.slab.root import open_private
+
+
+def segment_files(segment: RowFile, fields: Sequence[Field]) -> list[str]:
+    """Return the files of a segment: for each field its values, then its offsets if it has any."""
+    return [
+        f"{segment.path}-{number}.{kind}"
+        for number, field in enumerate(fields)
+        for kind in (("values", "offsets") if field.ragged else ("values",))
+    ]
+
+
+class SegmentWriter:
+    """A writer that appends rows to the files of one segment; each append writes all rows or none."""
+
+    def __init__(self, path: str, fields: Sequence[Field]) -> None:
+        self._path, self.num_rows = path, 0
+        self._ends = [0] * len(fields)  # where the values of each field of varying length end
+        self._files: list[BinaryIO] = []
+        try:
+            for name in segment_files(self.segment, fields):
+                file = open(name, "xb", buffering=0, opener=open_private)  # noqa: SIM115
+                self._files.append(file)
+        except OSError:
+            self.remove()
+            raise
+
+    @property
+    def segment(self) -> RowFile:
+        """Return the segment as written so far."""
+        return RowFile(self._path, self.num_rows)
+
+    def append(self, columns: Sequence[Rows]) -> None:
+        """Write these rows. If that raises OSError, the files are as they were before."""
+        places, ends = [file.tell() for file in self._files], list(self._ends)
+        files = iter(self._files)
+        try:
+            for number, column in enumerate(columns):
+                if isinstance(column, Ragged):
+                    write_all(next(files), column.used)
+                    offsets = column.offsets + (self._ends[number] - column.offsets[0])
+                    write_all(next(files), offsets[1:] if self.num_rows else offsets)
+                    self._ends[number] = int(offsets[-1])
+                else:
+                    write_all(next(files), column)
+        except OSError:
+            for file, place in zip(self._files, places, strict=True):
+                file.truncate(place)
+                file.seek(place)
+            self._ends = ends
+            raise
+        self.num_rows += len(columns[0])
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def remove(self) -> None:
+        """Close and delete the files."""
+        self.close()
+        for file in self._files:
+            os.unlink(file.name)
+
+
+def write_all(file: BinaryIO, values: np.ndarray) -> None:
+    """Write the bytes of an array to an unbuffered file, which may take several writes."""
+    left = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+    while left:
+        left = left[file.write(left) :]
+
+
+class Items:
+    """Items of one shape in several mapped files, from any of which a single gather reads.
+
+    Several files are viewed as one array of overlapping elements. It begins at the lowest of their
+    addresses and has an element wherever an item may begin (mappings begin at a page boundary). Only
+    elements that are items are ever read. A loop over the files would cost a small batch more than
+    reading its rows.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self.arrays = tuple(arrays)
+        first = arrays[0]
+        self._dtype, self._shape = first.dtype, first.shape[1:]
+        if len(arrays) == 1:
+            return
+        nbytes = first[:1].nbytes
+        grain = math.gcd(nbytes, mmap.PAGESIZE)
+        addresses = [array.ctypes.data for array in arrays]
+        low = min(addresses)
+        high = max(a + array.nbytes for a, array in zip(addresses, arrays, strict=True))
+        item = arrays[addresses.index(low)][:1].reshape(-1).view(np.dtype((np.void, nbytes)))
+        self._window = np.lib.stride_tricks.as_strided(
+            item, ((high - low - nbytes) // grain + 1,), (grain,), writeable=False
+        )
+        self._starts = (np.array(addresses) - low) // grain
+        self._step = nbytes // grain
+
+    def take(self, files: np.ndarray | None, places: np.ndarray) -> np.ndarray:
+        """Return a new array of the items at ``places`` in ``files`` (file numbers; None: one file)."""
+        if files is None:
+            return np.take(self.arrays[0], places, axis=0)
+        found = self._window[self._starts[files] + places * self._step]
+        return found.view(self._dtype).reshape(-1, *self._shape)
+
+
+@dataclass(frozen=True)
+class MappedColumn:
+    """One field in all files of a partition; it has ``offsets`` if rows vary in length."""
+
+    values: Items
+    offsets: Items | None = None
+    padding: Padding | None = None
+
+    @staticmethod
+    def map(segments: Sequence[RowFile], number: int, field: Field) -> MappedColumn:
+        """Map one field of all ``segments``; a deleted file is a FileNotFoundError."""
+        if field.padding is None:
+            return MappedColumn(Items([_values(segment, number, field) for segment in segments]))
+        offsets = [
+            map_file(f"{segment.path}-{number}.offsets", "int64", (segment.num_rows + 1,))
+            for segment in segments
+        ]
+        values = [_values(segment, number, field) for segment in segments]
+        return MappedColumn(Items(values), Items(offsets), field.padding)
+
+    def take(self, files: np.ndarray | None, places: np.ndarray) -> Rows:
+        """Return a copy of the rows at ``places`` in ``files``."""
+        if self.offsets is None or self.padding is None:
+            return self.values.take(files, places)
+        starts = self.offsets.take(files, places)
+        lengths = self.offsets.take(files, places + 1) - starts
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        within = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
+        files = None if files is None else np.repeat(files, lengths)
+        return Ragged(self.values.take(files, within), offsets, self.padding)
+
+    def lengths(self) -> np.ndarray:
+        """Return the length of each row, in the order of the files (int64)."""
+        assert self.offsets is not None
+        return np.concatenate([np.diff(offsets) for offsets in self.offsets.arrays])
+
+
+def _values(segment: RowFile, number: int, field: Field) -> np.ndarray:
+    """Map the rows of a field, or the items of all rows if rows vary in length."""
+    rows = -1 if field.ragged else segment.num_rows
+    return map_file(f"{segment.path}-{number}.values", field.dtype, (rows, *field.shape))
+
+
+_mapped: weakref.WeakValueDictionary[str, np.memmap] = weakref.WeakValueDictionary()
+"""The current mappings by path (a path is never used twice).
+
+Partitions share files, and each mapping takes a file descriptor.
+"""
+
+
+def map_file(path: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Map a file of a slab root as an array; one dimension of ``shape`` may be -1."""
+    whole = _mapped.get(path)
+    if whole is None:
+        with open(path, "rb", opener=open_private) as file:
+            if os.fstat(file.fileno()).st_size == 0:  # an empty file cannot be mapped
+                return np.zeros(0, dtype).reshape(shape)
+            whole = _mapped[path] = np.memmap(file, np.uint8, mode="r")
+    return np.asarray(whole).view(dtype).reshape(shape)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import pyarrow as pa
@@ -27,14 +27,13 @@ from sparkdl.data.arrow_tasks import (
 )
 from sparkdl.data.columns.base import Column, Specs
 from sparkdl.data.equal_rows import DeletePartitions, RepeatedRows
-from sparkdl.data.fields import Field, SampleHandle, check_handles
-from sparkdl.data.partition_join import WrittenRows, join_partition
+from sparkdl.data.fields import Field, SampleHandle, check_handles, check_total_weight
+from sparkdl.data.partition_writer import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import WriteRecords
-from sparkdl.data.records import Names, Sample, record_array, split_record
+from sparkdl.data.records import Names
 from sparkdl.data.row_errors import BadRow
-from sparkdl.data.sample_set import SampleSet, fields_of_handles, sample_set
 from sparkdl.data.schema import read_schema
 from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError
 from sparkdl.slab.root import SlabConfig
@@ -50,22 +49,50 @@ from sparkdl.spark.frames import (
 )
 from sparkdl.usercode import accompanied
 
-__all__ = [
-    "Sample",
-    "SampleSet",
-    "Source",
-    "check_handles",
-    "materialize",
-    "materialize_here",
-    "record_array",
-    "select_columns",
-    "split_record",
-]
-
-
 logger = logging.getLogger("sparkdl")
 MAX_READINGS = 8
 """The number of times that samples are written if their slabs are deleted each time."""
+
+
+@dataclass(frozen=True)
+class SampleSet:
+    """The persisted sample RDD and the driver's description of it."""
+
+    rdd: RDD | None  # pickled handles, one frame a partition; None: samples of this process
+    handles: tuple[SampleHandle, ...]
+    fields: tuple[Field, ...]  # inputs, labels and, if weighted, the weight
+    num_features: int
+    preview: list[Rows]
+    num_labels: int = 0
+    weighted: bool = False
+    more: list[Rows] = field(default_factory=list)  # those of preview and some others
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Return the rows of each partition."""
+        return tuple(handle.num_rows for handle in self.handles)
+
+
+def fields_of_handles(handles: Sequence[SampleHandle]) -> tuple[Field, ...]:
+    """Return the fields of the samples, at least one of which must be there."""
+    return next(handle.fields for handle in handles if handle.num_rows)
+
+
+def sample_set(
+    rdd: RDD | None,
+    handles: Sequence[SampleHandle],
+    num_features: int,
+    weighted: bool,
+    rows: tuple[list[Rows], list[Rows]],
+    noun: str = "column",
+) -> SampleSet:
+    """Return the description of samples in place; ``rows`` are its preview and ``more``."""
+    fields = fields_of_handles(handles)
+    if weighted:
+        check_total_weight(handles, len(fields) - 1, f'{noun} "{fields[-1].name}"')
+    num_labels = len(fields) - num_features - weighted
+    preview, more = rows
+    return SampleSet(rdd, tuple(handles), fields, num_features, preview, num_labels, weighted, more)
 
 
 @dataclass(frozen=True)

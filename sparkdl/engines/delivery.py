@@ -16,7 +16,7 @@ import numpy as np
 from pyspark import SparkContext
 
 from sparkdl.data.batches import BatchSpec
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.errors import StaleReferenceError
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.slab.pool import Reference, open_pool

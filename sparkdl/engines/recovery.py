@@ -19,7 +19,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
@@ -205,21 +205,14 @@ class RecoveringEngine:
         self._snapshot: tuple[RestorePoint, Any] | None = None
         self._due = time.monotonic() + (seconds or 0.0)
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """Load the state; see :class:`sparkdl.loop.engine.StateAccess`, also for the methods below."""
         if which == CURRENT:
             self._starts.clear()
-        self._begin(lambda: self._engine.load(read, reported, which))
+        self._begin(lambda: self._engine.load(read, which))
 
-    def load_residuals(
-        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
-    ) -> None:
-        self._begin(lambda: self._engine.load_residuals(read, reported))
+    def load_residuals(self, read: ReadResiduals) -> None:
+        self._begin(lambda: self._engine.load_residuals(read))
 
     @property
     def begins_ahead(self) -> bool:
@@ -383,8 +376,7 @@ class RecoveringEngine:
                 self._engine.keep_best()
 
 
-@dataclass(frozen=True)
-class _RecoveringWork:
+class _RecoveringWork(NamedTuple):
     """Background work that survives losses of the state, possibly only to report itself as lost."""
 
     engine: RecoveringEngine

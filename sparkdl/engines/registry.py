@@ -12,7 +12,7 @@ from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.batches import preview_batch
 from sparkdl.data.ragged import Ragged
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.gang.engine import GangEngine, gang_of_rdds
 from sparkdl.engines.local.groups import local_engine

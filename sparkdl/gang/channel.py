@@ -48,6 +48,8 @@ _IN_ONE = 1 << 16
 NONCE_BYTES = 16
 HELLO_SECONDS = 60.0
 """The time in which the first message of a connection must have arrived."""
+NONCE_SECONDS = 600.0
+"""The time in which a listener, which may be busy, must have sent its part of the nonce."""
 MOST_SILENT = 256
 """The most connections whose first message has not arrived."""
 CONNECT_SECONDS = 60.0
@@ -308,17 +310,26 @@ def connect(
     """Connect to a listener, and return when it has taken the first message.
 
     ``patience`` is the seconds in which the listener, who is then asked only once, must answer;
-    None: no limit, and a connection that ends before is made again. Raise ConnectionError if nobody
-    listens any more, and ChannelError if the message is not taken.
+    None: no limit after its nonce, and a connection that ends before is made again. Raise
+    ConnectionError if nobody listens any more, and ChannelError if the message is not taken.
     """
     tries = TRIES if patience is None else 1
     for number in range(tries):
         if number:
             time.sleep(min(0.05 * 2**number, LONGEST_PAUSE))
         connection = socket.create_connection((host, port), timeout=seconds)
-        connection.settimeout(patience)  # the driver may be busy before it answers
+        keep_alive(connection, _SILENT_SECONDS, _PROBE_SECONDS, _PROBES)
+        connection.settimeout(NONCE_SECONDS if patience is None else patience)
         try:
-            return _introduced(connection, key, hello, math.inf if patience is None else patience)
+            return _introduced(connection, key, hello, patience)
+        except TimeoutError:
+            connection.close()
+            if patience is not None:
+                raise
+            raise ChannelError(
+                f"{host}:{port} has taken a connection and said nothing for {NONCE_SECONDS:g} s: the "
+                "driver hangs, or a program listens there that does not belong to this gang."
+            ) from None
         except (ConnectionError, EndedError):
             connection.close()
         except BaseException:
@@ -330,13 +341,16 @@ def connect(
     )
 
 
-def _introduced(connection: socket.socket, key: bytes, hello: Any, patience: float) -> Channel:
+def _introduced(
+    connection: socket.socket, key: bytes, hello: Any, patience: float | None
+) -> Channel:
     """Send the first message, and return the channel when it has been taken."""
     ours = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(ours)
     channel = Channel(connection, key, _exactly(NONCE_BYTES, connection) + ours, driver=False)
+    connection.settimeout(patience)
     channel.send(hello)
-    channel.receive(patience)
+    channel.receive(math.inf if patience is None else patience)
     return channel
 
 

@@ -4,32 +4,32 @@
 Spark tells it only how many tasks of a query have ended. A query that can never have its slots waits
 without a word, since Spark asks for them again for ten minutes; a query that is to end is interrupted
 by its tag.
-
-The beginning of a gang's query in a session of Spark Connect, from Spark's progress reports.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import pickle
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
-from sparkdl.errors import ParameterError, SessionError, StateLostError, counted
-from sparkdl.gang.control import ControlClient, hosts_and_slots
-from sparkdl.gang.led import FAILED, LOG, OUTPUT, PRINTED, SCHEMA, LedTask
+from sparkdl.errors import ParameterError, SessionError, SparkdlError, StateLostError, counted
+from sparkdl.gang.led import FAILED, LOG, PRINTED, SCHEMA, LedTask
 from sparkdl.gang.slots import check_profile, no_dynamic_allocation, too_few_slots
 from sparkdl.process.system import print_escaped
 from sparkdl.spark.failures import explain, of_modules, of_python
 from sparkdl.spark.frames import is_local_master
+from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied
 
 _at_work: set[tuple[str, str]] = set()
@@ -101,11 +101,8 @@ class Nodes:
 class Follower(Protocol):
     """A follower of a query while it runs. It is called in a thread of its own."""
 
-    def question(self) -> Any | None:
-        """Return a question to rank 0, or None if there is none now."""
-
-    def heard(self, answer: Any) -> None:
-        """Take the answer of rank 0."""
+    def ask(self) -> bool | None:
+        """Ask rank 0 how far it is, and return whether it answers; None if that is not asked now."""
 
     def waiting(self, seconds: float, begun: bool) -> None:
         """Take note that nobody has answered for so long; ``begun`` says whether tasks run."""
@@ -127,9 +124,46 @@ def slots_of(session: Any, profile: ResourceProfile | None = None) -> int:
     Spark makes a range of as many partitions as there are cores. Of other resources than cores it
     tells nothing.
     """
-    hosts, found = hosts_and_slots(session, _MANY)
-    _seen[session.session_id] = Nodes(found, hosts)
-    return _slots(session, found, profile)
+    hosts, cores = _hosts_and_slots(session, _MANY)
+    _seen[session.session_id] = Nodes(cores, hosts)
+    return _slots(session, cores, profile)
+
+
+def _hosts_and_slots(session: Any, rows: int) -> tuple[tuple[str, ...], int]:
+    """Return the addresses of nodes that run tasks of a range, and the number of its partitions."""
+    found = session.range(rows).mapInArrow(_names_of_node(), "part int, names string").toArrow()
+    names = [name for text in found.column("names").to_pylist() for name in text.split()]
+    return tuple(dict.fromkeys(names)), found.num_rows
+
+
+def _names_of_node() -> Callable[[Any], Any]:
+    """Return a task that yields the addresses of its node. It pickles without this module, whose
+    import may take a task seconds."""
+
+    def names(batches: Any) -> Any:
+        import os
+        import socket
+
+        import pyarrow as pa
+        from pyspark import TaskContext
+
+        for _ in batches:
+            pass
+        found = [os.environ.get("SPARK_LOCAL_IP", ""), socket.gethostname()]
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect(("192.0.2.1", 9))  # sends nothing
+                found.append(probe.getsockname()[0])
+            except OSError:
+                pass
+        context = TaskContext.get()
+        assert context is not None
+        part = context.partitionId()
+        yield pa.RecordBatch.from_arrays(
+            [pa.array([part], pa.int32()), pa.array([" ".join(found)])], names=["part", "names"]
+        )
+
+    return names
 
 
 def _slots(session: Any, cores: int, profile: ResourceProfile | None) -> int:
@@ -140,11 +174,11 @@ def _slots(session: Any, cores: int, profile: ResourceProfile | None) -> int:
     return max(1, cores // max(1, each))
 
 
-def control_of(session: Any) -> ControlClient:
-    """Return what asks rank 0 of a gang in a session of Spark Connect."""
+def hosts_of(session: Any) -> tuple[str, ...]:
+    """Return the addresses of the nodes that a session was seen to have."""
     if session.session_id not in _seen:
         slots_of(session)
-    return ControlClient(session, _seen[session.session_id].hosts)
+    return _seen[session.session_id].hosts
 
 
 def check_slots_of(session: Any, ranks: int, profile: ResourceProfile | None) -> None:
@@ -172,7 +206,6 @@ def run_led(
     task: LedTask,
     ranks: int,
     profile: ResourceProfile | None,
-    control: ControlClient | None = None,
     follower: Follower | None = None,
 ) -> dict[str, bytes]:
     """Run a gang over a DataFrame of Spark Connect, and return what rank 0 has yielded, by kind.
@@ -183,7 +216,7 @@ def run_led(
     query = frame.mapInArrow(accompanied(task), SCHEMA, barrier=True, profile=profile)
     session.addTag(tag)
     try:
-        with _watched(session, tag, ranks, control, follower):
+        with _watched(session, tag, ranks, follower):
             table = _collected(query)
     except PySparkException:
         raise
@@ -215,8 +248,6 @@ def _contents(table: Any, known: int) -> dict[str, bytes]:
     found = {kind: b"".join(data for _, data in sorted(some)) for kind, some in parts.items()}
     for level, text in pickle.loads(found.pop(LOG))[known:] if LOG in found else ():
         tell_line(level, text)
-    if OUTPUT in found:
-        print_escaped(found.pop(OUTPUT).decode(), end="")
     if FAILED in found:
         raise pickle.loads(found[FAILED])
     return found
@@ -234,14 +265,36 @@ def _collected(query: Any) -> Any:
         raise
 
 
+def in_tasks(session: Any, call: Callable[[int], Any], numbers: range) -> list[Any]:
+    """Return what ``call`` returns for each number, in a task of its own. Raise its SparkdlError."""
+    frame = session.range(numbers.start, numbers.stop, 1, len(numbers))
+    table = frame.mapInArrow(accompanied(_Call(call)), "number long, data binary").toArrow()
+    rows = sorted(table.to_pylist(), key=operator.itemgetter("number"))
+    results = [pickle.loads(row["data"]) for row in rows]
+    for error in (one for one in results if isinstance(one, SparkdlError)):
+        raise error
+    return results
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The task of :func:`in_tasks`."""
+
+    call: Callable[[int], Any]
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for number in (one for batch in batches for one in batch.column(0).to_pylist()):
+            try:
+                result = self.call(number)
+            except SparkdlError as error:
+                result = error
+            row = [pa.array([number]), pa.array([pickle.dumps(result)])]
+            yield pa.RecordBatch.from_arrays(row, names=["number", "data"])
+        finish_task()
+
+
 @contextlib.contextmanager
-def _watched(
-    session: Any,
-    tag: str,
-    ranks: int,
-    control: ControlClient | None,
-    follower: Follower | None,
-) -> Iterator[None]:
+def _watched(session: Any, tag: str, ranks: int, follower: Follower | None) -> Iterator[None]:
     """Interrupt the query of the block if Spark does not begin with it, and follow it."""
     over, silent = threading.Event(), threading.Event()
 
@@ -256,15 +309,11 @@ def _watched(
                 return
             if follower is None:
                 continue
-            question = None
-            if control is not None and now - asked >= pause:
-                question = follower.question()
-            if control is not None and question is not None:
-                answer, asked = control.ask(question), time.monotonic()
-                pause = ASK_SECONDS if answer is not None else min(15.0, pause * 1.2)
-                if answer is not None and not over.is_set():
-                    told = asked
-                    follower.heard(answer)
+            answered = follower.ask() if now - asked >= pause else None
+            if answered is not None:
+                asked = time.monotonic()
+                told = asked if answered else told
+                pause = ASK_SECONDS if answered else min(15.0, pause * 1.2)
             if now - told >= NEWS_SECONDS:
                 told = now
                 follower.waiting(now - began, begin.begun)
@@ -286,5 +335,3 @@ def _watched(
         finally:
             over.set()
             thread.join()
-            if control is not None:
-                control.close()

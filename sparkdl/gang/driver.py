@@ -34,7 +34,6 @@ from sparkdl.gang.process_group import Where, form_group
 from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks, StartableGroup
 from sparkdl.gang.rank_task import Rendezvous
 from sparkdl.gang.slots import SLOT_SECONDS, check_slots, slots_now, with_profile
-from sparkdl.session import conf_of
 from sparkdl.spark.executors import own_properties
 from sparkdl.spark.failures import deleted, explain, of_python
 from sparkdl.spark.frames import collect_and_forget, map_frames, shuffle_frames, stage_name
@@ -187,7 +186,7 @@ class Gang(StartableGroup):
         again = self._listener is not None  # then lost executors may come back
         self.leave()
         if self._listener is None:
-            conf = conf_of(self._context)
+            conf = self._context._conf
             host = conf.get("spark.driver.host", "") or "localhost"
             self._listener = Listener(conf.get("spark.driver.bindAddress", "") or host)
             self._meeting = Rendezvous(

@@ -8,7 +8,7 @@ it would await the results of the first only after it has run the last.
 
 The task of a gang that its rank 0 leads: the body of ``mapInArrow`` in a barrier stage.
 
-Its rows are (rank, kind, part, data): what the work of rank 0 yields, in pieces, since Arrow and gRPC
+Its rows are (kind, part, data): what the work of rank 0 yields, in pieces, since Arrow and gRPC
 bound the size of a row.
 """
 
@@ -277,9 +277,9 @@ class _Knock:
         return missed
 
 
-SCHEMA = "rank int, kind string, part int, data binary"
+SCHEMA = "kind string, part int, data binary"
 PIECE_BYTES = 1 << 20
-RESULT, FAILED, LOG, OUTPUT = "result", "failed", "log", "output"
+RESULT, FAILED, LOG = "result", "failed", "log"
 """The kinds of rows that every gang may have; a work may yield others."""
 PRINTED = 0
 """The level, among those of the log, of a line that rank 0 has printed outside of commands."""
@@ -308,7 +308,7 @@ class LedTask:
     work: LedWork
     device: str = "auto"
     timeout: float | None = None  # seconds for a command; None: no limit
-    output: bool = False  # what ranks print becomes rows of the result
+    output: bool = False  # the client prints what ranks print
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = BarrierTaskContext.get()
@@ -361,10 +361,8 @@ class LedTask:
     ) -> Iterator[pa.RecordBatch]:
         """Lead the other ranks, and yield the rows of the results."""
         rows: list[tuple[str, bytes]] = []
-        printed = io.StringIO()
         with _logged() as log, contextlib.ExitStack() as block:
-            out = printed if self.output else PrintedLines(log, sys.stdout)
-            block.enter_context(contextlib.redirect_stdout(out))
+            block.enter_context(contextlib.redirect_stdout(PrintedLines(log, sys.stdout)))
             try:
                 if problems:
                     raise problems[0]
@@ -378,10 +376,9 @@ class LedTask:
             except (Exception, SystemExit) as error:
                 rows = [(FAILED, _packed_error(error))]
         rows.append((LOG, pickle.dumps(log)))
-        rows.append((OUTPUT, printed.getvalue().encode()))
         for kind, data in rows:
             for part, start in enumerate(range(0, len(data), PIECE_BYTES)):
-                yield _row(0, kind, part, data[start : start + PIECE_BYTES])
+                yield _row(kind, part, data[start : start + PIECE_BYTES])
 
 
 def _told_to_all(context: BarrierTaskContext, value: Any) -> list[Any]:
@@ -390,16 +387,9 @@ def _told_to_all(context: BarrierTaskContext, value: Any) -> list[Any]:
     return [pickle.loads(base64.b64decode(each)) for each in context.allGather(text)]
 
 
-def _row(rank: int, kind: str, part: int, data: bytes) -> pa.RecordBatch:
-    return pa.RecordBatch.from_arrays(
-        [
-            pa.array([rank], pa.int32()),
-            pa.array([kind], pa.string()),
-            pa.array([part], pa.int32()),
-            pa.array([data], pa.binary()),
-        ],
-        names=["rank", "kind", "part", "data"],
-    )
+def _row(kind: str, part: int, data: bytes) -> pa.RecordBatch:
+    row = [pa.array([kind]), pa.array([part], pa.int32()), pa.array([data], pa.binary())]
+    return pa.RecordBatch.from_arrays(row, names=["kind", "part", "data"])
 
 
 class PrintedLines(io.TextIOBase):

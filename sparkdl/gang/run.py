@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from sparkdl.gang.led import RESULT, LedGang, LedTask
 from sparkdl.gang.process_group import check_unshared, tell_of_other_gpu
 from sparkdl.gang.rank_task import RankContext, packed_result
 from sparkdl.gang.slots import task_slots
-from sparkdl.plain import plain
+from sparkdl.plain import is_number, is_whole, plain
 from sparkdl.session import check_running, is_connected
 from sparkdl.spark.broadcasts import Artifact, received_bytes, sent_bytes
 from sparkdl.spark.failures import end_of_session_explained, faults_explained
@@ -95,10 +94,9 @@ def run(
     if device not in DEVICES:
         raise ParameterError(f"device = {in_quotes(device)}: use one of {', '.join(DEVICES)}.")
     ranks, timeout = plain(ranks), plain(timeout)
-    if ranks is not None and (not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1):
+    if ranks is not None and not is_whole(ranks, 1):
         raise ParameterError(f"ranks = {shown(ranks)}: give a whole number of at least 1.")
-    number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
-    if timeout is not None and not (number and 0 < timeout < math.inf):
+    if timeout is not None and not (is_number(timeout) and timeout > 0):
         raise ParameterError(f"timeout = {shown(timeout)}: give a number of seconds, or None.")
     session, name = _connected(spark), getattr(fn, "__name__", type(fn).__name__)
     call = _pickled_call(name, fn, args, kwargs)

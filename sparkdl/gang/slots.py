@@ -12,7 +12,6 @@ from pyspark.errors import PySparkException
 from pyspark.resource import ResourceProfile
 
 from sparkdl.errors import ParameterError, SessionError, counted
-from sparkdl.session import conf_of
 from sparkdl.spark.frames import is_local
 
 logger = logging.getLogger("sparkdl")
@@ -48,7 +47,7 @@ def default_replicas(context: SparkContext, seconds: float = SLOT_SECONDS) -> in
     several times their cores, and a replica that waits for a slot only makes an iteration longer.
     If the number may surprise the user, a warning is logged.
     """
-    slots, conf = task_slots(context, seconds=seconds), conf_of(context)
+    slots, conf = task_slots(context, seconds=seconds), context._conf
     wanted = int(conf.get("spark.default.parallelism", "") or slots)
     if wanted > slots:
         logger.warning(
@@ -81,7 +80,7 @@ def check_slots(
     accepted if there are no more; ``enough`` are accepted at once. Raise ParameterError if there
     are still too few, SessionError if this session can never run them at once.
     """
-    if conf_of(context).get("spark.dynamicAllocation.enabled", "false") == "true":
+    if context._conf.get("spark.dynamicAllocation.enabled", "false") == "true":
         raise no_dynamic_allocation()
     if profile is not None:
         check_profile(profile, is_local(context))
@@ -158,4 +157,4 @@ def cpus_of(context: SparkContext, profile: ResourceProfile | None) -> int:
     request = profile.taskResources.get("cpus") if profile is not None else None
     if request is not None:
         return max(1, int(request.amount))
-    return int(conf_of(context).get("spark.task.cpus", "1") or 1)
+    return int(context._conf.get("spark.task.cpus", "1") or 1)

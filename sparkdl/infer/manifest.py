@@ -20,7 +20,7 @@ from sparkdl.codec.safe import from_plain
 from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.loop.history import History
 from sparkdl.metrics.named import Judging
 from sparkdl.model.recipe import BY_POSITION, Signature

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -15,27 +14,22 @@ from pyspark.sql import DataFrame, functions
 from torch import nn
 
 from sparkdl.codec.describe import table, titled
-from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
-from sparkdl.data.ragged import Rows
-from sparkdl.data.records import Names, feature_names, named
+from sparkdl.data.records import Names
 from sparkdl.data.schema import quoted
-from sparkdl.errors import DataError, ParameterError, counted, kind_of, raise_all, shown, wrong_data
+from sparkdl.errors import ParameterError, counted, raise_all, shown, wrong_data
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
+from sparkdl.infer.forward import ShippedModule, sender_to
 from sparkdl.infer.manifest import ModelData
 from sparkdl.infer.new_forward import Around, fields_of, recipe_and_module, signature_of
-from sparkdl.infer.output import ml_column
-from sparkdl.infer.predict import Finish, PredictRecords, predict_dataframe
+from sparkdl.infer.outputs import Finish, ml_column
 from sparkdl.infer.saved import StoredState, read, save
-from sparkdl.infer.shipped_module import ShippedModule, sender_to
-from sparkdl.infer.trial import Found, Trial, first_records_of, first_rows_of
+from sparkdl.infer.score import Options, prepare_trained, source_of, whole_batch
 from sparkdl.loop.history_tables import timings_as_html
 from sparkdl.metrics.named import Metrics, resolve, suited
 from sparkdl.metrics.scorer import MetricOf, Scorer
 from sparkdl.model.loss import check_averages, is_own_loss
 from sparkdl.model.recipe import Part, Signature, problems_of_part
-from sparkdl.plain import plain
-from sparkdl.usercode import accompanied
 
 
 class TrainedModel(ModelData):
@@ -60,8 +54,6 @@ class TrainedModel(ModelData):
     """The state of every slice, after ``Trainer(keep_optimizer_state=True)`` and each
     ``partial_fit``, or None. It is not saved."""
 
-    _shipped: ShippedModule | None = None
-
     def __repr__(self) -> str:
         size = counted(
             sum(parameter.numel() for parameter in self.module.parameters()), "parameter"
@@ -85,10 +77,6 @@ class TrainedModel(ModelData):
             timings_as_html(self.history.timings()),
         )
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy or a pickle, which must ship the module for itself."""
-        return {**vars(self), "_shipped": None}
-
     def transform(
         self,
         data: DataFrame,
@@ -97,6 +85,8 @@ class TrainedModel(ModelData):
         postprocess: Callable[[Any], torch.Tensor] | None = None,
         output: Part = None,
         ml_types: bool = False,
+        handle_invalid: str = "error",
+        error_col: str = "error",
     ) -> DataFrame:
         """Return ``data`` with the model's output as a column: numbers, or (nested) arrays of numbers.
 
@@ -114,38 +104,24 @@ class TrainedModel(ModelData):
                 the part from the training.
             ml_types: Make the column what evaluators of ``pyspark.ml`` accept: a number, or an array
                 of one number, becomes a double, and a longer array a vector.
+            handle_invalid: The way to handle rows that cannot be read, or on which the model fails, as
+                in :func:`sparkdl.predict`: "error", "skip" or "keep".
+            error_col: The name of the column with the reason why a row that is kept has no prediction.
 
         Raises:
             UserError: The data, an argument or the model does not fit.
         """
-        _check_kind("transform", data, DataFrame, "a DataFrame", "For an RDD, use predict.")
+        if not isinstance(data, DataFrame):
+            raise wrong_data("transform", data, "a DataFrame", "For an RDD, use predict.")
         if not isinstance(prediction_col, str):
             raise ParameterError(f"prediction_col={shown(prediction_col)}: give a column name.")
-        size = _batch_size(batch_size)
-
-        def first_rows() -> list[Rows] | None:
-            dtype, columns = self.float_dtype, self.columns
-            return first_rows_of(data, self.features, dtype, columns, self.fields)
-
-        signature = self._signature(output)
-        found, dimensions = self._found(signature, postprocess, first_rows)
-        predicted = predict_dataframe(
-            data,
-            self._ship(data),
-            self.features,
-            found,
-            self.float_dtype,
-            prediction_col,
-            size,
-            postprocess,
-            self.columns,
-            self.fields,
-            dimensions,
-            signature,
-        )
+        options = Options(batch_size, handle_invalid=handle_invalid, error_col=error_col)
+        ready = prepare_trained(data, self, output, prediction_col, options, postprocess)
+        predicted = ready.applied(data)
         if not ml_types:
             return predicted
         column = functions.col(quoted(prediction_col))
+        found = ready.task.outputs[0].output
         return predicted.withColumn(prediction_col, ml_column(column, found))
 
     def predict(
@@ -154,6 +130,8 @@ class TrainedModel(ModelData):
         batch_size: int = 1024,
         postprocess: Finish = None,
         output: Part = None,
+        handle_invalid: str = "error",
+        error_col: str = "error",
     ) -> RDD:
         """Return an RDD with one prediction (a number or an array) for each record, in the same order.
 
@@ -164,26 +142,19 @@ class TrainedModel(ModelData):
             batch_size: The number of rows of a forward pass.
             postprocess: A function of a batch's output, see :meth:`transform`.
             output: The part of the model's result that is the output, see :meth:`transform`.
+            handle_invalid: The way to handle records that cannot be read, or on which the model fails:
+                "error", "skip", or "keep", which makes each prediction a Row with the fields
+                "prediction" and ``error_col``.
+            error_col: The field with the reason why a record that is kept has no prediction.
 
         Raises:
             UserError: The data, an argument or the model does not fit.
         """
-        _check_kind("predict", records, RDD, "an RDD", "For a DataFrame, use transform.")
-        signature = self._signature(output)
-        task = PredictRecords(
-            self._ship(records),
-            Names(self.features, inputs=self._keywords),
-            self.num_features,
-            self.float_dtype,
-            _batch_size(batch_size),
-            postprocess,
-            self._specs_of_records(self.num_features),
-            self.fields,
-            signature=signature,
-        )
-        first_rows = functools.partial(first_records_of, records, task)
-        _, dimensions = self._found(signature, postprocess, first_rows)
-        return records.mapPartitions(accompanied(replace(task, dimensions=dimensions)))
+        if not isinstance(records, RDD):
+            raise wrong_data("predict", records, "an RDD", "For a DataFrame, use transform.")
+        options = Options(batch_size, handle_invalid=handle_invalid, error_col=error_col)
+        ready = prepare_trained(records, self, output, "prediction", options, postprocess)
+        return ready.over(records)
 
     def evaluate(
         self,
@@ -211,7 +182,9 @@ class TrainedModel(ModelData):
             ModelError: The loss adds up instead of averaging, or the model fails.
             DataError: There is no row, or a row is bad.
         """
-        _check_kind("evaluate", data, (DataFrame, RDD), "a DataFrame or an RDD")
+        if not isinstance(data, (DataFrame, RDD)):
+            raise wrong_data("evaluate", data, "a DataFrame or an RDD")
+        raise_all(ParameterError, problems_of_part(output))
         resolved = suited(resolve(metrics), self.loss, self.judging)
         if self.loss is None and not resolved:
             raise ParameterError(
@@ -226,11 +199,13 @@ class TrainedModel(ModelData):
                 "sparkdl.MetricOf(metric, label=..., output=...) is of one of them."
             )
         check_metrics(resolved)
-        records = isinstance(data, RDD)
-        specs = self._specs_of_records(len(self.fields)) if records else self.columns
-        size, before = _batch_size(batch_size), self._shipped
-        module = ShippedModule.of(self.module, sender_to(data), before, self.model, self.seed)
-        part = self._signature(output).part
+        size, source, before = (
+            whole_batch(batch_size),
+            source_of(self),
+            ShippedModule.before(self.module),
+        )
+        module = ShippedModule.of(self.module, sender_to(data), self.model, self.seed, keep=False)
+        part = self.signature.part if output is None else output
         known = self.output if part == self.signature.part else None
         scorer = Scorer(
             self.loss,
@@ -241,20 +216,13 @@ class TrainedModel(ModelData):
             labels=self.label,
         )
         try:
+            assert source.inputs is not None
             return evaluate(
                 data,
-                Evaluation(
-                    module,
-                    scorer,
-                    self.num_features,
-                    size,
-                    replace(self.signature, part=None),
-                    self._keywords,
-                ),
-                self.features,
-                self.label,
+                Evaluation(module, scorer, self.num_features, size, source.inputs.signature),
+                Names(self.features, self.label, inputs=source.inputs.keywords),
                 self.float_dtype,
-                specs,
+                self.columns,
                 self.fields,
             )
         finally:
@@ -318,66 +286,6 @@ class TrainedModel(ModelData):
         """
         return save(self, path, overwrite)
 
-    def _ship(self, data: DataFrame | RDD) -> ShippedModule:
-        """Return the module on its way to the workers.
-
-        It stays with them, since what uses it is lazy. A large module is sent once, not at each
-        call.
-        """
-        self._shipped = ShippedModule.of(
-            self.module, sender_to(data), self._shipped, self.model, self.seed
-        )
-        return self._shipped
-
-    def _specs_of_records(self, count: int) -> Specs:
-        """Return :attr:`columns` of the first ``count`` fields, by the field names of a record.
-
-        Raises :class:`DataError` for a column type that is not known to be converted in records, such
-        as a function.
-        """
-        labels = (None,) * (len(self.fields) - self.num_features)
-        names = feature_names(self.num_features) + [name for name, _ in named("label", labels)]
-        specs = {}
-        for field, name in zip(self.fields[:count], names, strict=False):
-            spec = self.columns.get(field.name)
-            if spec is None or spec.records_hold_tensors:
-                continue
-            if not spec.for_records:
-                raise DataError(
-                    f'columns["{field.name}"] is a sparkdl.{type(spec).__name__}, which is for '
-                    "DataFrames, not for the records of an RDD: pass a DataFrame with this column "
-                    "to transform or evaluate."
-                )
-            specs[name] = spec
-        return specs
-
-    @property
-    def _keywords(self) -> tuple[str, ...]:
-        """The keywords of the features: those of the model's inputs that are not lengths."""
-        names, found = list(self.signature.inputs), []
-        for field in self.fields[: self.num_features] if names else ():
-            found.append(names.pop(0))
-            if field.padding is not None and field.padding.lengths:
-                names.pop(0)
-        return tuple(found)
-
-    def _signature(self, part: Part) -> Signature:
-        """Return the way to call the module, with ``part`` as the output unless it is None."""
-        raise_all(ParameterError, problems_of_part(part))
-        return self.signature if part is None else replace(self.signature, part=part)
-
-    def _found(
-        self, signature: Signature, postprocess: Finish, first_rows: Callable[[], list[Rows] | None]
-    ) -> Found:
-        """Return the description of the predictions; ``first_rows`` gets rows of the data to try."""
-        if postprocess is not None and not callable(postprocess):
-            raise ParameterError(f"postprocess is {kind_of(postprocess)}: give a function.")
-        known = self.output if signature.part == self.signature.part else None
-        if known is not None and postprocess is None:
-            return known, (known.dimensions, known.dimensions)
-        trial = Trial(self.module, signature, postprocess)
-        return trial.run(known, self.fields[: self.num_features], first_rows)
-
 
 def load(
     path: str | os.PathLike[str],
@@ -415,15 +323,3 @@ def load(
     trained = models.pop("")
     trained.ema, trained.best = models.get("ema"), models.get("best")
     return trained
-
-
-def _check_kind(method: str, data: Any, kind: Any, wanted: str, hint: str = "") -> None:
-    if not isinstance(data, kind):
-        raise wrong_data(method, data, wanted, hint)
-
-
-def _batch_size(value: int) -> int:
-    value = plain(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ParameterError(f"batch_size={shown(value)}: give a whole number of at least 1.")
-    return value

@@ -33,6 +33,7 @@ REMEDY = (
 )
 
 _OF_SPARKDL = (build_around, SquaredError)
+_OF_THE_EXAMPLE = "sparkdl.jobs.digits:convnet"
 
 
 class WithoutName(ValueError):
@@ -213,7 +214,8 @@ def is_module_builder(found: Any) -> bool:
     """
     package = str(getattr(found, "__module__", "")).split(".")[0]
     if package == "sparkdl":
-        return found in _OF_SPARKDL
+        name = f"{found.__module__}:{getattr(found, '__qualname__', '')}"
+        return found in _OF_SPARKDL or name == _OF_THE_EXAMPLE
     if isinstance(found, type):
         return issubclass(found, nn.Module) and (
             package != "torch" or found.__module__.startswith("torch.nn.")

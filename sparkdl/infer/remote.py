@@ -1,7 +1,7 @@
 """Saved models at URIs: written and read through a local folder.
 
 A URI belongs to a Hadoop file system of the running session, as the paths that Spark reads and
-writes, or else to one that checkpoints reach (:mod:`sparkdl.checkpoint.file_systems`).
+writes, or else to one that checkpoints reach (:mod:`sparkdl.checkpoint.files`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from py4j.protocol import Py4JError
 from pyspark import SparkContext
@@ -34,24 +34,8 @@ NEW, OLD = ".sparkdl-new", ".sparkdl-old"
 """The ends of the names of a folder that replaces another, and of the other one meanwhile."""
 
 
-class RemoteFolder(Protocol):
-    """A folder of another file system."""
-
-    def names(self) -> set[str]:
-        """Return the names in the folder; none if there is no folder."""
-
-    def upload(self, file: Path, name: str) -> None:
-        """Write a local file into the folder."""
-
-    def download(self, name: str, file: Path) -> None:
-        """Copy a file of the folder to a local one."""
-
-    def delete(self, name: str) -> None:
-        """Delete a file of the folder."""
-
-
 class CheckpointFolder:
-    """A folder that checkpoints reach."""
+    """A folder that checkpoints reach, with the methods of :class:`HadoopFolder`."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -188,7 +172,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
     return None if "://" in folder.uri else Path(folder.uri)
 
 
-def folder_at(uri: str) -> RemoteFolder:
+def folder_at(uri: str) -> HadoopFolder | CheckpointFolder:
     """Return the folder at a URI."""
     return HadoopFolder.of(uri) or CheckpointFolder(Folder.of(uri))
 

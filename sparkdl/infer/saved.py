@@ -30,10 +30,8 @@ from safetensors.torch import save_model
 from torch import nn
 
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.identity import ModelIdentity, first_few
-from sparkdl.checkpoint.manifest import Manifest
-from sparkdl.checkpoint.slice_io import read_slice_files
-from sparkdl.checkpoint.store import CheckpointStore, holds_checkpoints
+from sparkdl.checkpoint.manifest import Manifest, ModelIdentity, first_few
+from sparkdl.checkpoint.store import CheckpointStore, holds_checkpoints, read_slice_files
 from sparkdl.codec.describe import is_secret, without_credentials
 from sparkdl.codec.files import with_checksum
 from sparkdl.codec.safe import from_plain
@@ -239,26 +237,18 @@ def _read_saved(saved: Saved, model: Builder, trust: bool) -> ModelData:
 
 def _described(saved: Saved, model: Builder, trust: bool) -> ModelData:
     """Return the model without its weights and history."""
-    manifest, columns, signature = (
-        saved.manifest,
-        columns_of(saved, trust),
-        signature_of(saved, trust),
-    )
+    columns, signature = columns_of(saved, trust), signature_of(saved, trust)
+    rest = {
+        name: it for name, it in vars(saved.manifest).items() if name not in ("files", "inputs")
+    }
     return ModelData(
         module=nn.Identity(),
         model=model if model is not None else read_recipe(saved, trust),
         loss=None,
-        features=manifest.features,
-        label=manifest.label,
         columns=columns,
-        fields=manifest.fields,
-        num_features=manifest.num_features,
-        float_dtype=manifest.float_dtype,
-        output=manifest.output,
         history=History(),
-        seed=manifest.seed,
-        judging=manifest.judging,
         signature=signature,
+        **rest,
     )
 
 

@@ -1,10 +1,11 @@
-"""Trials of a model on the driver with a few rows, which show what predictions will hold."""
+"""Trials of a model on the driver, with a few rows, which show what predictions will hold."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -14,163 +15,194 @@ from pyspark.sql import DataFrame
 from torch import nn
 
 from sparkdl.data.arrow_tasks import select_columns, ship_batches
-from sparkdl.data.columns.base import Specs
+from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
-from sparkdl.data.ragged import Ragged, Rows, concatenate, model_inputs
-from sparkdl.data.records import feature_names, stack_records
+from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.row_errors import RowError
-from sparkdl.data.schema import columns_of
-from sparkdl.errors import DataError, ModelError, ParameterError, UserError, counted
-from sparkdl.infer.output import Output
-from sparkdl.infer.predict import Finish, PredictRecords
-from sparkdl.infer.shipped_module import Dimensions, device_of
-from sparkdl.model.recipe import Signature, described, for_example
+from sparkdl.errors import DataError, ModelError, UserError
+from sparkdl.infer.forward import Forward
+from sparkdl.infer.outputs import Finish, Output, OutputColumn, offered_parts, value_of
+from sparkdl.infer.read import ReadColumns, Reader
+from sparkdl.model.recipe import Part
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import buffers_kept, evaluating, to_tensors
+from sparkdl.replica.compute import buffers_kept, evaluating
 from sparkdl.spark.failures import reading_explained
 
-Found: TypeAlias = tuple[Output, Dimensions]
-"""The description of one prediction, and the dimensions of a batch's output and of its predictions."""
 ROWS = 2
+LOOKED_AT = 32
+"""The number of rows among which good ones are looked for, if bad rows are allowed."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A trial of a model."""
+    """A trial of a model, whose result is the columns of its outputs."""
 
-    module: nn.Module
-    signature: Signature
-    finish: Finish
+    forward: Forward
+    parts: Mapping[str, Part] | None  # by column; None: those that it offers
+    name: str  # of the column if there is one
+    finish: Finish = None
+    known: Output | None = None  # of the part, from the training
 
     def run(
-        self,
-        known: Output | None,
-        fields: Sequence[Field],
-        first_rows: Callable[[], list[Rows] | None],
-    ) -> Found:
-        """Return the description of the predictions.
-
-        Unless ``known``, the module is run on zeros like ``fields``; only if that fails
-        ``first_rows`` is called, since the rows may have other lengths.
-        """
+        self, made: Sequence[Rows] | None, rows: Iterator[Sequence[Rows]]
+    ) -> tuple[tuple[OutputColumn, ...], int]:
+        """Return :meth:`columns` of the made-up rows or, if the model fails on these, of others."""
+        failed: UserError | None = None
         try:
-            if known is not None:
-                dtype = getattr(torch, known.dtype)
-                return self._finished(torch.zeros(ROWS, *known.shape, dtype=dtype), ROWS)
-            return self._of(zeros_like(fields))
-        except _Failed as failed:
-            rows = first_rows()
-            if rows is None:
-                raise failed.error from failed.__cause__
-        try:
-            return self._of(rows)
-        except _Failed as failed:
-            raise failed.error from failed.__cause__
-
-    def _of(self, arrays: Sequence[Rows]) -> Found:
-        """Return the description of the predictions for these rows."""
-        inputs = to_tensors(model_inputs(arrays), device_of(self.module))
-        with seeded(0), evaluating(self.module), buffers_kept(self.module):
-            try:
-                returned = self.signature.call(self.module, inputs)
-            except Exception as error:
-                shapes = ", ".join(str(list(tensor.shape)) for tensor in inputs)
-                text = f"the model fails on a batch of {shapes}: {_reason(error)}."
-                raise _Failed(ModelError(text)) from error
-            try:
-                output = self.signature.output(returned)
-            except UserError:
+            if self.known is not None:
+                zeros = torch.zeros(ROWS, *self.known.shape, dtype=getattr(torch, self.known.dtype))
+                ((name, part),) = (self.parts or {self.name: None}).items()
+                return (OutputColumn.of(name, part, zeros, ROWS, self.finish),), 0
+            if made is not None:
+                return self.columns(made)
+        except UserError as error:
+            if error.__cause__ is None:  # it fails on any rows
                 raise
-            except Exception as error:
-                text = f"output=, a function, fails on {described(returned)}: {_reason(error)}."
-                raise _Failed(ParameterError(text)) from error
-            return self._finished(output, len(arrays[0]))
+            failed = error
+        for some in rows:
+            try:
+                return self.columns(some)
+            except UserError as error:
+                failed = error
+        raise failed or DataError(
+            "the data is a stream, whose rows cannot be looked at beforehand, or it has no good row to "
+            "try the model on: pass example=, a DataFrame with some rows."
+        )
 
-    def _finished(self, output: Any, rows: int) -> Found:
-        """Return the description of the predictions made from this output."""
-        dimensions = output.ndim if isinstance(output, torch.Tensor) else None
-        if self.finish is None:
-            if not isinstance(output, torch.Tensor) or not output.ndim or len(output) != rows:
-                raise ModelError(
-                    f"the model returns {described(output)}, but a prediction must be one tensor "
-                    "with a row for each sample. Say which part of it to use: "
-                    f"{for_example(output)}; or give postprocess, a function of it that returns "
-                    "such a tensor."
-                )
-            return Output.of(output), (dimensions, dimensions)
+    def columns(self, arrays: Sequence[Rows]) -> tuple[tuple[OutputColumn, ...], int]:
+        """Return the columns that the model's outputs for these rows come to.
+
+        Return also the bytes of the largest tensor that a layer returns for a row, or for an element
+        of a row whose length varies.
+        """
+        fixed = getattr(self.forward.module, "fixed_rows", None)
+        if fixed is not None:
+            arrays = [array[np.arange(fixed) % len(array)] for array in arrays]
+        with largest_tensor(self.forward.module) as bytes_of:
+            returned = self._returned(arrays)
+        rows = len(arrays[0])
+        chosen = offered_parts(returned, rows, self.name) if self.parts is None else self.parts
+        values = {name: value_of(returned, part) for name, part in chosen.items()}
+        found = [
+            OutputColumn.of(name, chosen[name], value, rows, self.finish)
+            for name, value in values.items()
+        ]
+        if self.finish is not None or not any(isinstance(array, Ragged) for array in arrays):
+            return tuple(found), bytes_of[0] // rows
+        padded, other = (_padded_length(some) for some in (arrays, _of_other_length(arrays)))
+        unit_bytes = bytes_of[0] // (rows * padded)
         try:
-            finished = self.finish(output)
-        except Exception as error:
-            text = (
-                f"postprocess fails on {described(output)}: {_reason(error)}. It gets the model's "
-                "output for a batch."
-            )
-            raise _Failed(ParameterError(text)) from error
-        if not isinstance(finished, torch.Tensor) or not finished.ndim or len(finished) != rows:
-            raise ParameterError(
-                f"postprocess returned {described(finished)} for a batch of {counted(rows, 'row')}: "
-                f"it must return a tensor with one value for each row, of shape [{rows}, ...], as "
-                "partial(torch.argmax, dim=1) does."
-            )
-        return Output.of(finished), (dimensions, finished.ndim)
+            again = self._returned(_of_other_length(arrays))
+        except ModelError:
+            return tuple(found), unit_bytes
+        follows = {
+            column.name: column.output.shape[:1] == (padded,)
+            and tuple(value_of(again, column.part).shape[1:2]) == (other,)
+            for column in found
+        }
+        return tuple(replace(one, by_element=follows[one.name]) for one in found), unit_bytes
+
+    def _returned(self, arrays: Sequence[Rows]) -> Any:
+        module = self.forward.module
+        with seeded(0), evaluating(module), buffers_kept(module):
+            return self.forward.returned(arrays)
 
 
-class _Failed(Exception):
-    """An error that may be due to the rows that the model was tried on."""
+@contextlib.contextmanager
+def largest_tensor(module: nn.Module) -> Iterator[list[int]]:
+    """Yield a list whose one number becomes the bytes of the largest tensor that a layer returns."""
+    largest = [0]
 
-    def __init__(self, error: UserError) -> None:
-        super().__init__(str(error))
-        self.error = error
+    def note(layer: nn.Module, inputs: Any, returned: Any) -> None:
+        if isinstance(returned, torch.Tensor):
+            largest[0] = max(largest[0], returned.nbytes)
+
+    layers = [part for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    hooks = [layer.register_forward_hook(note) for layer in layers]
+    try:
+        yield largest
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).rstrip('. ')}"
+def _of_other_length(arrays: Sequence[Rows]) -> list[Rows]:
+    """Return rows of varying length as shorter ones, or longer ones if they have one element."""
+    changed: list[Rows] = []
+    for array in arrays:
+        if isinstance(array, Ragged) and (longest := int(array.lengths.max())) > 1:
+            changed.append(array.cut(longest - 1))
+        elif isinstance(array, Ragged):
+            rows = [np.repeat(row, 2, axis=0) for row in array]
+            changed.append(Ragged.of(rows, array.padding))
+        else:
+            changed.append(array)
+    return changed
+
+
+def _padded_length(arrays: Sequence[Rows]) -> int:
+    return next(int(array.padded().shape[1]) for array in arrays if isinstance(array, Ragged))
 
 
 def zeros_like(fields: Sequence[Field]) -> list[Rows]:
     """Return two rows of zeros; a field of varying length has two elements in each."""
     arrays: list[Rows] = []
     for field in fields:
-        if field.padding is None:
-            arrays.append(np.zeros((ROWS, *field.shape), field.dtype))
-        else:
-            elements = np.zeros((ROWS, *field.shape), field.dtype)
-            arrays.append(Ragged.of([elements] * ROWS, field.padding))
+        zeros = np.zeros((ROWS, *field.shape), field.dtype)
+        arrays.append(zeros if field.padding is None else Ragged.of([zeros] * ROWS, field.padding))
     return arrays
 
 
-def first_rows_of(
-    data: DataFrame,
-    features: Sequence[str],
-    float_dtype: str,
-    specs: Specs,
-    fields: Sequence[Field],
-) -> list[Rows] | None:
-    """Return two rows of the features, by a Spark job; None if there are none, or of a stream."""
-    if data.isStreaming:
-        return None
-    columns, _ = columns_of(data.schema, features, (), float_dtype, specs, fields)
-    with reading_explained("looking at the first rows"):
-        chosen = select_columns(data, columns).limit(ROWS)
-        shipped = chosen.mapInArrow(ship_batches, "source int, batches binary").collect()
-    batches = [batch for row in shipped for batch in _batches(bytes(row[1])) if batch.num_rows]
-    try:
-        rows = [[to_numpy(batch.column(i), c) for batch in batches] for i, c in enumerate(columns)]
-    except RowError as error:
-        raise DataError(error.problem.message("the data")) from None
-    return [concatenate(parts) for parts in rows] if batches else None
+def made_up(columns: Sequence[Column], types: Sequence[Any]) -> list[Rows] | None:
+    """Return two rows that look like those of the columns, or None if that cannot be known."""
+    arrays = []
+    for column, kind in zip(columns, types, strict=True):
+        if kind.typeName() == "string":
+            array = pa.array(["a", "a a"])
+        elif column.depth == 0 and column.spec is None:
+            array = pa.array(np.zeros(ROWS, column.dtype))
+        else:
+            return None
+        try:
+            arrays.append(to_numpy(array, column))
+        except RowError:
+            return None
+    return arrays
 
 
-def _batches(data: bytes) -> Iterator[pa.RecordBatch]:
-    yield from pa.ipc.open_stream(data)
+def rows_to_try(data: DataFrame | RDD, reader: Reader, keep: bool) -> Iterator[list[Rows]]:
+    """Yield rows, by one Spark job: the first two, and single ones if bad ones are allowed.
 
-
-def first_records_of(records: RDD, task: PredictRecords) -> list[Rows] | None:
-    """Return the features of the first two records as ``task`` reads them; None for an empty RDD."""
-    with reading_explained("looking at the first records"):
-        found = records.take(ROWS)
-    waiting: list[list[np.ndarray]] = []
-    for row, record in enumerate(found):
-        waiting.append(task.inputs(record, row, waiting))
-    return stack_records(feature_names(len(waiting[0])), waiting, task.specs) if waiting else None
+    A stream has none that could be looked at.
+    """
+    items: Any
+    count, noun = LOOKED_AT if keep else ROWS, "column"
+    if isinstance(data, DataFrame):
+        assert isinstance(reader, ReadColumns)
+        if data.isStreaming:
+            return
+        with reading_explained("looking at the first rows"):
+            chosen = select_columns(data, reader.columns).limit(count)
+            shipped = chosen.mapInArrow(ship_batches, "source int, batches binary").collect()
+        tables = [pa.ipc.open_stream(bytes(row[1])).read_all() for row in shipped]
+        tables = [table for table in tables if table.num_rows] or [pa.table({})]
+        arrays = [column.combine_chunks() for column in pa.concat_tables(tables).columns]
+        number = len(arrays[0]) if arrays else 0
+        items = arrays if number else []
+        singles = [[array.take(pa.array([i, i])) for array in arrays] for i in range(number)]
+    else:
+        noun = "field"
+        with reading_explained("looking at the first records"):
+            items = data.take(count)
+        singles = [[record, record] for record in items]
+    if not keep and items:
+        try:
+            yield reader.read(items)
+        except RowError as error:
+            raise DataError(error.problem.message("the data", noun)) from None
+    for single in singles if keep else ():
+        try:
+            yield reader.read(single)
+        except RowError:
+            continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from sparkdl.loop.state import TrainState, next_counters
 from sparkdl.loop.trigger import Trigger
@@ -20,16 +19,6 @@ class LoopConfig:
     options: TrainingOptions
     histograms: Trigger | None = None  # None: never
     recorded: Mapping[int, Decisions] = field(default_factory=dict)  # by iteration, from 1
-
-    @staticmethod
-    def of(trainer: Any, recorded: Mapping[int, Decisions] | None = None) -> LoopConfig:
-        """Take the constants from the fields of a trainer."""
-        return LoopConfig(
-            stop=trainer.stop,
-            options=trainer.options,
-            histograms=trainer.histograms,
-            recorded=recorded or {},
-        )
 
     def recorded_decisions(self, state: TrainState) -> Decisions | None:
         """Return what to repeat in the iteration after ``state``; None: there is nothing."""

@@ -79,21 +79,15 @@ class StateAccess(Protocol):
     It is all that checkpoints need, whatever holds the state: slabs, ranks or a process.
     """
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """Write version 0 of the state, or the weights that are kept as the best.
 
         Args:
             read: Returns the state of a slice; None: the state is the recipe's.
-            reported: The types of exceptions of ``read`` that are passed on.
             which: CURRENT for the state, BEST for the best weights.
 
         Raises:
-            Exception: The first of ``reported`` that ``read`` raised in a task.
+            DamagedCheckpoint: The first that ``read`` raised, wherever it ran.
         """
 
     def map_slices(
@@ -102,14 +96,12 @@ class StateAccess(Protocol):
         """Run ``use(index, plan, state)`` for every slice, where the slice lies. Return the results
         in order."""
 
-    def load_residuals(
-        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
-    ) -> None:
+    def load_residuals(self, read: ReadResiduals) -> None:
         """Give every replica the residual that ``read`` returns, as if its last iteration had left
         it.
 
         Raises:
-            Exception: The first of ``reported`` that ``read`` raised in a task.
+            DamagedCheckpoint: The first that ``read`` raised, wherever it ran.
         """
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:

@@ -5,23 +5,30 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from sparkdl.loop.callbacks import Callback
-from sparkdl.loop.live_curves import LiveCurves
+from sparkdl.loop.history import History
+from sparkdl.loop.history_tables import curves
 from sparkdl.loop.state import TrainState
 
 logger = logging.getLogger("sparkdl")
 LOG_SECONDS = 30.0
 """The interval between log lines, in seconds. A fit that ends earlier logs none."""
 _REFRESH_SECONDS = 0.2
+PICTURE_SECONDS = 1.0
+"""The least time between two pictures of the curves."""
 
 
 class Progress(Callback):
     """Base class that shows nothing. :meth:`close` is called even if the fit fails."""
+
+    def describe(self, facts: str) -> None:
+        """Take note of what is trained, in words."""
 
     def follow(self, trainer: Any, state: TrainState) -> None:
         """Show the state of a run whose hooks are called elsewhere, now and then."""
@@ -135,9 +142,9 @@ class ProgressBar(Progress):
 class NotebookProgress(ProgressBar):
     """The bar, and below it the curves of the run."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._curves = LiveCurves()
+    def on_fit_start(self, trainer: Any, state: TrainState) -> None:
+        super().on_fit_start(trainer, state)
+        self._curves = LiveCurves(state)
 
     def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
         super().on_iteration_end(trainer, state)
@@ -149,7 +156,51 @@ class NotebookProgress(ProgressBar):
 
     def on_fit_end(self, trainer: Any, state: TrainState) -> None:
         super().on_fit_end(trainer, state)
-        self._curves.end(state)
+        self._curves.draw(state)
+
+
+class LiveCurves:
+    """The losses and validations of a run so far, drawn below its bar and drawn again as it goes on.
+
+    A cell of a notebook has one such picture. It shows the fit that the cell runs at present, so that
+    a cell with many fits stays short. Fits in other threads than the main one are not drawn.
+    """
+
+    _cell: ClassVar[tuple[int, Any] | None] = None
+    """The number of the last cell with a picture, and the display of it."""
+
+    def __init__(self, begun: TrainState) -> None:
+        self._history, self._last = History.after(begun), begun.iteration
+        self._numbers: list[int] = []
+        self._next = time.monotonic() + PICTURE_SECONDS
+
+    def add(self, state: TrainState) -> None:
+        """Add the state after an iteration, and draw if the last picture is old."""
+        if state.iteration <= self._last:
+            return  # ranks were lost, and the run repeats what is drawn
+        self._history.append(state, state.epoch + (state.position != 0))
+        self._last = state.iteration
+        self._numbers.append(state.iteration)
+        if time.monotonic() >= self._next:
+            self.draw(state)
+
+    def draw(self, state: TrainState) -> None:
+        """Draw the curves so far, with all validations of ``state``."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._next = time.monotonic() + PICTURE_SECONDS
+        validations = [{"iteration": v.iteration, "metrics": v.metrics} for v in state.validations]
+        svg = curves(self._numbers, self._history.losses, self._history.epochs(), validations)
+        if not svg:
+            return
+        from IPython.display import HTML, display
+
+        picture = HTML(f"<div>{svg}</div>")
+        cell = sys.modules["IPython"].get_ipython().execution_count
+        if LiveCurves._cell is not None and LiveCurves._cell[0] == cell:
+            LiveCurves._cell[1].update(picture)
+        else:
+            LiveCurves._cell = (cell, display(picture, display_id=True))
 
 
 class ProgressLog(Progress):
@@ -163,6 +214,9 @@ class ProgressLog(Progress):
         self._facts, self._one_pass = facts, one_pass
         self._told_at, self._told_of = began, TrainState()
         self._begun, self._shown = False, False
+
+    def describe(self, facts: str) -> None:
+        self._facts = facts
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._told_of = state

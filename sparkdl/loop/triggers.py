@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from sparkdl.errors import ParameterError, shown
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.trigger import Trigger
-from sparkdl.plain import plain
+from sparkdl.plain import is_number, is_whole, plain
 
 __all__ = [
     "MaxEpoch",
@@ -218,7 +218,7 @@ def plateau(metric: str, patience: int, min_delta: float = 0.0) -> Trigger:
     """
     call = f"plateau({shown(metric)}, {shown(patience)}, {shown(min_delta)})"
     patience = plain(patience)
-    if isinstance(patience, bool) or not isinstance(patience, int) or patience < 1:
+    if not is_whole(patience, 1):
         raise ParameterError(f"{call}: give a patience of at least 1 validation.")
     least = _number(call, min_delta)
     if least < 0:
@@ -232,7 +232,7 @@ def no_trigger(place: str, value: object, example: str, of: Callable[..., Trigge
     if name in __all__ and globals()[name] is value and not isinstance(value, type):
         arguments = ", ".join(inspect.signature(globals()[name]).parameters)
         return f"{place.format(f'sparkdl.{name}')}: call it, as in sparkdl.{name}({arguments})."
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+    if is_whole(value, 1):
         example = f"sparkdl.{of.__name__}({value})"
     return f"{place.format(shown(value))}: give a trigger, such as {example}."
 
@@ -244,7 +244,7 @@ def _sign(metric: str, state: TrainState) -> int:
 
 def _positive(name: str, value: int) -> int:
     value = plain(value)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value, 1):
         raise ParameterError(f"{name}({shown(value)}): give a whole number of at least 1.")
     return value
 
@@ -258,8 +258,7 @@ def _duration(name: str, value: float) -> float:
 
 def _number(call: str, value: float) -> float:
     value = plain(value)
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value):
+    if not is_number(value):
         raise ParameterError(f"{call}: {shown(value)} is not a finite number.")
     return float(value)
 

@@ -11,13 +11,12 @@ from pyspark.sql import Column, DataFrame
 from torch import nn
 
 from sparkdl.errors import ParameterError
-from sparkdl.infer.class_scores import ClassScores
+from sparkdl.infer.outputs import ClassScores
 from sparkdl.ml.estimator import TorchEstimator
 from sparkdl.ml.model import TorchModel
-from sparkdl.ml.outputs import class_count, part_of_scores
-from sparkdl.ml.params import ClassParams
+from sparkdl.ml.params import ClassParams, arguments_of
 from sparkdl.ml.plan import CLASSES
-from sparkdl.ml.rows import class_metadata, column
+from sparkdl.ml.rows import class_count, class_metadata, column, part_of_scores
 from sparkdl.train.trainer import Trainer
 
 
@@ -79,27 +78,12 @@ class TorchClassifier(TorchEstimator, ClassParams):
     predictions, for IndexToString. Rows of ``validationIndicatorCol`` are scored by accuracy, unless
     ``validation=`` in ``trainerArgs`` names other metrics.
 
+    The arguments are those of :class:`sparkdl.ml.TorchEstimator`, and:
+
     Args:
-        model: A function or class that builds the module, or a module.
-        loss: The loss; cross entropy by default.
-        optimizer: A ``torch.optim`` class or a partial of one; Adam by default.
-        learningRate: The ``lr`` of the optimizer.
-        featuresCol: The column with the features: a vector, array or number.
-        labelCol: The column with the class number.
-        predictionCol: The column for the predicted class.
         probabilityCol: The column for the vector of probabilities.
         rawPredictionCol: The column for the vector of the module's outputs.
         thresholds: The class with the largest probability / threshold is predicted.
-        weightCol: The column with the weight of each row.
-        validationIndicatorCol: A boolean column, true for the rows to validate with.
-        handleInvalid: "error", "skip" or "keep", for rows with null, NaN or infinite values.
-        batchSize: The global batch size.
-        maxEpochs: The most epochs to train for.
-        seed: The seed of weights, order and every draw.
-        engine: "shuffle", "gang" or "local".
-        replicas: The number of replicas.
-        trainerArgs: Further arguments of ``Trainer``, by name.
-        trainer: A trainer whose arguments are taken; those given here besides count more.
     """
 
     _loss = nn.CrossEntropyLoss
@@ -137,30 +121,7 @@ class TorchClassifier(TorchEstimator, ClassParams):
         super().__init__()
         self._set_all(given)
 
-    @keyword_only
-    def setParams(
-        self,
-        *,
-        model: Any = None,
-        loss: Any = None,
-        optimizer: Any = None,
-        learningRate: float | None = None,
-        featuresCol: str = "features",
-        labelCol: str = "label",
-        predictionCol: str = "prediction",
-        probabilityCol: str = "probability",
-        rawPredictionCol: str = "rawPrediction",
-        thresholds: list[float] | None = None,
-        weightCol: str | None = None,
-        validationIndicatorCol: str | None = None,
-        handleInvalid: str = "error",
-        batchSize: int = 256,
-        maxEpochs: int = 10,
-        seed: int = 0,
-        engine: str = "shuffle",
-        replicas: int | None = None,
-        trainerArgs: dict[str, Any] | None = None,
-        trainer: Trainer | None = None,
-    ) -> TorchClassifier:
+    @arguments_of(__init__)
+    def setParams(self, **arguments: Any) -> TorchClassifier:
         """Set Params; the arguments are those of the constructor."""
-        return self._set_all(self._input_kwargs)  # type: ignore[no-any-return]
+        return self._set_all(arguments)  # type: ignore[no-any-return]

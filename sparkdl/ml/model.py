@@ -18,10 +18,9 @@ from sparkdl.data.arrow_tasks import check_new_columns
 from sparkdl.errors import ParameterError
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
-from sparkdl.ml.outputs import as_numbers, nothing_like
 from sparkdl.ml.params import FitParams
 from sparkdl.ml.persistence import ModelReader, ModelWriter
-from sparkdl.ml.rows import are_valid, column, zeros
+from sparkdl.ml.rows import are_valid, as_numbers, column, nothing_like, zeros
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 import torch
 from pyspark.ml.param import Param, Params, TypeConverters
@@ -25,9 +26,12 @@ from pyspark.ml.param.shared import (
 
 from sparkdl.errors import ParameterError, in_quotes, kind_of, nearest
 from sparkdl.loop.triggers import MaxEpoch
-from sparkdl.train.trainer import TEN_EPOCHS, Trainer
+from sparkdl.train.spec import TEN_EPOCHS
+from sparkdl.train.trainer import Trainer
 
 Self = TypeVar("Self", bound=Params)
+Value = TypeVar("Value")
+Arguments = ParamSpec("Arguments")
 TRAINER_FIELDS = tuple(one.name for one in dataclasses.fields(Trainer) if one.init)
 FIELD_OF_PARAM = {
     "model": "model",
@@ -70,6 +74,46 @@ def trainer_args(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def setter(name: str, kind: type[Value]) -> Callable[[Self, Value], Self]:
+    """Return the method that sets a Param, whose values editors take for ``kind``."""
+
+    def set_param(self: Self, value: Value) -> Self:
+        return self._set(**{name: value})
+
+    return _named(set_param, f"set{name[0].upper()}{name[1:]}", f"Set ``{name}``, see its Param.")
+
+
+def getter(name: str, kind: type[Value]) -> Callable[[Any], Value]:
+    """Return the method that returns the value of a Param."""
+
+    def get_param(self: Any) -> Value:
+        return self.getOrDefault(name)  # type: ignore[no-any-return]
+
+    return _named(get_param, f"get{name[0].upper()}{name[1:]}", f"Return ``{name}``.")
+
+
+def arguments_of(
+    init: Callable[Concatenate[Any, Arguments], None],
+) -> Callable[[Callable[..., Value]], Callable[Concatenate[Any, Arguments], Value]]:
+    """Return a decorator that gives a method the keyword arguments of a constructor."""
+
+    def decorate(method: Callable[..., Value]) -> Callable[Concatenate[Any, Arguments], Value]:
+        def checked(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+            inspect.signature(init).bind(self, *args, **kwargs)
+            return method(self, **kwargs)
+
+        checked.__wrapped__ = init  # type: ignore[attr-defined]
+        return _named(checked, method.__name__, method.__doc__ or "")  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def _named(method: Any, name: str, text: str) -> Any:
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = text
+    return method
+
+
 class ModelParams(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasHandleInvalid):
     """The Params that estimators and models share."""
 
@@ -85,37 +129,18 @@ class ModelParams(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasHandleInvali
         super().__init__()
         self._setDefault(handleInvalid="error")
 
-    def setFeaturesCol(self: Self, value: str) -> Self:
-        """Set ``featuresCol``, the column with the features."""
-        return self._set(featuresCol=value)
-
-    def setLabelCol(self: Self, value: str) -> Self:
-        """Set ``labelCol``, the column with the label."""
-        return self._set(labelCol=value)
-
-    def setPredictionCol(self: Self, value: str) -> Self:
-        """Set ``predictionCol``, the column for the predictions."""
-        return self._set(predictionCol=value)
-
-    def setHandleInvalid(self: Self, value: str) -> Self:
-        """Set ``handleInvalid``: "error", "skip" or "keep"."""
-        return self._set(handleInvalid=value)
+    setFeaturesCol = setter("featuresCol", str)
+    setLabelCol = setter("labelCol", str)
+    setPredictionCol = setter("predictionCol", str)
+    setHandleInvalid = setter("handleInvalid", str)
 
 
 class ClassParams(HasRawPredictionCol, HasProbabilityCol, HasThresholds):
     """The Params of classifiers and their models."""
 
-    def setRawPredictionCol(self: Self, value: str) -> Self:
-        """Set ``rawPredictionCol``, the column for the outputs of the module."""
-        return self._set(rawPredictionCol=value)
-
-    def setProbabilityCol(self: Self, value: str) -> Self:
-        """Set ``probabilityCol``, the column for the probabilities."""
-        return self._set(probabilityCol=value)
-
-    def setThresholds(self: Self, value: list[float]) -> Self:
-        """Set ``thresholds``: the class with the largest probability / threshold is predicted."""
-        return self._set(thresholds=value)
+    setRawPredictionCol = setter("rawPredictionCol", str)
+    setProbabilityCol = setter("probabilityCol", str)
+    setThresholds = setter("thresholds", list)
 
 
 class FitParams(
@@ -148,17 +173,9 @@ class FitParams(
         super().__init__()
         self._setDefault(batchSize=256, maxEpochs=TEN_EPOCHS.epochs, seed=0, engine="shuffle")
 
-    def getMaxEpochs(self) -> int:
-        """Return ``maxEpochs``."""
-        return self.getOrDefault(self.maxEpochs)
-
-    def getEngine(self) -> str:
-        """Return ``engine``."""
-        return self.getOrDefault(self.engine)
-
-    def getReplicas(self) -> int:
-        """Return ``replicas``."""
-        return self.getOrDefault(self.replicas)
+    getMaxEpochs = getter("maxEpochs", int)
+    getEngine = getter("engine", str)
+    getReplicas = getter("replicas", int)
 
 
 class TrainingParams(FitParams):
@@ -187,49 +204,17 @@ class TrainingParams(FitParams):
         own = {} if self._loss is None else {"loss": self._loss()}
         self._setDefault(optimizer=torch.optim.Adam, **own)
 
-    def setModel(self: Self, value: Any) -> Self:
-        """Set ``model``, a function or class that builds the module, or a module."""
-        return self._set(model=value)
-
-    def setLoss(self: Self, value: Any) -> Self:
-        """Set ``loss``, a function of (output, label) that returns the mean."""
-        return self._set(loss=value)
-
-    def setOptimizer(self: Self, value: Any) -> Self:
-        """Set ``optimizer``, a ``torch.optim`` class or a partial of one."""
-        return self._set(optimizer=value)
-
-    def setWeightCol(self: Self, value: str) -> Self:
-        """Set ``weightCol``, the column with the weight of each row."""
-        return self._set(weightCol=value)
-
-    def setValidationIndicatorCol(self: Self, value: str) -> Self:
-        """Set ``validationIndicatorCol``, a boolean column: true for rows to validate with."""
-        return self._set(validationIndicatorCol=value)
-
-    def setBatchSize(self: Self, value: int) -> Self:
-        """Set ``batchSize``, the global batch size."""
-        return self._set(batchSize=value)
-
-    def setMaxEpochs(self: Self, value: int) -> Self:
-        """Set ``maxEpochs``, the most epochs to train for."""
-        return self._set(maxEpochs=value)
-
-    def setLearningRate(self: Self, value: float) -> Self:
-        """Set ``learningRate``, the ``lr`` of the optimizer."""
-        return self._set(learningRate=value)
-
-    def setSeed(self: Self, value: int) -> Self:
-        """Set ``seed`` of the weights, the order of rows, and every draw."""
-        return self._set(seed=value)
-
-    def setEngine(self: Self, value: str) -> Self:
-        """Set ``engine``: "shuffle", "gang" or "local"."""
-        return self._set(engine=value)
-
-    def setReplicas(self: Self, value: int) -> Self:
-        """Set ``replicas``, the number of replicas."""
-        return self._set(replicas=value)
+    setModel = setter("model", object)
+    setLoss = setter("loss", object)
+    setOptimizer = setter("optimizer", object)
+    setWeightCol = setter("weightCol", str)
+    setValidationIndicatorCol = setter("validationIndicatorCol", str)
+    setBatchSize = setter("batchSize", int)
+    setMaxEpochs = setter("maxEpochs", int)
+    setLearningRate = setter("learningRate", float)
+    setSeed = setter("seed", int)
+    setEngine = setter("engine", str)
+    setReplicas = setter("replicas", int)
 
     def setTrainerArgs(self: Self, **args: Any) -> Self:
         """Add arguments of ``Trainer`` by name to those that were set before.
@@ -263,17 +248,9 @@ class TrainingParams(FitParams):
                 args[one.name] = value
         return self.setTrainerArgs(**args)  # type: ignore[attr-defined, no-any-return]
 
-    def getModel(self) -> Any:
-        """Return ``model``."""
-        return self.getOrDefault(self.model)
-
-    def getLoss(self) -> Any:
-        """Return ``loss``."""
-        return self.getOrDefault(self.loss)
-
-    def getOptimizer(self) -> Any:
-        """Return ``optimizer``."""
-        return self.getOrDefault(self.optimizer)
+    getModel: ClassVar[Callable[[Any], Any]] = getter("model", object)
+    getLoss: ClassVar[Callable[[Any], Any]] = getter("loss", object)
+    getOptimizer: ClassVar[Callable[[Any], Any]] = getter("optimizer", object)
 
     def getTrainerArgs(self) -> dict[str, Any]:
         """Return a copy of ``trainerArgs``."""

@@ -9,30 +9,44 @@ Whatever has no name is pickled, and a pickle is opened only if the user trusts 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import logging
+import pickle
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from py4j.protocol import Py4JError
 from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReader, MLWriter
 from pyspark.sql import SparkSession
 from torch import nn
 
+from sparkdl.codec.safe import decode, encode
 from sparkdl.compat import for_metadata
 from sparkdl.errors import ModelError, ParameterError, SessionError, TrustError, UserError
 from sparkdl.infer.model import load
-from sparkdl.infer.recipe import WithoutName
+from sparkdl.infer.recipe import (
+    WithoutName,
+    is_module_builder,
+    member_of,
+    recipe_by_name,
+    resolved,
+)
 from sparkdl.infer.remote import HadoopFolder
 from sparkdl.infer.saved import save
-from sparkdl.ml.objects import OBJECTS, objects_by_name, objects_of, pickled_objects
+from sparkdl.loop.triggers import Trigger
+from sparkdl.model.preparation import dumps
 from sparkdl.session import is_connected
 
 logger = logging.getLogger("sparkdl")
+OBJECTS = ("model", "loss", "optimizer", "trainerArgs")
+"""The Params that may hold what JSON cannot."""
 FOLDER = "model"
 """The folder of a model's weights and recipe, beside its metadata."""
 
@@ -110,12 +124,16 @@ class ModelWriter(_Writer):
             target.upload(folder, FOLDER)
 
 
-class ModelReader(MLReader[Any]):
-    """Reads a :class:`sparkdl.ml.TorchModel`."""
+class _Reader(MLReader[Any]):
+    """A reader of stages of the class ``cls``."""
 
     def __init__(self, cls: type[Any]) -> None:
         super().__init__()
         self.cls = cls
+
+
+class ModelReader(_Reader):
+    """Reads a :class:`sparkdl.ml.TorchModel`."""
 
     def load(self, path: str) -> Any:
         """Read the model, as far as :func:`loading` trusts its folder."""
@@ -143,10 +161,10 @@ class EstimatorWriter(_Writer):
         objects = {name: plain.pop(name) for name in OBJECTS if name in plain}
         why, pickled = None, b""
         try:
-            named = objects_by_name(objects)
+            named = _by_name(objects)
             json.dumps(named)
         except WithoutName as error:
-            named, why, pickled = None, str(error), pickled_objects(objects)
+            named, why, pickled = None, str(error), dumps(objects)
             _check_classic(self.sparkSession)
         told = instance.copy()
         for name in OBJECTS:  # the class knows their defaults
@@ -167,12 +185,8 @@ class EstimatorWriter(_Writer):
         )
 
 
-class EstimatorReader(MLReader[Any]):
+class EstimatorReader(_Reader):
     """Reads a :class:`sparkdl.ml.TorchEstimator`."""
-
-    def __init__(self, cls: type[Any]) -> None:
-        super().__init__()
-        self.cls = cls
 
     def load(self, path: str) -> Any:
         """Read the estimator, as far as :func:`loading` trusts its folder."""
@@ -191,7 +205,7 @@ class EstimatorReader(MLReader[Any]):
                 _download(self.sparkSession, place, file.name, file)
                 pickled = file.read_bytes()
         with _told_of("", path):
-            objects = objects_of(named, pickled, allowed.trust, path)
+            objects = _objects_of(named, pickled, allowed.trust, path)
         if allowed.model is not None and "model" in objects:
             objects["model"] = allowed.model
         estimator = self.cls()
@@ -259,3 +273,90 @@ def _download(session: SparkSession, path: str, name: str, target: Path) -> None
     if name not in folder.names():
         raise ModelError(f"{path}/{name} is missing: the folder is no whole model of sparkdl.ml.")
     folder.download(name, target)
+
+
+def _by_name(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return objects as JSON, or raise :class:`WithoutName` for one that has no such form."""
+    try:
+        return {name: encode(value, name, leaf=_leaf) for name, value in objects.items()}
+    except (TypeError, RecursionError) as error:
+        raise WithoutName(str(error)) from None
+
+
+def _objects_of(
+    named: dict[str, Any] | None, pickled: bytes, trust: bool, path: str
+) -> dict[str, Any]:
+    """Return the objects of a saved estimator; ``named`` is None if they are in the pickle.
+
+    With ``trust``, functions of any kind may be imported.
+    """
+    try:
+        if named is None:
+            return dict(pickle.loads(pickled))
+        read = functools.partial(_of_leaf, trust=trust, path=path)
+        return {name: decode(value, {}, read) for name, value in named.items()}
+    except (TrustError, ModelError):
+        raise
+    except Exception as error:  # importing a module may raise anything
+        raise ModelError(
+            f"{path}: the objects of the estimator cannot be loaded ({type(error).__name__}: {error}). "
+            "Put their modules on the Python path, or pass model=make_model."
+        ) from None
+
+
+def _leaf(value: Any, where: str) -> dict[str, Any]:
+    """Return an object as JSON. Raises TypeError if it has no name."""
+    if isinstance(value, nn.Module):
+        kind = type(value)
+        if not list(value.parameters()) and _is_plainly(kind, value):
+            return {**recipe_by_name(kind), "kind": "instance"}
+        raise TypeError(f"{where} is a {kind.__name__} object with options or weights of its own")
+    if isinstance(value, Trigger) and dataclasses.is_dataclass(value):
+        fields = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+        given = {key: encode(part, f"{where}.{key}", leaf=_leaf) for key, part in fields.items()}
+        return {**recipe_by_name(type(value)), "kind": "trigger", "kwargs": given}
+    if not callable(value):
+        raise TypeError(f"{where} is a {type(value).__name__} object")
+    try:
+        return recipe_by_name(value)
+    except WithoutName as error:
+        raise TypeError(f"{where}: {error}") from None
+
+
+def _is_plainly(kind: type[nn.Module], value: nn.Module) -> bool:
+    """Return whether a module is what its class makes without arguments, as ``CrossEntropyLoss()``."""
+    try:
+        plain = kind()
+        return bool(vars(plain) == vars(value))
+    except Exception:  # the class needs arguments, or its attributes cannot be compared
+        return False
+
+
+def _of_leaf(content: dict[str, Any], trust: bool, path: str) -> Any:
+    """Return the object that :func:`_leaf` wrote."""
+    found = resolved(content["name"])
+    harmless = isinstance(found, type) and issubclass(found, (torch.optim.Optimizer, Trigger))
+    if not trust and not harmless and not is_module_builder(found):
+        raise TrustError(
+            f'{path} names "{content["name"]}", which is neither a class of modules or optimizers, nor '
+            'a function that is annotated "-> torch.nn.Module". Annotate it, or pass trust=True.'
+        )
+    if content["kind"] == "instance":
+        return found()
+    trigger = content["kind"] == "trigger"
+    read = functools.partial(_of_leaf if trigger else _of_argument, trust=trust, path=path)
+    args = [decode(value, {}, read) for value in content["args"]]
+    kwargs = {key: decode(value, {}, read) for key, value in content["kwargs"].items()}
+    if trigger:
+        return found(**kwargs)
+    return functools.partial(found, *args, **kwargs) if args or kwargs else found
+
+
+def _of_argument(content: dict[str, Any], trust: bool, path: str) -> Any:
+    """Return an argument of a recipe: a dtype, a member of an enum, or what has a name."""
+    if "dtype" in content:
+        return getattr(torch, content["dtype"])
+    if "enum" in content:
+        return member_of(content["enum"])
+    plain: dict[str, Any] = {"kind": "name", "name": content.get("name"), "args": [], "kwargs": {}}
+    return _of_leaf(content.get("recipe", plain), trust, path)

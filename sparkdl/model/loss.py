@@ -27,6 +27,8 @@ from torch import nn
 
 from sparkdl.errors import ModelError, kind_of
 
+Call = Callable[..., Any]
+Tensors = Sequence[torch.Tensor]
 IGNORED = -100
 """The label that torch's losses, and those of transformers' models, ignore by default."""
 
@@ -38,13 +40,7 @@ class OwnLoss(ABC):
     """
 
     @abstractmethod
-    def returned(
-        self,
-        model: Callable[..., Any],
-        call: Callable[..., Any],
-        inputs: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-    ) -> Any:
+    def returned(self, model: Call, call: Call, inputs: Tensors, targets: Tensors) -> Any:
         """Run the model on a mini-batch, and return the argument of the loss.
 
         Args:
@@ -89,13 +85,7 @@ class ModelLoss(OwnLoss):
             return None
         return (self.labels,) if isinstance(self.labels, str) else tuple(self.labels)
 
-    def returned(
-        self,
-        model: Callable[..., Any],
-        call: Callable[..., Any],
-        inputs: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
-    ) -> Any:
+    def returned(self, model: Call, call: Call, inputs: Tensors, targets: Tensors) -> Any:
         """Call the model with its inputs and labels."""
         if self.names is None:
             return call(*inputs, *targets)
@@ -427,11 +417,7 @@ class StepLoss(OwnLoss):
     labels: tuple[str, ...]
 
     def returned(
-        self,
-        model: Callable[..., Any],
-        call: Callable[..., Any],
-        inputs: Sequence[torch.Tensor],
-        targets: Sequence[torch.Tensor],
+        self, model: Call, call: Call, inputs: Tensors, targets: Tensors
     ) -> ReturnedLosses:
         """Call the function with the model and the batch, and look at the losses."""
         if len(inputs) != len(self.inputs):

@@ -26,6 +26,7 @@ from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError, ParameterError, nearest, shown
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout
+from sparkdl.plain import is_whole
 from sparkdl.slices.optimizer import OptimizerSpec
 
 MODEL_DIMENSIONS = ("pipe", "tensor")
@@ -120,7 +121,7 @@ def problems_of_mesh(mesh: Any) -> Iterator[str]:
         if name not in DIMENSIONS:
             known = ", ".join(DIMENSIONS)
             yield f'mesh={dict(mesh)}: use {known}, not "{name}".{nearest(str(name), DIMENSIONS)}'
-        elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        elif not is_whole(size, 1):
             yield f"mesh={dict(mesh)}: {name} is a whole number of at least 1."
 
 
@@ -268,7 +269,7 @@ def count_problems(strategy: ParallelStrategy, *names: str) -> Iterator[str]:
     """Yield the problems of options that are whole numbers of at least 1."""
     for name in names:
         value = getattr(strategy, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value, 1):
             yield f"{name}={shown(value)}): give a whole number of at least 1."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,7 +10,7 @@ from torch import nn
 
 from sparkdl.errors import ParameterError, shown
 from sparkdl.parallel.base import Mesh, ParallelStrategy, flag_problems
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_number, make_plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +54,7 @@ class DDP(ParallelStrategy):
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
         size = self.bucket_cap_mb
-        if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < math.inf:
+        if not (is_number(size) and size > 0):
             yield f"bucket_cap_mb={shown(size)}): give a number of megabytes above 0."
         yield from flag_problems(self, "static_graph", "find_unused_parameters", "shard_optimizer")
         if self.static_graph is True and self.find_unused_parameters is True:

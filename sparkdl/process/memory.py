@@ -22,9 +22,8 @@ import mmap
 import os
 import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -127,8 +126,7 @@ def is_scarce(nbytes: int, processes: int) -> bool:
     return left_to_process() < nbytes or left_to_machine() < nbytes * processes
 
 
-@dataclass(frozen=True)
-class _Memory:
+class _Memory(NamedTuple):
     """Memory of the machine or of a control group: total bytes, and bytes that are left."""
 
     total: float

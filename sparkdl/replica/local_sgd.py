@@ -23,9 +23,8 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.errors import ModelError
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.replica.compute import Losses, MiniBatch, added_up, forward_backward
-from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import INNER_STEPS, Clock, EarlyStop, PassedParts
-from sparkdl.replica.step import ReplicaIteration, ReplicaResult
+from sparkdl.replica.step import Gradients, ReplicaIteration, ReplicaResult, take_gradients
 from sparkdl.slices.optimizer_step import step_slice
 from sparkdl.slices.reduce import ReducedGradient, clip_norm, clip_values, penalize, squared_norm
 from sparkdl.slices.section import sums_up

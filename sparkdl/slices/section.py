@@ -57,7 +57,7 @@ from sparkdl.codec.packed import (
 )
 from sparkdl.errors import ParameterError, shown
 from sparkdl.model.flat import Layout
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_number, make_plain
 from sparkdl.slices.spec import Fragment, SliceSpec
 
 RESIDUAL = "sparkdl.residual"
@@ -109,7 +109,7 @@ class TopK:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        if not _is_number(self.ratio) or not 0 < self.ratio <= 1:
+        if not is_number(self.ratio) or not 0 < self.ratio <= 1:
             raise ParameterError(
                 f"TopK: ratio={shown(self.ratio)}: give a number above 0, at most 1."
             )
@@ -259,10 +259,6 @@ def decompress(
     dense = torch.zeros(length, dtype=dtype, device=values.device)
     dense[indices.long()] = values
     return dense.view(shape)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 SparseRows = tuple[torch.Tensor, torch.Tensor]

@@ -32,10 +32,8 @@ import torch
 from pyspark import SparkContext, TaskContext
 
 from sparkdl.errors import SessionError
-from sparkdl.session import conf_of
 from sparkdl.spark.executors import Executor, executor_awaited, executors, task_per_executor
 from sparkdl.spark.frames import collect_and_forget, is_local, map_frames, stage_name
-from sparkdl.spark.worker import finish_task
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"
@@ -222,21 +220,20 @@ def within_gpus(context: SparkContext, replicas: int, chosen: bool, engine: str)
 
     ``chosen``: the user has set it. The engine "local" has as many as others, and uses no GPU.
     """
-    assigned = conf_of(context).contains(AMOUNT)
+    assigned = context._conf.contains(AMOUNT)
     if is_local(context):
         return replicas if chosen else _capped(replicas, torch.cuda.device_count())
     if engine == "local" or (
         not assigned and torch.version.cuda is None and torch.version.hip is None
     ):
         return replicas
-    there = executors(context)
-    counts = _look(context, there)
+    there, counts = _look(context)
     problem = None if assigned else sharing(there, counts, replicas)
     if problem and not chosen:
         raise SessionError(problem)
     if problem:
         logger.warning("%s", problem)
-    if assigned and float(conf_of(context).get(AMOUNT, "1")) > 1:
+    if assigned and float(context._conf.get(AMOUNT, "1")) > 1:
         logger.warning(
             "a task uses one GPU, and the others that Spark assigns to it stay idle: set %s=1.",
             AMOUNT,
@@ -294,21 +291,20 @@ class CountGpus:
             yield pickle.dumps(count)
         except SessionError as error:
             yield pickle.dumps(error)
-        finish_task()
 
 
-def _look(context: SparkContext, there: Sequence[Executor]) -> list[int]:
-    """Return the number of GPUs that a task sees on each of these executors."""
+def _look(context: SparkContext) -> tuple[list[Executor], list[int]]:
+    """Return the executors, and the number of GPUs that a task sees on each of them."""
+    there = executors(context)
     key = context.applicationId, frozenset(executor.name for executor in there)
     if there and key in _looked:
-        return _looked[key]
-    with stage_name(context, "look for GPUs"), executor_awaited(context):
-        places = task_per_executor(context, [*there] or [None])
-        found = [
-            pickle.loads(frame) for frame in collect_and_forget(map_frames(places, CountGpus()))
-        ]
-    for one in found:
-        if isinstance(one, SessionError):
-            raise one
-    _looked[key] = found
-    return found
+        return there, _looked[key]
+    places = task_per_executor(context, [*there] or [None])
+    with executor_awaited(context), stage_name(context, "look for GPUs"):
+        counted = collect_and_forget(map_frames(places, CountGpus()))
+    counts = [pickle.loads(frame) for frame in counted]
+    for count in counts:
+        if isinstance(count, SessionError):
+            raise count
+    _looked[key] = counts
+    return there, counts

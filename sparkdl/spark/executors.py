@@ -6,13 +6,13 @@ the other 1 and 3. Then no node has two replicas whose gradients meet in the tre
 module says where to read the samples, with the executors of a host one after another. Replicas live
 where their samples are.
 
-Local properties of Spark, which a thread's jobs are submitted with.
+The Python daemons are started while the driver still prepares a session's first fit. A daemon imports
+torch and more for two seconds when Spark first has a Python task for its executor. Meanwhile the
+driver builds the model, imports what torch's first optimizer needs, and plans the query, which takes
+about as long. Otherwise a user would wait for both in sequence.
 
-Start of the Python daemons for a session's first fit, while the driver still prepares it.
-
-A daemon imports torch and more for two seconds when Spark first has a Python task for its executor.
-Meanwhile the driver builds the model, imports what torch's first optimizer needs, and plans the
-query, which takes about as long. Without this module, a user would wait for both in sequence.
+On a cluster the driver waits for the daemons: if executors lack sparkdl or torch, that is told before
+any data are read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from pyspark import RDD, SparkContext
 from pyspark.serializers import NoOpSerializer
 
 from sparkdl.compat import to_seq
-from sparkdl.session import conf_of
+from sparkdl.errors import SessionError
+from sparkdl.spark.failures import check_session
 from sparkdl.spark.frames import map_frames, stage_name, zip_frames
 
 NEW_MS = 15_000
@@ -85,7 +86,7 @@ def executors(context: SparkContext) -> list[Executor]:
     sc = context._jsc.sc()
     if sc.isLocal():
         return []
-    each = int(conf_of(context).get("spark.task.cpus", "1") or 1)
+    each = int(context._conf.get("spark.task.cpus", "1") or 1)
     listed = sc.statusStore().executorList(True)
     now = time.time() * 1000
     found = []
@@ -209,6 +210,8 @@ def own_properties(context: SparkContext) -> Iterator[None]:
 
 
 SECONDS_TO_END = 5
+SECONDS_TO_START = 30
+"""The longest wait for the daemons of a cluster, whose executors may still have to come."""
 _begun: WeakSet[SparkContext] = WeakSet()
 
 
@@ -216,20 +219,23 @@ _begun: WeakSet[SparkContext] = WeakSet()
 def warming_up(context: SparkContext) -> Iterator[None]:
     """Start a daemon on each executor, if no fit of this session has done so.
 
-    The block does not wait for the daemons unless it raises an error. An error is often followed by
-    the end of the session. Spark would then report a task that has not started as crashed, and a
-    running one as missing its broadcast. Therefore tasks get ``SECONDS_TO_END``, and any that has
-    not started is cancelled.
+    In local mode the block does not wait for the daemons unless it raises an error. On a cluster it
+    begins when they run, and SessionError is raised if their Python cannot run tasks of sparkdl.
+
+    An error is often followed by the end of the session. Spark would then report a task that has not
+    started as crashed, and a running one as missing its broadcast. Therefore tasks get
+    ``SECONDS_TO_END``, and any that has not started is cancelled.
     """
     if context in _begun:
         yield
         return
     _begun.add(context)
     jvm: Any = context._jvm
+    places = task_per_executor(context, executors(context) or [None])
     with own_properties(context), stage_name(context, "start Python"):
-        places = task_per_executor(context, executors(context) or [None])
         starting = map_frames(places, nothing)._jrdd.countAsync()
     try:
+        _check(context, starting)
         yield
     except BaseException:
         with contextlib.suppress(Py4JError):  # the time is up, or Spark is gone
@@ -239,6 +245,28 @@ def warming_up(context: SparkContext) -> Iterator[None]:
             finally:
                 starting.cancel(True)
         raise
+
+
+def check_python(context: SparkContext) -> None:
+    """Raise SessionError if executors of a cluster cannot run tasks of sparkdl."""
+    if not context._jsc.sc().isLocal():  # type: ignore[union-attr]
+        with warming_up(context):
+            pass
+
+
+def _check(context: SparkContext, starting: Any) -> None:
+    """Wait for the daemons of a cluster; any failure but that of their Python is left to later jobs."""
+    jvm: Any = context._jvm
+    if context._jsc.sc().isLocal():  # type: ignore[union-attr]
+        return
+    try:
+        starting.get(SECONDS_TO_START, jvm.java.util.concurrent.TimeUnit.SECONDS)
+    except Py4JError as error:
+        try:
+            check_session(str(error))
+        except SessionError:
+            _begun.discard(context)
+            raise
 
 
 def nothing(partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from py4j.protocol import Py4JError
@@ -29,13 +30,14 @@ from sparkdl.errors import (
     TrainingError,
     UserError,
 )
-from sparkdl.session import conf_of
 from sparkdl.spark.frames import PLACE
 from sparkdl.usercode.travel import REMEDY
 
 WAITED = "sparkdl waited"
 """The start of the reason given when a job is cancelled because nothing happened in it."""
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
+_LACKING = re.compile(r"ModuleNotFoundError: No module named '(sparkdl|torch)'")
+"""The end of a worker, or of the daemon that forks workers, that cannot run any task of sparkdl."""
 _TASK = re.compile(
     r"Task (?P<partition>\d+) in stage [\d.]+ failed (?P<attempts>\d+) times?, most recent "
     r"failure: Lost task \S+ in stage \S+ \(TID \d+\) \((?P<node>[^)]*)\)"
@@ -124,7 +126,7 @@ def limit_hint(text: str) -> str:
     if not _NO_MEMORY.search(text):
         return ""
     context = SparkContext._active_spark_context
-    limit = None if context is None else conf_of(context).get("spark.executor.pyspark.memory")
+    limit = None if context is None else context._conf.get("spark.executor.pyspark.memory")
     if limit:
         whose = (
             f"spark.executor.pyspark.memory={limit} limits the address space of each Python worker"
@@ -137,6 +139,17 @@ def limit_hint(text: str) -> str:
     return (
         f"{start} {whose}, of which Python and torch take 1 GiB without any model, and maps of shared "
         "memory count too: raise or unset it."
+    )
+
+
+def _lacking(module: str) -> str:
+    """Name the interpreter of the executors that has no ``module``, and what the driver imports."""
+    context = SparkContext._active_spark_context
+    executors = "" if context is None else f' ("{context.pythonExec}")'
+    return (
+        f"the Python of the executors{executors} has no {module}, which the driver imports from "
+        f"{Path(str(sys.modules[module].__file__)).parent}: install it there, or ship it with "
+        "spark-submit --py-files or --archives, as docs/guide/packaging.md says."
     )
 
 
@@ -155,9 +168,11 @@ def _interpreters(text: str) -> str:
     )
 
 
-def _check_session(text: str) -> None:
+def check_session(text: str) -> None:
     """Raise SessionError or TrainingError if the text is neither of the data nor of a task."""
     _check_server(text)
+    if lacking := _LACKING.search(text):
+        raise SessionError(_lacking(lacking[1])) from None
     if "[OPERATION_CANCELED]" in text:
         raise TrainingError(
             "the query was cancelled, by spark.interruptAll() or the like, or at the server. "
@@ -220,7 +235,7 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
         yield
     except (Py4JError, PySparkException) as error:
         text = str(error)
-        _check_session(text)
+        check_session(text)
         if mistake := _OF_MODULES.search(text):
             raise ModelError(f"{doing}: {mistake[1]}") from None
         if told := _IN_ROWS.search(text):
@@ -281,7 +296,7 @@ def faults_explained(doing: str) -> Iterator[None]:
     try:
         yield
     except (Py4JError, PySparkException) as error:
-        _check_session(str(error))
+        check_session(str(error))
         reason = explain(str(error))
         raise _kind(reason)(f"{doing}: {reason}") from None
 

@@ -20,6 +20,7 @@ from pyspark import RDD, SparkContext, StorageLevel, TaskContext
 from pyspark.serializers import CloudPickleSerializer, NoOpSerializer, PairDeserializer, pack_long
 
 from sparkdl.compat import PipelinedRDD, load_from_socket, to_seq
+from sparkdl.spark.worker import finish_task
 
 Frames = Iterable[bytes]
 _FILES = "spark.shuffle.sort.bypassMergeThreshold"
@@ -38,13 +39,17 @@ PLACE = re.compile(
 
 @dataclass(frozen=True)
 class _Located:
-    """A task that adds its location to its exceptions, since Spark's report lacks it from 4.1 on."""
+    """A task that leaves its process as it was, and adds its location to its exceptions.
+
+    Spark's report lacks the location from 4.1 on.
+    """
 
     task: Callable[[int, Any], Frames]
 
     def __call__(self, partition: int, records: Any) -> Iterator[bytes]:
         try:
             yield from self.task(partition, records)
+            finish_task()
         except Exception as error:
             context = TaskContext.get()
             if context is not None and not any(map(PLACE.match, getattr(error, "__notes__", ()))):

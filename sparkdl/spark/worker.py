@@ -1,6 +1,7 @@
 """Adjustments of the PySpark worker that runs sparkdl's tasks, and a check for cancelled tasks.
 
-Tasks call :func:`finish_task` at their end.
+Tasks call :func:`finish_task` at their end, unless :func:`sparkdl.spark.frames.map_frames` runs them,
+which does it.
 
 *Garbage collection.* PySpark's daemon runs a full collection after every task. With torch imported,
 that traverses about half a million objects, which takes 100 ms and more, several times per

@@ -14,9 +14,9 @@ from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import columns_of
 from sparkdl.errors import DataError
+from sparkdl.infer.forward import run_batches
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.output import as_numpy
-from sparkdl.infer.shipped_module import run_batches
+from sparkdl.infer.outputs import as_numpy
 
 BATCH_SIZE = 1024
 """The number of rows of a forward pass."""
@@ -53,13 +53,7 @@ class PyFunc:
             except RowError as error:
                 raise DataError(error.problem.message("the table")) from None
             known = None if trained.output is None else trained.output.dimensions
-            found = run_batches(
-                trained.module,
-                arrays,
-                BATCH_SIZE,
-                dimensions=(known, known),
-                signature=trained.signature,
-            )
+            found = run_batches(trained.module, arrays, BATCH_SIZE, known, trained.signature)
             outputs += [as_numpy(output) for output, _ in found]
         return np.concatenate(outputs) if outputs else np.zeros(0, np.float32)
 

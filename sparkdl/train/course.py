@@ -1,69 +1,62 @@
 """The course of a fit: what comes between the placement of its samples and its result.
 
-It needs no Spark: it runs on the driver, or in rank 0 of a gang that has no driver.
+It needs no Spark: it runs on the driver, in rank 0 of a gang that has no driver, or in a task.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-import torch
-from torch import nn
-
-from sparkdl.checkpoint.identity import ModelIdentity
-from sparkdl.checkpoint.resume import ResumeCandidates
+from sparkdl.checkpoint.manifest import (
+    DataIdentity,
+    Manifest,
+    ModelIdentity,
+    RunIdentity,
+    consistency_text,
+)
+from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
+from sparkdl.checkpoint.save import Checkpointer
+from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.consistency.asynchronous import Asynchronous
-from sparkdl.consistency.base import check_recorded_parts, largest_staleness
+from sparkdl.consistency.base import check_replicas, largest_staleness
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.fields import SampleHandle
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
-from sparkdl.engines.registry import EngineInputs, build_engine
-from sparkdl.engines.resources import FitResources
+from sparkdl.engines.recovery import RecoveringEngine
+from sparkdl.engines.registry import build_engine
+from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.errors import ParameterError, counted
-from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.output import Output
-from sparkdl.infer.saved import StoredState, manifest_of_model
-from sparkdl.loop.advance import catch_up
-from sparkdl.loop.callbacks import Callback, added_callbacks, tell_result
+from sparkdl.infer.saved import manifest_of_model
+from sparkdl.loop.advance import catch_up, first_state
+from sparkdl.loop.callbacks import Callback, added_callbacks
 from sparkdl.loop.config import LoopConfig
-from sparkdl.loop.engine import BEST, Engine
+from sparkdl.loop.engine import BEST, Engine, PendingStateWork, ReadState, StateWork
 from sparkdl.loop.history import History
-from sparkdl.loop.interrupt import Interrupt, interruptible
-from sparkdl.loop.loop import train
-from sparkdl.loop.progress import Progress
-from sparkdl.loop.schedule import Schedule
+from sparkdl.loop.interrupt import interruptible
+from sparkdl.loop.loop import PeriodicTask, train
 from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
-from sparkdl.model.recipe import weights_digest
-from sparkdl.slices.slice_file import PackSlice
-from sparkdl.train.carried import CarriedRun
-from sparkdl.train.engine_inputs import load_start, packed_state, settings_of
-from sparkdl.train.fit_result import result_maker, trained_model, wanted_weights
-from sparkdl.train.periodic_tasks import periodic_tasks, run_identity
-from sparkdl.train.place_samples import validation_set
+from sparkdl.loop.validation import Validator
+from sparkdl.model.recipe import frozen_digest
+from sparkdl.slices.slice_file import PackSlice, ReadCarried, WithoutAverage
+from sparkdl.train.engine_inputs import Site, engine_inputs, packed_state, settings_of
+from sparkdl.train.placed_samples import validation_set
 from sparkdl.train.preflight import preflight, with_dimensions
 from sparkdl.train.prepare import PreparedModel
-from sparkdl.train.rescue import Rescue
-from sparkdl.train.trainer import Trainer
+from sparkdl.train.request import FitRequest, begin_batch
+from sparkdl.train.result import FinishedFit, FitEnd, Rescue, result_maker, wanted_weights
+from sparkdl.train.spec import TrainerSpec
 
-Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class Start:
-    """The state in which a run begins, if that is not the recipe's."""
-
-    resuming: ResumeCandidates | None = None
-    kept: StoredState | None = None
-    carried: CarriedRun | None = None
-    one_pass: bool = False  # of ``partial_fit``: one pass, over a part of all data
-    replay: History | None = None  # its decisions are repeated
+logger = logging.getLogger("sparkdl")
 
 
-def check_replay(trainer: Trainer, replay: History | None) -> None:
+def check_replay(trainer: TrainerSpec, replay: History | None) -> None:
     """Check that a run can repeat what was decided on the iterations of a history."""
     if replay is None:
         return
@@ -77,7 +70,7 @@ def check_replay(trainer: Trainer, replay: History | None) -> None:
     if isinstance(model, Asynchronous) and (groups := model.groups or trainer.replicas):
         for number, decisions in recorded.items():
             model.check_recorded(number, decisions, groups)
-    check_recorded_parts(trainer, replay.micro_batches, replay.inner_steps)
+    _check_recorded_parts(trainer, replay)
     most, keep = largest_staleness(recorded), model.keep
     if most >= keep:
         raise ParameterError(
@@ -85,6 +78,43 @@ def check_replay(trainer: Trainer, replay: History | None) -> None:
             f"{keep}: train with consistency=sparkdl.StaleSynchronous(staleness={most})."
         )
     check_replayed_settings(replay, {"seed": trainer.seed})
+
+
+def _check_recorded_parts(trainer: TrainerSpec, replay: History) -> None:
+    """Check that a run can repeat what the replicas of a history left out."""
+    micro_batches, inner_steps = replay.micro_batches, replay.inner_steps
+    counts = [*micro_batches.values(), *inner_steps.values()]
+    if not counts:
+        return
+    if micro_batches and trainer.options.steps_on_replicas:
+        raise ParameterError(
+            "replay: the history has replicas that left out micro-batches, which replicas with steps "
+            "of their own do not: train with the consistency= and local_steps= of the recorded run."
+        )
+    if inner_steps and not trainer.options.outer:
+        raise ParameterError(
+            "replay: the history has replicas that left out steps of their own, which only those of "
+            "DiLoCo do: train with the consistency= of the recorded run."
+        )
+    if trainer.replicas is not None:
+        check_replicas(max(map(len, counts)), trainer.replicas)
+    if trainer.engine == "gang":
+        what = "micro-batches" if micro_batches else "steps of their own"
+        raise ParameterError(
+            f"replay: the history has replicas that left out {what}, which the ranks of a gang "
+            'cannot: use engine="shuffle" or "local".'
+        )
+    most, steps = max(map(max, counts)), trainer.consistency_model.inner_steps
+    if micro_batches and most > trainer.accumulate:
+        raise ParameterError(
+            f"replay: the history has replicas with {most} micro-batches, and this trainer has "
+            f"accumulate={trainer.accumulate}: train with that of the recorded run."
+        )
+    if inner_steps and most > steps:
+        raise ParameterError(
+            f"replay: the history has replicas with {most} steps of their own, and this trainer has "
+            f"inner_steps={steps}: train with that of the recorded run."
+        )
 
 
 def check_replayed_settings(replay: History, settings: Mapping[str, int]) -> None:
@@ -122,124 +152,209 @@ def check_replayed_data(replay: History, plan: EpochPlan) -> None:
         )
 
 
-@dataclass(frozen=True)
-class FinishedCourse(Generic[Result]):
-    """The end of a course."""
-
-    result: Result  # of ``take``
-    state: TrainState
-    schedule: Schedule
-    packed_best: tuple[bytes, ...] | None  # None: not kept for another pass
-
-
-@dataclass(frozen=True)
-class FinishedEngine:
-    """An engine that has trained, and what its result is made of."""
-
-    engine: Engine
-    kinds: list[str]  # of weights
-    make: Callable[..., TrainedModel]  # of a ``module`` and a ``history``
-    output: Output | None
-    history: History
-    packed: tuple[bytes, ...] | None  # None: not wanted, or could not be collected
-    callbacks: list[Callback]
-
-
+@contextlib.contextmanager
 def run_course(
-    trainer: Trainer,
-    prepared: list[PreparedModel],
+    request: FitRequest,
+    model: PreparedModel,
     samples: SampleSet,
     validation_samples: SampleSet | None,
-    start: Start,
-    inputs: Callable[[PreparedModel, ValidationSet | None], EngineInputs],
-    take: Callable[[FinishedEngine], Result],
-    progress_of: Callable[[str], Progress],
-    resources: FitResources | None = None,
-    interrupts: Interrupt | None = None,
-) -> FinishedCourse[Result]:
-    """Try the model out, build the engine, train, and take the result from the engine.
+    resuming: ResumeCandidates | None,
+    site: Site,
+) -> Iterator[FinishedFit]:
+    """Try the model out, build the engine, and train; in the block the result is taken from it.
 
-    ``prepared`` holds one model, which is taken out of it, since its module takes memory. ``take``
-    also tells the callbacks of the result; if it fails, the model is kept as :class:`Rescue` says.
-    ``interrupts``: requests that do not come as signals to this process.
+    If the block fails, the model is kept as :class:`Rescue` says. The module of ``model`` is freed,
+    since it takes memory.
     """
-    model, one_pass, carried = prepared.pop(), start.one_pass, start.carried
+    trainer, one_pass, before = request.trainer, request.one_pass, request.before
     validation = validation_set(trainer, validation_samples, model.float_dtype)
-    output, sums = preflight(trainer, model, samples, validation, endless=one_pass)
-    model = replace(model, sums=sums)
+    output, sums = preflight(trainer, model, samples, validation, one_pass, site.settings.care)
     validation = with_dimensions(validation, output)
-    given = inputs(model, validation)
-    engine, recorded = build_engine(trainer.engine, given), given.recorded
-    del given  # its parts take memory
+    recorded = None if request.replay is None else request.replay.decisions
+    inputs = engine_inputs(trainer, site, model, samples, validation, sums, recorded)
+    engine = build_engine(trainer.engine, inputs)
+    del inputs  # its parts take memory
     settings = settings_of(trainer, len(samples.counts))
-    if start.replay is not None:
-        check_replayed_data(start.replay, engine.plan)
-        check_replayed_settings(start.replay, settings)
+    if request.replay is not None:
+        check_replayed_data(request.replay, engine.plan)
+        check_replayed_settings(request.replay, settings)
     identity = run_identity(trainer, model, samples.handles)
-    make = result_maker(trainer, model, samples, output)
-    state, history = load_start(
-        trainer, engine, identity, start.resuming, start.kept, carried, resources, anew=one_pass
-    )
+    state, history = load_start(request, engine, identity, resuming, site)
     history.note_settings(settings)
-    if one_pass:
-        trainer = replace(trainer, stop=MaxEpoch(state.epoch + 1))
-    if carried is not None and carried.schedule is not None:
-        schedule = carried.schedule
+    looped = trainer if not one_pass else replace(trainer, stop=MaxEpoch(state.epoch + 1))
+    if before is not None and before.schedule is not None:
+        schedule = before.schedule
         schedule.after(schedule.at, state)
     else:
         schedule = model.schedule
         state = catch_up(schedule, state, history)
     if one_pass and not schedule.follows_validations:
         state = replace(state, validations=recent_validations(state.validations))
-    manifest_model = manifest_of_model(
-        make(module=model.module, history=history), trainer.freeze, trainer.unfreeze
-    )
+    manifest_model: Mapping[str, Any] = {}
+    if site.rescues or trainer.checkpoint is not None:
+        make = result_maker(trainer, model, samples, output)
+        untrained = make(module=model.module, history=history)
+        manifest_model = manifest_of_model(untrained, trainer.freeze, trainer.unfreeze)
     periodic = periodic_tasks(
-        trainer, engine, validation, identity, manifest_model, state, history, one_pass
+        looped, engine, validation, identity, manifest_model, state, history, one_pass
     )
-    progress = progress_of(_facts(trainer, model, samples))
-    model = replace(model, module=nn.Module())  # the preflight's module takes memory
-    rescue = Rescue(trainer, engine, identity, manifest_model, history, one_pass)
-    asked = interruptible() if interrupts is None else contextlib.nullcontext(interrupts)
-    with asked as interrupt, rescue, contextlib.closing(progress):
-        own: list[Callback] = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
-        callbacks = [rescue, *own, progress]
-        config = LoopConfig.of(trainer, recorded)
+    site.progress.describe(_facts(trainer, model, samples))
+    model.drop_module()
+    rescue = Rescue(looped, engine, identity, manifest_model, history, one_pass)
+    asked = contextlib.nullcontext(site.interrupt) if site.interrupt else interruptible()
+    kept = rescue if site.rescues else contextlib.nullcontext()
+    with asked as interrupt, kept, contextlib.closing(site.progress):
+        own = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
+        callbacks: list[Callback] = [rescue, *own, site.progress]
+        config = LoopConfig(
+            stop=looped.stop,
+            options=trainer.options,
+            histograms=trainer.histograms,
+            recorded=recorded or {},
+        )
         state = train(
-            trainer, config, engine, schedule, periodic, callbacks, state, history, interrupt
+            looped, config, engine, schedule, periodic, callbacks, state, history, interrupt
         )
         kinds = wanted_weights(trainer, state)
         wanted = trainer.keep_optimizer_state or one_pass
         packed = packed_state(engine, lose_it=not one_pass) if wanted else None
         best = BEST in kinds and one_pass
-        packed_best = tuple(engine.map_slices(PackSlice(), BEST)) if best else None
-        result = take(FinishedEngine(engine, kinds, make, output, history, packed, own))
-    return FinishedCourse(result, state, schedule, packed_best)
+        end = FitEnd(
+            samples=samples,
+            output=output,
+            kinds=kinds,
+            state=state,
+            history=history,
+            packed=packed,
+            packed_best=tuple(engine.map_slices(PackSlice(), BEST)) if best else None,
+            schedule=schedule if one_pass else None,
+        )
+        yield FinishedFit(trainer, model, engine, end, own)
 
 
-def told_model(
-    done: FinishedEngine,
-    trainer: Trainer,
-    model: PreparedModel,
-    weights: Callable[[str], torch.Tensor],
-) -> TrainedModel:
-    """Return the trained model with its optimizer state, once the callbacks know of it."""
-    trained = trained_model(done.make, model.payload, done.kinds, weights, done.history)
-    tell_result(done.callbacks, trainer, with_state(trained, done.packed, model))
-    return trained
+def load_start(
+    request: FitRequest,
+    engine: Engine,
+    identity: RunIdentity,
+    resuming: ResumeCandidates | None,
+    site: Site,
+) -> tuple[TrainState, History]:
+    """Load the first state into the engine; return where the run stands, and its history.
+
+    A pass stands at the beginning of the data, even if a checkpoint was written in the middle of one.
+    """
+    trainer, before, anew = request.trainer, request.before, request.one_pass
+    per_epoch = engine.plan.num_iterations
+    restored = None if resuming is None else resuming.restore(engine, identity)
+    if restored is not None:
+        state = replace(restored.state, iterations_per_epoch=per_epoch)
+        if anew or not restored.midway:
+            state = begin_batch(state, per_epoch, each_an_epoch=anew)
+        return state, restored.history
+
+    def read(packed: tuple[bytes, ...]) -> ReadState:
+        large = sum(map(len, packed)) > INLINE_BYTES and trainer.engine == "shuffle"
+        resources = site.resources
+        carried = ReadCarried(resources.broadcast(packed) if resources and large else packed)
+        return WithoutAverage(carried) if trainer.ema is None else carried
+
+    kept = request.kept if before is None else before.trained.optimizer_state
+    engine.load(None if kept is None else read(kept.slices))
+    if before is None:
+        return begin_batch(first_state(trainer.options), per_epoch), History()
+    if before.best is not None:
+        engine.load(read(before.best), which=BEST)
+    state = begin_batch(before.state, per_epoch, each_an_epoch=True)
+    return state, before.trained.history.branch()
 
 
-def with_state(
-    trained: TrainedModel, packed: tuple[bytes, ...] | None, model: PreparedModel
-) -> TrainedModel:
-    """Return ``trained`` with its optimizer state, if that was collected."""
-    if packed is not None:
-        digest, identity = weights_digest(trained.module), ModelIdentity.of(model.layout)
-        trained.optimizer_state = StoredState(packed, identity, model.optimizers, digest)
-    return trained
+def run_identity(
+    trainer: TrainerSpec, model: PreparedModel, handles: Sequence[SampleHandle]
+) -> RunIdentity:
+    """Return the identity of a run, as its checkpoints record it."""
+    return RunIdentity(
+        model=ModelIdentity.of(model.layout),
+        data=DataIdentity.of(handles),
+        constants={
+            "replicas": len(handles),
+            "batch_size": trainer.batch_size,
+            "local_steps": trainer.options.local_steps,
+            "consistency": consistency_text(describe(trainer.consistency_model)),
+            "seed": trainer.seed,
+        },
+        optimizers=model.optimizers,
+        options=trainer.options,
+        frozen=frozen_digest(model.module),
+        metric=trainer.validation.best if trainer.validation else None,
+        compression=describe(
+            trainer.consistency if trainer.options.keeps_own else trainer.compression
+        ),
+        config=describe_trainer(trainer),
+    )
 
 
-def _facts(trainer: Trainer, model: PreparedModel, samples: SampleSet) -> str:
+def periodic_tasks(
+    trainer: TrainerSpec,
+    engine: Engine,
+    validation: ValidationSet | None,
+    identity: RunIdentity,
+    manifest_model: Mapping[str, Any],
+    state: TrainState,
+    history: History,
+    one_pass: bool,
+) -> list[PeriodicTask]:
+    """Return the tasks that the loop runs after an iteration when they are due, in order."""
+    tasks: list[PeriodicTask] = []
+    if validation is not None and trainer.validation is not None:
+        tasks.append(Validator(engine, trainer.validation, validation.scorer, history))
+    if trainer.checkpoint is not None:
+        if "unknown" in manifest_model and state.iteration == 0:
+            logger.warning(
+                "the checkpoints of this run can be resumed, but sparkdl.load cannot read them, "
+                "and save() of the trained model will fail: %s",
+                manifest_model["unknown"],
+            )
+        noting, background = None, None
+        if isinstance(engine, RecoveringEngine):
+            noting = functools.partial(_noting, identity, engine)
+            if trainer.checkpoint.asynchronous:
+                background = functools.partial(_in_background, engine)
+        checkpointer = Checkpointer(
+            trainer.checkpoint,
+            engine,
+            identity,
+            history,
+            noting,
+            background,
+            model=manifest_model,
+            begun=state,
+            endless=one_pass,
+        )
+        checkpointer.check()
+        tasks.append(checkpointer)
+    return tasks
+
+
+def _noting(run: RunIdentity, engine: RecoveringEngine) -> Callable[[str, Manifest], None]:
+    """Return a function that tells the engine of a committed checkpoint of the present state.
+
+    The engine may then go back to that checkpoint.
+    """
+    return functools.partial(_note_checkpoint, run, engine, engine.done)
+
+
+def _note_checkpoint(
+    run: RunIdentity, engine: RecoveringEngine, done: int, uri: str, manifest: Manifest
+) -> None:
+    load = RestoredRun.of(run, uri, manifest, History()).load
+    engine.checkpointed(done, manifest.iteration, load)
+
+
+def _in_background(engine: RecoveringEngine, uses: StateWork) -> PendingStateWork:
+    return engine.later(lambda gang: gang.in_background(uses))
+
+
+def _facts(trainer: TrainerSpec, model: PreparedModel, samples: SampleSet) -> str:
     """Return the model, the rows, the replicas and the engine in words, for the log."""
     kind = type(model.module).__name__
     size = counted(sum(parameter.numel() for parameter in model.module.parameters()), "parameter")

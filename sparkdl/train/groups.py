@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,27 +16,47 @@ from pyspark.sql import DataFrame, functions
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 
+from sparkdl.care.hints import check_labels
 from sparkdl.compat import apply_in_arrow
 from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
-from sparkdl.data.samples import materialize_here
+from sparkdl.data.columns.base import Column
+from sparkdl.data.columns.numeric import to_numpy
+from sparkdl.data.fields import SampleHandle, check_total_weight
+from sparkdl.data.partition_reader import close_partitions
+from sparkdl.data.partition_writer import PartitionWriter
+from sparkdl.data.ragged import Rows
+from sparkdl.data.row_errors import RowError
+from sparkdl.data.samples import SampleSet, materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema
+from sparkdl.engines.local.groups import local_engine
 from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data
+from sparkdl.infer.forward import run_batches
 from sparkdl.infer.model import TrainedModel
+from sparkdl.infer.outputs import as_numpy, to_arrow
+from sparkdl.loop.advance import catch_up, first_state
+from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.history import History
+from sparkdl.loop.interrupt import Interrupt
+from sparkdl.loop.loop import train
+from sparkdl.loop.schedule import Schedule
 from sparkdl.model.flat import filled
+from sparkdl.model.recipe import Signature
 from sparkdl.process.determinism import Numerics
+from sparkdl.process.system import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
-from sparkdl.train.fit_result import result_maker
-from sparkdl.train.group_tasks import RESULT, FitGroup, PredictGroup
-from sparkdl.train.place_samples import source
+from sparkdl.train.engine_inputs import run_spec
+from sparkdl.train.placed_samples import source
 from sparkdl.train.plain_tasks import PlainTasks
 from sparkdl.train.preflight import preflight
-from sparkdl.train.prepare import PreparedModel, prepare
-from sparkdl.train.recipes import build_model
+from sparkdl.train.prepare import PreparedModel, build_model, prepare
+from sparkdl.train.request import begin_batch
+from sparkdl.train.result import result_maker
 from sparkdl.train.trainer import Trainer
 from sparkdl.usercode import accompanied
 
+RESULT = "rows bigint, iterations bigint, loss double, seconds double, error string, weights binary"
+"""The columns of a group's result, after its keys."""
 TASKS_PER_SLOT = 4
 """The tasks for each slot, so that groups of unlike size keep all slots at work."""
 FIRST_ROWS = 64
@@ -95,10 +118,7 @@ class GroupModels:
 
     def _trained(self, module: torch.nn.Module) -> TrainedModel:
         """Return a trained model like the template with another module."""
-        state = {**vars(self._template), "module": module.eval(), "_shipped": None}
-        trained = TrainedModel.__new__(TrainedModel)
-        vars(trained).update(state)
-        return trained
+        return replace(self._template, module=module.eval())
 
     def transform(
         self, data: DataFrame, prediction_col: str = "prediction", batch_size: int = 1024
@@ -283,3 +303,141 @@ def _tried_on(
     output, _ = preflight(trainer, model, samples, None, endless=False)
     make = result_maker(trainer, model, samples, output)
     return make(module=model.module, history=History())
+
+
+_prepared: OrderedDict[str, PreparedModel] = OrderedDict()
+"""The model of each run of this process, of the last few."""
+MOST_PREPARED = 4
+
+
+@dataclass(frozen=True)
+class FitGroup:
+    """The function of ``applyInArrow``: a group's rows in, its model or the reason why not out."""
+
+    trainer: Trainer  # of the engine "local"
+    columns: tuple[Column, ...]
+    num_features: int
+    slab: SlabConfig  # removed by the driver after all groups
+    threads: int
+    numerics: Numerics  # those of the driver
+
+    def __call__(self, key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
+        began, found = time.perf_counter(), History()
+        weights, reason = None, None
+        label_output(f"group {', '.join(str(one.as_py()) for one in key)}")
+        try:
+            handle = self._written(rows)
+            try:
+                weights = self._fit(handle, found).numpy().tobytes()
+            finally:
+                close_partitions()
+                _remove(handle)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        label_output("")
+        epochs = found.epochs()
+        result = {
+            "rows": rows.num_rows,
+            "iterations": len(found),
+            "loss": epochs[-1]["loss"] if epochs else None,
+            "seconds": time.perf_counter() - began,
+            "error": reason,
+            "weights": weights,
+        }
+        types = (pa.int64(), pa.int64(), pa.float64(), pa.float64(), pa.string(), pa.binary())
+        keys = {f"k{i}": pa.array([one.as_py()], one.type) for i, one in enumerate(key)}
+        values = zip(result.items(), types, strict=True)
+        return pa.table(keys | {name: pa.array([value], kind) for (name, value), kind in values})
+
+    def _fit(self, handle: SampleHandle, history: History) -> torch.Tensor:
+        """Train on the rows, and return the flat vector of the weights; ``history`` grows."""
+        self.numerics.use()
+        trainer, model = self.trainer, self._model()
+        weighted = self.columns[-1].weight
+        labels = len(self.columns) - self.num_features - weighted
+        samples = SampleSet(None, (handle,), handle.fields, self.num_features, [], labels, weighted)
+        check_labels(trainer.objective, samples)
+        run = run_spec(trainer, model, samples, self.slab, self.threads)
+        batch = trainer.batch_size * trainer.options.local_steps
+        engine = local_engine(samples, run, model.payload, batch, None, trainer.consistency_model)
+        engine.load()
+        schedule = Schedule(
+            model.optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric
+        )
+        state = begin_batch(first_state(trainer.options), engine.plan.num_iterations)
+        state = catch_up(schedule, state, history)
+        config = LoopConfig(stop=trainer.stop, options=trainer.options)
+        train(trainer, config, engine, schedule, [], [], state, history, Interrupt())
+        return engine.weights()
+
+    def _model(self) -> PreparedModel:
+        """Return the prepared model, made once in a process."""
+        run = self.slab.name
+        if run not in _prepared:
+            _prepared[run] = prepare(self.trainer, None)
+            while len(_prepared) > MOST_PREPARED:
+                _prepared.popitem(last=False)
+        return _prepared[run]
+
+    def _written(self, rows: pa.Table) -> SampleHandle:
+        """Write the rows into the slab root. Raises DataError."""
+        weighted = self.columns[-1].weight
+        writer = PartitionWriter(self.slab, weighted=weighted)
+        try:
+            names = [column.name for column in self.columns]
+            labels = [i for i, column in enumerate(self.columns) if column.label]
+            writer.add(names, arrays_of(rows, self.columns), labels=labels)
+        except RowError as error:
+            writer.fail(error.problem)
+            raise DataError(error.problem.message("the group")) from None
+        handle = writer.finish()
+        if weighted:
+            check_total_weight([handle], len(handle.fields) - 1, "the weight of the group")
+        return handle
+
+
+def _remove(handle: SampleHandle) -> None:
+    """Remove the files of a group's samples."""
+    for path in (*(segment.path for segment in handle.segments), handle.order_path):
+        for file in Path(path).parent.glob(f"{Path(path).name}*"):
+            file.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class PredictGroup:
+    """The function of a cogroup's ``applyInArrow``: rows and model in, predictions out."""
+
+    payload: bytes
+    dtype: str  # of the weights, by its NumPy name
+    features: tuple[Column, ...]
+    signature: Signature
+    dimensions: int  # of a batch's output
+    prediction_col: str
+    type: pa.DataType
+    batch_size: int
+
+    def __call__(self, rows: pa.Table, models: pa.Table) -> pa.Table:
+        weights = models.column("weights")[0].as_py() if models.num_rows else None
+        if weights is None or not rows.num_rows:
+            return rows.append_column(self.prediction_col, pa.nulls(rows.num_rows, self.type))
+        flat = torch.from_numpy(np.frombuffer(weights, self.dtype).copy())
+        module = filled(build_model(self.payload), flat).eval()
+        try:
+            arrays = arrays_of(rows, self.features, names=True)
+        except RowError as error:
+            raise DataError(error.problem.message("the group")) from None
+        found = run_batches(module, arrays, self.batch_size, self.dimensions, self.signature)
+        parts = [to_arrow(as_numpy(output)).cast(self.type) for output, _ in found]
+        return rows.append_column(self.prediction_col, pa.chunked_array(parts, self.type))
+
+
+def arrays_of(rows: pa.Table, columns: Sequence[Column], names: bool = False) -> list[Rows]:
+    """Return the tensors of a table's columns, which have their names or are called c0, c1, ...
+
+    Raises RowError.
+    """
+    found = []
+    for i, column in enumerate(columns):
+        chunks: Any = rows.column(column.name if names else f"c{i}").combine_chunks()
+        found.append(to_numpy(chunks, column))
+    return found

@@ -1,30 +1,135 @@
-"""Training and validation samples that are placed once, for one fit or for several."""
+"""Training and validation samples in place: written into slabs once, for one fit or for several."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+import copy
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from pyspark import RDD, SparkContext
-from pyspark.sql import DataFrame, SparkSession
+import numpy as np
+from pyspark import RDD
+from pyspark.sql import DataFrame
 
 from sparkdl.data.equal_rows import tell_of_shares
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.fields import Field
+from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
+from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.resources import FitResources
+from sparkdl.errors import DataError, ParameterError, SessionError, shown
+from sparkdl.gang.driver import is_one_to_one
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
-from sparkdl.session import context_of, is_connected, settings_of
-from sparkdl.settings import Settings
+from sparkdl.metrics.named import resolve, suited
+from sparkdl.metrics.scorer import Scorer
+from sparkdl.model.loss import is_own_loss
+from sparkdl.session import SessionFacts, is_connected
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.device import within_gpus
-from sparkdl.spark.executors import waiting_for_locality, warming_up
-from sparkdl.train.connected_rows import PersistedSamples
-from sparkdl.train.place_samples import check_partitions, place, place_validation, source
+from sparkdl.spark.executors import place_contiguously, waiting_for_locality, warming_up
+from sparkdl.spark.failures import reading_explained
+from sparkdl.train.engine_inputs import batch_spec
 from sparkdl.train.prepare import prepare
-from sparkdl.train.shared_samples import SharedSamples
+from sparkdl.train.spec import TrainerSpec
 
 if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
+    from typing import Self
+
+PERSISTED = "sparkdl.connect.rows:PersistedSamples"
+"""The samples of a session of Spark Connect; their room lies above this one."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class SharedSamples:
+    """The base of samples that serve several fits.
+
+    Attributes:
+        data: The training data.
+    """
+
+    data: Any
+    _trainer: TrainerSpec
+    _float_dtype: str
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _closed: threading.Event = field(default_factory=threading.Event)
+
+    def __repr__(self) -> str:
+        columns = ", ".join([*self._trainer.feature_columns, *self._trainer.label_columns])
+        return f"<sparkdl.{type(self).__name__}: the columns {columns}>"
+
+    @property
+    def replicas(self) -> int:
+        """M, the number of replicas that the samples are divided among."""
+        raise NotImplementedError
+
+    def _release(self) -> None:
+        """Give back what holds the samples."""
+        raise NotImplementedError
+
+    @property
+    def float_dtype(self) -> str:
+        """The dtype of floating-point values."""
+        return self._float_dtype
+
+    def check(self, trainer: TrainerSpec, float_dtype: str) -> None:
+        """Raise ParameterError if a fit of ``trainer``, whose model is of ``float_dtype``, cannot use
+        the samples: it reads the data otherwise, or they were given back."""
+        if self._closed.is_set():
+            raise ParameterError(
+                "these samples were given back with close(): place them again with "
+                "sparkdl.PlacedSamples.of(trainer, data)."
+            )
+        differences = list(self._differences(trainer, float_dtype))
+        if differences:
+            raise ParameterError(
+                f"the samples were placed for a trainer that reads the data otherwise: "
+                f"{'; '.join(differences)}. Make the trainers alike in this, or place the samples for "
+                "this one: sparkdl.PlacedSamples.of(trainer, data)."
+            )
+
+    def _differences(self, trainer: TrainerSpec, float_dtype: str) -> Iterator[str]:
+        mine = self._trainer
+        theirs, ours = _reading(trainer), _reading(mine)
+        for name in (name for name in ours if theirs[name] != ours[name]):
+            one, other = getattr(trainer, name), getattr(mine, name)
+            yield f"{name}={shown(one)}, placed with {shown(other)}"
+        if trainer.replicas not in (None, self.replicas):
+            yield f"replicas={trainer.replicas}, placed with {self.replicas}"
+        if (trainer.engine == "local") != (mine.engine == "local"):
+            yield f'engine="{trainer.engine}", placed with "{mine.engine}"'
+        if float_dtype != self._float_dtype:
+            yield f"a model of {float_dtype}, placed with {self._float_dtype}"
+        scored, placed = trainer.validation, mine.validation
+        if scored is not None and (placed is None or scored.data is not placed.data):
+            yield "validation has other data" if placed else "validation was not placed"
+
+    def close(self) -> None:
+        """Give the samples' memory and files back. A second call does nothing.
+
+        No fit on the samples may be running.
+        """
+        with self._lock:
+            if not self._closed.is_set():
+                self._closed.set()
+                self._release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def _reading(trainer: TrainerSpec) -> dict[str, Any]:
+    """Return what says how a trainer reads the columns of the data, by the name of the field."""
+    return {
+        "features": (trainer.feature_columns, trainer.keywords),
+        "label": trainer.label_columns,
+        "weight": trainer.weight,
+        "columns": dict(trainer.columns),
+    }
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -55,11 +160,11 @@ class PlacedSamples(SharedSamples):
     _resources: FitResources
 
     @classmethod
-    def of(cls, trainer: Trainer, data: DataFrame | RDD[Any]) -> PlacedSamples | PersistedSamples:
+    def of(cls, trainer: TrainerSpec, data: DataFrame | RDD[Any]) -> SharedSamples:
         """Place the samples of ``data``, and those of the validation of ``trainer``.
 
         In a session of Spark Connect the rows are persisted instead, see
-        :class:`sparkdl.train.connected_rows.PersistedSamples`.
+        :class:`sparkdl.connect.rows.PersistedSamples`.
 
         Args:
             trainer: Says how the data is read, and has the validation data.
@@ -72,13 +177,15 @@ class PlacedSamples(SharedSamples):
             UserError: The data, the model or a parameter cannot work.
             TrainingError: Spark fails.
         """
-        if isinstance(data, DataFrame) and is_connected(data):
-            return PersistedSamples.of(trainer, data)
-        context = context_of(data)
-        settings = settings_of(context, session_of(data))
+        if is_connected(data):
+            persisted: SharedSamples = resolve_name(PERSISTED).of(trainer, data)
+            return persisted
+        facts = SessionFacts.of(data, "PlacedSamples.of")
+        context, settings = facts.context, facts.settings
         with warming_up(context), waiting_for_locality(context), contextlib.ExitStack() as stack:
+            check_validation_data(trainer, facts)
             model = prepare(trainer, None)
-            replicas = replicas_of(trainer, context, settings, trainer.replicas)
+            replicas = replicas_of(trainer, facts, trainer.replicas)
             slab = SlabConfig.new(settings.slab_dir, context.applicationId)
             resources = stack.enter_context(FitResources(context, slab, settings.timeout))
             placed = cls.within(resources, trainer, data, replicas, model.float_dtype)
@@ -90,20 +197,13 @@ class PlacedSamples(SharedSamples):
     def within(
         cls,
         resources: FitResources,
-        trainer: Trainer,
+        trainer: TrainerSpec,
         data: DataFrame | RDD[Any],
         replicas: int,
         float_dtype: str,
     ) -> PlacedSamples:
-        """Place samples that last as long as ``resources``.
-
-        Args:
-            resources: The owner of the slabs and the persisted RDDs.
-            trainer: The user's trainer.
-            data: The training data.
-            replicas: M, the number of replicas.
-            float_dtype: The dtype of floating-point values.
-        """
+        """Place samples of floating-point values of ``float_dtype`` that last as long as
+        ``resources``."""
         training = source(trainer, data, replicas, float_dtype, resources.slab)
         samples = place(trainer, training, resources)
         tell_of_shares(samples.handles)
@@ -123,12 +223,9 @@ class PlacedSamples(SharedSamples):
         """M, the number of replicas that the samples are divided among."""
         return len(self.training.handles)
 
-    def check(self, trainer: Trainer, float_dtype: str) -> None:
-        """See :meth:`sparkdl.train.shared_samples.SharedSamples.check`.
-
-        Raises:
-            DataError: The trainer has a gang, whose barrier stage cannot read the samples.
-        """
+    def check(self, trainer: TrainerSpec, float_dtype: str) -> None:
+        """See :meth:`SharedSamples.check`. Raise DataError if a gang's barrier stage cannot read the
+        samples."""
         super().check(trainer, float_dtype)
         if trainer.engine == "gang":
             for samples in (self.training, self.validation):
@@ -145,21 +242,24 @@ def data_of(data: Any) -> Any:
     return data.data if isinstance(data, SharedSamples) else data
 
 
-def session_of(data: DataFrame | RDD[Any]) -> SparkSession | None:
-    """Return the session whose settings hold for ``data``."""
-    return data.sparkSession if isinstance(data, DataFrame) else SparkSession.getActiveSession()
+def check_validation_data(trainer: TrainerSpec, facts: SessionFacts) -> None:
+    """Raise an error if the validation data cannot be read beside the training data."""
+    if trainer.validation is not None:
+        try:
+            facts.check_beside(trainer.validation.data)
+        except (DataError, SessionError) as error:
+            raise type(error)(f"validation data: {error}") from None
 
 
-def replicas_of(
-    trainer: Trainer, context: SparkContext, settings: Settings, chosen: int | None
-) -> int:
+def replicas_of(trainer: TrainerSpec, facts: SessionFacts, chosen: int | None) -> int:
     """Return M: as chosen, or as many as the cluster can run at once.
 
-    The time limit of ``settings`` bounds the wait for an executor.
+    The time limit of the settings bounds the wait for an executor.
     """
+    context, timeout = facts.context, facts.settings.timeout
     replicas = chosen
     if replicas is None:
-        seconds = min(SLOT_SECONDS, settings.timeout or SLOT_SECONDS)
+        seconds = min(SLOT_SECONDS, timeout or SLOT_SECONDS)
         if trainer.engine == "gang":  # all ranks run at once
             replicas = task_slots(context, trainer.resource_profile, seconds)
         else:
@@ -167,3 +267,116 @@ def replicas_of(
     if trainer.resource_profile is None:
         replicas = within_gpus(context, replicas, chosen is not None, trainer.engine)
     return replicas
+
+
+def source(
+    trainer: TrainerSpec,
+    data: DataFrame | RDD[Any],
+    replicas: int,
+    float_dtype: str,
+    slab: SlabConfig,
+) -> Source:
+    """Return the description of the training data from which samples are made."""
+    return Source(
+        data,
+        trainer.feature_columns,
+        trainer.label_columns,
+        replicas,
+        float_dtype,
+        slab,
+        columns=trainer.columns,
+        weight=trainer.weight,
+        inputs=trainer.keywords,
+    )
+
+
+def place(trainer: TrainerSpec, source: Source, resources: FitResources) -> SampleSet:
+    """Write samples into slabs, on the executors or, for the local engine, in this process."""
+    with reading_explained():
+        if trainer.engine == "local":
+            return materialize_here(source)
+
+        def persist(rdd: RDD) -> RDD:
+            if trainer.engine == "gang":
+                check_partitions(rdd)
+            return resources.persist(place_contiguously(rdd))
+
+        return materialize(source, persist)
+
+
+def check_partitions(rdd: RDD) -> None:
+    """Check that the ranks of a gang can get the partitions of the samples."""
+    if not is_one_to_one(rdd):
+        raise DataError(
+            "coalesce(), union() or the like made these partitions of others, and over such Spark runs "
+            "no barrier stage, which a gang needs: divide the rows anew with "
+            f"repartition({rdd.getNumPartitions()})."
+        )
+
+
+def place_validation(
+    trainer: TrainerSpec, training: Source, samples: SampleSet, resources: FitResources
+) -> SampleSet | None:
+    """Write the validation samples into slabs beside the training samples."""
+    validation = trainer.validation
+    if validation is None:
+        return None
+    try:
+        placed = place(
+            trainer, replace(training, data=validation.data, fields=samples.fields), resources
+        )
+    except DataError as error:
+        raise DataError(f"validation data: {error}") from None
+    check_validation(samples, placed)
+    return placed
+
+
+def check_validation(samples: SampleSet, validation: SampleSet) -> None:
+    """Check that the validation samples are like those of the training."""
+    inputs, here = samples.num_features, validation.num_features
+    labels, ours = len(samples.fields) - inputs, len(validation.fields) - here
+    if (here, ours) != (inputs, labels):
+        raise DataError(
+            f"validation data: a sample has {here} inputs and {ours} labels, in the training data "
+            f"{inputs} and {labels}."
+        )
+    for one, other in zip(validation.fields, samples.fields, strict=True):
+        alike = replace(one, name=other.name)  # fields of an RDD have names of their own
+        if np.dtype(one.dtype).kind == np.dtype(other.dtype).kind == "i":  # int64 in a mini-batch
+            alike = replace(alike, dtype=other.dtype)
+        if alike != other:
+            raise DataError(
+                f'validation data: "{one.name}" is {one}, in the training data {other}.'
+                f"{_remedy(one, other)}"
+            )
+
+
+def validation_set(
+    trainer: TrainerSpec, samples: SampleSet | None, float_dtype: str
+) -> ValidationSet | None:
+    """Return the placed validation samples with the trainer's scorer."""
+    validation = trainer.validation
+    if validation is None or samples is None:
+        return None
+    loss = copy.deepcopy(trainer.objective)  # the loss may count its calls
+    part = trainer.output if validation.output is None else validation.output
+    metrics = suited(resolve(validation.metrics), loss)
+    loss_part = None if is_own_loss(loss) else trainer.output
+    scorer = Scorer(loss, metrics, part=part, loss_part=loss_part, labels=trainer.label_columns)
+    how = batch_spec(trainer, samples, float_dtype)
+    return ValidationSet(samples, scorer, how, validation.batch_size)
+
+
+def _remedy(one: Field, other: Field) -> str:
+    """Return the remedy if two kinds of rows differ only in their length."""
+    arrays = one.shape and other.shape and not one.ragged and not other.ragged
+    if (
+        arrays
+        and replace(other, shape=one.shape, name=one.name) == one
+        and one.shape[1:] == other.shape[1:]
+    ):
+        return (
+            " If rows vary in length, declare the column as a sequence, for both: "
+            f'Trainer(columns={{"{other.name}": sparkdl.Sequence()}}).'
+        )
+    return ""

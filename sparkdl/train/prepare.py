@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
+import fnmatch
 import gc
 import importlib
 import logging
+import math
 import os
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import safetensors.torch
 import torch
+from pyspark import cloudpickle
 from torch import nn
 
+from sparkdl.care.hints import text_of
 from sparkdl.codec.files import mappable
-from sparkdl.errors import DataError, ModelError, ParameterError, SessionError
+from sparkdl.consistency.base import Consistency
+from sparkdl.data.columns.base import Specs
+from sparkdl.errors import ModelError, ParameterError, cannot_travel, nearest, wrong_argument
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.saved import not_tensors
 from sparkdl.loop.schedule import Schedule
 from sparkdl.metrics.named import resolve
-from sparkdl.model.buffers import check_rules
-from sparkdl.model.flat import Layout, check_memory, layout_of
-from sparkdl.model.preparation import passing_buffers
+from sparkdl.model.buffers import TrainingOptions, check_rules
+from sparkdl.model.flat import Layout, TensorRange, check_memory, layout_of
+from sparkdl.model.preparation import check_modules, dumps, passing_buffers
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.compare import Description, describe
-from sparkdl.session import context_of
 from sparkdl.slices.optimizer import OptimizerSpec
-from sparkdl.train.recipes import (
-    build_model,
-    check_closures,
-    check_columns,
-    check_compression,
-    check_evaluated,
-    check_options,
-    pickled,
-    plan_optimizer,
-)
-from sparkdl.usercode import tell_of_changed_constants
-
-if TYPE_CHECKING:
-    from sparkdl.train.trainer import Trainer
-
+from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
+from sparkdl.slices.optimizer_step import wants_loss
+from sparkdl.slices.section import GradBucket, compress
+from sparkdl.train.spec import TrainerSpec
+from sparkdl.usercode import accompanied
 
 logger = logging.getLogger("sparkdl")
 
 
-@dataclass(frozen=True)
+@dataclass
 class PreparedModel:
     """The recipe of a model and what follows from it."""
 
@@ -60,7 +55,10 @@ class PreparedModel:
     optimizer: OptimizerSpec
     schedule: Schedule
     outer: OptimizerSpec | None = None  # of the slices, if replicas take the steps of ``optimizer``
-    sums: bool = False  # the loss returns (sum, count), as the preflight finds out
+
+    def drop_module(self) -> None:
+        """Free the memory of the module, once nothing more is tried on it."""
+        self.module = nn.Module()
 
     @property
     def slice_optimizer(self) -> OptimizerSpec:
@@ -80,16 +78,11 @@ class PreparedModel:
 
 
 def prepare(
-    trainer: Trainer,
+    trainer: TrainerSpec,
     start: TrainedModel | None,
-    check_data: Callable[[Any], Any] = context_of,
 ) -> PreparedModel:
-    """Build everything that needs no data, and check it.
-
-    ``check_data`` raises an error for validation data that this fit cannot read.
-    """
+    """Build everything that needs no data, and check it."""
     if trainer.validation is not None:
-        _check_data(trainer.validation.data, check_data)
         check_metrics(resolve(trainer.validation.metrics))
     weights = _weights_file(trainer) if start is None else start.module.state_dict()
     options = replace(
@@ -118,8 +111,6 @@ def prepare(
             text = '%s= is for engine="gang" and has no effect with engine="%s".'
             logger.warning(text, name, trainer.engine)
     payload = pickled(recipe)
-    if trainer.engine != "local":
-        tell_of_changed_constants(recipe, trainer.columns)
     check_columns(trainer.columns)
     module = build_model(payload, reported=True)
     if problem := next(not_tensors(module), None):
@@ -156,7 +147,7 @@ def _check_hooks(module: nn.Module) -> None:
             )
 
 
-def _tell_of_compilation(trainer: Trainer) -> None:
+def _tell_of_compilation(trainer: TrainerSpec) -> None:
     """Warn if ``module.compile()`` was called, which leaves no trace in a pickle."""
     if isinstance(trainer.model, nn.Module) and not trainer.compile:
         for name, module in trainer.model.named_modules():
@@ -186,15 +177,7 @@ def _import_compiler() -> None:
             gc.enable()
 
 
-def _check_data(data: object, check: Callable[[Any], Any]) -> None:
-    """Raise :class:`sparkdl.UserError` if ``data`` cannot be validated on."""
-    try:
-        check(data)
-    except (DataError, SessionError) as error:
-        raise type(error)(f"validation data: {error}") from None
-
-
-def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
+def _weights_file(trainer: TrainerSpec) -> Mapping[str, torch.Tensor] | None:
     """Return the state_dict to start from, or None. Raises :class:`sparkdl.ParameterError`."""
     weights = trainer.weights
     if weights is None:
@@ -211,3 +194,193 @@ def _weights_file(trainer: Trainer) -> Mapping[str, torch.Tensor] | None:
             f'weights="{os.fspath(weights)}" cannot be read as a safetensors file ({reason}). Give '
             "its path, or a state_dict."
         ) from None
+
+
+def pickled(recipe: Recipe) -> bytes:
+    """Return the recipe as bytes.
+
+    Raises :class:`ModelError`, which names the part that cannot be pickled.
+    """
+    try:
+        data = dumps(accompanied(recipe))
+        pickle.loads(data)
+        return data
+    except Exception as error:
+        raise _cannot_travel(recipe, error) from None
+
+
+def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
+    """Return the error that names the part of the recipe that cannot be pickled."""
+    culprit = "model"
+    parts = [(name, getattr(recipe, name)) for name in ("model", "loss", "optimizer", "augment")]
+    parts += [("compression", recipe.compression), ("output", recipe.signature.part)]
+    for name, part in parts:
+        try:
+            pickle.loads(dumps(part))
+        except Exception as cause:
+            culprit, error = name, cause
+            break
+    remedy = (
+        "Pass a function that builds the module (model=make_model), and open files, locks, "
+        "connections and Spark sessions inside it."
+        if culprit == "model"
+        else "Use a function or class of an importable module, with no open resource in it."
+    )
+    return ModelError(cannot_travel(culprit, error, remedy))
+
+
+def check_columns(specs: Specs) -> None:
+    """Raise :class:`ModelError` if the function of a column cannot be pickled."""
+    for name, spec in specs.items():
+        try:
+            pickle.loads(cloudpickle.dumps(spec))
+        except Exception as error:
+            what = f'the function of columns["{name}"]'
+            remedy = "Use a function of an importable module, with no open resource in it."
+            raise ModelError(cannot_travel(what, error, remedy)) from None
+
+
+def build_model(payload: bytes, reported: bool = False) -> nn.Module:
+    """Return the module of a pickled recipe. Raises :class:`ModelError` if its function fails.
+
+    With ``reported``, libraries may report what they load.
+    """
+    try:
+        return pickle.loads(payload).build(reported)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(
+            f"model(), which is called without arguments, raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def plan_optimizer(
+    recipe: Recipe, module: nn.Module, slices: int | None, word: str = "optimizer"
+) -> OptimizerSpec:
+    """Return the plan of the recipe's optimizers on ``module``.
+
+    ``slices`` None: as many as they allow; ``word`` names them in messages.
+    """
+    named = dict(module.named_parameters())
+    layout = layout_of(module)
+    parameters = [named[s.name] for s in layout.segments if s.kind == "parameter"]
+    try:
+        plan = probe_cut_rule(OptimizerSpec.of(recipe, parameters, module), parameters, module)
+    except ModelError as error:
+        if word == "optimizer":
+            raise
+        raise ModelError(f"{word}: {error}") from error
+    except Exception as error:
+        if problem := wrong_argument(error):
+            raise ModelError(f"the {word} cannot be built: {problem}") from error
+        # Muon says: "only supports 2D parameters"
+        one_kind_only = word == "optimizer" and "parameters" in str(error)
+        raise ModelError(
+            f"the {word} cannot be built ({type(error).__name__}: {text_of(error)}). Give a "
+            "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
+            "callable that is given the module and returns an optimizer."
+            + (f" {SEVERAL}" if one_kind_only else "")
+        ) from error
+    if not any(plan.members):
+        raise ModelError(
+            f"the {word} has no trainable parameter of the model, so nothing would be trained: "
+            "give it the parameters of the module that it is built for."
+        )
+    for group in plan.groups:
+        if not math.isfinite(float(group.get("lr", 0.0))):
+            raise ModelError(
+                f"{word} {plan.name} has the learning rate {float(group['lr'])}: give a finite "
+                "number, such as lr=1e-3."
+            )
+    if slices is not None and slices > 1 and not plan.separate:
+        raise ModelError(
+            f"{word} {plan.name} uses all parameters together, so they must be in one slice, "
+            f"but there are {slices}: set slices=1."
+        )
+    return plan
+
+
+def check_closures(model: Consistency, *plans: OptimizerSpec) -> None:
+    """Check that no optimizer needs a loss that a consistency model cannot give it."""
+    if model.keep == 1 and model.outer_optimizer is None:
+        return
+    for part in (part for plan in plans for part in plan.parts):
+        if wants_loss(part.kind):  # type: ignore[arg-type]
+            raise ModelError(
+                f"optimizer {part.name} with consistency={type(model).__name__}: its step needs the "
+                "loss of the very weights that it changes, and with this model other changes of the "
+                "weights come in between. Use an optimizer whose step takes no closure, such as "
+                "torch.optim.Adam, or consistency=sparkdl.Synchronous()."
+            )
+
+
+def check_evaluated(model: Consistency, options: TrainingOptions, plan: OptimizerSpec) -> None:
+    """Check that optimizers of replicas that keep a state of their own have no ``eval()``."""
+    if options.keeps_own and plan.evaluates:
+        raise ModelError(
+            f"optimizer {plan.name} with consistency={type(model).__name__}: the weights that count "
+            "are those of its eval(), which depend on its state, and with this model each replica "
+            "keeps a state of its own. Use an optimizer without eval(), such as torch.optim.AdamW, or "
+            "consistency=sparkdl.Synchronous()."
+        )
+
+
+def check_options(options: TrainingOptions, module: nn.Module, layout: Layout) -> None:
+    """Raise an error if the model does not support the options of a run."""
+    check_modules(module, options.activation_checkpointing)
+    tables = [segment.name for segment in layout.segments if segment.sparse]
+    if options.steps_on_replicas and tables:
+        what = f"local_steps={options.local_steps}"
+        if options.keeps_own:
+            what = f"consistency={'DiLoCo' if options.outer else 'Gossip'}"
+        raise ModelError(
+            f"{what} needs dense gradients, and the embedding "
+            f'"{tables[0].rpartition(".")[0]}" has sparse=True: leave one of the two out.'
+        )
+    if options.sync_batchnorm and tables:
+        raise ModelError(
+            f'sync_batchnorm=True does not go with the embedding "{tables[0].rpartition(".")[0]}", '
+            "which has sparse=True: leave one of the two out."
+        )
+    names = [s.name for s in layout.segments if s.kind == "parameter"]
+    for option in ("l1", "l2"):
+        value = getattr(options, option)
+        for pattern in value if isinstance(value, Mapping) else ():
+            if not fnmatch.filter(names, pattern):
+                raise ModelError(
+                    f"{option}: no trainable parameter matches "
+                    f'"{pattern}".{nearest(pattern, names)} A pattern must match the whole name, '
+                    'such as "encoder.*" or "*.weight".'
+                )
+
+
+def check_compression(recipe: Recipe, layout: Layout) -> None:
+    """Raise :class:`ModelError` if the compression hook fails on this model.
+
+    The hook is tried on the smallest parameter of each number of dimensions, twice, because it has a
+    state the second time.
+    """
+    if recipe.compression is None:
+        return
+    tried: dict[int, TensorRange] = {}
+    for segment in layout.segments:
+        if segment.kind == "parameter" and not segment.sparse and segment.length:
+            dimensions = len(segment.shape)
+            if dimensions not in tried or segment.length < tried[dimensions].length:
+                tried[dimensions] = segment
+    for segment in tried.values():
+        bucket = GradBucket(
+            name=segment.name, gradient=torch.ones(segment.shape, dtype=layout.dtype)
+        )
+        try:
+            for iteration in range(2):
+                bucket = replace(bucket, iteration=iteration)
+                _, kept = compress(recipe.compression, bucket, layout.dtype)
+                bucket = replace(bucket, state=kept)
+        except Exception as error:
+            raise ModelError(
+                f'compression fails on a gradient of "{segment.name}" {list(segment.shape)}: '
+                f"{type(error).__name__}: {text_of(error)}. It is a function of a sparkdl.GradBucket "
+                "that returns a dictionary of tensors, as sparkdl.TopK and sparkdl.PowerSGD do."
+            ) from error

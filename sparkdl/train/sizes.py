@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pyspark import SparkContext
 
+from sparkdl.care.rules import problems_of_min_ranks
 from sparkdl.engines.gang.engine import too_few
 from sparkdl.errors import ParameterError, counted, raise_all
 from sparkdl.gang.slots import check_slots
@@ -17,12 +18,11 @@ from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.memory import left_for_files, left_to_process
 from sparkdl.slab.root import SHARED_MEMORY
 from sparkdl.spark.frames import is_local
-from sparkdl.train.combinations import problems_of_min_ranks
 from sparkdl.train.prepare import PreparedModel
+from sparkdl.train.spec import TrainerSpec
 
 if TYPE_CHECKING:
     from sparkdl.model.flat import Layout
-    from sparkdl.train.trainer import Trainer
 
 logger = logging.getLogger("sparkdl")
 SMALL_BYTES = 64 << 20
@@ -30,7 +30,7 @@ SMALL_BYTES = 64 << 20
 
 
 def check_sizes(
-    trainer: Trainer, layout: Layout, replicas: int, context: SparkContext | None, slab_dir: str
+    trainer: TrainerSpec, layout: Layout, replicas: int, context: SparkContext | None, slab_dir: str
 ) -> None:
     """Raise an error if the model is too large for the driver, or for the slabs of a single node.
 
@@ -54,7 +54,7 @@ def check_sizes(
 
 
 def _check_room(
-    trainer: Trainer, layout: Layout, replicas: int, context: SparkContext, slab_dir: str
+    trainer: TrainerSpec, layout: Layout, replicas: int, context: SparkContext, slab_dir: str
 ) -> None:
     """Raise ParameterError if the one node has no room for the slabs.
 
@@ -94,7 +94,9 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / 1e9:,.1f} GB"
 
 
-def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ranks: int) -> None:
+def check_gang(
+    trainer: TrainerSpec, model: PreparedModel, context: SparkContext, ranks: int
+) -> None:
     """Raise an error if a gang of this many ranks cannot run."""
     check_mesh(trainer, model, ranks)
     profile, least = trainer.resource_profile, trainer.min_ranks
@@ -103,7 +105,7 @@ def check_gang(trainer: Trainer, model: PreparedModel, context: SparkContext, ra
         logger.warning("%s.", too_few(slots, ranks))
 
 
-def check_mesh(trainer: Trainer, model: PreparedModel, ranks: int) -> None:
+def check_mesh(trainer: TrainerSpec, model: PreparedModel, ranks: int) -> None:
     """Raise an error if this many ranks cannot share the work as the trainer says."""
     raise_all(ParameterError, list(problems_of_min_ranks(trainer.min_ranks, ranks)))
     parallel = parallel_of(trainer.parts, trainer.mesh, ranks)

@@ -1,48 +1,25 @@
-"""The trainer: the model to train, the data columns, and how to train."""
+"""The trainer, with which a user begins: what is trained and how, and the fits of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pyspark import RDD
-from pyspark.resource import ResourceProfile
 from pyspark.sql import DataFrame
-from torch import nn
 
-from sparkdl.checkpoint import Checkpoint
-from sparkdl.codec.describe import describe, describe_trainer, titled, two_columns
-from sparkdl.consistency.base import Consistency
-from sparkdl.consistency.synchronous import Synchronous
-from sparkdl.data.columns.base import ColumnSpec
-from sparkdl.errors import ParameterError, raise_all
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.new_forward import input_names
-from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
-from sparkdl.loop.triggers import MaxEpoch, Trigger
-from sparkdl.loop.validation import Validation
-from sparkdl.model.buffers import TrainingOptions
-from sparkdl.model.loss import PerReplica, StepLoss, inner
-from sparkdl.model.recipe import Signature
-from sparkdl.parallel.base import ParallelStrategy
-from sparkdl.parallel.plan import parts_of
-from sparkdl.plain import make_plain, plain_list
-from sparkdl.slices.section import GradBucket
-from sparkdl.train.checks import NAMES, VALUES, problems_of, problems_of_start
+from sparkdl.train.request import FitRequest, PassSeries
+from sparkdl.train.spec import TrainerSpec
 
 if TYPE_CHECKING:
-    from sparkdl.train.carried import CarriedRun
-    from sparkdl.train.shared_samples import SharedSamples
-
-TEN_EPOCHS = MaxEpoch(10)
+    from sparkdl.train.placed_samples import SharedSamples
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trainer:
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Trainer(TrainerSpec):
     """A description of a training run: the model, the columns, and how to train; :meth:`fit` trains.
 
     All fields are keyword arguments, and a trainer cannot be changed: ``dataclasses.replace(trainer,
@@ -54,305 +31,7 @@ class Trainer:
         ParameterError: A field has a value that cannot work, or fields do not go together.
     """
 
-    # What is trained.
-    model: Callable[[], nn.Module] | nn.Module
-    """A function or class that builds the module, or a module.
-
-    A function is called without arguments and with seeded random numbers. A module is copied and not
-    changed."""
-    loss: Callable[..., Any] | None = None
-    """The loss ``loss(output, target)``, or ``loss(output)`` without a label; several labels arrive
-    as a tuple.
-
-    It returns the mean over the rows, or ``(sum, count)`` if the mean is over something else, such
-    as tokens. With ``weight`` or ``class_weights``, a loss that is not one of torch's returns these
-    for each row. :class:`sparkdl.ModelLoss` stands for the loss that the model itself computes, and
-    :class:`sparkdl.PerReplica` for one that each replica computes over its own rows."""
-    step: Callable[..., Any] | None = None
-    """A function ``step(module, batch)`` that returns the loss, or named losses, in place of ``loss``.
-
-    The batch is a dictionary of tensors: inputs by keyword, or by column where the model takes them by
-    position, and labels by column. Each loss is a mean over the rows or ``(sum, count)``. Of a mapping
-    of losses, the one called "loss" is minimized, else their sum; all others are in ``state.losses``
-    and the history. :class:`sparkdl.PerReplica` around the function lets rows depend on each other."""
-    optimizer: Callable[..., Any] | Mapping[str, Callable[..., Any]]
-    """A ``torch.optim`` class or a ``partial`` of one, which gets the trainable parameters.
-
-    A function of the module works, too, if it returns an optimizer (for parameter groups) or a list
-    of them. A mapping gives each submodule its own, by name: ``{"encoder": partial(SGD, lr=0.1), "":
-    Adam}``."""
-    schedule: Callable[[torch.optim.Optimizer], Any] | None = None
-    """A ``partial`` of a ``torch.optim.lr_scheduler`` class, or a function of the optimizer that
-    returns a scheduler."""
-    schedule_per: str = "iteration"
-    """Step the schedule after each "iteration" or each "epoch". ReduceLROnPlateau steps at each
-    validation."""
-    schedule_metric: str | None = None
-    """The validation metric that ReduceLROnPlateau follows. None is the loss, if it is the only
-    metric."""
-
-    output: str | int | Callable[[Any], Any] | None = None
-    """The part of the model's result that is its output, for the loss, metrics and predictions.
-
-    A string names a field of a mapping, a named tuple, a dataclass or a ``ModelOutput``. A number
-    selects a member of a tuple. A function gets the whole result; it must be importable for the
-    model to be saved. None is the whole result, which a loss may take apart."""
-
-    # The data.
-    features: str | Sequence[str] | Mapping[str, str] = "features"
-    """The feature column, or a list of columns that are passed by position: ``model(a, b)``. A
-    mapping passes them by keyword: ``{"input_ids": "ids", "attention_mask": "mask"}``."""
-    label: str | Sequence[str] | None = "label"
-    """The label column, a list of columns, or None."""
-    weight: str | None = None
-    """The column with the weight of each sample, at least 0. The loss is then the weighted mean."""
-    columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
-    """The conversion of columns to tensors, by column name, if the column's type does not determine
-    it: :class:`sparkdl.Image`, :class:`sparkdl.Sequence`, :class:`sparkdl.Text` or
-    :class:`sparkdl.Convert`."""
-    augment: Callable[..., Any] | None = None
-    """A function that changes one sample (NumPy arrays) each time the sample is trained on:
-    ``augment(*features, rng)`` returns the features. With features by keyword it is called as
-    ``augment(**features, rng=rng)``. ``rng`` is a ``numpy.random.Generator`` that is seeded by
-    sample and epoch. The generators of torch, NumPy and ``random`` are seeded likewise."""
-    bucketing: int | None = None
-    """Sort windows of this many rows by length, so that a batch holds samples of similar length."""
-    class_weights: Sequence[float] | Mapping[int, float] | None = None
-    """The weight of each class: a list, array or tensor, or a mapping or Series from class number to
-    weight.
-
-    Each sample counts as much as its class. A mapping must name the last class; a lower class that
-    it does not name counts 1."""
-
-    # An iteration.
-    batch_size: int = 256
-    """The global batch size: samples of all replicas together in one step. The last batch of an
-    epoch may be smaller."""
-    replicas: int | None = None
-    """M, the number of replicas. None is the number in the checkpoint, if the run resumes from one;
-    else as many as tasks run at once on the present executors, by cores and GPUs, or fewer if
-    ``spark.default.parallelism`` is less (a gang ignores that setting)."""
-    min_ranks: int | None = None
-    """For a gang: the fewest task slots to continue with if executors are lost for good, or too few
-    exist.
-
-    The gang still has M ranks and gives the same bits. Several ranks then share a slot, each in a
-    process of its own, so one executor needs the memory of that many models, and an iteration takes
-    longer. None requires M slots; with fewer, the fit raises an error."""
-    slices: int | None = None
-    """N, the number of slices of the parameters and the optimizer state, each updated by one task.
-    None is as many as replicas, or 1 if the optimizer needs all parameters together. Not for a gang."""
-    engine: str = "shuffle"
-    """The engine: "shuffle" (Spark jobs that can be retried, so nothing is lost), "gang" (all
-    replicas run at once and exchange data by torch.distributed; for fast networks and short steps)
-    or "local" (in this process, for debugging)."""
-    strategy: str | ParallelStrategy | Sequence[str | ParallelStrategy] = "ddp"
-    """For a gang: how the ranks share the work; other engines ignore it.
-
-    - "ddp": every rank updates all weights.
-    - "zero1": each rank updates its part of the weights, and has the optimizer state of that part only.
-    - "fsdp": each rank also has its part of the weights and gradients only.
-    - "tensor": each rank computes its part of each layer.
-    - "pipeline": each rank computes some of the layers.
-
-    :class:`sparkdl.DDP`, :class:`sparkdl.FSDP`, :class:`sparkdl.Tensor` and
-    :class:`sparkdl.Pipeline` have options. A list combines several of the last four."""
-    mesh: Mapping[str, int] | None = None
-    """For a gang: the number of ranks along each dimension, outermost first; other engines ignore
-    it.
-
-    The dimensions are "data" (copies of the model), "pipe" (pipeline stages), "shard" (for "fsdp")
-    and "tensor"; their product is ``replicas``. With ``{"data": 2, "pipe": 2}``, ranks 0 and 1 are
-    one pipeline and ranks 2 and 3 another. A dimension that is not named is 1, except that "data" is
-    whatever remains. None puts all ranks along the strategy's own dimension."""
-    accumulate: int = 1
-    """The number of micro-batches that each replica's mini-batch is divided into. They are computed
-    one after another, which saves memory."""
-    local_steps: int = 1
-    """The number of optimizer steps that each replica takes by itself before the replicas are
-    averaged (local SGD). An iteration then uses ``local_steps`` batches of ``batch_size``. Not for a
-    gang."""
-    consistency: Consistency | None = None
-    """How replicas agree: :class:`sparkdl.Synchronous` (None), :class:`sparkdl.StaleSynchronous`,
-    :class:`sparkdl.Asynchronous`, :class:`sparkdl.DiLoCo` or :class:`sparkdl.Gossip`."""
-    clip_value: float | None = None
-    """Limit every element of the gradient to [-clip_value, clip_value]."""
-    clip_norm: float | None = None
-    """Scale the gradient so that its norm over all parameters is at most this."""
-    l1: float | Mapping[str, float] = 0.0
-    """Add ``l1 * sum |w|`` to the objective. A mapping sets it by pattern of parameter names:
-    ``{"*.weight": 1e-5}``. Sparse tables are not penalized, and the reported loss excludes the
-    penalty."""
-    l2: float | Mapping[str, float] = 0.0
-    """Add ``l2 / 2 * sum w**2`` to the objective, in the same way as ``l1``."""
-    resource_profile: ResourceProfile | None = None
-    """For a gang: the cores (torch's threads) and GPUs of each of its tasks, if they differ from
-    those of other tasks. A ``pyspark.resource.ResourceProfile`` with task requests only; it needs a
-    cluster. Other engines ignore it."""
-    sync_batchnorm: bool = False
-    """For a gang: compute batch norm over the samples of all replicas instead of each replica's own."""
-    on_nan: str = "raise"
-    """The reaction to a loss or gradient that is inf or NaN: "raise" an error that names iteration
-    and replica, or "skip" the update."""
-    precision: str = "fp32"
-    """The type that the forward and backward passes compute in, by autocast: "fp32", "bf16" or
-    "fp16" (with loss scaling). The weights stay in the model's dtype."""
-    wire: str = "fp32"
-    """The type that gradients are sent in, rounded to nearest: "fp32" (the model's dtype), "bf16" or
-    "fp16". They are summed in the model's dtype, except where torch sums them in a gang: there in
-    this type."""
-    compression: Callable[[GradBucket], Mapping[str, torch.Tensor]] | None = None
-    """A function that makes gradients smaller before they are sent: :class:`sparkdl.TopK`,
-    :class:`sparkdl.PowerSGD`, or a function of a :class:`sparkdl.GradBucket` that returns tensors by
-    name; see :mod:`sparkdl.slices.section`. Slices are then cut between tensors."""
-
-    # The model.
-    weights: Mapping[str, torch.Tensor] | str | os.PathLike[str] | None = None
-    """The weights to start from: a state_dict, or the path of a safetensors file."""
-    strict_weights: bool = True
-    """True requires ``weights`` to have every name of the model and no other."""
-    freeze: Sequence[str] = ()
-    """Parameters that are not trained: names of submodules or parameters, or patterns of names."""
-    unfreeze: Sequence[str] = ()
-    """Exceptions from ``freeze``."""
-    buffers: Mapping[str, str | Callable[[torch.Tensor], torch.Tensor]] = field(
-        default_factory=dict
-    )
-    """How replicas agree on buffers that a forward changes, by pattern of their names:
-    ``{"*.codes": "first"}``. The first pattern that matches counts.
-
-    - "first": the value of the first replica that had rows; the default, as in torch's DDP.
-    - "mean": the mean, weighted by rows; the default for running statistics of torch's norms.
-    - "min", "max": of each element.
-    - "sum": the value before, and all that replicas have added to it.
-    - A function gets the values of the replicas that had rows as one tensor, in their order along the
-      first dimension, and returns one of them. With one such replica it is not called.
-
-    A module can say so itself: ``sparkdl_buffers = {"codes": "first"}`` in its class."""
-    activation_checkpointing: Sequence[str] = ()
-    """Submodules whose activations are computed again in the backward pass, which saves memory:
-    names or patterns."""
-    compile: bool | Mapping[str, Any] = False
-    """Compile the model with ``torch.compile`` on the executors; a mapping holds its options."""
-    ema: float | None = None
-    """The decay of a moving average of the weights, such as 0.999; the result has it as
-    ``trained.ema``."""
-
-    # The run.
-    stop: Trigger = TEN_EPOCHS
-    """The trigger that ends the training; triggers combine with ``&``, ``|`` and ``~``."""
-    validation: Validation | None = None
-    """The data and metrics to validate with during the training."""
-    checkpoint: Checkpoint | None = None
-    """The place of checkpoints and the trigger that writes them."""
-    histograms: Trigger | None = None
-    """The trigger that adds histograms of weights and gradients to the state, for TensorBoard for
-    example."""
-    callbacks: Sequence[Callback] = ()
-    """Callbacks of the training loop, called in this order."""
-    keep_optimizer_state: bool = False
-    """Return the optimizer state, too, so that ``fit(data, start=trained)`` continues with it."""
-    seed: int = 0
-    """The seed of the initial weights, the shuffling, and every random draw inside the model."""
-
-    _carried: list[CarriedRun] = field(default_factory=list, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        make_plain(self, *VALUES)
-        for name in NAMES:
-            object.__setattr__(self, name, plain_list(getattr(self, name)))
-        raise_all(ParameterError, list(problems_of(self)))
-
-    def __repr__(self) -> str:
-        """Return the fields that differ from their defaults."""
-        told = ", ".join(f"{name}={text}" for name, text in self._changed().items())
-        return f"Trainer({told})"
-
-    def _repr_html_(self) -> str:
-        """Return the view in a notebook: the fields that differ from their defaults."""
-        return titled("sparkdl.Trainer", two_columns(self._changed()))
-
-    def _changed(self) -> dict[str, str]:
-        """Return the fields that differ from their defaults as text, secrets hidden."""
-        told = describe_trainer(self)
-        defaults = {f.name: _default(f) for f in fields(self) if f.init}
-        return {
-            name: text
-            for name, text in told.items()
-            if defaults[name] is MISSING or text != describe(defaults[name])
-        }
-
-    @property
-    def feature_columns(self) -> tuple[str, ...]:
-        """The names of the feature columns, as a tuple."""
-        if isinstance(self.features, Mapping):
-            return tuple(self.features.values())
-        return (self.features,) if isinstance(self.features, str) else tuple(self.features)
-
-    @property
-    def keywords(self) -> tuple[str, ...]:
-        """The keywords by which the model takes its features; empty if it takes them by position."""
-        return tuple(self.features) if isinstance(self.features, Mapping) else ()
-
-    @property
-    def signature(self) -> Signature:
-        """The way to call the model, with lengths and masks of sequences that have them."""
-        return Signature(self.input_names if self.keywords else (), self.output)
-
-    @property
-    def input_names(self) -> tuple[str, ...]:
-        """The names of the model's inputs: keywords or columns, with lengths and masks."""
-        return input_names(
-            self.keywords or self.feature_columns, self.feature_columns, self.columns
-        )
-
-    @property
-    def objective(self) -> Any:
-        """The loss, or the step as a loss."""
-        if self.step is None:
-            return self.loss
-        step = StepLoss(inner(self.step), self.input_names, self.label_columns)
-        return PerReplica(step) if isinstance(self.step, PerReplica) else step
-
-    @property
-    def label_columns(self) -> tuple[str, ...]:
-        """The names of the label columns, as a tuple."""
-        if self.label is None:
-            return ()
-        return (self.label,) if isinstance(self.label, str) else tuple(self.label)
-
-    @property
-    def parts(self) -> dict[str, ParallelStrategy]:
-        """The strategies of a gang by their dimension of the mesh; empty for other engines."""
-        return parts_of(self.strategy, self.mesh) if self.engine == "gang" else {}
-
-    @property
-    def consistency_model(self) -> Consistency:
-        """The consistency model, also if none is given."""
-        return Synchronous() if self.consistency is None else self.consistency
-
-    @property
-    def options(self) -> TrainingOptions:
-        """The options that the tasks of an iteration need."""
-        return TrainingOptions(
-            accumulate=self.accumulate,
-            local_steps=self.local_steps * self.consistency_model.inner_steps,
-            outer=self.consistency_model.outer_optimizer is not None,
-            topology=self.consistency_model.topology,
-            precision=self.precision,
-            wire=self.wire,
-            clip_norm=self.clip_norm,
-            clip_value=self.clip_value,
-            l1=self.l1,
-            l2=self.l2,
-            on_nan=self.on_nan,
-            ema=self.ema,
-            sync_batchnorm=self.sync_batchnorm,
-            buffers=dict(self.buffers),
-            class_weights=_table(self.class_weights),
-            activation_checkpointing=tuple(self.activation_checkpointing),
-            compile=self.compile,
-        )
+    _passes: PassSeries = field(default_factory=PassSeries, init=False, compare=False)
 
     def fit(
         self,
@@ -399,8 +78,8 @@ class Trainer:
         """
         from sparkdl.train.fit import fit
 
-        raise_all(ParameterError, list(problems_of_start(resume, start, optimizer_state, replay)))
-        return fit(self, data, resume, start, optimizer_state, any_data, replay)
+        request = FitRequest.of(self, resume, start, optimizer_state, any_data, replay)
+        return fit(data, request).trained
 
     def partial_fit(
         self, data: DataFrame | RDD[Any], *, resume: str | os.PathLike[str] | None = None
@@ -423,19 +102,6 @@ class Trainer:
         Raises:
             UserError: As in :meth:`fit`; likewise TrainingError and CheckpointError.
         """
-        from sparkdl.train.fit import partial_fit
+        from sparkdl.train.fit import fit_pass
 
-        raise_all(ParameterError, list(problems_of_start(resume)))
-        return partial_fit(self, data, resume)
-
-
-def _default(one: Field[Any]) -> Any:
-    """Return the default of a dataclass field; ``MISSING`` if it has none."""
-    return one.default if one.default_factory is MISSING else one.default_factory()
-
-
-def _table(weights: Sequence[float] | Mapping[int, float] | None) -> tuple[float, ...] | None:
-    """Return the weight of every class, in the order of the class numbers."""
-    if isinstance(weights, Mapping):
-        return tuple(float(weights.get(i, 1.0)) for i in range(int(max(weights)) + 1))
-    return None if weights is None else tuple(float(w) for w in weights)
+        return fit_pass(self._passes, data, FitRequest.of(self, resume))

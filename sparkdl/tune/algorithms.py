@@ -7,7 +7,7 @@ import logging
 import math
 import random
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from sparkdl.errors import ParameterError
 from sparkdl.loop.callbacks import Callback
@@ -19,7 +19,7 @@ TRIALS = 16
 """The number of trials if none is given, unless the values have fewer combinations."""
 
 
-class Algorithm(Protocol):
+class Algorithm:
     """A choice of values for trial after trial.
 
     What it chooses is a function of the seed, the number of the trial, and the records that it was
@@ -28,7 +28,7 @@ class Algorithm(Protocol):
 
     trials: int
     """The number of trials."""
-    learns: bool
+    learns: bool = False
     """True if it must be told the earlier records, in their order, before it is asked."""
 
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
@@ -38,12 +38,15 @@ class Algorithm(Protocol):
             number: The number of the trial; the calls have the numbers 0, 1, 2, ...
             known: The values, if the trial has been made already.
         """
+        raise NotImplementedError
 
     def pruning(self) -> Callback | None:
-        """Return the callback that stops the trial asked for last if it is not worth going on."""
+        """Return the callback that stops the trial asked for last if it is not worth going on; by
+        default None."""
+        return None
 
     def tell(self, record: TrialRecord) -> None:
-        """Take the record of a trial into account."""
+        """Take the record of a trial into account; by default nothing is done."""
 
 
 def combinations(space: Mapping[str, Domain]) -> float:
@@ -63,10 +66,8 @@ def trials_that_differ(space: Mapping[str, Domain], trials: int | None, default:
     return int(min(default if trials is None else trials, size))
 
 
-class Grid:
+class Grid(Algorithm):
     """All combinations of the values of a space, the last argument varying fastest."""
-
-    learns = False
 
     def __init__(self, space: Mapping[str, Domain], trials: int | None) -> None:
         endless = [name for name, domain in space.items() if not isinstance(domain, Choice)]
@@ -82,17 +83,9 @@ class Grid:
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
         return dict(zip(self._space, next(self._combinations), strict=True))
 
-    def pruning(self) -> Callback | None:
-        return None
 
-    def tell(self, record: TrialRecord) -> None:
-        """Do nothing: a grid does not learn."""
-
-
-class Random:
+class Random(Algorithm):
     """Random values, the same ones only once. More trials begin with those of fewer."""
-
-    learns = False
 
     def __init__(self, space: Mapping[str, Domain], trials: int | None, seed: int) -> None:
         self._space, self._seed = space, seed
@@ -107,9 +100,3 @@ class Random:
             if self._endless or repr(drawn) not in self._asked:
                 self._asked.add(repr(drawn))
                 return drawn
-
-    def pruning(self) -> Callback | None:
-        return None
-
-    def tell(self, record: TrialRecord) -> None:
-        """Do nothing: random values do not depend on earlier ones."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from sparkdl.errors import ParameterError, kind_of, nearest
 from sparkdl.train.trainer import Trainer
+from sparkdl.tune.space import Domain
 
 READING = ("features", "label", "weight", "columns", "replicas", "validation")
 """The fields of a trainer that say how the data is read; each of their values needs samples of its
@@ -53,6 +54,13 @@ def with_values(trainer: Trainer, values: Mapping[str, Any]) -> Trainer:
         before = found.get(first, getattr(trainer, first))
         found[first] = changed(before, rest, values[name], first)
     return replace(trainer, **found)
+
+
+def trainer_of(
+    trainer: Trainer, space: Mapping[str, Domain], arguments: Mapping[str, Any]
+) -> Trainer:
+    """Return the trainer of a trial with ``arguments`` as they are shown."""
+    return with_values(trainer, {n: space[n].value(shown) for n, shown in arguments.items()})
 
 
 def changed(before: Any, path: str, value: Any, where: str, try_only: bool = False) -> Any:

@@ -5,23 +5,23 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from pyspark.errors import PySparkException
 
-from sparkdl.errors import ModelError, ParameterError, SessionError
+from sparkdl.connect.rows import for_gang
+from sparkdl.errors import SessionError
 from sparkdl.gang.connect import slots_of
-from sparkdl.loop.callbacks import Callback
-from sparkdl.loop.interrupt import INTERRUPTED
-from sparkdl.train.connected import run_connected
-from sparkdl.train.connected_checks import for_gang
+from sparkdl.infer.model import TrainedModel
+from sparkdl.loop.callbacks import none_added
+from sparkdl.train.fit import fit
+from sparkdl.train.request import FitRequest
 from sparkdl.train.trainer import Trainer
-from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed, is_of_trial
-from sparkdl.tune.runners import Ended, RunningTrial, SearchInterrupted
+from sparkdl.tune.record import Objective
+from sparkdl.tune.runner import FitsHere, Proposed, RunningTrial
 from sparkdl.tune.space import Domain
-from sparkdl.tune.tasks import trainer_of
 
 
 def check_search(trainer: Trainer, path: Any) -> None:
@@ -34,8 +34,8 @@ def check_search(trainer: Trainer, path: Any) -> None:
             )
 
 
-class ConnectedTrials:
-    """Trials as fits of gangs. Use it as a context manager; leaving it ends trials that run."""
+class ConnectedTrials(FitsHere):
+    """Trials as fits of gangs, one after another, or several at once in threads."""
 
     def __init__(
         self,
@@ -45,78 +45,31 @@ class ConnectedTrials:
         objective: Objective,
         parallel: int | None,  # trials at once; None: as many as have slots
     ) -> None:
-        self._session: Any = data.sparkSession
-        self._data, self._space, self._objective = data, space, objective
-        trainer = for_gang(trainer)
-        self.slots = 1
+        self._data, self._session, trainer = data, data.sparkSession, for_gang(trainer)
         if parallel != 1:
             trainer = replace(trainer, replicas=trainer.replicas or 1)
             most = max(1, slots_of(self._session) // (trainer.replicas or 1))
             self.slots = min(most, parallel or most)
-        self._trainer, self._tag = trainer, f"sparkdl-{secrets.token_hex(8)}"
+        super().__init__(None, trainer, space, objective, None)
+        self._tag = f"sparkdl-{secrets.token_hex(8)}"
         self._threads = ThreadPoolExecutor(self.slots) if parallel != 1 else None
 
-    def start(
-        self,
-        number: int,
-        arguments: Mapping[str, Any],
-        pruning: Callback | None,
-        best: TrialRecord | None,
-    ) -> RunningTrial:
-        try:
-            trainer = trainer_of(self._trainer, self._space, arguments)
-        except (ModelError, ParameterError) as error:
-            return Ended(TrialOutcome(failed(number, arguments, error)))
-        if pruning is not None:
-            trainer = replace(trainer, callbacks=[*trainer.callbacks, pruning])
+    def _start(self, trial: Proposed, trainer: Trainer, placed: Any) -> RunningTrial:
         if self._threads is None:
-            outcome = self._outcome(number, arguments, trainer, best)
-            if outcome.history is not None and outcome.history.stopped == INTERRUPTED:
-                raise SearchInterrupted
-            return Ended(outcome)
-        return _Trial(self._threads.submit(self._outcome, number, arguments, trainer, best))
+            return super()._start(trial, trainer, placed)
+        return self._threads.submit(self._outcome, trial, trainer, placed)
 
-    def _outcome(
-        self,
-        number: int,
-        arguments: Mapping[str, Any],
-        trainer: Trainer,
-        best: TrialRecord | None,
-    ) -> TrialOutcome:
+    def _fit(self, trainer: Trainer, placed: Any, number: int) -> TrainedModel:
         self._session.addTag(self._tag)
         try:
-            trained = run_connected(
-                trainer, self._data, quiet=self._threads is not None, added=False
-            ).trained
-        except Exception as error:
-            if not is_of_trial(error):
-                raise
-            return TrialOutcome(failed(number, arguments, error))
+            with none_added():
+                request = FitRequest(trainer=trainer, quiet=self._threads is not None)
+                return fit(self._data, request).trained
         finally:
             self._session.removeTag(self._tag)
-        record = self._objective.record(number, arguments, trained.history)
-        kept = trained if self._objective.is_better(record, best) else None
-        return TrialOutcome(record, history=trained.history, trained=kept)
-
-    def __enter__(self) -> ConnectedTrials:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         if self._threads is not None:
             with contextlib.suppress(PySparkException):
                 self._session.interruptTag(self._tag)
             self._threads.shutdown(cancel_futures=True)
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A trial in a thread."""
-
-    future: Future[TrialOutcome]
-
-    @property
-    def done(self) -> bool:
-        return self.future.done()
-
-    def outcome(self) -> TrialOutcome:
-        return self.future.result()

@@ -19,7 +19,7 @@ import safetensors.torch
 import torch
 
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.identity import DataIdentity
+from sparkdl.checkpoint.manifest import DataIdentity
 from sparkdl.codec.files import (
     MAX_JSON_BYTES,
     checksum,

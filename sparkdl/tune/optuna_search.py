@@ -14,7 +14,7 @@ from typing import Any
 from sparkdl.errors import ParameterError
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.state import TrainState
-from sparkdl.tune.algorithms import TRIALS, combinations
+from sparkdl.tune.algorithms import TRIALS, Algorithm, combinations
 from sparkdl.tune.record import FAILED, PRUNED, PRUNING, Objective, TrialRecord
 from sparkdl.tune.space import Domain
 
@@ -43,7 +43,7 @@ class Optuna:
     """The name of the study in the storage; None is "sparkdl"."""
 
 
-class OptunaSearch:
+class OptunaSearch(Algorithm):
     """The algorithm that asks an Optuna sampler.
 
     A study in memory is made anew for each question, of the trials that are known by then. So the

@@ -1,4 +1,4 @@
-"""The search: trial after trial until the algorithm has no more."""
+"""The search: its arguments, and trial after trial until the algorithm has no more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,36 +15,39 @@ from pyspark import RDD
 from pyspark.sql import DataFrame
 
 from sparkdl.codec.describe import describe, describe_trainer
-from sparkdl.errors import ParameterError, raise_all
+from sparkdl.errors import ParameterError, kind_of, nearest, raise_all, shown
 from sparkdl.gang.slots import SLOT_SECONDS, task_slots
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import none_added
 from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
-from sparkdl.plain import plain
-from sparkdl.session import connected_session_of, context_of, is_connected, settings_of
+from sparkdl.plain import is_whole, plain
+from sparkdl.session import SessionFacts
 from sparkdl.spark.executors import own_properties, warming_up
 from sparkdl.train.local_fit import LocalFit
-from sparkdl.train.placed_samples import session_of
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Random
-from sparkdl.tune.checks import problems_of_search
+from sparkdl.tune.arguments import problems_of_names, trainer_of
 from sparkdl.tune.connected import ConnectedTrials, check_search
 from sparkdl.tune.folder import SearchFolder
-from sparkdl.tune.logs import SearchLogs
-from sparkdl.tune.one_by_one import OneByOne
+from sparkdl.tune.logs import SearchLogs, TrialTable
 from sparkdl.tune.optuna_search import Optuna, OptunaSearch
-from sparkdl.tune.placements import Placements
 from sparkdl.tune.record import Objective
 from sparkdl.tune.result import SearchResult
-from sparkdl.tune.runners import Runner, RunningTrial, SearchInterrupted
-from sparkdl.tune.side_by_side import SideBySide
+from sparkdl.tune.runner import (
+    FitsHere,
+    Placements,
+    Proposed,
+    Runner,
+    RunningTrial,
+    SearchInterrupted,
+    SideBySide,
+)
 from sparkdl.tune.space import Domain, domains_of
-from sparkdl.tune.table import TrialTable
-from sparkdl.tune.tasks import trainer_of
 
 logger = logging.getLogger("sparkdl")
+ALGORITHMS = ("grid", "random", "optuna")
 WAIT_SECONDS = 0.005
 _TOLD = (
     "interrupted: the search ends, and returns the trials that are finished. Interrupt again to end at "
@@ -111,18 +114,16 @@ def search(
         CheckpointError: ``path`` cannot be read or written.
         KeyboardInterrupt: The user interrupted twice.
     """
-    connected = is_connected(data)
-    context: Any = None
-    if connected:
-        connected_session_of(data, "search")
-    else:
-        context = context_of(data)
-    settings = settings_of(context, session_of(data))
+    facts = SessionFacts.of(data, "search")
+    context, settings = facts.context, facts.settings
+    connected = context is None
     trials, parallel, seed = plain(trials), plain(parallel), plain(seed)
     raise_all(
         ParameterError,
         list(
-            problems_of_search(trainer, space, metric, trials, algorithm, parallel, seed, connected)
+            _problems_of_search(
+                trainer, space, metric, trials, algorithm, parallel, seed, connected
+            )
         ),
     )
     if connected:
@@ -149,19 +150,18 @@ def search(
         stack.enter_context(logs)
         runner: Runner
         if connected:
-            fits = ConnectedTrials(data, own, domains, objective, parallel)
-            runner = stack.enter_context(fits)
+            runner = ConnectedTrials(data, own, domains, objective, parallel)
         elif together:
             group = f"sparkdl-{search_id}"
-            side_by_side = SideBySide(
+            runner = SideBySide(
                 context, trainer_here, domains, objective, placements, slots, group, bool(logs)
             )
-            runner = stack.enter_context(side_by_side)
         else:
-            keep = folder is not None
-            runner = OneByOne(context, trainer_here, domains, objective, placements, keep)
+            runner = FitsHere(context, trainer_here, domains, objective, placements)
+            runner.keep = folder is not None
             if logs:
                 stack.enter_context(none_added())
+        stack.enter_context(runner)
         trial_table = TrialTable(objective, folder, settings.progress, chosen.trials, logs)
         asked = interruptible(_TOLD) if together else contextlib.nullcontext(Interrupt())
         with asked as interrupt, trial_table:
@@ -202,14 +202,15 @@ def _make_trials(
                 table.add_earlier(asked)
             else:
                 try:
-                    running[asked] = runner.start(asked, arguments, algorithm.pruning(), table.best)
+                    trial = Proposed(asked, arguments, algorithm.pruning(), table.best)
+                    running[asked] = runner.start(trial)
                 except SearchInterrupted:
                     return INTERRUPTED
             asked += 1
             continue
-        ended = [number for number, trial in running.items() if trial.done]
+        ended = [number for number, trial in running.items() if trial.done()]
         for number in ended:
-            table.add(running.pop(number).outcome())
+            table.add(running.pop(number).result())
         if not ended:
             time.sleep(WAIT_SECONDS)
     for number in range(told, algorithm.trials):
@@ -290,3 +291,60 @@ def _described(
         "validation": describe([validation.every, validation.best]),
         **{f"trainer.{name}": text for name, text in told.items()},
     }
+
+
+def _problems_of_search(
+    trainer: Any,
+    space: Any,
+    metric: Any,
+    trials: Any,
+    algorithm: Any,
+    parallel: Any,
+    seed: Any,
+    connected: bool = False,
+) -> Iterator[str]:
+    """Yield what is wrong with the arguments of :func:`sparkdl.tune.search`, in its order.
+
+    In a session of Spark Connect (``connected``) trials are fits of gangs.
+    """
+    if not isinstance(trainer, Trainer):
+        yield f"trainer is {kind_of(trainer)}: give a sparkdl.Trainer."
+        return
+    if not isinstance(space, Mapping):
+        yield f'space is {kind_of(space)}: give a mapping, such as {{"optimizer.lr": [0.01, 0.1]}}.'
+    else:
+        yield from problems_of_names(trainer, space)
+    if trainer.validation is None:
+        yield (
+            "the trainer has no validation, and a search compares trials by one: give "
+            "Trainer(validation=sparkdl.Validation(df, metrics=[...]))."
+        )
+    else:
+        names = ["loss", *(one.name for one in resolve(trainer.validation.metrics))]
+        if metric not in names:
+            yield (
+                f'metric="{metric}" is not in the validation, which has {", ".join(names)}.'
+                f"{nearest(str(metric), names)}"
+            )
+    for name, value in (("trials", trials), ("parallel", parallel)):
+        if value is not None and not is_whole(value, 1):
+            yield f"{name}={shown(value)}: give a whole number of at least 1, or None."
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        yield f"seed={shown(seed)}: give a whole number."
+    if not isinstance(algorithm, Optuna) and algorithm not in ALGORITHMS:
+        yield (
+            f"algorithm={shown(algorithm)}: use one of {', '.join(ALGORITHMS)}, or tune.Optuna(...)."
+            f"{nearest(str(algorithm), ALGORITHMS)}"
+        )
+    if parallel != 1:
+        for wrong, what in (
+            (trainer.engine == "gang" and not connected, 'engine="gang"'),
+            (trainer.checkpoint is not None, "checkpoint"),
+            (trainer.keep_optimizer_state, "keep_optimizer_state"),
+        ):
+            if wrong:
+                yield (
+                    f"the trainer has {what}, and trials side by side are short fits by the local "
+                    "engine: leave it out, or give parallel=1, which makes one distributed trial "
+                    "after another."
+                )

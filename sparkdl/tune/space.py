@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 
 from sparkdl.codec.describe import describe
 from sparkdl.errors import ParameterError, kind_of, shown
-from sparkdl.plain import plain, plain_list
+from sparkdl.plain import is_number, plain, plain_list
 
 Shown: TypeAlias = bool | int | float | str | None
 """A value of an argument as the table has it: the value itself, or its description."""
@@ -187,11 +187,7 @@ def choice(options: Sequence[Any]) -> Choice:
 
 def _bounds(name: str, low: Any, high: Any, positive: bool = False) -> tuple[float, float]:
     low, high = plain(low), plain(high)
-    numbers = all(
-        isinstance(bound, (int, float)) and not isinstance(bound, bool) and math.isfinite(bound)
-        for bound in (low, high)
-    )
-    if not numbers or not low < high or (positive and low <= 0):
+    if not (is_number(low) and is_number(high)) or not low < high or (positive and low <= 0):
         above = " above 0" if positive else ""
         raise ParameterError(
             f"tune.{name}({shown(low)}, {shown(high)}): give two numbers{above}, the smaller one first."

@@ -9,13 +9,11 @@ modules behind it and digests of their functions. On arrival, before anything is
 * A module that is not found is looked for at the driver's path: in local mode that is the same disk.
 * If a module is still missing or has other code, :class:`sparkdl.ModelError` is raised.
 
-Values that were assigned to a module in the driver's process do not reach the others;
-:func:`tell_of_changed_constants` warns of numbers and text among them.
+Values that were assigned to a module in the driver's process do not reach the others.
 
 Modules of libraries (``site-packages``) are left alone, and so is anything that travels by value.
 """
 
-from sparkdl.usercode.changed import tell_of_changed_constants
 from sparkdl.usercode.travel import accompanied
 
-__all__ = ["accompanied", "tell_of_changed_constants"]
+__all__ = ["accompanied"]

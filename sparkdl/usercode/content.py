@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sparkdl.usercode.code import digest_of_code, functions_of, globals_of, is_library
+from sparkdl.usercode.travel import digest_of_code, functions_of, globals_of, is_library
 
 NO_STATE = "sparkdl_no_state"
 """The attribute, of a module or its class, that names other attributes that no result depends on."""

@@ -19,7 +19,7 @@ from harness.hosts import NotAllowed, TwoHosts
 from harness.processes import wait_until
 from launch import digest, launch
 
-from sparkdl.engines.shuffle.reports import least_bytes
+from sparkdl.engines.shuffle.messages import least_bytes
 
 pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(600)]
 CUT_SECONDS = 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from gang_training import CLASSES, WIDTH
+from gang_training import CLASSES, WIDTH, without_norm
 from pyspark import cloudpickle
 from remembering import Seen
 from torch import nn
@@ -109,8 +109,11 @@ class Fragile(nn.Module):
     """Its gradient is not a number where a score is high; what it puts out is what goes in."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        high = x.detach() > 0.35
-        return x + torch.sqrt(torch.where(high, x - x.detach(), 1.0)) - torch.where(high, 0.0, 1.0)
+        return fragile_where(x.detach() > 0.35, x)
+
+
+def fragile_where(high: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.sqrt(torch.where(high, x - x.detach(), 1.0)) - torch.where(high, 0.0, 1.0)
 
 
 def fragile() -> nn.Module:
@@ -122,6 +125,18 @@ def fragile() -> nn.Module:
         nn.Linear(8, CLASSES),
         Fragile(),
     )
+
+
+class FragileRow(nn.Module):
+    """There is no gradient of a single number in one of the rows that idle ranks pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.temper = without_norm(), Temper()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        row = ((x > 1.2) & (x < 1.24)).any(1, keepdim=True)
+        return fragile_where(row, self.temper(self.layers(x)))
 
 
 class Branch(nn.Module):
@@ -201,6 +216,22 @@ class Last(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(torch.relu(self.up(x)))
+
+
+class Between(nn.Module):
+    """Between two layers: a slope, a number and a gate, which are whole; the number elsewhere too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(WIDTH, 12), nn.Linear(12, CLASSES), Last(1)
+        self.into, self.slope = nn.Linear(WIDTH, 8), nn.PReLU()
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = self.gate(torch.tanh(self.into(x)))
+        hidden = self.slope(self.up(x)) * gate
+        hidden += self.scale
+        return self.down(torch.cat([hidden * gate, hidden], 1)[:, hidden.shape[1] :]) * self.scale
 
 
 def twice() -> nn.Module:

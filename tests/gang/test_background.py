@@ -19,8 +19,7 @@ import sparkdl
 from sparkdl import CheckpointError, ParameterError
 from sparkdl.checkpoint import save as checkpointing
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.slice_io import WriteSlice
-from sparkdl.checkpoint.store import CheckpointStore
+from sparkdl.checkpoint.store import CheckpointStore, WriteSlice
 
 pytestmark = pytest.mark.gang
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -22,7 +22,7 @@ import train_between_nodes as script
 from launch import asked_for, digest, launch_together, soak_but
 
 import sparkdl
-from sparkdl.engines.shuffle.reports import least_bytes
+from sparkdl.engines.shuffle.messages import least_bytes
 
 pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(1800)]
 CASES = ["even", "buffers", "clip_norm", "three replicas", "table"]

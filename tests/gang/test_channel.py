@@ -132,6 +132,15 @@ def test_who_is_silent_keeps_nobody_waiting(listener, monkeypatch):
         each.close()
 
 
+def test_a_listener_that_says_nothing_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(sparkdl.gang.channel, "NONCE_SECONDS", 0.2)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as mute,
+        pytest.raises(ChannelError, match=r"has taken a connection and said nothing for 0\.2 s"),
+    ):
+        connect("127.0.0.1", mute.getsockname()[1], b"k" * 32, "hello")
+
+
 def test_a_rank_that_pauses_for_long_comes_again(listener, monkeypatch):
     """Between connecting and its first message, as one that is stopped; the driver has dropped it."""
     monkeypatch.setattr(sparkdl.gang.channel, "HELLO_SECONDS", 0.2)

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sparkdl
 from sparkdl import ParameterError
+from sparkdl.session import SessionFacts
 from sparkdl.settings import Settings
 
 pytestmark = pytest.mark.gang
@@ -153,7 +154,7 @@ def test_a_snapshot_that_cannot_be_taken_stops_no_training(parts, caplog, monkey
     expected = replace(run, engine="local", slices=1).fit(rows)
     monkeypatch.setattr("sparkdl.engines.registry.is_local", lambda context: False)
     settings = Settings(progress="false", snapshot_seconds=0.0)
-    monkeypatch.setattr("sparkdl.train.fit.settings_of", lambda *_: settings)
+    monkeypatch.setattr(SessionFacts, "settings", settings)
     with caplog.at_level("WARNING", logger="sparkdl"):
         trained = run.fit(rows)
     same(trained, expected)

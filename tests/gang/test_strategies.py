@@ -112,6 +112,13 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "fsdp, inputs by keyword": {**by_keyword("dataclass"), "strategy": "fsdp"},
     "tensor, by hand": {"model": models.hidden, "strategy": BY_HAND},
+    "tensor, what is whole between layers that are cut": {
+        "model": models.Between,
+        "strategy": Tensor(
+            plan={"up": "column", "down": "row", "gate.up": "column", "gate.down": "row"}
+        ),
+        "activation_checkpointing": ["slope"],
+    },
     "tensor, a transformer layer": {"model": models.Words, "strategy": "tensor"},
     "tensor, rows of a table": {
         "model": models.Words,
@@ -203,6 +210,8 @@ def test_it_is_the_training_of_one_process(parts, row, sizes):
     assert (0 < sum(skipped) < len(skipped)) == (run.on_nan == "skip")
 
 
+FRAGILE = {"model": models.FragileRow, "on_nan": "skip"}
+FIRST = FSDP(units=["layers.0"])
 WHOLE = {"batch_size": 32, "model": models.normed}
 UNEVEN: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, Any]]] = {
     "a rank without rows beside one with a single row": (
@@ -218,6 +227,16 @@ UNEVEN: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, Any]]] = {
     "a parameter that some rows do not use": (
         {"strategy": FSDP(units=["first"]), "model": models.Branch, "batch_size": 12},
         (20, 4),
+        {},
+    ),
+    "a single number on a rank without rows": ({**FRAGILE, "strategy": FIRST}, (0, 24), {}),
+    "a single number on a pipeline without rows": (
+        {
+            **FRAGILE,
+            "strategy": ["pipeline", FIRST],
+            "mesh": {"pipe": 1, "shard": 2},
+        },
+        (0, 24),
         {},
     ),
     "batch norm of all parts": ({**WHOLE, "strategy": "tensor"}, (20, 12), {"replicas": 1}),

@@ -18,9 +18,10 @@ from torch import nn
 from sparkdl.consistency.gossip import TOPOLOGIES
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import GlobalBatchNorm, check_carried, synchronise
+from sparkdl.engines.gang.strategies.base import RankPass
 from sparkdl.engines.gang.strategies.ddp import BucketedDDP, FlatAllReduce
 from sparkdl.engines.gang.strategies.gossip import GossipSync
-from sparkdl.engines.gang.strategies.summed import CopySync, GradientVector
+from sparkdl.engines.gang.strategies.summed import CopySync, GradientVector, SummedGradients
 from sparkdl.errors import SessionError
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import LiveReplica, Recipe
@@ -66,14 +67,14 @@ def gossiping(communicator: Any, topology: str) -> tuple[torch.Tensor, torch.Ten
     for index in range(GOSSIPED):
         step = SimpleNamespace(index=index, loss_scale=1.0, hyperparameters=None)
         own = SimpleNamespace(step=step, seed=lambda *named: 0)
-        way.compute(own, [batch], [4.0] * WORLD, Clock())
+        way.compute(RankPass(own, [batch], [4.0] * WORLD, Clock()))
         assert way.sections(ROWS, [4.0] * WORLD) == {}
     kept = way.kept
     found = kept[len(parameters)]["weights"].clone()
     way.settle()
     mean = live.flat.flat.clone()
     assert torch.equal(way.kept[len(parameters)]["weights"], found)  # type: ignore[index]
-    way.compute(own, [batch], [4.0] * WORLD, Clock())
+    way.compute(RankPass(own, [batch], [4.0] * WORLD, Clock()))
     assert torch.equal(live.flat.flat, found)
     dist.barrier()
     return found, mean
@@ -104,8 +105,8 @@ def test_each_rank_averages_with_its_neighbours(ranks, topology):
         torch.testing.assert_close(shown, mean)
 
 
-class OfCopies(CopySync):
-    def _pass(self, work: Any, batch: MiniBatch, share: float, clock: Clock) -> float:
+class OfCopies(CopySync, SummedGradients):
+    def run_pass(self, work: Any, batch: MiniBatch, share: float, clock: Clock) -> float:
         return forward_backward(self._live, batch, 0, 1.0, clock, share=share)
 
 
@@ -126,16 +127,17 @@ def one_rank(
     )
     plans = slice_specs(live.flat.layout, 1)
     spare = Batch([np.ones((2, 3), np.float32)], [np.ones((2, 3), np.float32)], None)
+    build: Any = SimpleNamespace(live=live, plans=plans, rank=rank, spare=spare)
     if kind == "copies":
-        way: Any = OfCopies(live, plans, rank, spare)
+        way: Any = OfCopies(build)
         way._alike = dist.group.WORLD
     elif kind == "at once":
-        way = FlatAllReduce(live, plans, rank, spare)
+        way = FlatAllReduce(build)
     else:
-        way = BucketedDDP(live, plans, rank, spare, DDP(find_unused_parameters=True))
+        way = BucketedDDP(build, DDP(find_unused_parameters=True))
     sign = 1.0 if rank == 0 else -1.0
     batch = MiniBatch([torch.full((4, 3), sign * fill)], [torch.ones(4, 3)])
-    _, problem = way.compute(work(), [batch], weights, Clock())
+    _, problem = way.compute(RankPass(work(), [batch], weights, Clock()))
     (contribution, *_) = way.sections(ROWS, weights)[0]
     found = {
         "problem": problem,
@@ -213,6 +215,7 @@ def of_half(communicator: Any, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     live = LiveReplica.of(Recipe(Half, nn.MSELoss(), torch.optim.SGD, 0, TrainingOptions()))
     plans = slice_specs(live.flat.layout, 1)
     spare = Batch([np.ones((2, 3), np.float32)], [np.ones((2, 3), np.float32)], None)
+    build: Any = SimpleNamespace(live=live, plans=plans, rank=rank, spare=spare)
     torch.manual_seed(rank)
     batch = MiniBatch([torch.rand(4, 3)], [torch.rand(4, 3)])
     forward_backward(live, batch, 0, 1.0, Clock())
@@ -221,10 +224,10 @@ def of_half(communicator: Any, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
     exact.filled([g.float() for g in gradients], weights[rank] / sum(weights))
     expected = exact.sum(None).clone()
     if kind == "at once":
-        way: Any = FlatAllReduce(live, plans, rank, spare)
+        way: Any = FlatAllReduce(build)
     else:
-        way = BucketedDDP(live, plans, rank, spare, DDP())
-    way.compute(work(), [batch], weights, Clock())
+        way = BucketedDDP(build, DDP())
+    way.compute(RankPass(work(), [batch], weights, Clock()))
     (contribution, *_) = way.sections(ROWS, weights)[0]
     found = contribution.gradient.clone()
     dist.barrier()

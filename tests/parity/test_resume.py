@@ -24,12 +24,11 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, ReduceLROnPlateau
 
 import sparkdl
-import sparkdl.train.place_samples
+import sparkdl.train.placed_samples
 from sparkdl.checkpoint.manifest import Manifest
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.data.partition_writer import close_partitions
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import Source, materialize_here
+from sparkdl.data.partition_reader import close_partitions
+from sparkdl.data.samples import SampleSet, Source, materialize_here
 from sparkdl.slab.root import SlabConfig, remove_root
 from sparkdl.slices.slice_file import StoredSlice, unpack
 
@@ -194,7 +193,7 @@ def read_once(spark) -> Iterator[None]:
             made[key] = materialize_here(replace(source, slab=slab))
         return made[key]
 
-    with mock.patch.object(sparkdl.train.place_samples, "materialize_here", read):
+    with mock.patch.object(sparkdl.train.placed_samples, "materialize_here", read):
         yield
     close_partitions()
     remove_root(slab)

@@ -35,7 +35,7 @@ from mistakes import message_of
 from torch import nn
 
 import sparkdl
-from sparkdl.data import sample_set as samples_module
+from sparkdl.data import samples as samples_module
 
 pytestmark = pytest.mark.parity
 cuts = pytest.mark.parametrize(("sizes", "slices"), CUTS, ids=str)

@@ -788,7 +788,7 @@ LOSSES = [
         ModelError,
         "validation data: the model fails on a batch of [3] int64: IndexError: index out of "
         "range in "
-        "self. Give columns of the shapes and types that it was trained on.",
+        "self.",
         jobs=6,
     ),
     Mistake(

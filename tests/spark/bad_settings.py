@@ -180,10 +180,10 @@ PARAMETERS = [
         lambda fit: fit(fit.good(), batch_size=0, replicas=-2, engine="gpu", features=[]),
         ParameterError,
         "4 problems:\n"
+        "  - features is empty: name at least one column.\n"
         f"  - batch_size=0: {WHOLE}\n"
         f"  - replicas=-2: {WHOLE}\n"
-        '  - engine="gpu": use one of local, shuffle, gang.\n'
-        "  - features is empty: name at least one column.",
+        '  - engine="gpu": use one of local, shuffle, gang.',
     ),
     Mistake(
         "accumulate=0",

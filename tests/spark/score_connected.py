@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import sparkdl
+from sparkdl.infer.forward import ShippedModule
 from sparkdl.settings import SPARK_SETTINGS
 
 FORGETFUL = {
@@ -48,7 +49,7 @@ def main() -> None:
             scored = model.transform(data).orderBy("number").collect()
             result[name] = {
                 "predictions": [row.prediction for row in scored],
-                "apart": type(model._shipped.apart).__name__,
+                "apart": type(ShippedModule.before(model.module).apart).__name__,
                 "again": model.transform(data.where("number < 3")).count(),
                 "evaluated": model.evaluate(data, metrics=["mse"]),
             }

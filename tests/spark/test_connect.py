@@ -19,8 +19,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data.fields import Field
-from sparkdl.infer.output import Output
-from sparkdl.infer.shipped_module import INLINE_BYTES
+from sparkdl.infer.forward import INLINE_BYTES
+from sparkdl.infer.outputs import Output
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -26,8 +26,8 @@ import sparkdl
 from sparkdl.data import samples as module
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, open_partition
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import Sample, Source, check_handles, materialize, materialize_here
+from sparkdl.data.records import Sample
+from sparkdl.data.samples import SampleSet, Source, check_handles, materialize, materialize_here
 from sparkdl.slab.pool import release
 from sparkdl.slab.root import SlabConfig, remove_root
 from sparkdl.spark.executors import own_properties

@@ -14,19 +14,17 @@ import torch
 from hex_column import Hex
 from pyspark import RDD, StorageLevel, cloudpickle
 from torch import nn
+from trained import trained_model
 
 from sparkdl import Convert, Image, Sequence
 from sparkdl.data.fields import Field
 from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.ragged import Padding, Ragged, concatenate
-from sparkdl.data.records import Names
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import Sample, Source, materialize, materialize_here
+from sparkdl.data.records import Sample
+from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.errors import DataError
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.output import Output
-from sparkdl.infer.predict import PredictRecords, predict_dataframe
-from sparkdl.infer.shipped_module import ShippedModule
+from sparkdl.infer.outputs import Output
 from sparkdl.loop.history import History
 from sparkdl.slab.pool import release
 from sparkdl.slab.root import SlabConfig, remove_root
@@ -160,6 +158,18 @@ def test_a_damaged_file_is_named(reader: Reader, tmp_path: Path, case: str, here
     data = reader.spark.read.format(source).load(str(tmp_path)).select(columns)
     with pytest.raises(DataError, match=r"row 0 of partition \d.* \(file:/.*/broken.png\)"):
         reader.samples(data, [name], columns={name: Image()}, here=here)
+
+
+def test_a_damaged_file_that_is_gone_is_told_all_the_same(reader: Reader, tmp_path: Path) -> None:
+    (tmp_path / "broken.png").write_bytes(b"no picture at all")
+
+    def picture(content: bytes) -> np.ndarray:
+        (tmp_path / "broken.png").unlink(missing_ok=True)
+        raise ValueError("no picture")
+
+    data = reader.spark.read.format("binaryFile").load(str(tmp_path))
+    with pytest.raises(DataError, match=r"row 0 of partition \d.*no picture"):
+        reader.samples(data, ["content"], columns={"content": Convert(picture)})
 
 
 # Sequences and functions
@@ -355,62 +365,40 @@ class Mean(nn.Module):
 def test_predictions_on_sequences_and_text(reader: Reader) -> None:
     """Padding does not depend on what the batches are."""
     specs = {"words": Sequence(padding=99, lengths=True), "text": Convert(number)}
-    module = ShippedModule.of(Mean(), reader.context)
-    found = predict_dataframe(
-        texts(reader),
-        module,
-        ["words", "text"],
-        Output((), "float32"),
-        "float32",
-        "p",
-        4,
-        None,
-        specs,
-    )
-    for row in found.collect():
-        assert row.p == pytest.approx(sum(row.words) / len(row.words) + number(row.text))
+    model = scoring(Mean(), Output((), "float32"), specs)
+    for row in model.transform(texts(reader), batch_size=4).collect():
+        expected = sum(row.words) / len(row.words) + number(row.text)
+        assert row.prediction == pytest.approx(expected)
     values = [([1, 2, 3], 1), ([4], 0), ([5, 7], 2)]
+    model = scoring(
+        Mean(), Output((), "float32"), {"words": Sequence(lengths=True), "number": None}
+    )
     for batch_size in (1, 2, 10):
-        specs = {"features[0]": Sequence(lengths=True)}
-        names = Names(("words", "number"))
-        task = PredictRecords(module, names, 2, "float32", batch_size, None, specs)
         given = records(reader, [(value,) for value in values], 1).map(lambda v: v[0])
-        assert given.mapPartitions(task).collect() == [3.0, 4.0, 8.0]
+        assert model.predict(given, batch_size=batch_size).collect() == [3.0, 4.0, 8.0]
+
+
+def scoring(module: nn.Module, output: Output, columns: Any) -> TrainedModel:
+    """As it comes from training on these columns; None is a column without a specification."""
+    specs = {name: spec for name, spec in columns.items() if spec is not None}
+    return trained_model(
+        module, features=tuple(columns), fields=(), num_features=len(columns), columns=specs,
+        output=output,
+    )  # fmt: skip
 
 
 def test_an_output_as_long_as_the_sequences(reader: Reader) -> None:
     """Batches differ in length, and so do the lists that come out."""
-    module = ShippedModule.of(nn.Identity(), reader.context)
-    found = predict_dataframe(
-        texts(reader, 7).coalesce(1),
-        module,
-        ["words"],
-        Output((7,), "int64"),
-        "float32",
-        "p",
-        3,
-        None,
-        {"words": Sequence(padding=-1)},
-    ).collect()
+    model = scoring(nn.Identity(), Output((7,), "int64"), {"words": Sequence(padding=-1)})
+    found = model.transform(texts(reader, 7).coalesce(1), "p", batch_size=3).collect()
     assert [row.p[: len(row.words)] for row in found] == [row.words for row in found]
     assert [len(row.p) for row in found] == [3, 3, 3, 6, 6, 6, 7]
 
 
 def test_predictions_on_images(reader: Reader, pictures: Path) -> None:
     data = reader.spark.read.format("binaryFile").load(f"{pictures}/*.png")
-    module = ShippedModule.of(nn.Flatten(), reader.context)
-    found = predict_dataframe(
-        data,
-        module,
-        ["content"],
-        Output((90,), "float32"),
-        "float32",
-        "p",
-        3,
-        None,
-        {"content": Image(scale=1)},
-    ).select("p")
-    values = np.array([row.p for row in found.collect()])
+    model = scoring(nn.Flatten(), Output((90,), "float32"), {"content": Image(scale=1)})
+    values = np.array([row.p for row in model.transform(data, "p", batch_size=3).collect()])
     np.testing.assert_array_equal(
         values[np.argsort(values[:, 0])], expected_pixels(pictures).reshape(8, -1)
     )
@@ -418,18 +406,7 @@ def test_predictions_on_images(reader: Reader, pictures: Path) -> None:
 
 def test_a_damaged_image_in_predictions(reader: Reader) -> None:
     data = reader.spark.createDataFrame([(bytearray(b"broken"),)], "photo binary")
-    module = ShippedModule.of(nn.Flatten(), reader.context)
-    found = predict_dataframe(
-        data,
-        module,
-        ["photo"],
-        Output((1,), "float32"),
-        "float32",
-        "p",
-        3,
-        None,
-        {"photo": Image()},
-    )
+    found = scoring(nn.Flatten(), Output((1,), "float32"), {"photo": Image()}).transform(data)
     with pytest.raises(Exception, match=r'column "photo", row 0 of partition \d: is not an image'):
         found.collect()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from pyspark import SparkConf
 
 import sparkdl
 from sparkdl import __main__
@@ -25,13 +26,11 @@ def test_each_engine_trains_and_nothing_changes(spark, caplog):
 
 def test_engines_that_cannot_train_say_why(spark, monkeypatch, capsys):
     monkeypatch.setattr(spark, "stop", lambda: None)
+    conf = SparkConf(loadDefaults=False).setAll(spark.sparkContext._conf.getAll())
+    conf.set("spark.dynamicAllocation.enabled", "true")
     with monkeypatch.context() as patch:
-        patch.setattr("sparkdl.gang.slots.conf_of", _with_dynamic_allocation)
+        patch.setattr(spark.sparkContext, "_conf", conf)
         __main__.main(["session"])
     printed = capsys.readouterr().out
     assert "not here: a gang needs all of its ranks at once" in printed
     assert "ms, Spark jobs" in printed
-
-
-def _with_dynamic_allocation(context):
-    return {"spark.dynamicAllocation.enabled": "true"}

@@ -30,12 +30,12 @@ from pyspark.errors import PySparkException
 from pyspark.sql import functions
 
 import sparkdl
-from jobs import console, datasets, predict, train
-from jobs.spark_errors import status_of
+from sparkdl.jobs import console, datasets
+from sparkdl.jobs.console import status_of
+from sparkdl.jobs.main import main
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import ModuleType
 
     from pyspark.sql import SparkSession
 
@@ -86,6 +86,7 @@ def job(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     before = ""
     if interrupt_at:
@@ -93,7 +94,7 @@ def job(
         for line in process.stdout:
             before += line
             if line.startswith(interrupt_at):
-                process.send_signal(signal.SIGINT)
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal does
                 break
     try:
         out, err = process.communicate(timeout=280)
@@ -112,12 +113,12 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(work: Path) -> Path:
     """A run folder of a short training, started with spark-submit."""
     done = job(
-        "train", "--config", CONFIG, "--set", "training.epochs=2", "--set", "model.width=8",
-        "--set", "optimizer.lr=1e-2", "--set", "schedule=null", "--set", "name=short",
-        "--set", "checkpoint.every_epochs=1", "--set", "checkpoint.keep=null",
-        "--set", "gradients.clip_norm=5", "--set", "care.ema=0.9",
-        "--set", "summaries.tensorboard=true",
-        "--set", "spark.settings.spark.test.password=hunter2",
+        "train", "--config", CONFIG, "--trainer.epochs=2", "--model.width=8",
+        "--optimizer.lr=1e-2", "--schedule=null", "--name=short",
+        "--checkpoint.every_epochs=1", "--checkpoint.keep=null",
+        "--trainer.clip_norm=5", "--trainer.ema=0.9",
+        "--summaries.tensorboard=true",
+        "--spark.settings.spark.test.password=hunter2",
         cwd=work, submit=True,
     )  # fmt: skip
     assert done.status == 0, done.err
@@ -158,7 +159,7 @@ def test_the_run_folder(trained: Path, work: Path) -> None:
     assert sparkdl.History.load(trained / "history.csv").losses == history.losses
     recipe = json.loads((trained / "model/model.json").read_text())["recipe"]
     assert recipe["kind"] == "name"
-    assert recipe["name"] == "jobs.models:digits_convnet"
+    assert recipe["name"] == "sparkdl.jobs.digits:convnet"
     summary = json.loads((trained / "summary.json").read_text())
     assert summary["iterations"] == 42
     assert summary["test accuracy"] > 0.6
@@ -177,8 +178,8 @@ def test_a_broken_run_goes_on(trained: Path, work: Path) -> None:
     shutil.copytree(first, broken / "checkpoints" / first.name)
     shutil.copy(trained / "config.yaml", broken)
     done = job(
-        "train", "--resume", broken, "--set", "training.engine=local",
-        "--set", "spark.settings.spark.test.password=hunter2",
+        "train", "--resume", broken, "--trainer.engine=local",
+        "--spark.settings.spark.test.password=hunter2",
         cwd=work,
     )  # fmt: skip
     assert (done.status, done.err) == (0, "")
@@ -199,8 +200,8 @@ def test_a_broken_run_goes_on(trained: Path, work: Path) -> None:
 def test_a_search(work: Path) -> None:
     """Its run folder has the table, a picture and the best model, which other jobs read."""
     done = job(
-        "tune", "--config", CONFIG, "--set", "training.epochs=2", "--set", "model.width=4",
-        "--set", "tune.trials=3", "--set", "name=few", "--set", "tune.space.model.width=[2, 4]",
+        "tune", "--config", CONFIG, "--trainer.epochs=2", "--model.width=4",
+        "--tune.trials=3", "--name=few", "--tune.space.model.width=[2, 4]",
         cwd=work,
     )  # fmt: skip
     assert (done.status, done.err) == (0, "")
@@ -297,9 +298,9 @@ def test_the_resolved_configuration(trained: Path) -> None:
     text = (trained / "config.yaml").read_text()
     assert "hunter2" not in text
     config = yaml.safe_load(text)
-    assert config["training"]["epochs"] == 2
-    assert config["training"]["engine"] == "shuffle"
-    assert config["model"]["width"] == 8
+    assert config["trainer"]["epochs"] == 2
+    assert config["trainer"]["engine"] == "shuffle"
+    assert config["model"]["init_args"] == {"width": 8, "dropout": 0.5}
     assert config["schedule"] is None
     assert config["spark"]["settings"]["spark.test.password"] == "(redacted)"
 
@@ -333,11 +334,10 @@ def run_here(
 ) -> Callable[..., Done]:
     """Runs a job in this process, in the session of the tests."""
 
-    def run(job: ModuleType, *arguments: object) -> Done:
+    def run(*arguments: object) -> Done:
         monkeypatch.setattr(console, "session", lambda *_: contextlib.nullcontext(spark))
-        monkeypatch.setattr(sys, "argv", ["job", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            console.run(job.main)
+            main(list(map(str, arguments)))
         said = capsys.readouterr()
         return Done(ended.value.code, said.out, said.err)
 
@@ -349,7 +349,7 @@ def test_predict(trained: Path, work: Path, run_here: Callable[..., Done]) -> No
         "--model", trained / "model", "--data", work / "data/digits/test.parquet",
         "--output", work / "predicted", "--argmax",
     ]  # fmt: skip
-    done = run_here(predict, *arguments)
+    done = run_here("predict", *arguments)
     assert (done.status, done.err) == (0, "")
     table = parquet.read_table(work / "predicted")
     right = sum(a == b for a, b in zip(*(table[c] for c in ("label", "prediction")), strict=True))
@@ -362,12 +362,12 @@ def test_predict(trained: Path, work: Path, run_here: Callable[..., Done]) -> No
 
     before = (work / "data/digits/test.parquet").read_bytes()
     onto = ["--output", work / "data/digits", "--overwrite"]
-    refused = run_here(predict, *arguments[:4], *onto)
+    refused = run_here("predict", *arguments[:4], *onto)
     assert (refused.status, refused.out) == (2, "")
     assert refused.err.startswith("error: --overwrite would delete ")
     assert (work / "data/digits/test.parquet").read_bytes() == before
 
-    again = run_here(predict, *arguments)
+    again = run_here("predict", *arguments)
     assert (again.status, again.out) == (2, "")
     assert again.err.endswith("already exists: give --overwrite, or another --output.\n")
 
@@ -382,7 +382,8 @@ def test_predictions_never_replace_what_they_are_made_of(
     run.mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "new data")
     whole, part = (
-        datasets.read(spark, f"{tmp_path}/new data{p}", "parquet", {}) for p in ("", "/a=1")
+        datasets.read(spark, "--data", f"{tmp_path}/new data{p}", "parquet", {})
+        for p in ("", "/a=1")
     )
     refused = [
         (whole, f"{tmp_path}/new data"), (whole, f"file:{tmp_path}/new data/a=2"),
@@ -401,7 +402,7 @@ def test_predictions_that_replace_others_leave_nothing_of_them(
 ) -> None:
     for rows in (3, 5):
         datasets.write(spark.range(rows), f"{tmp_path}/new ones", "csv", "overwrite")
-    assert datasets.read(spark, f"{tmp_path}/new ones", "csv", {}).count() == 5
+    assert datasets.read(spark, "--data", f"{tmp_path}/new ones", "csv", {}).count() == 5
     assert [path.name for path in tmp_path.iterdir()] == ["new ones"]
 
 
@@ -422,8 +423,8 @@ def test_other_formats_and_models_of_a_file(work: Path) -> None:
         "data: {train: line.csv, format: csv, features: x, label: y}\n"
         "model: mine/line.py:net\n"
         "loss: mine/line.py:loss\n"
-        "optimizer: {use: torch.optim:SGD, lr: 0.1}\n"
-        "training: {epochs: 2, batch_size: 50}\n"
+        "optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}\n"
+        "trainer: {epochs: 2, batch_size: 50}\n"
     )
     done = job("train", "--config", "line.yaml", cwd=work)
     assert (done.status, done.err) == (0, "")
@@ -444,7 +445,7 @@ def test_other_formats_and_models_of_a_file(work: Path) -> None:
         "torch.nn. Pass --loss mine/line.py:loss if that is yours, or --trust if you trust the "
         "folder."
     )
-    done = job("evaluate", *evaluate, "--loss", "mine/line.py:loss", "--metrics", "mae", cwd=work)
+    done = job("evaluate", *evaluate, "--loss", "mine/line.py:loss", "--metrics", "[mae]", cwd=work)
     assert (done.status, done.err) == (0, "")
     content = json.loads((work / folder / "evaluation.json").read_text())
     assert content["loss"] == pytest.approx(content["mae"])
@@ -452,28 +453,86 @@ def test_other_formats_and_models_of_a_file(work: Path) -> None:
     source.write_text(source.read_text().replace(" -> nn.Module", ""))
     refused = job("predict", *predict, cwd=work)
     assert (refused.status, refused.out) == (2, "")
-    assert refused.err.endswith(" or pass trust=True. For this script, that is --trust.")
+    assert refused.err.endswith(" or pass trust=True. Here, that is --trust.")
 
 
-def test_data_that_are_not_there(tmp_path: Path, run_here: Callable[..., Done]) -> None:
-    changes = "data.prepare=null", f"data.train={tmp_path}/none.parquet"
-    arguments = [part for change in changes for part in ("--set", change)]
-    done = run_here(train, "--config", CONFIG, *arguments)
-    message = f"error: Path does not exist: file:{tmp_path}/none.parquet.\n"
-    assert (done.status, done.out, done.err) == (2, "", message)
+POINTS = """
+data: {train: HERE/points.csv, format: csv, select: ["array(a, b) AS features", label]}
+model: {class_path: torch.nn.Linear, init_args: {in_features: 2, out_features: 2}}
+loss: torch.nn.CrossEntropyLoss
+optimizer: {class_path: torch.optim.SGD, init_args: {lr: 0.1}}
+trainer: {epochs: 2, batch_size: 8, engine: local}
+validation: {share: 0.2, metrics: [accuracy]}
+"""
+MISTAKES = {
+    "no data": (
+        ["--data.train", "none.csv"],
+        "data.train: none.csv cannot be read as csv: Path does",
+    ),
+    "another format": (
+        ["--data.format", "parquet"],
+        "The name ends in .csv: data.format: csv?",
+    ),
+    "no format": (["--data.format", "parket"], "Failed to find the data source: parket."),
+    "no column": (["--data.select", "[c]"], "data.select: "),
+    "no label": (["--data.label", "kind"], '"kind"'),
+    "number columns as one input": (
+        ["--data.select", "null", "--data.features", "[a, b]"],
+        'data.select: ["array(a, b) AS features", "label"]',
+    ),
+    "other shapes": (["--model.in_features", "3"], "mat1 and mat2 shapes cannot be multiplied"),
+}
+
+
+@pytest.fixture
+def points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(f"{i / 50},{i % 7 / 7},{i % 2}\n" for i in range(50))
+    (tmp_path / "points.csv").write_text("a,b,label\n" + rows)
+    (tmp_path / "points.yaml").write_text(POINTS.replace("HERE", str(tmp_path)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("row", MISTAKES)
+def test_mistakes_that_the_data_show(row: str, points: Path, run_here: Callable[..., Done]) -> None:
+    arguments, message = MISTAKES[row]
+    done = run_here("train", "--config", "points.yaml", "--dry-run", *arguments)
+    assert (done.status, done.out) == (2, "")
+    assert done.err.startswith("error: ")
+    assert message in done.err
+    assert "\tat " not in done.err
+
+
+def test_a_dry_run_tells_what_would_be_trained_and_leaves_nothing(
+    points: Path, run_here: Callable[..., Done]
+) -> None:
+    more = ["--trainer.engine=shuffle", "--trainer.replicas=2", "--checkpoint.every_epochs=1"]
+    done = run_here("train", "--config", "points.yaml", "--dry-run", *more)
+    assert done.status == 0, done.err
+    table = dict(line.split("   ", 1) for line in done.out.splitlines() if "   " in line)
+    names = [name.strip() for name in table]
+    assert names == [
+        "samples", "to validate on", "column features", "column label", "parameters",
+        "MB of weights", "engine", "iterations", "untrained loss",
+    ]  # fmt: skip
+    assert done.out.endswith("ready to train: nothing was trained or written\n")
+    assert {path.name for path in points.iterdir()} == {"points.csv", "points.yaml"}
 
 
 @pytest.mark.soak
-def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("submit", [False, True], ids=["python", "spark-submit"])
+def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path, submit: bool) -> None:
     """It says no more than that, and leaves its model as it stands and its checkpoints."""
     changes = [
-        "training.epochs=60", "model.width=4", "validation=null", "schedule=null",
+        "trainer.epochs=60", "model.width=4", "validation=null", "schedule=null",
         "checkpoint.every_epochs=2", "name=cut",
     ]  # fmt: skip
-    arguments = ["--config", CONFIG, *(part for change in changes for part in ("--set", change))]
-    done = job("train", *arguments, cwd=tmp_path, interrupt_at="epoch")
+    arguments = ["--config", CONFIG, *(f"--{change}" for change in changes)]
+    done = job("train", *arguments, cwd=tmp_path, submit=submit, interrupt_at="epoch")
     assert done.status == 130
-    told, kept, last = done.err.splitlines()
+    told, kept, last = (done.out if submit else done.err).splitlines()[
+        -3:
+    ]  # Spark's own merges both
     assert told.startswith("interrupted: training ends after the current iteration")
     assert last == "error: interrupted."
     folder = tmp_path / kept.removeprefix("what was trained is in ")
@@ -483,7 +542,7 @@ def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
     assert json.loads((folder / "summary.json").read_text())["stopped"] == "interrupted"
     newest = sparkdl.load(folder / "checkpoints", model=trained.model)
     assert len(newest.history) == iterations
-    arguments += ["--set", "training.epochs=1", "--resume", "latest"]
+    arguments += ["--trainer.epochs=1", "--resume", "latest"]
     done = job("train", *arguments, cwd=tmp_path)
     assert (done.status, done.err) == (0, "")
     assert "on from iteration " in done.out
@@ -491,7 +550,7 @@ def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_a_session_that_cannot_start_is_a_mistake(tmp_path: Path) -> None:
-    done = job("train", "--config", CONFIG, "--set", "spark.master=nowhere://a", cwd=tmp_path)
+    done = job("train", "--config", CONFIG, "--spark.master=nowhere://a", cwd=tmp_path)
     assert (done.status, done.out) == (2, "")
     assert done.err.splitlines()[-1] == (
         "error: Spark cannot start: Could not parse Master URL: 'nowhere://a'"
@@ -514,8 +573,10 @@ def test_what_spark_cannot_read_is_a_mistake(
     (tmp_path / "a.txt").write_text("no Parquet")
     given = path if ":" in path else str(tmp_path / path)
     with pytest.raises(sparkdl.ParameterError) as caught:
-        datasets.read(spark, given, format, {})
-    assert str(caught.value).startswith(f"{given} cannot be read: {message}")
+        datasets.read(spark, "data.train", given, format, {})
+    assert str(caught.value).startswith(
+        f"data.train: {given} cannot be read as {format}: {message}"
+    )
     assert "\tat " not in str(caught.value)
 
 

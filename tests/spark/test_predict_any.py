@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from sparkdl.checkpoint.files import Folder
 from sparkdl.compat import ARROW_FUNCTIONS
 from sparkdl.data.arrow_tasks import partition_of
 from sparkdl.data.fields import Field
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -137,8 +136,8 @@ def test_any_model_predicts_as_in_torch(points: DataFrame, tmp_path: Path, kind:
     same(values(scored), NET(torch.from_numpy(POINTS)))
 
 
-def test_a_trained_model_brings_its_columns(points: DataFrame) -> None:
-    trained = sparkdl.TrainedModel(
+def trained_on_points() -> sparkdl.TrainedModel:
+    return sparkdl.TrainedModel(
         module=NET,
         model=NET,
         loss=None,
@@ -150,6 +149,10 @@ def test_a_trained_model_brings_its_columns(points: DataFrame) -> None:
         output=Output((2,), "float32"),
         history=sparkdl.History(),
     )
+
+
+def test_a_trained_model_brings_its_columns(points: DataFrame) -> None:
+    trained = trained_on_points()
     expected = values(trained.transform(points))
     assert values(sparkdl.predict(points, trained)) == expected
     twice = sparkdl.predict(points, trained, outputs={"twice": lambda output: 2 * output})
@@ -262,14 +265,6 @@ def test_texts_padded_on_the_left(texts: DataFrame) -> None:
     ]
 
 
-def test_a_filter_on_predictions_does_not_compute_them_twice(points: DataFrame) -> None:
-    scored = sparkdl.predict(points, NET, "x").where("prediction[0] > 0")
-    plan = scored._jdf.queryExecution().executedPlan().toString()
-    assert len(re.findall("ArrowEvalPython", plan)) == 1
-    expected = NET(torch.from_numpy(POINTS))[:, 0] > 0
-    assert scored.count() == int(expected.sum())
-
-
 def test_texts_are_classified(texts: DataFrame, folder: Path) -> None:
     scored = sparkdl.classify(texts, folder, scores_col="scores", batch_size=8)
     model, tokenizer = small_text.classifier(), small_text.tokenizer()
@@ -346,8 +341,15 @@ def partly_bad(spark: SparkSession) -> DataFrame:
     return spark.createDataFrame(rows, "number int, x array<float>").coalesce(1)
 
 
-def test_bad_rows_are_kept_with_the_reason(partly_bad: DataFrame) -> None:
-    scored = sparkdl.predict(partly_bad, NET, "x", handle_invalid="keep", error_col="why")
+WAYS: dict[str, Callable[..., Any]] = {
+    "any": lambda data, **how: sparkdl.predict(data, NET, "x", **how),
+    "trained": lambda data, **how: trained_on_points().transform(data, **how),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bad_rows_are_kept_with_the_reason(partly_bad: DataFrame, way: str) -> None:
+    scored = WAYS[way](partly_bad, handle_invalid="keep", error_col="why")
     expected = NET(torch.from_numpy(POINTS))
     rows = scored.collect()
     assert [row.number for row in rows] == list(range(ROWS))
@@ -359,10 +361,34 @@ def test_bad_rows_are_kept_with_the_reason(partly_bad: DataFrame) -> None:
         assert rows[number].why.startswith(reason)
 
 
-def test_bad_rows_are_skipped(partly_bad: DataFrame) -> None:
-    scored = sparkdl.predict(partly_bad, NET, "x", handle_invalid="skip")
+@pytest.mark.parametrize("way", WAYS)
+def test_bad_rows_are_skipped(partly_bad: DataFrame, way: str) -> None:
+    scored = WAYS[way](partly_bad, handle_invalid="skip")
     assert scored.columns == ["number", "x", "prediction"]
     assert [row.number for row in scored.collect()] == [n for n in range(ROWS) if n not in BAD]
+
+
+def test_records_are_scored(spark: SparkSession) -> None:
+    """In their order, whoever trained the model; bad ones are kept, or skipped."""
+    good = [row.tolist() for row in POINTS]
+    bad = [BAD[n][0] if n in BAD else row for n, row in enumerate(good)]
+    expected = NET(torch.from_numpy(POINTS))
+    records = spark.sparkContext.parallelize(good, 2)
+    same(np.stack(sparkdl.predict(records, NET, batch_size=16).collect()), expected)
+    (several, *_) = sparkdl.predict(records, Several(), outputs=["total", "doubled"]).collect()
+    assert several.doubled.tolist() == (2 * POINTS[0]).tolist()
+    records = spark.sparkContext.parallelize(bad, 1)
+    for predict in (partial(sparkdl.predict, model=NET), trained_on_points().predict):
+        rows = predict(records, handle_invalid="keep", error_col="why").collect()
+        assert [n for n, row in enumerate(rows) if row.why] == sorted(BAD)
+        assert [row.prediction is None for row in rows] == [bool(row.why) for row in rows]
+        assert rows[7].why == 'field "features" holds NaN.'
+        good_rows = [row.prediction for row in rows if not row.why]
+        same(np.stack(good_rows), expected[[n for n in range(ROWS) if n not in BAD]])
+        skipped = predict(records, handle_invalid="skip").collect()
+        assert np.array_equal(skipped, good_rows)
+    with pytest.raises(sparkdl.ParameterError, match="path= is for a DataFrame"):
+        sparkdl.predict(records, NET, path="there", handle_invalid="skip")
 
 
 def test_a_bad_row_fails_the_job(partly_bad: DataFrame) -> None:
@@ -520,6 +546,12 @@ def test_a_function_of_sql(
     expected = NET(torch.from_numpy(POINTS))
     same(values(spark.sql("SELECT number, score(x) AS prediction FROM points")), expected)
     same(values(points.select("number", score("x").alias("prediction"))), expected)
+    for kind in ("array<double>", "array<decimal(20, 12)>"):
+        found = points.select("number", score(points.x.cast(kind)).alias("prediction"))
+        same(values(found), expected)
+    told = r'DataError: column "x" is of type int32 here, and .* for array<number>: cast it'
+    with pytest.raises(Exception, match=told):
+        spark.sql("SELECT score(number) FROM points").collect()
     sparkdl.register_function("klass", folder, texts, "text", use=sparkdl.classify)
     found = spark.sql("SELECT number, klass(text).prediction AS prediction FROM texts")
     assert values(found) == values(sparkdl.classify(texts, folder))
@@ -597,7 +629,7 @@ MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
         lambda df, path: sparkdl.predict(
             df, NET, "x", prediction_col="ERROR", handle_invalid="keep"
         ),
-        'new columns would have one name, "ERROR" and "error": choose another name, with predict',
+        'new columns would have one name, "ERROR" and "error": choose another name with ',
     ),
     "one name but for case": (
         lambda df, path: sparkdl.predict(

@@ -27,8 +27,8 @@ from torch.nn.utils import parametrizations
 
 import sparkdl
 from sparkdl.data.fields import Field
-from sparkdl.infer.output import Output
-from sparkdl.infer.shipped_module import INLINE_BYTES, ShippedModule
+from sparkdl.infer.forward import INLINE_BYTES, ShippedModule
+from sparkdl.infer.outputs import Output
 from sparkdl.model.recipe import Part, Signature, part_of
 
 pytestmark = pytest.mark.spark
@@ -116,19 +116,42 @@ def close(found: Any, expected: torch.Tensor) -> None:
 # transform
 
 
-def test_numbers(table: Any) -> None:
-    module = nn.Sequential(nn.Unflatten(0, (-1, 1)), linear(1, 1), nn.Flatten(0))
-    model = trained(module, ("number",), example=(torch.zeros(2),))
-    found = model.transform(table)
-    assert found.schema["prediction"].dataType.simpleString() == "float"
-    close(predictions(found), module(inputs_of(table, "number")))
+FORMS: dict[str, tuple[Callable[[Any], Any], Callable[[], nn.Module], str, Any, str]] = {
+    "numbers": (
+        lambda table: table,
+        lambda: nn.Sequential(nn.Unflatten(0, (-1, 1)), linear(1, 1), nn.Flatten(0)),
+        *("number", torch.zeros(2), "float"),
+    ),
+    "arrays": (lambda table: table, linear, "x", torch.zeros(1, 2), "array<float>"),
+    "nested arrays": (
+        lambda table: table.selectExpr("i", "array(x, x, array(1f, 2f)) AS x"),
+        lambda: nn.Linear(2, 4),
+        *("x", torch.zeros(1, 3, 2), "array<array<float>>"),
+    ),
+    "vectors": (
+        lambda table: table.sparkSession.createDataFrame(
+            [
+                *((i, Vectors.sparse(2, {i % 2: float(i)})) for i in range(5)),
+                (5, Vectors.dense([1.0, 2.0])),
+            ],
+            ["i", "x"],
+        ),
+        *(linear, "x", torch.zeros(1, 2), "array<float>"),
+    ),
+    "any name": (
+        lambda table: table.withColumnRenamed("x", "a`b. c"),
+        *(linear, "a`b. c", torch.zeros(1, 2), "array<float>"),
+    ),
+}
 
 
-def test_arrays(table: Any) -> None:
-    model = trained(linear())
-    found = model.transform(table)
-    assert found.schema["prediction"].dataType.simpleString() == "array<float>"
-    close(predictions(found), model.module(inputs_of(table, "x")))
+@pytest.mark.parametrize("form", FORMS)
+def test_columns_of_any_form(table: Any, form: str) -> None:
+    make, module, column, example, kind = FORMS[form]
+    data, model = make(table), trained(module(), (column,), example=(example,))
+    found = model.transform(data)
+    assert found.schema["prediction"].dataType.simpleString() == kind
+    close(predictions(found), model.module(inputs_of(data, column)))
 
 
 @pytest.mark.parametrize(("rows", "batch_size"), in_turn([1, 3, 7, 10_000], [2, 1, 5, 1024]))
@@ -177,21 +200,6 @@ class Three(nn.Module):
         return self.linear(torch.cat([x, n[:, None], b[:, None]], dim=1))[:, 0]
 
 
-def test_nested_arrays_in_and_out(table: Any) -> None:
-    data = table.withColumn("x", functions.expr("array(x, x, array(1f, 2f))"))
-    model = trained(nn.Linear(2, 4), example=(torch.zeros(1, 3, 2),))
-    found = model.transform(data)
-    assert found.schema["prediction"].dataType.simpleString() == "array<array<float>>"
-    close(predictions(found), model.module(inputs_of(data, "x")))
-
-
-def test_vectors(spark: Any) -> None:
-    rows = [(i, Vectors.sparse(2, {i % 2: float(i)})) for i in range(5)]
-    data = spark.createDataFrame([*rows, (5, Vectors.dense([1.0, 2.0]))], ["i", "x"])
-    model = trained(linear())
-    close(predictions(model.transform(data)), model.module(inputs_of(data, "x")))
-
-
 def test_several_inputs(table: Any) -> None:
     example = (torch.zeros(1), torch.zeros(1, 2), torch.zeros(1, dtype=torch.long))
     model = trained(Join(), ("number", "x", "word"), example=example)
@@ -199,19 +207,6 @@ def test_several_inputs(table: Any) -> None:
         inputs_of(table, "number"), inputs_of(table, "x"), inputs_of(table, "word", torch.long)
     )
     close(predictions(model.transform(table)), expected)
-
-
-def test_any_column_name(table: Any) -> None:
-    model = trained(linear(), ("a`b. c",))
-    found = model.transform(table.withColumnRenamed("x", "a`b. c"))
-    close(predictions(found), model.module(inputs_of(table, "x")))
-
-
-@pytest.mark.parametrize("batch_size", [1, 7, 1000])
-def test_the_batch_size_does_not_matter(table: Any, batch_size: int) -> None:
-    model = trained(linear())
-    found = model.transform(table, batch_size=batch_size)
-    close(predictions(found), model.module(inputs_of(table, "x")))
 
 
 def test_more_rows_than_an_arrow_batch(spark: Any) -> None:

@@ -19,7 +19,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl.session import settings_of, tell_what_costs_speed
+from sparkdl.session import SessionFacts, settings_of, tell_what_costs_speed
 from sparkdl.settings import NEEDED_FOR_SPEED, SPARK_SETTINGS, Settings
 from sparkdl.spark import executors
 
@@ -267,7 +267,7 @@ def test_the_progress_bar(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("sparkdl.train.fit.settings_of", lambda *_: Settings(progress=mode))
+    monkeypatch.setattr(SessionFacts, "settings", Settings(progress=mode))
     losses = trainer(engine="local").fit(table).history.losses
     captured = capsys.readouterr()
     assert captured.out == ""

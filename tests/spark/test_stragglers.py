@@ -237,8 +237,7 @@ def test_what_goes_with_it(data: Any, monkeypatch: Any, case: str) -> None:
 
 
 def test_attempts_that_differ_are_not_mixed() -> None:
-    from sparkdl.engines.shuffle.messages import UNLIKE
-    from sparkdl.engines.shuffle.reports import IterationReports
+    from sparkdl.engines.shuffle.messages import UNLIKE, IterationReports
     from sparkdl.replica.iteration import SliceReport
 
     one, other = PassedParts(1, 4, 6), PassedParts(2, 4, 4)

@@ -28,8 +28,8 @@ from launch import ROOT, digest
 from torch import nn
 
 import sparkdl
+import sparkdl.connect.fit
 import sparkdl.gang.connect
-import sparkdl.train.connected
 import sparkdl.tune
 from sparkdl.checkpoint.store import CheckpointStore
 
@@ -94,16 +94,16 @@ def training(
     two = [good.partial_fit(data.where(f"kind % 2 = {i}")) for i in (0, 1)]
     result["passes"] = [digest(trained.module) for trained in two]
     result["killed"] = {}
-    most, sparkdl.train.connected.MAX_ROWS_BYTES = sparkdl.train.connected.MAX_ROWS_BYTES, 10
+    most, sparkdl.connect.fit.MAX_ROWS_BYTES = sparkdl.connect.fit.MAX_ROWS_BYTES, 10
     result["no path"] = told(lambda: good.fit(data))
     for name in kills:
         if name == "the beginning":
-            sparkdl.train.connected.MAX_ROWS_BYTES = most
+            sparkdl.connect.fit.MAX_ROWS_BYTES = most
         kill = connected_fits.Kill(folder / f"killed {name}", 7)
         where = None if name == "the beginning" else sparkdl.Checkpoint(folder / "checkpoints")
         trained = replace(good, callbacks=[kill], checkpoint=where).fit(data)
         result["killed"][name] = [*digests(trained), len(trained.history.last(1000))]
-    sparkdl.train.connected.MAX_ROWS_BYTES = most
+    sparkdl.connect.fit.MAX_ROWS_BYTES = most
     result["log"] = records
     result["left"] = [name for name in os.listdir(folder / "checkpoints") if "result" in name]
     result["slabs"] = os.listdir(folder / "slabs")

@@ -23,7 +23,7 @@ from torch import nn
 
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.messages import IterationMessage, NodeCopies, NodeWeights
+from sparkdl.engines.shuffle.messages import IterationMessage, NodeCopies, Nodes, NodeWeights
 from sparkdl.engines.shuffle.node_reduce import (
     NodeReports,
     ReceiveWeights,
@@ -43,7 +43,6 @@ from sparkdl.engines.shuffle.replica_context import (
     Recount,
 )
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
-from sparkdl.engines.shuffle.reports import Nodes
 from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import Recipe

@@ -9,7 +9,6 @@ no other module asks which one it is.
 from __future__ import annotations
 
 import importlib
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -230,13 +229,3 @@ def _resolve(module: str, path: str) -> Any:
     for part in path.split("."):
         found = getattr(found, part)
     return found
-
-
-def is_whole(value: object, least: int) -> bool:
-    """Return whether ``value`` is a whole number of at least ``least``."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def is_number(value: object) -> bool:
-    """Return whether ``value`` is a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

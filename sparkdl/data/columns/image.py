@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, ColumnSpec, DataType, is_number, is_whole
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType
 from sparkdl.data.fields import Field
 from sparkdl.data.row_errors import RowError, drop
 from sparkdl.errors import ParameterError, raise_all, shown
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_number, is_whole, make_plain
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, ColumnSpec, DataType, is_number, is_whole
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType
 from sparkdl.data.columns.convert import as_array
 from sparkdl.data.columns.numeric import numeric_column, to_numpy
 from sparkdl.data.fields import Field
@@ -23,7 +23,7 @@ from sparkdl.data.row_errors import (
     drop,
 )
 from sparkdl.errors import ParameterError, raise_all, shown
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_number, is_whole, make_plain
 
 _INSIDE = {
     "is null": "holds a null",

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, ColumnSpec, DataType, NamedFunction, is_whole, name_of
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType, NamedFunction, name_of
 from sparkdl.data.columns.convert import shorten
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import MEND_RECORDS, RowError, drop
 from sparkdl.errors import ParameterError, kind_of, raise_all, shown
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_whole, make_plain
 
 DTYPE = "int32"
 """The dtype of the stored numbers of tokens; a mini-batch has int64."""

@@ -30,8 +30,7 @@ from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import SampleHandle
-from sparkdl.data.sample_set import SampleSet
-from sparkdl.data.samples import deleted_without_end
+from sparkdl.data.samples import SampleSet, deleted_without_end
 from sparkdl.engines.delivery import AT_ONCE_BYTES, ValidationSet, Wanted, bring, not_here
 from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
 from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus, RecipeSource
@@ -327,17 +326,12 @@ class GangEngine:
         """See :class:`sparkdl.loop.engine.Engine`."""
         return self._gang.ahead
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """See :class:`sparkdl.loop.engine.Engine`."""
         if read is None and which == CURRENT:
             self._gang.leave()  # ranks that have trained no longer have the recipe's weights
         self._ready()
-        results = self._call("setting up the ranks", "state.read", read, reported, which)
+        results = self._call("setting up the ranks", "state.read", read, which)
         raise_first(results)
         self._call("setting up the ranks", "state.place")
 
@@ -403,12 +397,10 @@ class GangEngine:
         """Call ``use`` for every slice, on the rank that answers for it, and return the results."""
         return self._results.values("reading the state", "state.map_slices", use, which)
 
-    def load_residuals(
-        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
-    ) -> None:
+    def load_residuals(self, read: ReadResiduals) -> None:
         """Load the compression residuals, every rank its own."""
         self._ready()
-        results = self._call("setting up the ranks", "state.load_residuals", read, reported)
+        results = self._call("setting up the ranks", "state.load_residuals", read)
         raise_first(results)
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:

@@ -56,9 +56,8 @@ from sparkdl.engines.gang.snapshots import (
     copied_residuals,
     on_copies,
 )
-from sparkdl.engines.gang.strategies.base import GradientSync
-from sparkdl.engines.gang.strategies.build import build_rank
-from sparkdl.errors import ModelError, SessionError, UserError
+from sparkdl.engines.gang.strategies.base import GradientSync, RankPass, build_rank
+from sparkdl.errors import DamagedCheckpoint, ModelError, SessionError, UserError
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.loop.engine import BEST, ReadResiduals, ReadState, StateWork, weights_of
 from sparkdl.metrics.scorer import Scorer
@@ -147,12 +146,10 @@ class StateCommands:
         """Return whether this rank reports on slice ``number``, which several ranks may own."""
         return number in self._held.owners and (self._run.slices > 1 or self._rank == 0)
 
-    def read(
-        self, read: ReadState | None, reported: tuple[type[Exception], ...], which: str
-    ) -> Any:
+    def read(self, read: ReadState | None, which: str) -> DamagedCheckpoint | None:
         """Read the initial slices, without placing them; None: the recipe's weights.
 
-        Returns an exception of ``reported``, if one was raised.
+        Returns DamagedCheckpoint instead of raising it, as the next one does.
         """
         self._read = None
         if read is None:
@@ -161,7 +158,7 @@ class StateCommands:
         for n in held.owners:
             try:
                 found[n] = read(held.slices[n], held.live.flat.layout.dtype)
-            except reported as error:
+            except DamagedCheckpoint as error:
                 return error
         self._read = which, found
         return None
@@ -236,14 +233,11 @@ class StateCommands:
         found, self._background = self._background, None
         return found.results() if found is not None and found.name == name else None
 
-    def load_residuals(self, read: ReadResiduals, reported: tuple[type[Exception], ...]) -> Any:
-        """Load this rank's residuals. See :class:`sparkdl.loop.engine.Engine`.
-
-        An exception of ``reported`` is returned instead of raised.
-        """
+    def load_residuals(self, read: ReadResiduals) -> DamagedCheckpoint | None:
+        """Load this rank's residuals. See :class:`sparkdl.loop.engine.Engine`."""
         try:
             self._sync.place_kept(read(self._rank))
-        except reported as error:
+        except DamagedCheckpoint as error:
             return error
         return None
 
@@ -359,7 +353,7 @@ class Rank:
         weight = sum((batch.weight for batch in batches), 0.0)
         weights = self._weights(step, weight)
         clock.lap("data")
-        loss, problem = self._sync.compute(work, batches, weights, clock)
+        loss, problem = self._sync.compute(RankPass(work, batches, weights, clock))
         if self._setup.sums:
             weight = self._sync.count
         finish = functools.partial(self._finish, step, weights, loss, bool(problem))

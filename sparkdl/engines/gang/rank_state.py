@@ -16,8 +16,8 @@ import torch.distributed as dist
 from sparkdl.codec.safe import mapped
 from sparkdl.loop.engine import CURRENT, weights_of
 from sparkdl.model.recipe import LiveReplica
-from sparkdl.replica.gradients import writes_early
 from sparkdl.replica.run import OpenRun, RunSpec
+from sparkdl.replica.step import writes_early
 from sparkdl.slices.optimizer_step import wants_loss
 from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.slices.update import SliceUpdater

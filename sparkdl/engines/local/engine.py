@@ -3,9 +3,8 @@
 It serves for debugging and as the reference for the shuffle engine: the same M and N give the same
 bits.
 
-Gossip in one process: all replicas in turn on one live module, the reference for ranks of a gang.
-
-The replicas of the local engine: M of them, which compute in turn on one live module.
+M replicas compute in turn on one live module. With gossip they do so each with its own weights: the
+reference for ranks of a gang.
 """
 
 from __future__ import annotations
@@ -26,14 +25,13 @@ from sparkdl.consistency.gossip import DISTANCE, TOPOLOGIES, add_up, averaged_pa
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.partition_reader import MappedPartition, open_partition
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import StaleReferenceError, StateLostError
 from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState, weights_of
 from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.process.determinism import torch_threads
-from sparkdl.replica.gradients import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Iteration, IterationRows, ReplicaReport, SliceReport
 from sparkdl.replica.local_sgd import (
     keep_replica,
@@ -46,6 +44,7 @@ from sparkdl.replica.local_sgd import (
 )
 from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.replica.step import (
+    GradientWriter,
     ReplicaIteration,
     ReplicaResult,
     compress_outcome,
@@ -56,6 +55,7 @@ from sparkdl.replica.step import (
     sections_nbytes,
     to_mini_batch,
     write_sections,
+    writes_early,
 )
 from sparkdl.slices.reduce import ReducedGradient
 from sparkdl.slices.section import Section, SectionLayout
@@ -135,16 +135,7 @@ class _Replica:
         live.flat.save_buffers(self.state.weights)
         self._gradients, self._loss, self.weight = result.gradients, result.loss, result.weight
         problem = problem_of_step(live, result.loss, result.gradients)
-        return ReplicaReport(
-            self._work.replica,
-            result.count,
-            result.weight,
-            result.loss,
-            "",
-            clock.seconds,
-            problem,
-            losses=result.losses,
-        )
+        return result.report(self._work.replica, clock, problem)
 
     def steps(self, whole: SliceUpdater, factor: float) -> None:
         """Take a step with ``factor`` times the gradients."""
@@ -231,19 +222,8 @@ class LocalReplicas:
         sections = write_sections(live, self.plans.slices, maps, outcome, memory)
         problem = not_finite(live, self.plans.slices, sections, outcome)
         clock.lap("publish")
-        report = ReplicaReport(
-            replica,
-            outcome.count,
-            outcome.weight,
-            outcome.loss,
-            "",
-            clock.seconds,
-            problem,
-            losses=outcome.losses,
-            passed=outcome.passed,
-        )
         written = [replace(section, replica=replica, others=outcome.others) for section in sections]
-        return report, written, outcome
+        return outcome.report(replica, clock, problem), written, outcome
 
     def load_weights(self, weights: Sequence[torch.Tensor]) -> None:
         """Copy the weights of all slices into the live module."""
@@ -307,17 +287,8 @@ class LocalEngine:
         self._older: deque[list[torch.Tensor]] = deque(maxlen=self._consistency.keep - 1)
         self._version = 0
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
-        """Set the state of every slice, from the recipe's weights or from ``read`` if it is given.
-
-        See :class:`sparkdl.loop.engine.Engine`. ``reported`` is not needed here, because exceptions
-        of ``read`` are raised directly.
-        """
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
+        """Set the state of every slice, from the recipe's weights or from ``read`` if it is given."""
         if read is None and self._states:  # the replica's weights have changed since it was built
             self._replicas.build()
         flat = self._replicas.live.flat.flat
@@ -468,9 +439,7 @@ class LocalEngine:
         plans, states = self._plans.slices, self._best if which == BEST else self._states
         return [use(n, plans[n], state) for n, state in enumerate(states)]
 
-    def load_residuals(
-        self, read: ReadResiduals, reported: tuple[type[Exception], ...] = ()
-    ) -> None:
+    def load_residuals(self, read: ReadResiduals) -> None:
         """Read the residuals of every replica."""
         found = {replica: read(replica) for replica in range(self._run.replicas)}
         self._replicas.keep_only({r: kept for r, kept in found.items() if kept is not None})

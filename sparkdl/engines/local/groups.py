@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.consistency.asynchronous import Asynchronous, Commit, GroupTurns, Turn
 from sparkdl.consistency.base import Consistency
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.loop.engine import CURRENT, ReadState
@@ -113,14 +113,9 @@ class LocalGroupEngine(LocalEngine):
                 own = replace(asked, index=index, hyperparameters=rates)
                 self._slices = self._synchronize(own.with_rows(()), reports, sections)
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """Load the state; see :class:`sparkdl.loop.engine.Engine`."""
-        super().load(read, reported, which)
+        super().load(read, which)
         if which == CURRENT:
             self._drop()
             self._turns.reset()

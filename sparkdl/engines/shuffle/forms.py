@@ -1,4 +1,7 @@
-"""The forms of an iteration on one node: a single stage, or two jobs.
+"""The forms of an iteration: a single stage, two jobs, or stages that meet at a shuffle.
+
+The first two are for a single node. :class:`FormChooser` chooses by what an iteration asks for, and by
+measuring the update.
 
 [Note: what an iteration pays for] Spark takes 5 ms to build and submit an empty job, 8 ms per stage
 to launch and run it, and 5 ms to bring its results to Python. A shuffle between two stages costs
@@ -13,9 +16,6 @@ more than a second job. Therefore
   (:class:`TwoJobs`);
 * a small model's iteration is one stage (:class:`OneStage`).
 
-The form of an iteration in stages that meet at a shuffle, on any number of nodes.
-
-The choice of an iteration's form, by what it asks for and by measuring the update.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import math
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from pyspark import RDD
@@ -34,11 +35,17 @@ from sparkdl.engines.shuffle.messages import (
     REDUCTION,
     SYNCHRONIZATION,
     IterationMessage,
+    IterationReports,
     NodeCopies,
+    Nodes,
     NodeWeights,
     OneStageReport,
     PendingGradients,
     ShuffleSpec,
+    SliceBytes,
+    copies_by_node,
+    planned,
+    states_of,
 )
 from sparkdl.engines.shuffle.node_reduce import (
     NodeReports,
@@ -50,21 +57,14 @@ from sparkdl.engines.shuffle.node_reduce import (
 )
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward, OneStageTask
-from sparkdl.engines.shuffle.reports import (
-    IterationReports,
-    Nodes,
-    SliceBytes,
-    copies_by_node,
-    planned,
-    states_of,
-)
 from sparkdl.engines.shuffle.update_tasks import (
-    ApplyPending,
+    AtOwner,
     Reduce,
-    ReducePending,
     Synchronize,
     Update,
-    UpdateReduced,
+    apply_pending,
+    reduce_pending,
+    update_slice,
 )
 from sparkdl.gang.slots import task_slots
 from sparkdl.loop.iteration_result import busiest, summed
@@ -191,13 +191,14 @@ class TwoJobs(_OnOneNode):
         if _too_large(message):
             return None
         if self.placement.two_stages:
-            return self._slice_job(SYNCHRONIZATION, ApplyPending(message))
-        reduced = self._slice_job(REDUCTION, ReducePending(message))
-        update = UpdateReduced(replace(message, pending=None), tuple(reduced))
+            return self._slice_job(SYNCHRONIZATION, partial(apply_pending, message))
+        reduced = self._slice_job(REDUCTION, partial(reduce_pending, message))
+        update = partial(update_slice, replace(message, pending=None), headers=tuple(reduced))
         return self._slice_job(SYNCHRONIZATION, update)
 
-    def _slice_job(self, name: str, task: Callable[..., Any]) -> list[Any]:
-        return self._job(name, map_frames(self.placement.slice_rdd, task), self.placement.slices)
+    def _slice_job(self, name: str, work: Callable[..., Any]) -> list[Any]:
+        tasks = map_frames(self.placement.slice_rdd, AtOwner(work))
+        return self._job(name, tasks, self.placement.slices)
 
 
 def _too_large(message: IterationMessage) -> bool:

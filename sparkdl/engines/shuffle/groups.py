@@ -40,12 +40,14 @@ from sparkdl.engines.shuffle.messages import (
     IterationMessage,
     OneStageReport,
     ShuffleSpec,
+    Transfer,
+    between_nodes,
     raise_unrecoverable,
+    states_of,
 )
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_context import Recount, ReplicaContext, run_of
 from sparkdl.engines.shuffle.replica_tasks import ForwardBackward, compute_sections
-from sparkdl.engines.shuffle.reports import Transfer, between_nodes, states_of
 from sparkdl.engines.shuffle.state_reads import SnapshotRdds
 from sparkdl.engines.shuffle.store import next_version
 from sparkdl.engines.shuffle.update_tasks import ReadSections, read_sections
@@ -67,7 +69,6 @@ from sparkdl.spark.frames import (
     stage_name,
     zip_frames,
 )
-from sparkdl.spark.worker import finish_task
 
 Headers = tuple[tuple[GradientHeader, ...], ...]
 """For each slice, the headers of some replicas in order."""
@@ -114,7 +115,6 @@ class TakeTurn:
     def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
         headers = tuple(header for header, _ in compute_sections(context, self.step))
         yield pickle.dumps(OneStageReport(headers))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,6 @@ class KeepGradients:
                 header = replace(header, reference=claim.reference)
             kept.append(header)
         yield pickle.dumps(tuple(kept))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,6 @@ class ApplyCommits:
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
         yield pickle.dumps(_apply(self.step, partition, run))
-        finish_task()
 
 
 def _apply(step: CommitMessage, partition: int, run: RunSpec) -> SliceReport:
@@ -426,17 +424,12 @@ class GroupEngine(ShuffleEngine):
             if not turn.headers:
                 turn.job.cancel()
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """Load the state; see :class:`sparkdl.loop.engine.Engine`, as for what follows."""
         if which == CURRENT:
             self._give_up_turns()
             self._turns.reset()
-        super().load(read, reported, which)
+        super().load(read, which)
 
     def map_slices(
         self, use: Callable[[int, SliceSpec, SliceState], Any], which: str = CURRENT

@@ -13,10 +13,9 @@ then read this *copy* by reference, as they read the slices of their own node. A
 age as the state it was made from and lies in buffers of the same submission, so it lives as long (see
 [Note: who may write a buffer]).
 
-The ways in which a slice's report and new weights leave the task after an update.
-
-There are two. The report goes to the driver and the weights stay in their slab (:func:`to_driver`).
-Or both go to the nodes through a shuffle (:class:`NodeReports`).
+A slice's report and new weights leave the task after an update in one of two ways. The report goes to
+the driver and the weights stay in their slab (:func:`to_driver`). Or both go to the nodes through a
+shuffle (:class:`NodeReports`).
 """
 
 from __future__ import annotations
@@ -35,11 +34,12 @@ from sparkdl.engines.shuffle.messages import (
     GradientHeader,
     GradientOffer,
     IterationMessage,
+    Nodes,
     NodeWeights,
     WeightsHeader,
+    sum_is_smaller,
 )
 from sparkdl.engines.shuffle.replica_context import run_of
-from sparkdl.engines.shuffle.reports import Nodes, sum_is_smaller
 from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport
 from sparkdl.replica.run import RunSpec, plans_of
 from sparkdl.slab.pool import Pool, open_pool
@@ -47,7 +47,6 @@ from sparkdl.slices.reduce import Term, shares_of, tree_sum
 from sparkdl.slices.section import NOTHING, SUM, open_section, section_nbytes
 from sparkdl.slices.update import SliceUpdater
 from sparkdl.spark.frames import send
-from sparkdl.spark.worker import finish_task
 
 
 def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> Iterator[bytes]:
@@ -90,7 +89,6 @@ class ReduceOnNode:
             if headers:
                 for frame in self._frames(partition, n, run, pool, headers, shares):
                     yield from send(n, frame)
-        finish_task()
 
     def _frames(
         self,
@@ -203,7 +201,6 @@ class SendWeights:
                 partition, node_id, None, faults=(Fault(STATE_FOREIGN, partition, node_id),)
             )
         yield from weight_frames(report, run, self.nodes)
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -232,7 +229,6 @@ class ReceiveWeights:
                 copies[header.index] = SliceHandle(claim.reference)
         assert pool is not None
         yield pickle.dumps(NodeWeights(pool.node_id, copies, tuple(reports)))
-        finish_task()
 
 
 ReportSink = Callable[[SliceReport, RunSpec], Iterator[bytes]]

@@ -35,7 +35,7 @@ from sparkdl.engines.shuffle.store import (
     read_version,
     version_frame,
 )
-from sparkdl.errors import ModelError, StaleReferenceError, UserError
+from sparkdl.errors import DamagedCheckpoint, ModelError, StaleReferenceError, UserError
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.replica.compare import Compared, Description, compared
 from sparkdl.replica.iteration import Clock, Fault, SliceHandle, SliceReport
@@ -51,7 +51,6 @@ from sparkdl.slab.pool import Pool, Reference, left_where_large, open_pool, read
 from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.frames import send
-from sparkdl.spark.worker import finish_task
 from sparkdl.usercode.travel import model_needs
 
 
@@ -108,19 +107,17 @@ class Recount:
 class InitialState:
     """Body over the owner RDD: write version 0 of the slice.
 
-    Yields a pickled :class:`SliceReport`. If ``read`` raises one of ``reported``, or the model
+    Yields a pickled :class:`SliceReport`. If ``read`` raises DamagedCheckpoint, or the model
     cannot be built again, the frame is the pickled exception. Without ``read`` the slice gets the
     weights of a replica that is built for this purpose, and no optimizer state.
     """
 
     read: Callable[[SliceSpec, torch.dtype], SliceState] | None = None
-    reported: tuple[type[Exception], ...] = ()
     role: str = "state"
     submission: int = 0
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
         run = run_of(frames)
-        reported: tuple[type[Exception], ...] = (*self.reported, ModelError)
         try:
             begun = build_replica(run).flat.flat if self.read is None else None
             plans, pool = plans_of(run), open_pool(run.slab)
@@ -130,12 +127,11 @@ class InitialState:
             else:
                 assert self.read is not None
                 state = self.read(plan, plans.dtype)
-        except reported as error:
+        except (DamagedCheckpoint, ModelError) as error:
             yield pickle.dumps(error)
         else:
             handle = first_version(pool, state, self.submission, self.role)
             yield pickle.dumps(SliceReport(partition, pool.node_id, handle))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,6 @@ class CopyWeights:
         pool = open_pool(run.slab)
         copy = copy_weights(pool, self.states[partition], self.role, self.submission)
         yield pickle.dumps(copy)
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -205,7 +200,6 @@ class MapSlice:
         for reference in handle.references():
             pool.check(reference)
         yield pickle.dumps(left_where_large(pool, result, self.submission))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -218,7 +212,6 @@ class ReadParts:
         run = run_of(frames)
         if partition in self.parts:
             yield read_part(open_pool(run.slab), self.parts[partition])
-        finish_task()
 
 
 def run_of(frames: Iterable[bytes]) -> RunSpec:
@@ -261,7 +254,6 @@ class CheckReplica:
             except ModuleNotFoundError as error:
                 found = model_needs(error, "the executors")
             yield pickle.dumps((node_id, found, lies_here(pickle.loads(samples), node_id)))
-        finish_task()
 
 
 @dataclass(frozen=True)

@@ -28,22 +28,23 @@ from sparkdl.engines.shuffle.messages import (
     RESIDUAL_FOREIGN,
     GradientHeader,
     IterationMessage,
+    Nodes,
     OneStageReport,
 )
 from sparkdl.engines.shuffle.node_reduce import offered
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
-from sparkdl.engines.shuffle.reports import Nodes
 from sparkdl.engines.shuffle.store import joined_state, read_residuals, write_residuals
 from sparkdl.engines.shuffle.update_tasks import apply_pending, buffer_size
+from sparkdl.errors import DamagedCheckpoint
 from sparkdl.loop.engine import ReadResiduals
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.process.system import label_output
-from sparkdl.replica.gradients import GradientWriter, writes_early
 from sparkdl.replica.iteration import Clock, Fault, ReplicaReport, ResidualHandle, SliceReport
 from sparkdl.replica.local_sgd import open_inner, several_steps
 from sparkdl.replica.run import full_gpu_explained, open_replica, plans_of
 from sparkdl.replica.step import (
+    GradientWriter,
     ReplicaIteration,
     ReplicaResult,
     compress_outcome,
@@ -54,12 +55,12 @@ from sparkdl.replica.step import (
     sections_nbytes,
     to_mini_batch,
     write_sections,
+    writes_early,
 )
 from sparkdl.slab.pool import Claim, Pool, leave_room
 from sparkdl.slices.section import SectionLayout
 from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.spark.frames import send
-from sparkdl.spark.worker import finish_task
 
 
 @torch.no_grad()
@@ -133,7 +134,6 @@ class WithResiduals:
             result = self.use(context.index, read_residuals(context.pool, handle))
             context.pool.check(handle.reference)
         yield pickle.dumps((context.index, result))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -141,24 +141,22 @@ class InitialResiduals:
     """Task at each replica: write the residuals that ``read(replica)`` returns.
 
     Yields one frame, a pickled (replica, handle or None), or (replica, exception) if ``read``
-    raises one of ``reported``.
+    raises DamagedCheckpoint.
     """
 
     read: ReadResiduals
-    reported: tuple[type[Exception], ...] = ()
     submission: int = 0
 
     def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
         result: ResidualHandle | Exception | None = None
         try:
             kept = self.read(context.index)
-        except self.reported as error:
+        except DamagedCheckpoint as error:
             result = error
         else:
             if kept is not None:
                 result = write_residuals(context.pool, context.index, None, kept, self.submission)
         yield pickle.dumps((context.index, result))
-        finish_task()
 
 
 BORROW_FROM = 1 << 20
@@ -181,7 +179,6 @@ class ForwardBackward:
         else:
             for n, (header, payload) in enumerate(sent):
                 yield from send(n, encode(header, payload))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -209,7 +206,6 @@ class OneStageTask:
                 context = replace(context, states=new)
         headers = tuple(header for header, _ in compute_sections(context, step))
         yield pickle.dumps(OneStageReport(headers, reports))
-        finish_task()
 
 
 Sent = tuple[GradientHeader, torch.Tensor | None]
@@ -275,18 +271,13 @@ def _compute_sections(
         sections = write_sections(live, plans, maps, outcome, claim.bytes)
     problem = not_finite(live, plans, sections, outcome)
     clock.lap("publish")
-    report = ReplicaReport(
+    report = outcome.report(
         context.index,
-        outcome.count,
-        outcome.weight,
-        outcome.loss,
-        pool.node_id,
-        clock.seconds,
+        clock,
         problem,
-        context.received,
-        residual,
-        outcome.losses,
-        outcome.passed,
+        node_id=pool.node_id,
+        received=context.received,
+        residual=residual,
     )
     sent: list[Sent] = []
     place = 0
@@ -380,4 +371,3 @@ class Score:
                 context.replica(), partition, self.scorer, self.batch_spec, self.batch_size
             )
             yield cloudpickle.dumps((context.index, states))  # a metric may be defined in __main__
-        finish_task()

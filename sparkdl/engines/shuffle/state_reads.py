@@ -19,7 +19,6 @@ from sparkdl.engines.shuffle.replica_context import run_of
 from sparkdl.engines.shuffle.store import copy_residuals, write_copy
 from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport
 from sparkdl.slab.pool import Reference, frames_of, num_frames, open_pool
-from sparkdl.spark.worker import finish_task
 
 if TYPE_CHECKING:
     from sparkdl.engines.shuffle.replica_context import ReplicaContext
@@ -72,7 +71,6 @@ class TakeSnapshot:
         yield from frames_of(pool, references)
         for _ in range(self.count - 1 - num_frames(references)):
             yield b""
-        finish_task()
 
 
 def _references(handles: Sequence[SliceHandle]) -> list[Reference]:
@@ -99,7 +97,6 @@ class RestoreSlice:
         for _ in frames:
             pass
         yield pickle.dumps((SliceReport(partition, pool.node_id, found[0]), best))
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -119,7 +116,6 @@ class TakeResidual:
         yield from frames_of(context.pool, references)
         for _ in range(self.count - 1 - num_frames(references)):
             yield b""
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -141,7 +137,6 @@ class RestoreResidual:
         for _ in frames:
             pass
         yield pickle.dumps((replica, handle))
-        finish_task()
 
 
 def _opened(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, Any, Iterator[bytes]]:

@@ -5,21 +5,16 @@ come through a shuffle. If all replicas and slices are on one node, nothing has 
 messages and reports: then the driver has the headers of the sections, which lie in slabs of the node,
 and each stage is a job of its own.
 
-The sections that a task reads for one slice, and the update that a single task makes of them.
-
-Each function is safe to call twice: it reads the newest version and writes buffers of its own.
-
-The update of one slice in two tasks, between which the norm of the gradients of all slices is known.
-
-The first task leaves the slice's reduced gradient in a slab, as the section of a single replica. Each
-function is safe to call twice: it reads the newest version and writes buffers of its own.
+One task makes the update of a slice; or two, between which the norm of the gradients of all slices is
+known. The first of two leaves the slice's reduced gradient in a slab, as the section of a single
+replica. Each function is safe to call twice: it reads the newest version and writes buffers of its own.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +37,6 @@ from sparkdl.slices.reduce import ReducedGradient, merge_buffers
 from sparkdl.slices.section import Section, SectionLayout, open_section, section_nbytes
 from sparkdl.slices.update import SliceUpdater
 from sparkdl.spark.frames import send
-from sparkdl.spark.worker import finish_task
 
 Frame = tuple[Any, memoryview]
 """The header of a frame and its payload."""
@@ -300,7 +294,6 @@ class Synchronize:
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
         frames, run = _read(pairs)
         yield from self.tell(synchronize(self.step, partition, run, frames), run)
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -320,7 +313,6 @@ class Reduce:
         for other in range(run.slices):
             if other != partition:
                 yield from send(other, told)
-        finish_task()
 
 
 @dataclass(frozen=True)
@@ -336,7 +328,6 @@ class Update:
         headers = [header for header, _ in frames]
         report = update_slice(self.step, partition, run, headers)
         yield from self.tell(report, run)
-        finish_task()
 
 
 def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:
@@ -348,42 +339,18 @@ def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:
 
 
 @dataclass(frozen=True)
-class ApplyPending:
-    """Body over the owner RDD: apply the pending gradients as the synchronization stage does."""
+class AtOwner:
+    """Body over the owner RDD: yield the pickled result of ``work(partition, run)``."""
 
-    step: IterationMessage
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        yield pickle.dumps(apply_pending(self.step, partition, run))
-        finish_task()
-
-
-@dataclass(frozen=True)
-class ReducePending:
-    """Body over the owner RDD: reduce the pending gradients as the reduction stage does."""
-
-    step: IterationMessage
+    work: Callable[[int, RunSpec], Any]
 
     def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        sections = _pending_frames(self.step, partition)
-        yield pickle.dumps(reduce_slice(self.step, partition, run, sections))
-        finish_task()
+        yield pickle.dumps(self.work(partition, run_of(frames)))
 
 
-@dataclass(frozen=True)
-class UpdateReduced:
-    """Body over the owner RDD: update from each slice's header as the update stage does."""
-
-    step: IterationMessage
-    headers: tuple[ReducedHeader, ...]
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        report = update_slice(self.step, partition, run, self.headers)
-        yield pickle.dumps(report)
-        finish_task()
+def reduce_pending(step: IterationMessage, partition: int, run: RunSpec) -> ReducedHeader:
+    """Reduce the pending gradients of slice ``partition`` as the reduction stage does."""
+    return reduce_slice(step, partition, run, _pending_frames(step, partition))
 
 
 def apply_pending(step: IterationMessage, partition: int, run: RunSpec) -> SliceReport:

@@ -79,10 +79,11 @@ class Standalone:
     """A context manager: a master and ``workers`` workers of ``cores`` cores, all gone at its end.
 
     ``folder`` holds a folder for each worker: executors' working directories (a relative
-    ``spark.sparkdl.slab.dir`` is inside), Spark's local directories, logs. ``settings``: of the
-    workers. ``hosts``: for each worker (the first: the master's too) a command in front of its own,
-    which puts it on a host, and that host's address; by default addresses of this machine's
-    loopback device, since Spark runs a speculative twin on another host only.
+    ``spark.sparkdl.slab.dir`` is inside), Spark's local directories, logs. ``settings``: of master
+    and workers. ``environment``: variables of theirs. ``hosts``: for each worker (the first: the
+    master's too) a command in front of its own, which puts it on a host, and that host's address; by
+    default addresses of this machine's loopback device, since Spark runs a speculative twin on
+    another host only.
     """
 
     workers: int
@@ -90,6 +91,7 @@ class Standalone:
     folder: Path
     settings: Mapping[str, str] = field(default_factory=dict)
     hosts: Sequence[tuple[Sequence[str], str]] = LOOPBACK
+    environment: Mapping[str, str] = field(default_factory=dict)
     running: list[Worker] = field(default_factory=list, init=False)
 
     @property
@@ -101,13 +103,14 @@ class Standalone:
         self._port, self._page = _free_ports(2)
         arguments = ["--port", str(self._port), "--webui-port", str(self._page)]
         prefix, address = self.hosts[0]
-        options = "-Dspark.deploy.maxExecutorRetries=-1"
+        options = self._options({"spark.deploy.maxExecutorRetries": "-1", **self.settings})
         try:
             self._master = _start(
                 [*prefix, *_command("master.Master"), "--host", address, *arguments],
                 self.folder / "master",
                 SPARK_MASTER_OPTS=options,
                 SPARK_LOCAL_IP=address,
+                **self.environment,
             )
             # A worker that comes before its master asks again only after 5 to 15 s.
             processes.wait_until(self.status, SECONDS, f"a master at {self.url}")
@@ -172,13 +175,18 @@ class Standalone:
                 self.url,
             ],
             folder,
-            SPARK_WORKER_OPTS=" ".join(f"-D{k}={v}" for k, v in self.settings.items()),
+            SPARK_WORKER_OPTS=self._options(self.settings),
             SPARK_LOCAL_DIRS=str(folder / "local"),
             SPARK_LOCAL_IP=address,
+            **self.environment,
         )
         worker = Worker(f"worker-{number}", folder, process)
         self.running.append(worker)
         return worker
+
+    @staticmethod
+    def _options(settings: Mapping[str, str]) -> str:
+        return " ".join(f"-D{key}={value}" for key, value in settings.items())
 
     def _wait_for(self, workers: int) -> None:
         processes.wait_until(

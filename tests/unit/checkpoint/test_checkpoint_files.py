@@ -15,7 +15,7 @@ from fork_server import run_fresh
 from permissions import unprivileged
 from pyarrow import fs
 
-from sparkdl.checkpoint import file_systems
+from sparkdl.checkpoint import files
 from sparkdl.checkpoint.files import Folder, unfinished
 from sparkdl.errors import CheckpointError
 
@@ -126,14 +126,14 @@ def test_a_file_that_goes_while_its_folder_is_listed(
     folder = Folder.of(tmp_path)
     for name in ("a", "b", "c"):
         folder.write(name, b"12")
-    look = file_systems._entry
+    look = files._entry
 
-    def vanishing(entry: os.DirEntry[str]) -> tuple[str, str, int]:
+    def vanishing(entry: os.DirEntry[str]) -> files.Entry:
         if entry.name == "b":
             os.unlink(entry.path)
         return look(entry)
 
-    monkeypatch.setattr(file_systems, "_entry", vanishing)
+    monkeypatch.setattr(files, "_entry", vanishing)
     assert set(folder.entries()) == {"a", "c"}
 
 
@@ -245,7 +245,7 @@ class Store:
 
 
 def test_nothing_is_copied_on_s3(tmp_path: Path) -> None:
-    file_systems.Remote(Store()).write(f"{tmp_path}/slice", f"{tmp_path}/.slice.part", b"123456")
+    files.Remote(Store()).write(f"{tmp_path}/slice", f"{tmp_path}/.slice.part", b"123456")
     assert [path.name for path in tmp_path.iterdir()] == ["slice"]
     assert (tmp_path / "slice").read_bytes() == b"123456"
 

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 
 import sparkdl
-from sparkdl.checkpoint.identity import (
+from sparkdl.checkpoint.manifest import (
+    Best,
     DataIdentity,
     FieldIdentity,
+    Manifest,
     ModelIdentity,
+    SliceFile,
+    StoredFile,
     consistency_text,
 )
-from sparkdl.checkpoint.manifest import Best, Manifest, SliceFile, StoredFile
 from sparkdl.codec.describe import describe
 from sparkdl.codec.files import checksum
 from sparkdl.errors import CheckpointError, DamagedCheckpoint

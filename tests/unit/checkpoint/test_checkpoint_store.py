@@ -20,15 +20,19 @@ from test_checkpoint_manifest import MANIFEST as A_MANIFEST
 from torch import nn
 
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.identity import ModelIdentity
-from sparkdl.checkpoint.manifest import MANIFEST, Best, Manifest, StoredFile
-from sparkdl.checkpoint.slice_io import read_slice_files, try_probe, write_slice
-from sparkdl.checkpoint.store import HISTORY, CheckpointStore
+from sparkdl.checkpoint.manifest import MANIFEST, Best, Manifest, ModelIdentity, StoredFile
+from sparkdl.checkpoint.store import (
+    HISTORY,
+    CheckpointStore,
+    read_slice_files,
+    try_probe,
+    write_slice,
+)
 from sparkdl.codec.files import checksum
+from sparkdl.connect.rank import store_rows
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.model.flat import layout_of
 from sparkdl.slices.spec import SliceState, slice_specs
-from sparkdl.train.large_result import store_rows
 
 LAYOUT = layout_of(nn.Linear(16, 5))
 

@@ -36,7 +36,7 @@ from sparkdl.errors import (
     TrustError,
 )
 from sparkdl.infer.model import TrainedModel, load
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import save
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from sparkdl.checkpoint.identity import ModelIdentity
+from sparkdl.checkpoint.manifest import ModelIdentity
 from sparkdl.errors import ParameterError
 from sparkdl.infer.saved import StoredState
 from sparkdl.model.flat import layout_of
 from sparkdl.model.preparation import freeze
 from sparkdl.model.recipe import weights_digest
-from sparkdl.train.carried import chosen_state
+from sparkdl.train.request import chosen_state
 
 
 def make_model(width: int = 4, frozen: tuple[str, ...] = ()) -> nn.Module:

@@ -15,12 +15,11 @@ from torch import nn
 from trained import trained_model
 
 import sparkdl
-from sparkdl.checkpoint.identity import DataIdentity, FieldIdentity, ModelIdentity
-from sparkdl.checkpoint.manifest import RunIdentity
+from sparkdl.checkpoint.manifest import DataIdentity, FieldIdentity, ModelIdentity, RunIdentity
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.save import Checkpointer
 from sparkdl.data.fields import Field
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import manifest_of_model
 from sparkdl.loop.engine import BEST, CURRENT, ReadState
 from sparkdl.loop.history import History
@@ -69,12 +68,7 @@ class Store:
         self.versions: dict[str, list[SliceState]] = {}
         self.residuals: dict[int, Any] = {}
 
-    def load(
-        self,
-        read: ReadState | None = None,
-        reported: tuple[type[Exception], ...] = (),
-        which: str = CURRENT,
-    ) -> None:
+    def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         assert read is not None
         self.versions[which] = [read(spec, LAYOUT.dtype) for spec in self.specs]
         for spec, state in zip(self.specs, self.versions[which], strict=True):
@@ -86,9 +80,7 @@ class Store:
         pairs = zip(self.specs, self.versions[which], strict=True)
         return [use(i, spec, state) for i, (spec, state) in enumerate(pairs)]
 
-    def load_residuals(
-        self, read: Callable[[int], Any], reported: tuple[type[Exception], ...] = ()
-    ) -> None:
+    def load_residuals(self, read: Callable[[int], Any]) -> None:
         self.residuals = {replica: read(replica) for replica in range(2)}
 
     def map_residuals(self, use: Callable[[int, Any], Any]) -> list[Any]:

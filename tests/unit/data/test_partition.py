@@ -19,21 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mistakes import message_of
 
-from sparkdl.data import partition_files, partition_join, partition_writer
+from sparkdl.data import partition_reader, partition_writer
 from sparkdl.data.arrow_tasks import WriteDataFrame
 from sparkdl.data.columns.base import Column
-from sparkdl.data.partition_files import segment_files
-from sparkdl.data.partition_join import join_partition
-from sparkdl.data.partition_writer import (
-    PartitionWriter,
-    SampleHandle,
-    close_partitions,
-    open_partition,
-)
+from sparkdl.data.equal_rows import RepeatedRows
+from sparkdl.data.partition_reader import close_partitions, open_partition, segment_files
+from sparkdl.data.partition_writer import PartitionWriter, SampleHandle, join_partition
 from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, RowError
-from sparkdl.errors import SlabFullError, StaleReferenceError
+from sparkdl.errors import SlabFullError, StaleReferenceError, TrainingError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 
 CHOSEN = ([], [0], [59, 0, 30, 30], range(60), np.random.default_rng(1).permutation(60))
@@ -236,8 +231,7 @@ def two_directories(slab: SlabConfig, tmp_path: Path, monkeypatch: pytest.Monkey
     second = tmp_path / "disk"
     second.mkdir()
     root = Root((first.directories[0], second), first.node_id)
-    for module in (partition_writer, partition_join):
-        monkeypatch.setattr(module, "open_root", lambda config, create=False: root)
+    monkeypatch.setattr(partition_writer, "open_root", lambda config, create=False: root)
     return root
 
 
@@ -253,7 +247,7 @@ class Full:
     ) -> None:
         self.full, self.room, self.error = full, room, error
         self.refused = 0
-        for module in (partition_files, partition_join):
+        for module in (partition_reader, partition_writer):
             monkeypatch.setattr(module, "open", self, raising=False)
 
     def __call__(self, path: str | Path, mode: str, **options: Any) -> Any:
@@ -413,7 +407,7 @@ def test_large_records_are_held_a_few_at_a_time(slab: SlabConfig) -> None:
 
 def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """All rows tie: their contents are compared piece by piece."""
-    monkeypatch.setattr(partition_join, "COMPARE_BYTES", 1 << 14)
+    monkeypatch.setattr(partition_writer, "COMPARE_BYTES", 1 << 14)
     writer = PartitionWriter(slab)
     for _ in range(20):
         writer.add(["x"], [np.ones((500, 16))])
@@ -423,9 +417,25 @@ def test_equal_rows_without_end(slab: SlabConfig, monkeypatch: pytest.MonkeyPatc
     assert held[1] < 1 << 20
 
 
+def test_equal_rows_that_are_others_when_they_are_spread(slab: SlabConfig) -> None:
+    def handle(copies: int) -> SampleHandle:
+        writer = PartitionWriter(slab)
+        writer.add(["x"], [np.ones((copies, 2))])
+        return writer.finish()
+
+    handles = [handle(400), handle(0)]
+    repeated = RepeatedRows.of(handles)
+    assert repeated is not None
+    preview = repeated.preview()
+    task = repeated.spread(slab, [preview.read(home, handles[home]) for home in preview.rows])
+    assert task.changed(0, handle(400)).num_rows == 200
+    with pytest.raises(TrainingError, match="partition 0 was computed again and holds other rows"):
+        task.changed(0, handle(399))
+
+
 def test_batches_are_let_go_of_while_rows_are_divided(slab: SlabConfig) -> None:
     """Of a partition that is larger than memory no more is held than its rows' partitions."""
-    batch = pa.record_batch({"x": np.ones(100_000), "to": np.zeros(100_000, np.int32)})
+    batch = pa.RecordBatch.from_pydict({"x": np.ones(100_000), "to": np.zeros(100_000, np.int32)})
     sink = io.BytesIO()
     with pa.ipc.new_stream(sink, batch.schema) as stream:
         for _ in range(10):

@@ -16,7 +16,7 @@ from torch import nn
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.data.sample_set import SampleSet
+from sparkdl.data.samples import SampleSet
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.shuffle.replica_context import (
     CheckReplica,

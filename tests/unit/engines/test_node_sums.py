@@ -9,8 +9,7 @@ from nodes_here import Machine, Tagged, gradient_bytes
 from sparkdl.data.batches import BatchSpec
 from sparkdl.engines.shuffle import forms
 from sparkdl.engines.shuffle.forms import NodeReducePlan
-from sparkdl.engines.shuffle.messages import MOVED
-from sparkdl.engines.shuffle.reports import SliceBytes, planned
+from sparkdl.engines.shuffle.messages import MOVED, SliceBytes, planned
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout, TensorRange, layout_of
 from sparkdl.replica.iteration import SliceHandle

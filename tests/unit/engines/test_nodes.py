@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sparkdl.engines.shuffle.reports import (
+from sparkdl.engines.shuffle.messages import (
     Nodes,
     SliceBytes,
     between_nodes,

@@ -51,7 +51,7 @@ class Engine:
         if not self.placed:
             raise StateLostError(f"call {self.calls}: lost")
 
-    def load(self, read=None, reported=(), which="current") -> None:
+    def load(self, read=None, which="current") -> None:
         self._call()
         value = self.first if read is None else read()
         if which == BEST:

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from sparkdl.connect.news import Question, ReportedProgress
 from sparkdl.errors import ParameterError, TrainingError
 from sparkdl.gang.led import _packed_error
 from sparkdl.loop.state import TrainState
-from sparkdl.train.connected_news import Question, ReportedProgress
 
 
 def iterations(progress: ReportedProgress, count: int, seconds: float = 0.0) -> int:

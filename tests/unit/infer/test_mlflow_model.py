@@ -18,7 +18,7 @@ import sparkdl
 import sparkdl.mlflow
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 
 mlflow = pytest.importorskip("mlflow")
 pyfunc = pytest.importorskip("mlflow.pyfunc")

@@ -11,10 +11,12 @@ from torch import nn
 
 from sparkdl import Convert
 from sparkdl.data.columns.base import Column
-from sparkdl.infer import output as output_module
-from sparkdl.infer.output import Output, as_numpy, offsets, pieces, to_arrow
-from sparkdl.infer.predict import PredictColumn
-from sparkdl.infer.shipped_module import ShippedModule
+from sparkdl.infer import outputs as output_module
+from sparkdl.infer.forward import ShippedModule
+from sparkdl.infer.outputs import Output, OutputColumn, as_numpy, offsets, pieces, to_arrow
+from sparkdl.infer.read import ReadColumns
+from sparkdl.infer.score import ScoreColumns
+from sparkdl.model.recipe import Signature
 
 TYPES = [
     (torch.float32, "float", pa.float32()),
@@ -66,9 +68,10 @@ def test_outputs_are_given_away_batch_by_batch(spec: Convert | None) -> None:
         seen.append(len(output))
         return output
 
+    reader = ReadColumns.of((Column("x", "float32", depth=1, spec=spec),), 4)
+    column = OutputColumn("p", None, Output((2,), "float32"), finish=count)
     module = ShippedModule.of(nn.Identity(), None)
-    column = Column("x", "float32", depth=1, spec=spec)
-    body = PredictColumn(module, (column,), 4, count)
+    body = ScoreColumns(module, reader, (column,), Signature(), 4, by_length=False)
     outputs = body(to_arrow(part) for part in (rows[:10], rows[10:]))
     first = next(outputs)
     assert seen == [4]

@@ -32,7 +32,7 @@ from sparkdl.data.partition_writer import Field
 from sparkdl.errors import ModelError, ParameterError, TrustError
 from sparkdl.infer import remote, saved
 from sparkdl.infer.model import TrainedModel, load
-from sparkdl.infer.output import Output
+from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import save
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
@@ -576,8 +576,8 @@ NEVER_CALLED = [
     *("torch.fx:GraphModule", "torch.jit:ScriptModule"),
     "torch.fx.graph_module:reduce_graph_module",
     # Of sparkdl itself, with the same annotation: the first opens a pickle that it is given.
-    *("sparkdl.train.recipes:build_model", "sparkdl.model.preparation:plain"),
-    *("sparkdl.model.recipe:Recipe.build", "sparkdl.infer.scoring.programs:ScriptedModule"),
+    *("sparkdl.train.prepare:build_model", "sparkdl.model.preparation:plain"),
+    *("sparkdl.model.recipe:Recipe.build", "sparkdl.infer.source:ScriptedModule"),
 ]
 
 
@@ -704,6 +704,24 @@ def test_replacing_a_model_leaves_nothing_of_the_first(tmp_path: Path) -> None:
     save(second, folder, overwrite=True)
     assert files(folder) == WITHOUT_PICKLE
     assert same_weights(load(folder).module, second.module)
+
+
+def test_a_model_that_is_replaced_while_it_is_loaded(tmp_path: Path) -> None:
+    first, second = trained_on(Net), trained_on(Net)
+    with torch.no_grad():
+        second.module.get_parameter(next(iter(dict(second.module.named_parameters())))).add_(1.0)
+    folder, built = save(first, tmp_path), []
+
+    def build() -> nn.Module:
+        built.append(Net())
+        if len(built) == 1:
+            save(second, folder, overwrite=True)
+        return built[-1]
+
+    loaded = load(folder, model=build)
+    assert len(built) == 2
+    assert same_weights(loaded.module, second.module)
+    assert not same_weights(loaded.module, first.module)
 
 
 class Killed(BaseException):

@@ -33,6 +33,10 @@ def trainer(**changes: Any) -> sparkdl.Trainer:
     return sparkdl.Trainer(**values)
 
 
+def config_of(own: sparkdl.Trainer) -> LoopConfig:
+    return LoopConfig(stop=own.stop, options=own.options, histograms=own.histograms)
+
+
 def schedule_of(make: Any, per: str = "iteration") -> Schedule:
     recipe = Recipe(MODEL, nn.MSELoss(), ADAM, 0)
     return Schedule(OptimizerSpec.of(recipe, list(MODEL.parameters()), MODEL), make, per)
@@ -45,7 +49,7 @@ def run(
     iteration that was known at each."""
     state = TrainState(iterations_per_epoch=an_epoch)
     foresight = Lookahead(
-        LoopConfig.of(own), [every], schedule_of(make, per if make else "iteration"), state
+        config_of(own), [every], schedule_of(make, per if make else "iteration"), state
     )
     asked, between, furthest, previous = [], [], [], state
     said: tuple[Any, ...] = ()
@@ -114,7 +118,7 @@ def test_as_many_are_foreseen_as_take_little_time() -> None:
 def test_nothing_is_foreseen_that_depends_on_how_it_goes(changes: dict[str, Any]) -> None:
     own = trainer(**{"stop": sparkdl.max_epoch(9), **changes})
     state = TrainState(iterations_per_epoch=100, loss=1.0, timings={"iteration": 0.001})
-    foresight = Lookahead(LoopConfig.of(own), [], schedule_of(None), state)
+    foresight = Lookahead(config_of(own), [], schedule_of(None), state)
     assert foresight.plan(state, state)[1] == ()
 
 
@@ -134,9 +138,9 @@ def test_nothing_is_foreseen_for_who_begins_nothing_ahead_nor_after_the_cut() ->
     """What was foreseen before is still planned: the ranks have begun it."""
     own = trainer(stop=sparkdl.max_epoch(9))
     state = TrainState(iterations_per_epoch=100, loss=1.0, timings={"iteration": SECONDS / 3})
-    none = Lookahead(LoopConfig.of(own), [], schedule_of(None), state, ahead=False)
+    none = Lookahead(config_of(own), [], schedule_of(None), state, ahead=False)
     assert none.plan(state, state)[1] == ()
-    foresight = Lookahead(LoopConfig.of(own), [], schedule_of(None), state)
+    foresight = Lookahead(config_of(own), [], schedule_of(None), state)
     begun = list(foresight.plan(state, state)[1])
     assert len(begun) == 3
     while begun:

@@ -21,6 +21,7 @@ from mistakes import message_of
 
 from sparkdl.codec.files import parse_tensors
 from sparkdl.errors import ParameterError
+from sparkdl.loop import history_tables
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 
@@ -252,8 +253,6 @@ FLOATS = st.floats(allow_nan=True, allow_infinity=True)
     )
 )
 def test_any_history_comes_back_from_any_format(rows: list[Any]) -> None:
-    from sparkdl.loop import history_files
-
     history, skipped = History(), 0
     for i, (loss, norm, skip, timings, metrics) in enumerate(rows, start=1):
         skipped += skip
@@ -269,8 +268,7 @@ def test_any_history_comes_back_from_any_format(rows: list[Any]) -> None:
         History.from_bytes(history.branch().to_bytes()),
     ):
         assert back.to_json_bytes() == history.to_json_bytes()
-    table = history_files.to_csv(history._content())
-    loaded = History._of(history_files.from_csv(table))
+    loaded = History._of(history_tables.from_csv(history_tables.to_csv(history._flat())))
     assert same(list(loaded), list(history))
     assert same(loaded.epochs(), history.epochs())
     for mine, its in zip(loaded.validations, history.validations, strict=True):
@@ -342,7 +340,7 @@ def test_an_iteration_takes_a_few_bytes() -> None:
     for iteration in range(1000):
         state = TrainState(iteration=iteration, samples=iteration, loss=0.1, timings=timings)
         history.append(state, 1)
-    columns = [*history._columns.values(), *history._timings.values()]
+    columns = history._table.values()
     assert sum(len(column) * column.itemsize for column in columns) == 1000 * 152
 
 

@@ -34,7 +34,7 @@ from sparkdl.loop.advance import (
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.history import History
 from sparkdl.loop.iteration_result import IterationResult
-from sparkdl.loop.live_curves import LiveCurves
+from sparkdl.loop.progress import LiveCurves
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.loop.validation import is_better
@@ -334,7 +334,7 @@ def test_the_curves_grow_in_a_notebook(
 
 def test_a_skipped_iteration_is_not_part_of_the_mean_that_a_curve_shows(shown: Display) -> None:
     """The curves after the run are the same."""
-    live, history, losses = LiveCurves(), History(), [math.nan, 0.5, 0.25, 0.75]
+    live, history, losses = LiveCurves(TrainState()), History(), [math.nan, 0.5, 0.25, 0.75]
     for iteration, loss in enumerate(losses, 1):
         epoch, position = divmod(iteration, 2)
         state = TrainState(
@@ -342,7 +342,7 @@ def test_a_skipped_iteration_is_not_part_of_the_mean_that_a_curve_shows(shown: D
         )
         live.add(state)
         history.append(state, 1 + (iteration - 1) // 2)
-    live.end(state)
+    live.draw(state)
     assert shown.pictures[-1] in history._repr_html_()
 
 

@@ -15,8 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score, roc_auc_score
 
-from sparkdl.metrics.named import resolve
-from sparkdl.metrics.ranking import AUC, hit_ratio, ndcg, top_k
+from sparkdl.metrics.named import AUC, hit_ratio, ndcg, resolve, top_k
 
 COARSE = st.integers(-3, 3).map(float)
 FINE = st.floats(-1e6, 1e6, width=32)

@@ -194,6 +194,12 @@ def test_gossip_knows_no_value_of_all_replicas() -> None:
     assert "replicas with consistency=Gossip average with a few others" in message_of(
         ModelError, check_rules, Codes(), {}, gossip=True
     )
+    wide = Silent()
+    wide.codes = wide.codes.double()
+    check_rules(wide, {"codes": "mean"}, gossip=False)
+    assert 'it is wider than the parameters, and Gossip averages none such: give "first"' in (
+        message_of(ModelError, check_rules, wide, {"codes": "mean"}, gossip=True)
+    )
 
 
 def test_of_a_sum_a_replica_sends_what_it_has_added() -> None:

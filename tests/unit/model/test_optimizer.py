@@ -20,7 +20,7 @@ from sparkdl.errors import ModelError
 from sparkdl.model.recipe import Recipe
 from sparkdl.slices.optimizer import OptimizerSpec, build_optimizers
 from sparkdl.slices.optimizer_probe import SEVERAL, probe_cut_rule
-from sparkdl.train.recipes import plan_optimizer
+from sparkdl.train.prepare import plan_optimizer
 
 
 class Net(nn.Module):

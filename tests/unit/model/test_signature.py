@@ -15,7 +15,8 @@ from torch import nn
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding
 from sparkdl.errors import ModelError
-from sparkdl.infer.trial import Trial
+from sparkdl.infer.forward import Forward
+from sparkdl.infer.trial import Trial, zeros_like
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.loss import ModelLoss
@@ -123,29 +124,27 @@ def test_metrics_of_another_part_than_the_loss() -> None:
 FIELDS = [Field("x", "float32", (2,))]
 
 
-def nothing() -> None:
-    return None
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_prediction_holds(kind: str) -> None:
     part: Any = 0 if kind == "tuple" else "logits"
     module = Structured(kind=kind).eval()
-    found, dimensions = Trial(module, Signature(("x",), part), None).run(None, FIELDS, nothing)
-    assert ((found.shape, found.dtype), dimensions) == (((3,), "float32"), (2, 2))
-    best = Trial(module, Signature(("x",)), lambda it: part_of(it, part).argmax(1))
-    found, dimensions = best.run(None, FIELDS, nothing)
-    assert ((found.shape, found.dtype), dimensions) == (((), "int64"), (None, 1))
+    for chosen, finish, kind_of_it in (
+        (part, None, ((3,), "float32", 2)),
+        (None, lambda it: part_of(it, part).argmax(1), ((), "int64", None)),
+    ):
+        trial = Trial(Forward(module, Signature(("x",))), {"p": chosen}, "p", finish)
+        ((column,), _) = trial.run(zeros_like(FIELDS), iter([]))
+        found = column.output.shape, column.output.dtype, column.dimensions
+        assert (*found,) == kind_of_it
 
 
 def test_what_is_no_prediction() -> None:
-    module = Structured(kind="dict").eval()
-    signature = Signature(("x",))
-    assert message_of(ModelError, Trial(module, signature, None).run, None, FIELDS, nothing) == (
-        "the model returns a dict of 'logits' [2, 3], 'hidden' [2, 8], but a prediction must be "
-        "one tensor with a row for each sample. Say which part of it to use: output='logits', or "
-        "output=function of what it returns; or give postprocess, a function of it that returns "
-        "such a tensor."
+    forward = Forward(Structured(kind="dict").eval(), Signature(("x",)))
+    trial = Trial(forward, {"p": None}, "p")
+    assert message_of(ModelError, trial.run, zeros_like(FIELDS), iter([])) == (
+        "output \"p\" is a dict of 'logits' [2, 3], 'hidden' [2, 8] for a batch of 2 rows: it must be "
+        "a tensor of shape [2, ...]. Name another part, output='logits', or output=function of what "
+        "it returns."
     )
 
 
@@ -163,18 +162,19 @@ class Scores(nn.Module):
 
 def test_a_trial_goes_on_with_the_rows_of_the_data() -> None:
     """Which may be longer than those that were trained on; nothing stays of the trial."""
-    fields, asked, module = [Field("candidates", "int64", (), Padding())], [], Scores()
+    made, asked, module = zeros_like([Field("candidates", "int64", (), Padding())]), [], Scores()
 
     def rows() -> Any:
         asked.append(True)
-        return [torch.arange(200).view(2, 100).numpy()]
+        yield [torch.arange(200).view(2, 100).numpy()]
 
-    trial = Trial(module, Signature(), lambda output: output.topk(10, dim=1).indices)
-    assert trial.run(None, fields, rows)[0].shape == (10,)
+    finish = lambda output: output.topk(10, dim=1).indices  # noqa: E731
+    trial = Trial(Forward(module, Signature()), {"p": None}, "p", finish)
+    assert trial.run(made, rows())[0][0].output.shape == (10,)
     assert asked == [True]
     assert float(module.passes) == 0
     with pytest.raises(ValueError, match=r"postprocess fails on a tensor of shape \[2, 2\]"):
-        trial.run(None, fields, nothing)
+        trial.run(made, iter([]))
 
 
 class OwnLoss(Structured):

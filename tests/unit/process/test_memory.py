@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from fork_server import run_fresh
 
-from sparkdl.data.partition_writer import PartitionWriter, close_partitions, open_partition
+from sparkdl.data.partition_reader import close_partitions, open_partition
+from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.process import memory
 from sparkdl.process.memory import is_scarce, left_for_files, left_to_machine, left_to_process
 from sparkdl.slab import pool, root

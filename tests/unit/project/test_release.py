@@ -19,6 +19,7 @@ from launch import ROOT
 from sparkdl import __main__ as report_module
 from sparkdl.settings import DISTRIBUTION, __version__
 
+CONFIGURATION = ROOT / "conf/digits.yaml"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -95,12 +96,15 @@ def test_wheel_and_sdist_in_an_empty_environment(tmp_path: Path) -> None:
     (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
     assert wheel.name == f"sparkdl_torch-{__version__}-py3-none-any.whl"
     names = {*zipfile.ZipFile(wheel).namelist()}
-    assert {"sparkdl/__init__.py", "sparkdl/py.typed"} <= names
+    assert {"sparkdl/__init__.py", "sparkdl/py.typed", "sparkdl/conf/digits.yaml"} <= names
     assert {name.split("/")[0] for name in names} == {
         "sparkdl",
         f"sparkdl_torch-{__version__}.dist-info",
     }
+    metadata = zipfile.ZipFile(wheel).read(f"sparkdl_torch-{__version__}.dist-info/METADATA")
+    assert not re.search(r"\]\((?!https?:|#)", metadata.decode())  # no file is beside it
     with tarfile.open(sdist) as archive:
+        assert not [name for name in archive.getnames() if "/tests/" in name]
         archive.extractall(tmp_path, filter="data")
     unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
     subprocess.run(
@@ -122,14 +126,30 @@ def test_wheel_and_sdist_in_an_empty_environment(tmp_path: Path) -> None:
     assert str(site / "sparkdl") in told
     done = subprocess.run([python, "-c", PROGRAM], timeout=280, **run)
     assert done.stdout == f"{site / 'sparkdl' / '__init__.py'} 2\n", done.stderr
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "example.py").write_text(example)
+    run["cwd"] = tmp_path / "empty"
+    done = subprocess.run([python, tmp_path / "example.py"], timeout=280, **run)
+    assert done.stdout.startswith("{'loss': "), done.stderr
+    subprocess.run([python.with_name("sparkdl"), "conf"], check=True, **run)
+    assert (tmp_path / "empty/conf/digits.yaml").read_bytes() == CONFIGURATION.read_bytes()
 
 
-def test_the_import_brings_no_engine_and_every_public_name() -> None:
+def test_the_import_brings_no_library() -> None:
+    """Torch, Spark and pandas wait for the first use: a mistake in a job's file is told before."""
     text = """
 import sys, sparkdl
-heavy = ("sparkdl.engines.shuffle", "sparkdl.tune", "sparkdl.infer.scoring", "sparkdl.train.fit")
-assert not [name for name in sys.modules if name.startswith(heavy)]
+assert not {"torch", "pyspark", "pyspark.sql", "pandas", "pyarrow"} & sys.modules.keys()
+assert callable(sparkdl.session) and sparkdl.__version__
 assert set(sparkdl.__all__) <= set(dir(sparkdl))
+"""
+    subprocess.run([sys.executable, "-c", text], cwd=ROOT, check=True)
+
+
+def test_every_public_name_is_imported_when_it_is_used() -> None:
+    text = """
+import sparkdl
 from sparkdl import *
 assert tune.search and predict and fit_groups and not hasattr(sparkdl, "nothing")
 """

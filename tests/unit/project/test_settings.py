@@ -60,7 +60,8 @@ def test_a_key_like_no_other() -> None:
     assert mistake({"xyzzy": "1"}) == (
         'unknown setting "xyzzy". '
         "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
-        "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress."
+        "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress, "
+        "spark.sparkdl.care."
     )
 
 
@@ -88,7 +89,8 @@ def test_all_mistakes_are_told_at_once() -> None:
         "2 problems:\n"
         '  - unknown setting "spark.sparkdl.slabdir". Did you mean "spark.sparkdl.slab.dir"? '
         "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
-        "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress.\n"
+        "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress, "
+        "spark.sparkdl.care.\n"
         '  - spark.sparkdl.progress = "yes": use one of auto, true, false.'
     )
 

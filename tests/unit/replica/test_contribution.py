@@ -15,9 +15,14 @@ from sparkdl.codec.packed import ALIGNMENT
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.replica.compute import MiniBatch, forward_backward
-from sparkdl.replica.gradients import take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import ReplicaResult, section_maps, sections_nbytes, write_sections
+from sparkdl.replica.step import (
+    ReplicaResult,
+    section_maps,
+    sections_nbytes,
+    take_gradients,
+    write_sections,
+)
 from sparkdl.slices.reduce import penalties
 from sparkdl.slices.section import (
     Section,

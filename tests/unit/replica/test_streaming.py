@@ -15,16 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import LiveReplica, Recipe
-from sparkdl.replica import gradients
+from sparkdl.replica import step
 from sparkdl.replica.compute import MiniBatch, forward_backward
-from sparkdl.replica.gradients import GradientWriter, take_gradients, writes_early
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import (
+    GradientWriter,
     ReplicaResult,
     not_finite,
     section_maps,
     sections_nbytes,
+    take_gradients,
     write_sections,
+    writes_early,
 )
 from sparkdl.slices.spec import slice_specs
 
@@ -70,10 +72,10 @@ def outcome_of(
     x[:, 0] = torch.linspace(1, -1, 9)
     batch = MiniBatch([x], [torch.ones(9, WIDTH)])
     passed = forward_backward(live, batch, 0, scale, Clock(), writer)
-    gradients = take_gradients(live)
+    step = take_gradients(live)
     if writer is not None:
-        gradients = writer.finish(gradients)
-    outcome = ReplicaResult(passed.loss, passed.weight, 9, gradients)
+        step = writer.finish(step)
+    outcome = ReplicaResult(passed.loss, passed.weight, 9, step)
     sections = write_sections(live, plans, maps, outcome, out)
     assert all(parameter.grad is None for _, parameter in live.flat.parameters)
     content = np.concatenate(
@@ -101,8 +103,8 @@ def test_the_same_bytes_as_written_afterwards(case: str, slices: int, checks: bo
     settings = CASES[case]
     before, expected, _ = outcome_of(False, slices, **settings)
     with (
-        mock.patch.object(gradients, "CHECK_FROM", 0 if checks else 1 << 40),
-        mock.patch.object(gradients, "CHUNK", 50),
+        mock.patch.object(step, "CHECK_FROM", 0 if checks else 1 << 40),
+        mock.patch.object(step, "CHUNK", 50),
     ):
         after, found, problem = outcome_of(True, slices, **settings)
     assert np.array_equal(before, after)
@@ -132,7 +134,7 @@ class Spoiled(nn.Module):
 def test_the_first_parameter_that_is_not_finite_is_named(
     stream: bool, checks: bool, slices: int
 ) -> None:
-    with mock.patch.object(gradients, "CHECK_FROM", 0 if checks else 1 << 40):
+    with mock.patch.object(step, "CHECK_FROM", 0 if checks else 1 << 40):
         _, _, problem = outcome_of(stream, slices, model=Spoiled)
     assert problem == 'the gradient of "layers.1.weight"'
 

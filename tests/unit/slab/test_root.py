@@ -18,9 +18,9 @@ import numpy as np
 import pytest
 from mistakes import message_of
 
-from sparkdl.data import partition_files
+from sparkdl.data import partition_reader
 from sparkdl.data.fields import Field, RowFile
-from sparkdl.data.partition_files import MappedColumn, SegmentWriter, map_file
+from sparkdl.data.partition_reader import MappedColumn, SegmentWriter, map_file
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.errors import SlabFullError
 from sparkdl.process.system import boot_id, pid_namespace
@@ -513,4 +513,4 @@ def test_partitions_share_what_is_mapped(slab: SlabConfig) -> None:
     assert one.tolist() == [[0, 1, 2], [3, 4, 5]]
     assert other.shape == (3, 2)
     del one, other
-    assert str(path) not in partition_files._mapped
+    assert str(path) not in partition_reader._mapped

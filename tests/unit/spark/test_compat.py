@@ -83,7 +83,7 @@ def test_rows_of_a_group_may_lie_in_several_batches(size: int) -> None:
     keys = [1, 2, 2, 3, 3, 3]
     values = pa.array([0.0, float("nan"), None, 1.0, 2.0, 3.0])
     packed = pa.StructArray.from_arrays([values], ["c0"])
-    whole = pa.record_batch(
+    whole = pa.RecordBatch.from_pydict(
         {
             "first": pa.array([True, True, False, True, False, False]),
             "k0": pa.array(keys),

@@ -6,6 +6,7 @@ import re
 import sys
 import textwrap
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -141,6 +142,19 @@ def test_a_module_that_is_missing_on_the_executors_is_told_with_the_remedy() -> 
     first = explain(f"{FAILED}org.apache.spark.SparkException: {TRACE}\n\tat org.a.B.c(B.scala:1)")
     assert 'The executors have no module "torch". Install it there, or ship it' in first
     assert "addPyFile" in first.partition("\n")[0]
+
+
+@pytest.mark.parametrize(("said", "module"), [(LACKS, "sparkdl"), (TRACE, "torch")])
+def test_executors_that_can_run_no_task_are_told_in_one_sentence(said: str, module: str) -> None:
+    folder = Path(str(sys.modules[module].__file__)).parent
+    for explained in (reading_explained(), faults_explained("reading")):
+        with pytest.raises(sparkdl.SessionError) as caught, explained:
+            raise PySparkException(f"{FAILED}org.apache.spark.SparkException: \n{said}\n")
+        assert re.sub(r' \(".*"\)', "", str(caught.value)) == (
+            f"the Python of the executors has no {module}, which the driver imports from {folder}: "
+            "install it there, or ship it with spark-submit --py-files or --archives, as "
+            "docs/guide/packaging.md says."
+        )
 
 
 def test_interpreters_of_two_versions_are_named() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from sparkdl.connect import rank as large_result
+from sparkdl.connect.rank import store_rows
 from sparkdl.errors import CheckpointError
-from sparkdl.train import large_result
-from sparkdl.train.large_result import store_rows
 
 
 class Session:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from sparkdl.infer.scoring.programs import as_module
+from sparkdl.infer.source import as_module
 from sparkdl.usercode.content import content_digest
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")

@@ -7,9 +7,13 @@ import importlib
 import json
 import os
 import pickle
+import re
+import site
 import subprocess
 import sys
+import tomllib
 import types
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ import fork_server
 import pytest
 from pyspark import cloudpickle
 
-from sparkdl.usercode import accompanied, tell_of_changed_constants
+from sparkdl.usercode import accompanied
 
 WORKER = """
 import json, pickle, sys
@@ -206,59 +210,8 @@ def test_a_module_that_is_missing_is_told(worker: Worker, folder: Folder) -> Non
     )
 
 
-CONSTANTS = """
-RATE: float = 1.0
-PAIR = (1, "a")
-UNUSED = OWN = TWICE = 1
-TWICE = 2
-MADE = int("1")
-EMPTY = None
-class Says:
-    width = kept = 1
-    kept = 1
-    factor = 1
-    def __call__(self):
-        global OWN
-        OWN = self.kept = 2
-        return RATE, PAIR, OWN, TWICE, MADE, EMPTY, self.kept, self.factor
-"""
-CHANGED = {"RATE": "1.0", "PAIR": "(1, 'a')", "EMPTY": "None", "Says.factor": "1"}
-UNTOLD = ("UNUSED", "OWN", "TWICE", "MADE", "Says.kept")
-
-
-@pytest.mark.parametrize("name", [*CHANGED, *UNTOLD])
-def test_a_constant_that_was_changed_here_is_told(
-    name: str, folder: Folder, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = folder.load(f"uc_constants_{name.partition('.')[2] or name}", CONSTANTS)
-    tell_of_changed_constants(module.Says())
-    assert not caplog.messages
-    owner, _, attribute = name.rpartition(".")
-    setattr(getattr(module, owner) if owner else module, attribute, 7)
-    tell_of_changed_constants(lambda: module.Says)
-    tell_of_changed_constants(module.Says())  # once in a process
-    assert caplog.messages == [
-        f'"{module.__name__}.{name}" is 7 in this process, and {CHANGED[name]} in '
-        f"{module.__file__}, from which the executors import the module: they compute with the "
-        "latter. Change it in the file and reload the module, or pass the value as an argument."
-        for name in [name]
-        if name in CHANGED
-    ]
-
-
-def test_so_is_one_that_only_the_program_itself_uses(
-    folder: Folder, caplog: pytest.LogCaptureFixture
-) -> None:
-    module = folder.load("uc_settings", "WIDTH = 1\n")
-    module.WIDTH = 2  # type: ignore[attr-defined]
-    tell_of_changed_constants(lambda: module)
-    assert not caplog.messages
-    tell_of_changed_constants(lambda: module.WIDTH)
-    assert [text.partition(" in ")[0] for text in caplog.messages] == ['"uc_settings.WIDTH" is 2']
-
-
 def test_libraries_and_what_travels_by_value_are_left_alone(folder: Folder) -> None:
-    from sparkdl.usercode.code import modules_behind
+    from sparkdl.usercode.travel import modules_behind
 
     module = folder.load("uc_by_value", SAYS.format(1))
     assert set(modules_behind([module.says, pytest.raises, os.path.join, accompanied])) == {
@@ -269,3 +222,62 @@ def test_libraries_and_what_travels_by_value_are_left_alone(folder: Folder) -> N
         assert not modules_behind([module.says])
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+
+
+RECORDS = {
+    "pip install --target, on PYTHONPATH": (
+        "packages",
+        "{0}/__init__.py,,\n{0}/inner.py,,\n",
+        True,
+    ),
+    "a .pth over preinstalled packages": ("preinstalled", "{0}/inner.py,sha256=x,9\n", True),
+    "an archive of packages": ("packages.zip", "{0}/__init__.py,,\n", True),
+    "the user's site": ("lib/python3.11/site-packages", None, True),
+    "Debian's": ("python3/dist-packages", None, True),
+    "a checkout on the path": ("checkout", None, False),
+    "a checkout beside installed packages": ("packages", "other/__init__.py,,\n", False),
+    "an editable install": ("source", "__editable__.{0}.pth,,\n", False),
+}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_what_is_installed_anywhere_is_never_the_users(name: str, folder: Folder) -> None:
+    from sparkdl.jobs.components import ship
+    from sparkdl.usercode.travel import is_library, modules_behind
+
+    place, record, installed = RECORDS[name]
+    package = f"uc_record_{list(RECORDS).index(name)}"
+    files = {f"{package}/__init__.py": "", f"{package}/inner.py": SAYS.format(1)}
+    if record is not None:
+        files[f"{package}-1.0.dist-info/METADATA"] = f"Name: {package}\nVersion: 1.0\n"
+        files[f"{package}-1.0.dist-info/RECORD"] = record.format(package)
+    path = folder.path / place
+    if path.suffix == ".zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            for file, text in files.items():
+                archive.writestr(file, text)
+    else:
+        for file, text in files.items():
+            (path / file).parent.mkdir(parents=True, exist_ok=True)
+            (path / file).write_text(text)
+    (folder.path / "named.pth").write_text(f"{path}\n")
+    site.addsitedir(str(folder.path))
+    try:
+        module = importlib.import_module(f"{package}.inner")
+        assert is_library(module.__name__) == installed
+        assert bool(modules_behind([module.says])) == (not installed)
+        ship(module.__name__)
+        assert (package in cloudpickle.list_registry_pickle_by_value()) == (not installed)
+        assert cloudpickle.loads(cloudpickle.dumps(module.says))() == 1
+    finally:
+        if package in cloudpickle.list_registry_pickle_by_value():
+            cloudpickle.unregister_pickle_by_value(sys.modules[package])
+        sys.path.remove(str(path))
+
+
+def test_what_sparkdl_requires_is_never_the_users() -> None:
+    from sparkdl.usercode.travel import is_library
+
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    required = [re.match(r"[\w-]+", line)[0] for line in project["dependencies"]]  # type: ignore[index]
+    assert [name for name in ["sparkdl", *required] if not is_library(name)] == []

@@ -1,6 +1,8 @@
 """Strategies of a gang, on the ranks: what each does to the model and to the sum of gradients.
 
 See [Note: the two halves of a strategy] in :mod:`sparkdl.parallel.base`.
+
+:func:`build_rank` makes a rank's state and its gradient exchange from the strategies of the run.
 """
 
 from __future__ import annotations
@@ -9,27 +11,44 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.model_group import BuildLock, MeshGroups, ModelGroup, NodeLocalRows
+from sparkdl.engines.gang.model_group import (
+    BuildLock,
+    MeshGroups,
+    ModelGroup,
+    NodeLocalRows,
+    synchronise,
+)
 from sparkdl.engines.gang.rank_messages import RankConfig, SampleLocation
-from sparkdl.engines.gang.rank_state import RankState
-from sparkdl.engines.gang.shards import RowsOf, ShardSpec, nested_shards
+from sparkdl.engines.gang.rank_state import RankState, ReplicatedState
+from sparkdl.engines.gang.shards import RowsOf, ShardedState, ShardSpec, nested_shards, spans_of
 from sparkdl.gang.rank_task import RankContext
-from sparkdl.model.flat import Layout
+from sparkdl.model.flat import FlatModule, Layout, layout_of
 from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.parallel.base import Mesh, ParallelStrategy
 from sparkdl.parallel.plan import ParallelPlan
+from sparkdl.process.memory import keep_heap, memory_given_back
 from sparkdl.replica.compute import Losses, MiniBatch
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import ReplicaIteration, to_mini_batch
+from sparkdl.slab.root import open_root
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceSpec
+
+
+class RankPass(NamedTuple):
+    """The part of a rank in an iteration."""
+
+    work: ReplicaIteration
+    batches: Sequence[MiniBatch]  # at most one for each step that the rank takes; none without rows
+    weights: Sequence[float]  # of each rank's rows
+    clock: Clock
 
 
 class GradientSync(ABC):
@@ -65,20 +84,8 @@ class GradientSync(ABC):
         self._kept = kept
 
     @abstractmethod
-    def compute(
-        self,
-        work: ReplicaIteration,
-        batches: Sequence[MiniBatch],
-        weights: Sequence[float],
-        clock: Clock,
-    ) -> tuple[float, str]:
-        """Run forward and backward.
-
-        Args:
-            work: The iteration.
-            batches: This rank's rows, in at most :attr:`steps` mini-batches; none if it has no rows.
-            weights: The weight of each rank's rows.
-            clock: Measures the time of each activity.
+    def compute(self, rank_pass: RankPass) -> tuple[float, str]:
+        """Run forward and backward on the rows of ``rank_pass``.
 
         Returns:
             The loss, and a description of what is not finite, or "".
@@ -219,3 +226,73 @@ def rank_half(strategy: ParallelStrategy) -> type[RankStrategy[Any]]:
     """Return the class that a strategy names as its half on the ranks."""
     found: type[RankStrategy[Any]] = pkgutil.resolve_name(strategy.rank_half)
     return found
+
+
+def build_rank(
+    load: Callable[[], Recipe],
+    setup: RankConfig,
+    samples: Sequence[SampleLocation],
+    member: RankContext,
+) -> tuple[RankState, GradientSync]:
+    """Build the replica; return the state that this rank holds and the exchange of its gradients.
+
+    Raises ModelError if the layers cannot be split as the plan says, and SessionError if a model
+    that is split so cannot run on these devices.
+    """
+    keep_heap()
+    build = Build(setup=setup, samples=samples, member=member)
+    halves = _split(build, load) if setup.parallel.splits_model else _replicate(build, load)
+    found = (halves[dimension].gradients(build) for dimension in setup.parallel.parts)
+    return build.state, next(sync for sync in found if sync is not None)
+
+
+def _halves(build: Build) -> dict[str, RankStrategy[Any]]:
+    """Return this half of each strategy, by dimension, in the order in which they split the model."""
+    pairs = [(rank_half(part), part) for part in build.parallel.parts.values()]
+    pairs.sort(key=lambda pair: pair[0].order)
+    return {part.dimension: half(part, build) for half, part in pairs}
+
+
+def _replicate(build: Build, load: Callable[[], Recipe]) -> dict[str, RankStrategy[Any]]:
+    """Build the whole model on this rank."""
+    recipe = load()
+    build.live = LiveReplica.of(recipe, build.device)
+    if recipe.options.sync_batchnorm:
+        synchronise(build.live.flat.module)
+    build.state = ReplicatedState(build.live, build.setup.run, build.rank)
+    return _halves(build)
+
+
+def _split(build: Build, load: Callable[[], Recipe]) -> dict[str, RankStrategy[Any]]:
+    """Build the model, one rank of a node at a time, and keep what the strategies leave this rank."""
+    run, device = build.setup.run, build.device
+    build.groups = MeshGroups(build.parallel, device)
+    root = open_root(run.slab)
+    assert root is not None
+    with memory_given_back(), BuildLock(root.directories[-1]) as build.lock:
+        recipe = load()
+        build.module = recipe.build()
+        build.recipe = recipe = recipe.without_weights()  # the module has them
+        whole = build.whole = layout_of(build.module, recipe.options.buffers)
+        every = frozenset(range(len(whole.segments)))
+        build.outermost, build.home, build.numbers = [build.module], device, lambda rank: every
+        halves = _halves(build)
+        for half in halves.values():
+            half.split(build)
+        flat = FlatModule(build.module, build.home, recipe.options.buffers)
+        if build.home != device:  # of the parameters alone
+            for owner in build.module.modules():
+                for name, buffer in owner._buffers.items():
+                    owner._buffers[name] = None if buffer is None else buffer.to(device)
+        build.live = LiveReplica.around(recipe, flat, device)
+    build.row_dimensions = tuple(d for d in build.parallel.parts if halves[d].splits_rows)
+    build.shards = ShardSpec(
+        build.live,
+        whole,
+        build.mesh,
+        lambda rank: spans_of(whole, build.rows(rank), build.numbers(rank)),
+    )
+    for half in halves.values():
+        half.finish(build)
+    build.state = ShardedState(build.shards, run, build.rank)
+    return halves

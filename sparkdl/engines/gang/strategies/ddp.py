@@ -30,10 +30,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sparkdl.codec.packed import head_from_bytes, head_to_bytes
 from sparkdl.collectives.direct import exchange_all
-from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankPass, RankStrategy
 from sparkdl.engines.gang.strategies.gossip import GossipSync
 from sparkdl.engines.gang.strategies.summed import (
+    GradientSum,
     SummedGradients,
     all_finite,
     can_be_summed,
@@ -44,7 +44,6 @@ from sparkdl.model.loss import is_step
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.parallel.ddp import DDP
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward
-from sparkdl.replica.gradients import take_gradients, writes_early
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.local_sgd import open_inner, several_steps
 from sparkdl.replica.run import OpenRun
@@ -55,7 +54,9 @@ from sparkdl.replica.step import (
     not_finite,
     section_maps,
     sections_nbytes,
+    take_gradients,
     write_sections,
+    writes_early,
 )
 from sparkdl.slices.section import Section, SectionLayout, open_section
 from sparkdl.slices.spec import SliceSpec
@@ -74,14 +75,9 @@ class SectionExchange(GradientSync):
         self._outcome: ReplicaResult | None = None
         self._parcels: list[torch.Tensor] = []
 
-    def compute(
-        self,
-        work: ReplicaIteration,
-        batches: Sequence[MiniBatch],
-        weights: Sequence[float],
-        clock: Clock,
-    ) -> tuple[float, str]:
+    def compute(self, rank_pass: RankPass) -> tuple[float, str]:
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
+        work, batches, _, clock = rank_pass
         live, plans = self._live, self._slices
         self._outcome, self.count, self.losses = None, 0.0, {}
         self._parcels = [torch.empty(0, dtype=torch.uint8)] * len(plans)
@@ -165,37 +161,25 @@ def exchange(parcels: Sequence[torch.Tensor], rank: int) -> list[torch.Tensor]:
     return arrived
 
 
-class InnerSteps(SummedGradients):
+class InnerSteps(GradientSum):
     """The work of a rank that takes several steps by itself in an iteration.
 
     ``_moved`` is the result of these steps, and None if the rank has no rows in the iteration.
     """
 
-    def __init__(
-        self,
-        live: LiveReplica,
-        plans: Sequence[SliceSpec],
-        rank: int,
-        spare: Batch,
-        whole: SliceUpdater,
-    ) -> None:
+    def __init__(self, build: Build, whole: SliceUpdater) -> None:
         """Create the work; ``whole`` makes the inner steps, on one slice, the flat vector."""
-        super().__init__(live, plans, rank, spare)
-        self.steps = live.recipe.options.local_steps
+        super().__init__(build)
+        self.steps = build.live.recipe.options.local_steps
         self._whole = whole
         self._moved: ReplicaResult | None = None
 
-    def compute(
-        self,
-        work: ReplicaIteration,
-        batches: Sequence[MiniBatch],
-        weights: Sequence[float],
-        clock: Clock,
-    ) -> tuple[float, str]:
+    def compute(self, rank_pass: RankPass) -> tuple[float, str]:
         """Take the steps, and return to the weights before them.
 
         See :class:`sparkdl.engines.gang.strategies.base.GradientSync`.
         """
+        work, batches, weights, clock = rank_pass
         live, flat = self._live, self._live.flat.flat
         self._moved, self.count, self.losses = None, 0.0, {}
         self._total = sum(weights)
@@ -227,7 +211,7 @@ class InnerSteps(SummedGradients):
         self._vector.count(dense)
         return super().sections(rows, weights)
 
-    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         flat = self._vector.sum(self._live.recipe.options.wire_dtype)
         return flat, self._vector.absent
 
@@ -265,12 +249,12 @@ class DDPRank(RankStrategy[DDP]):
             whole = OpenRun.of(live, build.setup.run).whole
             if live.recipe.options.topology is not None:
                 return GossipSync(live, build.rank, whole)
-            return InnerSteps(live, build.plans, build.rank, build.spare, whole)
+            return InnerSteps(build, whole)
         if not writes_early(live):
             return SectionExchange(live, build.state.slices, build.state.owners, build.rank)
         if FlatAllReduce.suits(live, strategy):
-            return FlatAllReduce(live, build.plans, build.rank, build.spare)
-        return BucketedDDP(live, build.plans, build.rank, build.spare, strategy)
+            return FlatAllReduce(build)
+        return BucketedDDP(build, strategy)
 
 
 class WeightedSum:
@@ -357,12 +341,14 @@ class FlatAllReduce(SummedGradients):
         nbytes = layout.buffers_start * layout.dtype.itemsize
         return not strategy.static_graph and nbytes <= min(AT_ONCE, strategy.bucket_cap_mb * 2**20)
 
-    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def run_pass(
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+    ) -> Passed:
         before, self._factor = factors(self._live, share)
         seed, scale = work.seed(), work.step.loss_scale
         return forward_backward(self._live, batch, seed, scale, clock, share=before, by_rows=True)
 
-    def _not_finite(self) -> str:
+    def not_finite(self) -> str:
         dense = self._gradients.dense
         flat = self._vector.filled(dense, self._factor)
         self._vector.count(dense if self._factor else [None] * len(dense))
@@ -371,7 +357,7 @@ class FlatAllReduce(SummedGradients):
             return ""
         return first_not_finite(self._live, self._gradients, self._factor, wire, ranks)
 
-    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         """Sum the gradients over the ranks."""
         flat = self._vector.sum(self._live.recipe.options.wire_dtype)
         return flat, self._vector.absent
@@ -380,24 +366,19 @@ class FlatAllReduce(SummedGradients):
 class BucketedDDP(SummedGradients):
     """A sum by DistributedDataParallel, bucket by bucket."""
 
-    def __init__(
-        self,
-        live: LiveReplica,
-        plans: Sequence[SliceSpec],
-        rank: int,
-        spare: Batch,
-        strategy: DDP,
-    ) -> None:
-        super().__init__(live, plans, rank, spare)
-        self._sum = distributed(live, self._spare, strategy)
+    def __init__(self, build: Build, strategy: DDP) -> None:
+        super().__init__(build)
+        self._sum = distributed(build.live, self._spare, strategy)
 
-    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def run_pass(
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+    ) -> Passed:
         before, after = factors(self._live, share)
         self._sum.begin(after)
         seed, scale = work.seed(), work.step.loss_scale
         return forward_backward(self._live, batch, seed, scale, clock, share=before, by_rows=True)
 
-    def _not_finite(self) -> str:
+    def not_finite(self) -> str:
         return self._sum.not_finite
 
 

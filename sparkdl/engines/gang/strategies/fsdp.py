@@ -28,22 +28,19 @@ from torch.distributed.fsdp import (
 )
 
 from sparkdl.collectives.direct import DirectReduceScatter, all_reduce
-from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.model_group import ModelGroup, synchronise
+from sparkdl.engines.gang.model_group import synchronise
 from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
 from sparkdl.engines.gang.strategies.summed import SummedGradients, can_be_summed, first_not_finite
 from sparkdl.model.buffers import PRECISIONS, TrainingOptions
 from sparkdl.model.flat import local
 from sparkdl.model.recipe import LiveReplica, with_tensors
-from sparkdl.parallel.base import Mesh
 from sparkdl.parallel.fsdp import FSDP, units_of, whole_parameters
 from sparkdl.parallel.trace import TracedStage
 from sparkdl.process.memory import is_scarce, memory_given_back
 from sparkdl.replica.compute import MiniBatch, Passed, forward_backward, idle
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import ReplicaIteration
-from sparkdl.slices.spec import SliceSpec
 
 HEAP_SHARE = 8
 """The memory that a rank may come to hold if it keeps its heap, in multiples of the model's bytes.
@@ -96,9 +93,7 @@ class FSDPRank(RankStrategy[FSDP]):
             build.shards = replace(build.shards, repeated=build.shards.repeated | repeated)
 
     def gradients(self, build: Build) -> GradientSync:
-        live, plans, group = build.live, build.plans, build.model_group()
-        sums = [build.groups.along(name) for name in ("shard", "data")]
-        return ShardedSync(live, plans, build.rank, build.spare, build.mesh, group, sums)
+        return ShardedSync(build)
 
 
 def shard_units(
@@ -144,9 +139,14 @@ def shard_units(
         cut.set_custom_reduce_scatter(DirectReduceScatter(idle))  # type: ignore[arg-type]
 
 
+def numbers_of(live: LiveReplica) -> list[nn.Parameter]:
+    """Return the parameters that are a single number."""
+    return [p for _, p in live.flat.parameters if not p.ndim]
+
+
 def sum_whole(live: LiveReplica, groups: Sequence[dist.ProcessGroup | None]) -> None:
     """Sum the gradients of the parameters that are a single number over each of ``groups`` in turn."""
-    whole = [p for _, p in live.flat.parameters if not p.ndim]
+    whole = numbers_of(live)
     if not whole:
         return
     sums = torch.zeros(2, len(whole), dtype=whole[0].dtype, device=live.device)
@@ -184,24 +184,19 @@ def _copied(unit: nn.Module, inputs: object, output: object) -> object:
 class ShardedSync(SummedGradients):
     """Gradients that ``fully_shard`` sums and scatters. See the note above."""
 
-    def __init__(
-        self,
-        live: LiveReplica,
-        plans: Sequence[SliceSpec],
-        rank: int,
-        spare: Batch,
-        mesh: Mesh,
-        group: ModelGroup,
-        sums: Sequence[dist.ProcessGroup | None],
-    ) -> None:
-        super().__init__(live, plans, rank, spare)
-        self._mesh, self._model_group, self._sums = mesh, group, sums
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self._mesh, self._model_group = build.mesh, build.model_group()
+        self._sums = [build.groups.along(name) for name in ("shard", "data")]
+        live = build.live
         # Torch sets a unit up at its first call; if that is an evaluation, the unit cannot train
         forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0, by_rows=True)
         live.clear_gradients()
         live.flat.refresh()
 
-    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def run_pass(
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+    ) -> Passed:
         accumulate = self._live.recipe.options.accumulate
         parts = min(accumulate, max(stop - start for start, stop in work.step.rows))
         scale = work.step.loss_scale
@@ -218,13 +213,13 @@ class ShardedSync(SummedGradients):
         sum_whole(self._live, self._sums)
         return passed
 
-    def _not_finite(self) -> str:
+    def not_finite(self) -> str:
         """Return the parameter whose summed gradient is not finite in this rank's rows, or ""."""
         if can_be_summed(self._vector.filled(self._gradients.dense), 1):
             return ""
         return first_not_finite(self._live, self._gradients)
 
-    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         return self._vector.vector, self._gradients.absent
 
     def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:

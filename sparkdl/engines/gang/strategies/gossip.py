@@ -15,11 +15,9 @@ import torch.distributed as dist
 from sparkdl.codec.packed import ByParameter
 from sparkdl.consistency.gossip import DISTANCE, TOPOLOGIES, add_up, averaged_parts, mix
 from sparkdl.engines.gang.model_group import sending_device
-from sparkdl.engines.gang.strategies.base import GradientSync
+from sparkdl.engines.gang.strategies.base import GradientSync, RankPass
 from sparkdl.model.recipe import LiveReplica
-from sparkdl.replica.compute import MiniBatch, forward_backward
-from sparkdl.replica.gradients import Gradients, take_gradients
-from sparkdl.replica.iteration import Clock
+from sparkdl.replica.compute import forward_backward
 from sparkdl.replica.local_sgd import (
     keep_replica,
     open_replica_state,
@@ -27,7 +25,7 @@ from sparkdl.replica.local_sgd import (
     step_alone,
     without_rows,
 )
-from sparkdl.replica.step import ReplicaIteration
+from sparkdl.replica.step import Gradients, ReplicaIteration, take_gradients
 from sparkdl.slices.section import Section
 from sparkdl.slices.spec import SliceState
 from sparkdl.slices.update import SliceUpdater
@@ -68,14 +66,9 @@ class GossipSync(GradientSync):
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         self._arrived = kept
 
-    def compute(
-        self,
-        work: ReplicaIteration,
-        batches: Sequence[MiniBatch],
-        weights: Sequence[float],
-        clock: Clock,
-    ) -> tuple[float, str]:
+    def compute(self, rank_pass: RankPass) -> tuple[float, str]:
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
+        work, batches, _, clock = rank_pass
         live = self._live
         self._resume()
         self.count, self.losses = 0.0, {}

@@ -28,12 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.model_group import MeshGroups, ModelGroup, NodeLocalRows
+from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.rank_state import needs_all_losses
-from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.fsdp import let_go, sum_whole
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankPass, RankStrategy
+from sparkdl.engines.gang.strategies.fsdp import let_go, numbers_of, sum_whole
 from sparkdl.engines.gang.strategies.pipeline_stages import (
     PipelineBuild,
     Schedules,
@@ -54,10 +53,7 @@ from sparkdl.replica.compute import (
     padding_pass,
     to_tensors,
 )
-from sparkdl.replica.gradients import Gradients, take_gradients
-from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import ReplicaIteration
-from sparkdl.slices.spec import SliceSpec
+from sparkdl.replica.step import Gradients, take_gradients
 
 
 class PipelineSync(CopySync):
@@ -65,19 +61,10 @@ class PipelineSync(CopySync):
 
     _model_group: ModelGroup
 
-    def __init__(
-        self,
-        staged: PipelineBuild,
-        plans: Sequence[SliceSpec],
-        rank: int,
-        spare: Batch,
-        strategy: Pipeline,
-        groups: MeshGroups,
-        near: NodeLocalRows,
-        needs_all_losses: bool,
-    ) -> None:
-        super().__init__(staged.live, plans, rank, spare)
-        self._needs_all_losses = needs_all_losses
+    def __init__(self, build: Build, staged: PipelineBuild, strategy: Pipeline) -> None:
+        super().__init__(build)
+        rank, groups = build.rank, build.groups
+        self._needs_all_losses = needs_all_losses(build.state, build.setup.sums)
         self._strategy, self._placement = strategy, staged.placement
         self._stages = dict(zip(staged.placement.stages(rank), staged.stages, strict=True))
         self._pipe, self._alike = groups.along("pipe"), groups.along("data")
@@ -85,7 +72,9 @@ class PipelineSync(CopySync):
         self._shard = groups.along("shard")
         self._gathers = self._shard is not None
         together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
-        self._model_group = ModelGroup(mesh, rank, together, staged.live, self._spare, near)
+        self._model_group = ModelGroup(
+            mesh, rank, together, staged.live, self._spare, build.near_rows()
+        )
         self._in_turn = StageRelay(staged.placement, self._stages, rank, together, staged.live)
         self._members = mesh.along(rank, "pipe")
         self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
@@ -112,14 +101,9 @@ class PipelineSync(CopySync):
             self._keep_pace(1)
             self._live.clear_gradients()
 
-    def compute(
-        self,
-        work: ReplicaIteration,
-        batches: Sequence[MiniBatch],
-        weights: Sequence[float],
-        clock: Clock,
-    ) -> tuple[float, str]:
+    def compute(self, rank_pass: RankPass) -> tuple[float, str]:
         """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
+        work, batches, weights, clock = rank_pass
         counts = self._model_group.counts(work, weights)
         # shards are summed over all pipelines, of which others may have rows
         own, self._counts = self._rank in counts, bool(counts) or self._gathers
@@ -155,7 +139,7 @@ class PipelineSync(CopySync):
         self._gradients = self._taken(scale)
         if own and not math.isfinite(loss):
             return loss, f"the loss ({loss})"
-        name = self._not_finite()
+        name = self.not_finite()
         return loss, f'the gradient of "{name}"' if name else ""
 
     def _runs(self, rows: int) -> list[tuple[int, int, int]]:
@@ -169,8 +153,11 @@ class PipelineSync(CopySync):
             return
         rows = len(self._spare)
         nothing = replace(self._spare, weights=torch.zeros(rows, dtype=torch.float64))
+        kept = [(p, p.grad) for p in numbers_of(self._live)]
         with seeded(0), buffers_kept(self._live.flat.module), padding_pass():
             self._flow(nothing, [(0, rows, 1)] * times)
+        for parameter, gradient in kept:  # what no unit sums: zero times NaN is NaN
+            parameter.grad = gradient
 
     def _flow(self, whole: MiniBatch, runs: Sequence[tuple[int, int, int]]) -> None:
         """Run forward and backward through the pipeline stages."""
@@ -331,16 +318,8 @@ class PipelineRank(RankStrategy[Pipeline]):
             stage.compute_as(build.live)
 
     def gradients(self, build: Build) -> GradientSync:
-        return PipelineSync(
-            PipelineBuild(build.live, self._stages, self._placement),
-            build.plans,
-            build.rank,
-            build.spare,
-            self._strategy,
-            build.groups,
-            build.near_rows(),
-            needs_all_losses(build.state, build.setup.sums),
-        )
+        staged = PipelineBuild(build.live, self._stages, self._placement)
+        return PipelineSync(build, staged, self._strategy)
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

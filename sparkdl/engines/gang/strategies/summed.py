@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from sparkdl.collectives import direct
-from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import ModelGroup
-from sparkdl.engines.gang.strategies.base import GradientSync
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankPass
 from sparkdl.model.flat import Layout
 from sparkdl.model.loss import is_step
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.replica.compute import MiniBatch, Passed, Spare, idle, padding_pass, passes_together
-from sparkdl.replica.gradients import Gradients, take_gradients
 from sparkdl.replica.iteration import Clock
-from sparkdl.replica.step import ReplicaIteration, to_mini_batch
+from sparkdl.replica.step import Gradients, ReplicaIteration, take_gradients, to_mini_batch
 from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
-from sparkdl.slices.spec import SliceSpec
 
 
 class GradientVector:
@@ -74,7 +72,7 @@ class GradientVector:
         return frozenset(n for n, count in enumerate(self._counts.tolist()) if not count)
 
 
-class SummedGradients(GradientSync):
+class GradientSum(GradientSync):
     """The work of a rank on the gradients of an iteration, if torch sums them.
 
     ``_counts`` tells whether the rows of the last pass had any weight.
@@ -83,57 +81,18 @@ class SummedGradients(GradientSync):
     _model_group: ModelGroup | None = None
     """The model-parallel group of this rank, if it has one."""
 
-    def __init__(
-        self, live: LiveReplica, plans: Sequence[SliceSpec], rank: int, spare: Batch
-    ) -> None:
+    def __init__(self, build: Build) -> None:
         """Create the gradient vector and prepare the spare rows.
 
         A rank without rows takes part in the sums with these, with a weight of 0.
         """
-        super().__init__(rank)
-        self._live, self._plans = live, plans
-        rows = to_mini_batch(spare, live, training=False)
+        super().__init__(build.rank)
+        live = self._live = build.live
+        self._plans = build.plans
+        rows = to_mini_batch(build.spare, live, training=False)
         self._spare = Spare(rows.inputs, rows.targets)
         self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
         self._gradients, self._counts, self._total = Gradients([], {}), False, 0.0
-
-    def compute(
-        self,
-        work: ReplicaIteration,
-        batches: Sequence[MiniBatch],
-        weights: Sequence[float],
-        clock: Clock,
-    ) -> tuple[float, str]:
-        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
-        own, total, tells = weights[self._rank], sum(weights), bool(weights[self._rank])
-        batch = batches[0] if batches else None
-        if self._model_group is not None and len(self._model_group.ranks) > 1:
-            batch = self._model_group.together(work, weights, batch)
-            work, own = self._model_group.as_one(work), self._model_group.weight(weights)
-            clock.lap("data")
-        self._counts = bool(own)
-        rows = batch if own else self._in_statistics(batch, total)
-        batch = rows or self._spare
-        steps = is_step(self._live.loss)
-        with (
-            padding_pass(rows is None),
-            passes_together(steps and self._live.recipe.options.accumulate == 1),
-        ):
-            loss, count, losses = self._pass(work, batch, own / total if total else 0.0, clock)
-        self._counted(count, weights, own)
-        part = weights[self._rank] / own if own else 0.0
-        self.losses = {name: (s * part, c * part) for name, (s, c) in losses.items() if tells}
-        self._gradients = take_gradients(self._live)
-        if tells and not math.isfinite(loss):
-            return loss, f"the loss ({loss})"
-        name = self._not_finite()
-        return loss if tells else 0.0, f'the gradient of "{name}"' if name else ""
-
-    def _in_statistics(self, batch: MiniBatch | None, total: float) -> MiniBatch | None:
-        """Return rows that have no weight, and count in a batch norm over all ranks like any others."""
-        if batch is None or not total or not self._live.recipe.options.sync_batchnorm:
-            return None
-        return Spare(batch.inputs, batch.targets)
 
     def _counted(self, count: float, weights: Sequence[float], own: float) -> None:
         """Set the count of this rank from ``count``, which the pass found for all rows of its group.
@@ -142,14 +101,6 @@ class SummedGradients(GradientSync):
         """
         self._total = sum(weights)
         self.count = count * (weights[self._rank] / own) if own else 0.0
-
-    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
-        """Run forward and backward, with each rank's gradients multiplied by its share and summed."""
-        raise NotImplementedError
-
-    def _not_finite(self) -> str:
-        """Return the name of a parameter whose gradient has an inf or a NaN, or ""."""
-        raise NotImplementedError
 
     def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
@@ -160,7 +111,7 @@ class SummedGradients(GradientSync):
         its replica.
         """
         layout = self._live.flat.layout
-        flat, absent = self._summed()
+        flat, absent = self.summed()
         found, known = sum(weights), self._total
         if found and found != known:  # see [Note: sums are divided twice]
             flat.mul_(known / found)
@@ -192,7 +143,7 @@ class SummedGradients(GradientSync):
             ]
         return sections
 
-    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         """Return the gradients in one vector, and the parameters without one.
 
         The gradients that are kept separately may be freed by this.
@@ -210,13 +161,60 @@ class SummedGradients(GradientSync):
         return found
 
 
-class CopySync(SummedGradients):
+class SummedGradients(GradientSum):
+    """The sum of the gradients of one pass, which subclasses run and look at."""
+
+    def compute(self, rank_pass: RankPass) -> tuple[float, str]:
+        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
+        work, batches, weights, clock = rank_pass
+        own, total, tells = weights[self._rank], sum(weights), bool(weights[self._rank])
+        batch = batches[0] if batches else None
+        if self._model_group is not None and len(self._model_group.ranks) > 1:
+            batch = self._model_group.together(work, weights, batch)
+            work, own = self._model_group.as_one(work), self._model_group.weight(weights)
+            clock.lap("data")
+        self._counts = bool(own)
+        rows = batch if own else self._in_statistics(batch, total)
+        batch = rows or self._spare
+        steps = is_step(self._live.loss)
+        with (
+            padding_pass(rows is None),
+            passes_together(steps and self._live.recipe.options.accumulate == 1),
+        ):
+            loss, count, losses = self.run_pass(work, batch, own / total if total else 0.0, clock)
+        self._counted(count, weights, own)
+        part = weights[self._rank] / own if own else 0.0
+        self.losses = {name: (s * part, c * part) for name, (s, c) in losses.items() if tells}
+        self._gradients = take_gradients(self._live)
+        if tells and not math.isfinite(loss):
+            return loss, f"the loss ({loss})"
+        name = self.not_finite()
+        return loss if tells else 0.0, f'the gradient of "{name}"' if name else ""
+
+    def _in_statistics(self, batch: MiniBatch | None, total: float) -> MiniBatch | None:
+        """Return rows that have no weight, and count in a batch norm over all ranks like any others."""
+        if batch is None or not total or not self._live.recipe.options.sync_batchnorm:
+            return None
+        return Spare(batch.inputs, batch.targets)
+
+    @abstractmethod
+    def run_pass(
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+    ) -> Passed:
+        """Run forward and backward, with each rank's gradients multiplied by its share and summed."""
+
+    @abstractmethod
+    def not_finite(self) -> str:
+        """Return the name of a parameter whose gradient has an inf or a NaN, or ""."""
+
+
+class CopySync(GradientSum):
     """The sum of gradients over the copies of a split model."""
 
     _alike: dist.ProcessGroup | None = None
     """The process group of the ranks with the same part of the model."""
 
-    def _not_finite(self) -> str:
+    def not_finite(self) -> str:
         """Return the name of a parameter whose gradient on this rank cannot be summed, or ""."""
         if not self._counts:  # ignore the gradients of spare rows
             self._gradients = Gradients([None] * len(self._live.flat.parameters), {})
@@ -229,7 +227,7 @@ class CopySync(SummedGradients):
             return ""
         return first_not_finite(self._live, self._gradients, wire=wire, ranks=ranks)
 
-    def _summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
         if self._alike is None:
             return self._vector.vector, self._gradients.absent
         flat = self._vector.sum(self._live.recipe.options.wire_dtype, self._alike)

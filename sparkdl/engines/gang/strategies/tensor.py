@@ -4,12 +4,18 @@ All ranks of a model-parallel group compute the same rows. Each has its part of 
 split, and all of the other layers, whose gradients are the same on each rank. So gradients only
 have to be summed over the copies of the model. A parameter that every rank of the group has is
 updated on each, and counts once.
+
+[Note: whole tensors beside parts] Between a layer that is cut by column and one that is cut by row
+a rank has its part of the activations. A whole tensor that meets them there, such as a slope, a
+scale or a gate, gets the gradient of this part alone, and all ranks' must be summed. So parts have a
+class, and what meets them goes through a function that sums gradients (Megatron-LM's f).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils._pytree import tree_map
 
 from sparkdl.collectives.direct import all_reduce
 from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.model_group import BuildLock, ModelGroup
+from sparkdl.engines.gang.model_group import BuildLock
 from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.shards import RowLayout
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import CopySync
+from sparkdl.engines.gang.strategies.summed import CopySync, SummedGradients
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import local
 from sparkdl.model.recipe import LiveReplica, Recipe, parts_of
@@ -42,7 +49,6 @@ from sparkdl.replica.compute import (
 )
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import ReplicaIteration
-from sparkdl.slices.spec import SliceSpec
 
 
 class Row(RowwiseParallel):
@@ -78,6 +84,59 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         return gradient, None
+
+
+class _Whole(torch.autograd.Function):
+    """A tensor that meets each rank's part of another. Its gradient is summed over the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        all_reduce(total, ctx.group)
+        return total, None
+
+
+_IN_PLACE = re.compile("[a-z].*_|__i.*__|__setitem__")
+"""The names of functions that write to their first argument."""
+
+
+class _Part(torch.Tensor):
+    """A rank's part of activations, and what comes of it; see [Note: whole tensors beside parts]."""
+
+    group: dist.ProcessGroup
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        def met(value: Any) -> Any:
+            tensor = isinstance(value, torch.Tensor) and not isinstance(value, (cls, DTensor))
+            return _Whole.apply(value, cls.group) if tensor and value.requires_grad else value
+
+        if torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():
+                first = _IN_PLACE.fullmatch(getattr(func, "__name__", "")) is not None
+                args = (*args[:first], *tree_map(met, tuple(args[first:])))
+                kwargs = tree_map(met, kwargs)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def part_type(group: dist.ProcessGroup) -> type[_Part]:
+    """Return the class of the parts that the ranks of ``group`` have."""
+    return type("Part", (_Part,), {"group": group})
+
+
+def _plain(value: Any) -> Any:
+    """Return a tensor of no class of its own."""
+    if not isinstance(value, _Part):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(torch.Tensor)  # type: ignore[arg-type]
 
 
 STYLES = {"column": ColwiseParallel, "row": Row}
@@ -117,9 +176,7 @@ class TensorRank(RankStrategy[Tensor]):
         )
 
     def gradients(self, build: Build) -> GradientSync:
-        live, plans, group = build.live, build.plans, build.model_group()
-        alike = build.groups.along("data")
-        return TensorSync(live, plans, build.rank, build.spare, group, alike)
+        return TensorSync(build)
 
 
 def parallelise(
@@ -146,10 +203,13 @@ def parallelise(
     parallelize_module(module, mesh, styles, src_data_rank=None)
     _let_go_of_others(module)
     lock.release()
-    for name in styles:
+    parts = part_type(mesh.get_group())
+    for name, style in styles.items():
         child = module.get_submodule(name)
         child.forward = functools.partial(_without_inference_mode, child.forward)
-        child.register_forward_hook(_arrived)
+        child.register_forward_pre_hook(_taken, prepend=True, with_kwargs=True)
+        cut = any(isinstance(each, Shard) for each in getattr(style, "output_layouts", ()))
+        child.register_forward_hook(functools.partial(_arrived, parts if cut else None))
     try:
         found = _output(recipe, module, inputs, targets)
     except Exception as error:
@@ -182,15 +242,24 @@ def _without_inference_mode(forward: Callable[..., Any], *inputs: Any, **named: 
         return forward(*inputs, **named)
 
 
-def _arrived(module: nn.Module, inputs: object, output: object) -> object:
-    """Wait for a sum over the ranks, if there are no gradients.
+def _taken(module: nn.Module, inputs: Any, named: Any) -> Any:
+    """Return the inputs of a layer that is cut, which torch converts itself."""
+    return tree_map(_plain, inputs), tree_map(_plain, named)
+
+
+def _arrived(
+    parts: type[_Part] | None, module: nn.Module, inputs: object, output: object
+) -> object:
+    """Return the output as a part, or if there are no gradients, wait for a sum over the ranks.
 
     Otherwise the next operation would wait for it, and if the output is sent to another rank there
     is none.
     """
-    if isinstance(output, torch.Tensor) and not torch.is_grad_enabled():
+    if not isinstance(output, torch.Tensor):
+        return output
+    if not torch.is_grad_enabled():
         return output.clone()
-    return output
+    return output if parts is None or isinstance(output, DTensor) else output.as_subclass(parts)
 
 
 def _output(
@@ -227,25 +296,16 @@ def settle(live: LiveReplica) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
 
-class TensorSync(CopySync):
-    """Gradients of the parts of layers. See the note above.
+class TensorSync(CopySync, SummedGradients):
+    """Gradients of the parts of layers. See the note above."""
 
-    ``alike`` is the process group of the ranks with the same parts.
-    """
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self._model_group, self._alike = build.model_group(), build.groups.along("data")
 
-    def __init__(
-        self,
-        live: LiveReplica,
-        plans: list[SliceSpec],
-        rank: int,
-        spare: Batch,
-        group: ModelGroup,
-        alike: dist.ProcessGroup | None,
-    ) -> None:
-        super().__init__(live, plans, rank, spare)
-        self._model_group, self._alike = group, alike
-
-    def _pass(self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock) -> Passed:
+    def run_pass(
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+    ) -> Passed:
         seed, scale = work.seed(), work.step.loss_scale
         passed = forward_backward(self._live, batch, seed, scale, clock, share=share, by_rows=True)
         settle(self._live)

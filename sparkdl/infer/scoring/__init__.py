@@ -1,1 +1,0 @@
-"""Scoring with models that were never trained here: any module, file or folder, on a DataFrame."""

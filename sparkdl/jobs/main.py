@@ -1,0 +1,129 @@
+"""The command ``sparkdl``: its subcommands, and how it ends.
+
+Libraries are imported after the arguments are checked: torch and Spark take seconds.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import sparkdl
+from sparkdl.codec.describe import without_credentials
+from sparkdl.errors import ParameterError, UserError, nearest
+from sparkdl.jobs import config
+
+COMMANDS = {
+    "train": "train a model as a YAML file says",
+    "tune": "search for good values as the section tune of the file says",
+    "evaluate": "loss and metrics of a saved model on labelled data",
+    "predict": "predictions of a saved model, as a column",
+    "conf": "write the configurations that come with sparkdl into a folder: sparkdl conf FOLDER",
+}
+_HELP = {
+    "resume": "go on from a run folder; train also from a checkpoint or latest, with --config",
+    "dry-run": "check configuration, data, model and sizes on the executors, and train nothing",
+    "trust": "let the folder run code of its choice: its pickle, any function that it names",
+    "overwrite": "replace what is at --output",
+    "argmax": "the number of the highest output: the class",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a subcommand and exit.
+
+    The status is 0, 2 with ``error: ...`` for a mistake of the user, 130 after an interrupt, or 1
+    for a fault."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's: it lacks letters
+    try:
+        _run(list(sys.argv[1:] if arguments is None else arguments))
+    except (Exception, KeyboardInterrupt) as error:
+        message: str | None = str(error)
+        status = 2
+        if not isinstance(error, UserError) or error.__cause__ is not None:
+            from sparkdl.jobs.console import ended_by
+
+            status, message = ended_by(error)
+        if message is None:
+            raise
+        print(f"error: {without_credentials(message)}", file=sys.stderr)
+        sys.exit(status)
+    sys.exit(0)
+
+
+def _run(arguments: list[str]) -> None:
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help", "--version"):
+        lines = [f"  {command:<10}{text}" for command, text in COMMANDS.items()]
+        usage = "usage: sparkdl COMMAND ...; sparkdl COMMAND --help lists all keys"
+        print(sparkdl.__version__ if name == "--version" else "\n".join([usage, "", *lines]))
+    elif name not in COMMANDS:
+        raise ParameterError(
+            f'unknown command "{name}".{nearest(name, COMMANDS)} Known: {", ".join(COMMANDS)}.'
+        )
+    elif name == "conf":
+        _write_configurations(Path(rest[0] if rest else "conf"))
+    else:
+        _run_job(name, rest)
+
+
+def _run_job(name: str, arguments: list[str]) -> None:
+    from_file = name in ("train", "tune")
+    kind = config.Config if from_file else config.SAVED[name]
+    parser = config.new_parser(
+        prog=f"sparkdl {name}", description=COMMANDS[name], parser_mode="omegaconf"
+    )
+    if from_file:
+        parser.add_argument(
+            "--config", action="config", help="a YAML file; of several, the last counts"
+        )
+        parser.add_argument("--resume", help=_HELP["resume"])
+        arguments = config.with_file_of_run(arguments)
+    parser.add_class_arguments(kind, None)
+    for flag in {"train": ["dry-run"], "predict": ["overwrite", "argmax", "trust"]}.get(
+        name, ["trust"]
+    ):
+        if name != "tune":
+            parser.add_argument(f"--{flag}", action="store_true", help=_HELP[flag])
+    import jsonargparse
+
+    hints = config.keys_of(kind)
+    try:
+        parsed = parser.instantiate(parser.parse_args([_key(each, hints) for each in arguments]))
+    except jsonargparse.ArgumentError as error:
+        raise config.parser_error(error, hints) from None
+    checked = [config.config_of(parsed)] if from_file else []
+    from sparkdl.jobs import commands, console
+
+    console.hush_pyspark()
+    getattr(commands, name)(*checked, parsed)
+
+
+def _key(argument: str, hints: Mapping[str, Any]) -> str:
+    """Return an argument whose key may have hyphens, as in ``--output-format``."""
+    key, equals, value = argument.partition("=")
+    plain = key[2:].replace("-", "_")
+    return f"--{plain}{equals}{value}" if key[:2] == "--" and plain in hints else argument
+
+
+def _write_configurations(folder: Path) -> None:
+    """Copy the files of ``conf/`` that are not in the folder yet."""
+    package = Path(sparkdl.__file__).parent
+    source = next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+    for file in sorted(path for path in source.rglob("*") if path.is_file()):
+        copy = folder / file.relative_to(source)
+        if copy.exists():
+            print(f"{copy} is there already and stays")
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy)
+        print(copy)
+
+
+if __name__ == "__main__":
+    main()

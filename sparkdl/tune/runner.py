@@ -1,0 +1,489 @@
+"""How trials of a search are made: as tasks of Spark side by side, or one after another.
+
+Side by side each is a fit by the local engine on all samples. One after another each is a fit by the
+trainer's engine on the whole cluster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import pickle
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from py4j.protocol import Py4JError
+from pyspark import RDD, SparkContext
+from pyspark.errors import PySparkException
+from pyspark.sql import DataFrame
+
+from sparkdl.checkpoint.files import Folder
+from sparkdl.data.fields import SampleHandle
+from sparkdl.data.partition_reader import segment_files
+from sparkdl.data.partition_writer import where_there_is_room
+from sparkdl.data.samples import SampleSet
+from sparkdl.errors import ModelError, ParameterError, TrainingError, cannot_travel
+from sparkdl.gang.slots import cpus_of
+from sparkdl.infer.model import TrainedModel
+from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.engine import AVERAGE, BEST, CURRENT
+from sparkdl.loop.interrupt import INTERRUPTED
+from sparkdl.loop.state import TrainState
+from sparkdl.model.flat import FlatModule
+from sparkdl.model.preparation import dumps
+from sparkdl.process.determinism import Numerics
+from sparkdl.process.system import label_output
+from sparkdl.slab.root import SlabConfig, open_root, read_private, write_private
+from sparkdl.spark.broadcasts import BroadcastBytes
+from sparkdl.spark.executors import task_per_executor
+from sparkdl.spark.failures import explain
+from sparkdl.spark.frames import RunningJob, is_local, map_frames, stage_name
+from sparkdl.spark.worker import finish_task, task_cancelled
+from sparkdl.train.local_fit import LocalFit
+from sparkdl.train.placed_samples import PlacedSamples
+from sparkdl.train.trainer import Trainer
+from sparkdl.tune.arguments import READING, trainer_of
+from sparkdl.tune.folder import SearchFolder
+from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed, is_of_trial
+from sparkdl.tune.space import Domain
+from sparkdl.usercode import accompanied
+
+MOST_BYTES = 4 << 30
+"""The most bytes of samples that are copied to every node."""
+
+
+class SearchInterrupted(Exception):
+    """The user has interrupted a trial, which has ended early and does not count."""
+
+
+class Proposed(NamedTuple):
+    """A trial to start."""
+
+    number: int
+    arguments: Mapping[str, Any]  # as they are shown
+    pruning: Callback | None
+    best: TrialRecord | None  # so far
+
+    def failed(self, error: BaseException) -> TrialOutcome:
+        """Return the outcome if it ends with ``error``."""
+        return TrialOutcome(failed(self.number, self.arguments, error))
+
+
+class RunningTrial(Protocol):
+    """A trial that was started, as a ``Future`` is."""
+
+    def done(self) -> bool:
+        """Return whether it has ended."""
+
+    def result(self) -> TrialOutcome:
+        """Wait for the end, and return the outcome."""
+
+
+class Runner:
+    """A way to make trials, and a context manager: leaving it ends those that run."""
+
+    slots = 1
+    """The number of trials that run at once."""
+
+    def __init__(
+        self,
+        context: SparkContext | None,  # None, as for the next: a session of Spark Connect
+        trainer: Trainer,
+        space: Mapping[str, Domain],
+        objective: Objective,
+        placements: Placements | None,
+    ) -> None:
+        self._context: Any = context
+        self._trainer, self._space, self._objective = trainer, space, objective
+        self._placements = placements
+
+    def start(self, trial: Proposed) -> RunningTrial:
+        """Start a trial."""
+        placed = None
+        try:
+            trainer = trainer_of(self._trainer, self._space, trial.arguments)
+            if self._placements is not None:
+                placed = self._placements.of(trainer, trial.arguments)
+        except (ModelError, ParameterError) as error:
+            return ended(trial.failed(error))
+        if self._placements is not None:
+            self._placements.check_data(trial.arguments)
+        return self._start(trial, trainer, placed)
+
+    def _start(
+        self, trial: Proposed, trainer: Trainer, placed: PlacedSamples | None
+    ) -> RunningTrial:
+        raise NotImplementedError
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Do nothing: no trial runs."""
+
+
+class FitsHere(Runner):
+    """Trials one after another, each a fit by the trainer's engine on the whole cluster."""
+
+    keep = False
+    """Outcomes have the weights, to be written to a folder."""
+
+    def _start(
+        self, trial: Proposed, trainer: Trainer, placed: PlacedSamples | None
+    ) -> RunningTrial:
+        outcome = self._outcome(trial, trainer, placed)
+        if outcome.history is not None and outcome.history.stopped == INTERRUPTED:
+            raise SearchInterrupted
+        return ended(outcome)
+
+    def _outcome(
+        self, trial: Proposed, trainer: Trainer, placed: PlacedSamples | None
+    ) -> TrialOutcome:
+        if trial.pruning is not None:
+            trainer = replace(trainer, callbacks=[*trainer.callbacks, trial.pruning])
+        try:
+            trained = self._fit(trainer, placed, trial.number)
+        except Exception as error:
+            if not is_of_trial(error):
+                raise
+            if self._context is not None:
+                check_alive(self._context)
+            return trial.failed(error)
+        record = self._objective.record(trial.number, trial.arguments, trained.history)
+        if not self._objective.is_better(record, trial.best):
+            return TrialOutcome(record, history=trained.history)
+        weights = weights_of(trained) if self.keep else {}
+        return TrialOutcome(record, weights, trained.history, trained)
+
+    def _fit(self, trainer: Trainer, placed: Any, number: int) -> TrainedModel:
+        checkpoint = trainer.checkpoint
+        if checkpoint is None:
+            return trainer.fit(placed)
+        path = Folder.of(checkpoint.path).folder(f"trial-{number:06d}").uri
+        own = replace(trainer, checkpoint=replace(checkpoint, path=path))
+        return own.fit(placed, resume="latest")
+
+
+def ended(outcome: TrialOutcome) -> RunningTrial:
+    """Return a trial that has ended."""
+    future: Future[TrialOutcome] = Future()
+    future.set_result(outcome)
+    return future
+
+
+def check_alive(context: SparkContext) -> None:
+    """Raise TrainingError if Spark has ended, so that a trial is not to blame."""
+    with contextlib.suppress(Py4JError, OSError):
+        if context._jsc is not None and not context._jsc.sc().isStopped():
+            return
+    raise TrainingError("Spark has ended; with path= the search goes on when it is called again.")
+
+
+def weights_of(trained: TrainedModel) -> dict[str, Any]:
+    """Return the flat vector of each kind of weights of a result."""
+    kinds = {CURRENT: trained, AVERAGE: trained.ema, BEST: trained.best}
+    return {
+        kind: FlatModule(copy.deepcopy(one.module)).flat
+        for kind, one in kinds.items()
+        if one is not None
+    }
+
+
+class Placements:
+    """The samples of a search, placed once for each way to read the data, in a context manager."""
+
+    def __init__(
+        self, data: DataFrame | RDD[Any], names: Sequence[str], folder: SearchFolder | None
+    ) -> None:
+        self._data, self._folder = data, folder
+        self._names = [name for name in names if name.partition(".")[0] in READING]
+        self._checked: set[str] = set()
+        self._placed: dict[str, PlacedSamples] = {}
+        self._stack = contextlib.ExitStack()
+
+    def of(self, trainer: Trainer, arguments: Mapping[str, Any]) -> PlacedSamples:
+        """Return the samples as the trainer of a trial reads them."""
+        key = self._key(arguments)
+        if key not in self._placed:
+            placed = PlacedSamples.of(trainer, self._data)
+            assert isinstance(placed, PlacedSamples)  # not persisted: no session of Spark Connect
+            self._placed[key] = self._stack.enter_context(placed)
+        return self._placed[key]
+
+    def check_data(self, arguments: Mapping[str, Any]) -> None:
+        """Raise ParameterError if the folder holds trials on other data; looked at once for each way
+        to read it."""
+        key = self._key(arguments)
+        if self._folder is not None and key not in self._checked:
+            placed = self._placed[key]
+            assert placed.validation is not None
+            self._folder.check_data(key, placed.training.handles, placed.validation.handles)
+            self._checked.add(key)
+
+    def _key(self, arguments: Mapping[str, Any]) -> str:
+        return repr([arguments[name] for name in self._names])
+
+    def __enter__(self) -> Placements:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+
+class SideBySide(Runner):
+    """Trials as tasks of Spark, several at once, each a fit by the local engine."""
+
+    def __init__(
+        self,
+        context: SparkContext,
+        trainer: Trainer,
+        space: Mapping[str, Domain],
+        objective: Objective,
+        placements: Placements,
+        slots: int,
+        name: str,
+        logged: bool,  # outcomes have the history in any case
+    ) -> None:
+        super().__init__(context, trainer, space, objective, placements)
+        self.slots, self._name, self._logged = slots, name, logged
+        self._setups: dict[int, tuple[BroadcastBytes, SampleFiles]] = {}
+        self._broadcasts: list[BroadcastBytes] = []
+
+    def _start(
+        self, trial: Proposed, trainer: Trainer, placed: PlacedSamples | None
+    ) -> RunningTrial:
+        assert placed is not None
+        task = RunTrial(*self._setup(placed), trial, self._logged)
+        shown = " · ".join(f"{name} {value}" for name, value in trial.arguments.items())
+        self._context.setJobGroup(self._name, f"sparkdl: trial {trial.number} · {shown}")
+        with stage_name(self._context, f"trial {trial.number}"):
+            places = task_per_executor(self._context, [None])
+            job = RunningJob(map_frames(places, accompanied(task)), 1)
+        return _TaskOfTrial(self._context, job, trial)
+
+    def _setup(self, placed: PlacedSamples) -> tuple[BroadcastBytes, SampleFiles]:
+        """Return the broadcast of what trials on these samples have in common, and their files."""
+        known = self._setups.get(id(placed))
+        if known is not None:
+            return known
+        validation = self._trainer.validation
+        assert validation is not None
+        assert placed.validation is not None
+        files = SampleFiles.of(self._context, placed.slab, [placed.training, placed.validation])
+        if files.copies is not None:
+            self._broadcasts.append(files.copies)
+        nothing: Any = None  # a DataFrame does not travel, and the samples are in place
+        setup = TrialSetup(
+            trainer=replace(self._trainer, validation=replace(validation, data=nothing)),
+            space=self._space,
+            objective=self._objective,
+            training=placed.training,
+            validation=placed.validation,
+            float_dtype=placed.float_dtype,
+            threads=cpus_of(self._context, None),
+            numerics=Numerics.here(),
+        )
+        made = BroadcastBytes.of(self._context, [_pickled(setup)])
+        self._broadcasts.append(made)
+        self._setups[id(placed)] = made, files
+        return made, files
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(Py4JError, OSError):
+            self._context.cancelJobGroup(self._name)
+        for broadcast in self._broadcasts:
+            broadcast.destroy()
+
+
+def _pickled(setup: TrialSetup) -> bytes:
+    """Return ``setup`` as bytes. Raises ParameterError, which names what cannot be pickled."""
+    try:
+        return dumps(accompanied(setup))
+    except Exception as error:
+        parts = {
+            "callbacks": setup.trainer.callbacks,
+            "space": setup.space,
+            "stop": setup.trainer.stop,
+            "validation": setup.trainer.validation,
+        }
+        culprit = "the trainer"
+        for name, part in parts.items():
+            try:
+                dumps(part)
+            except Exception:
+                culprit = name
+                break
+        remedy = "Leave out what has an open file or connection, or give parallel=1."
+        raise ParameterError(cannot_travel(culprit, error, remedy)) from None
+
+
+@dataclass(frozen=True)
+class _TaskOfTrial:
+    context: SparkContext
+    job: RunningJob
+    trial: Proposed
+
+    def done(self) -> bool:
+        return self.job.done
+
+    def result(self) -> TrialOutcome:
+        try:
+            (frame,) = self.job.frames()
+        except (Py4JError, PySparkException) as error:
+            check_alive(self.context)
+            lost = TrainingError(f"the task of the trial failed: {explain(str(error))}")
+            return self.trial.failed(lost)
+        found: TrialOutcome = pickle.loads(frame)
+        return found
+
+
+@dataclass(frozen=True)
+class TrialSetup:
+    """The common part of all trials on the same samples."""
+
+    trainer: Trainer  # its validation has no data
+    space: Mapping[str, Domain]
+    objective: Objective
+    training: SampleSet  # as the driver mapped them
+    validation: SampleSet
+    float_dtype: str
+    threads: int
+    numerics: Numerics
+
+
+@dataclass(frozen=True)
+class RunTrial:
+    """A task that makes one trial and yields its pickled :class:`TrialOutcome`.
+
+    An error of the training is an outcome too, because Spark would try a task again that fails. The
+    files are no part of the setup, because Spark loads only the broadcasts that a task refers to.
+    """
+
+    setup: BroadcastBytes
+    files: SampleFiles
+    trial: Proposed  # the weights of one that is not better than ``best`` stay here
+    logged: bool = False  # the history is wanted in any case
+
+    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
+        for _ in frames:
+            pass
+        yield pickle.dumps(self._outcome())
+        finish_task()
+
+    def _outcome(self) -> TrialOutcome:
+        label_output(f"trial {self.trial.number}")
+        try:
+            setup: TrialSetup = pickle.loads(self.setup.value)
+            return self._trained(setup)
+        except Exception as error:
+            return self.trial.failed(error)
+
+    def _trained(self, setup: TrialSetup) -> TrialOutcome:
+        trainer = trainer_of(setup.trainer, setup.space, self.trial.arguments)
+        setup.numerics.use()
+        callbacks = [EndWithTask(), *trainer.callbacks]
+        if self.trial.pruning is not None:
+            callbacks.append(self.trial.pruning)
+        fit = LocalFit(
+            self.files.here(setup.training),
+            self.files.here(setup.validation),
+            setup.float_dtype,
+        )
+        done = fit.run(trainer, callbacks, self.files.slab, setup.threads)
+        record = setup.objective.record(self.trial.number, self.trial.arguments, done.history)
+        if not setup.objective.is_better(record, self.trial.best):
+            return TrialOutcome(record, history=done.history if self.logged else None)
+        return TrialOutcome(record, done.weights, done.history)
+
+
+class EndWithTask(Callback):
+    """A callback that ends the training of a task that Spark has cancelled."""
+
+    def on_iteration_start(self, trainer: Any, state: TrainState) -> None:
+        if task_cancelled():
+            raise InterruptedError("Spark cancelled the task")
+
+
+@dataclass(frozen=True)
+class SampleFiles:
+    """Sample files that the driver wrote, for tasks on any node.
+
+    In local mode tasks map the driver's files. On a cluster the files are broadcast, and the first
+    task on a node writes them into the slab root there, which other tasks on the node map too.
+    """
+
+    slab: SlabConfig
+    names: tuple[str, ...]  # without their folders
+    copies: BroadcastBytes | None  # None in local mode
+
+    @staticmethod
+    def of(context: SparkContext, slab: SlabConfig, samples: Sequence[SampleSet]) -> SampleFiles:
+        """Broadcast the files of ``samples``, unless tasks can map them where they are."""
+        if is_local(context):
+            return SampleFiles(slab, (), None)
+        found = (path for one in samples for handle in one.handles for path in _paths(handle))
+        paths = list(dict.fromkeys(found))  # partitions may share files
+        total = sum(os.path.getsize(path) for path in paths)
+        if total > MOST_BYTES:
+            raise ParameterError(
+                f"the samples have {total / 1e9:,.1f} GB, and trials side by side need all of them on "
+                f"every node: at most {MOST_BYTES / 1e9:,.1f} GB are copied. Search on a part of the "
+                "rows, or with parallel=1, where each trial is distributed."
+            )
+        copies = BroadcastBytes.of(context, [read_private(path) for path in paths])
+        return SampleFiles(slab, tuple(os.path.basename(path) for path in paths), copies)
+
+    def here(self, samples: SampleSet) -> SampleSet:
+        """Return ``samples`` as this task can map them."""
+        if self.copies is None:
+            return samples
+        folder = self._installed()
+        handles = tuple(
+            replace(
+                handle,
+                segments=tuple(
+                    replace(segment, path=_in(folder, segment.path)) for segment in handle.segments
+                ),
+                order_path=_in(folder, handle.order_path) if handle.order_path else "",
+            )
+            for handle in samples.handles
+        )
+        return replace(samples, handles=handles)
+
+    def _installed(self) -> Path:
+        """Return the folder of this node that has all files, after writing those that are missing."""
+        assert self.copies is not None
+        root = open_root(self.slab, create=True)
+        assert root is not None
+        for folder in root.directories:
+            if all((folder / name).exists() for name in self.names):
+                return folder
+        return where_there_is_room(root, self._write, 0, sum(self.copies.lengths))
+
+    def _write(self, folder: Path) -> Path:
+        """Write the files into ``folder``; another task may do so at the same time."""
+        assert self.copies is not None
+        for name, data in zip(self.names, self.copies.parts(), strict=True):
+            draft = folder / f"{name}.{secrets.token_hex(8)}"
+            try:
+                write_private(draft, data)
+                os.replace(draft, folder / name)
+            finally:
+                draft.unlink(missing_ok=True)
+        return folder
+
+
+def _paths(handle: SampleHandle) -> list[str]:
+    """Return the paths of all files of a partition."""
+    rows = [name for segment in handle.segments for name in segment_files(segment, handle.fields)]
+    return [*rows, handle.order_path] if handle.order_path else rows
+
+
+def _in(folder: Path, path: str) -> str:
+    """Return the path of the same file name in ``folder``."""
+    return str(folder / os.path.basename(path))

@@ -1,0 +1,156 @@
+"""What to do about a model or a loss that fails on the first rows."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import sparkdl
+from sparkdl.care.hints import input_hint, length_hint, loss_hint, own_loss_hint, weight_hint
+from sparkdl.data.fields import Field
+from sparkdl.data.ragged import Padding
+
+COLUMN = ' "x" is one number a row: df.withColumn("x", functions.array("x")) makes it [rows, 1].'
+BYTES = (
+    " Images with scale=None are bytes (uint8): leave scale out, or convert them to floats in "
+    "augment or in the model."
+)
+JOIN = (
+    " Each of the 2 feature columns is an input of its own, model(a, b, ...); for one input join them "
+    "first: VectorAssembler, or functions.array(...)."
+)
+LONG = ' If "y" holds class numbers, cast it: df.withColumn("y", df["y"].cast("long")).'
+FLOAT = ' If "y" holds measurements, cast it: df.withColumn("y", df["y"].cast("array<float>")).'
+
+
+RANGE = (
+    ' "y" goes from 0 to 7: give the model an output for each class from 0 on, or renumber the classes '
+    "(pyspark.ml.feature.StringIndexer)."
+)
+TUPLE = (
+    " The 2 labels arrive as a tuple of tensors, loss(output, labels): give a loss that takes it, or "
+    'make one array column of them: functions.array("y", "z").'
+)
+
+
+def error_of(call: Any, *inputs: Any) -> Exception:
+    try:
+        call(*inputs)
+    except Exception as error:
+        return error
+    raise AssertionError("it works")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "hint"),
+    [
+        ([torch.zeros(3)], COLUMN),
+        ([torch.zeros(3), torch.zeros(3, dtype=torch.long)], JOIN),
+        ([torch.zeros(3, 1, dtype=torch.uint8)], BYTES),
+    ],
+    ids=["one number a row", "several inputs", "bytes"],
+)
+def test_a_model_that_fails(inputs: list[torch.Tensor], hint: str) -> None:
+    fields = [Field(name, "", ()) for name in ("x", "n")[: len(inputs)]]
+    assert input_hint(error_of(nn.Linear(1, 1), *inputs), inputs, fields) == hint
+
+
+@pytest.mark.parametrize(
+    ("loss", "target", "hint"),
+    [
+        (nn.CrossEntropyLoss(), torch.tensor([0.0, 1.0]), LONG),
+        (nn.CrossEntropyLoss(), torch.tensor([False, True]), LONG),
+        (nn.BCEWithLogitsLoss(), torch.tensor([[0, 1], [1, 0]]), FLOAT),
+        (nn.MultiMarginLoss(), torch.tensor([0, 7]), RANGE),
+    ],
+    ids=["floats for classes", "booleans for classes", "classes for floats", "a class too many"],
+)
+def test_a_loss_that_fails(loss: nn.Module, target: torch.Tensor, hint: str) -> None:
+    output = torch.zeros(2, 2, requires_grad=True)
+    found = loss_hint(error_of(loss, output, target), output, [target], [Field("y", "", ())])
+    assert found == hint
+
+
+@pytest.mark.parametrize("name", ["weight", "pos_weight"])
+@pytest.mark.parametrize(
+    "kind", [nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits]
+)
+def test_a_weight_of_another_length(name: str, kind: Any) -> None:
+    loss, output, targets = (
+        partial(kind, **{name: torch.ones(5)}),
+        torch.randn(4, 3),
+        torch.ones(4, 3),
+    )
+    loss = loss() if isinstance(kind, type) else loss
+    hint = f" Its {name} has shape [5], which does not fit: give it one value for each class, the "
+    assert weight_hint(loss, output, [targets]).startswith(hint)
+    assert weight_hint(loss, output, [targets[:, :2]]) == ""
+
+
+class Positions(nn.Module):
+    """A model of at most ``most`` tokens, of 10 kinds."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(10, 2), nn.Embedding(most, 2)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        embedded = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
+        return (embedded * mask[..., None]).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("most", "length", "token", "hint"),
+    [
+        *((most, 100, 9, most) for most in (1, 2, 63, 64, 65, 99)),
+        (64, 9000, 9, 64),
+        (100, 100, 10, 0),
+        (9000, 9000, 10, 0),
+    ],
+)
+def test_rows_longer_than_the_positions(most: int, length: int, token: int, hint: int) -> None:
+    model, text = Positions(most), Field("x", "int64", (), Padding(mask=True))
+    inputs = [torch.full((3, length), token), torch.ones(3, length, dtype=torch.long)]
+    fields = [text, Field("mask of x", "int64", ())]
+    error_of(model, *inputs)
+    found = length_hint(lambda inputs, _: model(*inputs), inputs, [], fields, [])
+    assert found.startswith(f" The model accepts rows of up to {hint} elements" if hint else found)
+    assert bool(found) == bool(hint)
+    assert f"max_length={hint} of" in found or not hint
+
+
+def test_classes_that_are_the_last_dimension() -> None:
+    loss, output, label = (
+        nn.CrossEntropyLoss(),
+        torch.randn(2, 4, 3),
+        torch.tensor([[0, 2, 1, -100]] * 2),
+    )
+    error = error_of(loss, output, label)
+    found = loss_hint(error, output, [label], [Field("y", "", ())])
+    assert found.startswith(" torch takes classes as the second dimension: ")
+    given = {"cross_entropy": nn.functional.cross_entropy}
+    written = eval(found[found.index("lambda output, label") : -1], given)
+    total, count = written(output, label)
+    torch.testing.assert_close(total / count, loss(output.movedim(-1, 1), label))
+
+
+def test_a_model_that_is_called_with_its_label() -> None:
+    error = error_of(nn.Linear(1, 1), 1, 2)
+    assert own_loss_hint(error, nn.MSELoss()) == ""
+    assert "called with the label as labels=:" in own_loss_hint(error, sparkdl.ModelLoss())
+    assert "label after its inputs:" in own_loss_hint(error, sparkdl.ModelLoss(None))
+
+
+@pytest.mark.parametrize(
+    "loss", [nn.MSELoss(), nn.CrossEntropyLoss(), lambda output, a, b: output.mean()]
+)
+def test_a_loss_of_one_label_that_is_given_several(loss: Any) -> None:
+    output, targets = torch.zeros(2, 2), [torch.zeros(2), torch.ones(2)]
+    error = error_of(loss, output, tuple(targets))
+    labels = [Field("y", "", ()), Field("z", "", ())]
+    assert loss_hint(error, output, targets, labels) == TUPLE

@@ -1,0 +1,271 @@
+"""The command ``sparkdl`` without Spark: what it says to mistakes, and what its file can say."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import summary_runs as runs
+import yaml
+from job_files import SMALLEST
+from launch import ROOT
+from py4j.protocol import Py4JError
+
+import sparkdl
+from sparkdl.codec.describe import REDACTED
+from sparkdl.jobs import commands, console
+from sparkdl.jobs.main import main
+from sparkdl.jobs.run_folder import RunFolder
+
+FILE = ["train", "--config", "a.yaml"]
+FILES = {
+    "a.yaml": yaml.safe_dump(SMALLEST),
+    "twice.yaml": "name: a\nname: b\n",
+    "list.yaml": "- a\n",
+    "open.yaml": "data:\n  train: [a\n",
+    "typo.yaml": "data: {trian: a}\n",
+    "hidden.yaml": yaml.safe_dump({**SMALLEST, "name": f"a{REDACTED}"}),
+    "failing_net.py": "import torch\ndef sizes():\n    return {}[1]\nsizes()\n",
+    "run/model.json": "{",
+    "ended/config.yaml": yaml.safe_dump(SMALLEST),
+}
+BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
+    "command": (["trian"], 'unknown command "trian". Did you mean "train"?'),
+    "no file": (["train"], "missing: data.train, model, optimizer. Give --config FILE"),
+    "missing file": (["train", "--config", "b.yaml"], "config: there is no file"),
+    "no mapping": (["train", "--config", "list.yaml"], "give a mapping of keys to values."),
+    "no YAML": (["train", "--config", "open.yaml"], "did not find expected ',' or ']'"),
+    "a key twice": (["train", "--config", "twice.yaml"], "found duplicate key name"),
+    "a key in the file": (
+        ["train", "--config", "typo.yaml"],
+        'unknown key "data.trian". Did you mean "data.train"?',
+    ),
+    "a key": (
+        [*FILE, "--trainer.batchsize=3"],
+        'unknown key "trainer.batchsize". Did you mean "trainer.batch_size"?',
+    ),
+    "a key of another section": (
+        [*FILE, "--batch_size", "3"],
+        'unknown key "batch_size". Did you mean "trainer.batch_size"?',
+    ),
+    "a type": ([*FILE, "--trainer.epochs=2.5"], "trainer.epochs: give a whole number, not 2.5."),
+    "types": (
+        [*FILE, "--trainer.l1=much"],
+        "trainer.l1: give a number or a mapping, not much.",
+    ),
+    "redacted": (
+        ["train", "--config", "hidden.yaml"],
+        "name was redacted when it was written: give it again, with --name=...",
+    ),
+    "resume": (["train", "--resume", "none"], "--resume: none is not a run folder"),
+    "no model": (["evaluate", "--data", "a"], "missing: model."),
+}
+BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
+    "no checkpoint": (["train", "--resume", "ended"], "--resume: ended has no checkpoint: it ended"),
+    "a value": ([*FILE, "--trainer.engine", "shufle"], 'engine="shufle": use one of local, shuffle'),
+    "a count": ([*FILE, "--trainer.epochs=0"], "trainer.epochs: max_epoch(0): give a whole number"),
+    "a rate": ([*FILE, "--optimizer.lr=-1"], "optimizer: SGD: Invalid learning rate: -1."),
+    "an argument": (
+        [*FILE, "--optimizer.learning_rate=1"],
+        'optimizer: torch.optim.SGD takes no argument "learning_rate". It takes: params, lr,',
+    ),
+    "a type of an argument": (
+        [*FILE, "--model.in_features", "many"],
+        "model: in_features: give a whole number, not 'many'.",
+    ),
+    "a name": ([*FILE, "--loss", "torch.nn.MSELos"], 'loss: "torch.nn" has no "MSELos". Did you mean'),
+    "no callable": ([*FILE, "--loss", "math.pi"], '"math.pi" is a float, which cannot be called.'),
+    "a module": ([*FILE, "--model", "nets.small"], 'model: module "nets" cannot be imported'),
+    "a file": ([*FILE, "--model", "nets.py:small"], "model: there is no file {tmp}/nets.py."),
+    "code that fails": (
+        [*FILE, "--model", "failing_net.py:small"],
+        'model: module "failing_net" cannot be imported (KeyError: 1).\n'
+        '  File "{tmp}/failing_net.py", line 3, in sizes\n    return {}[1]',
+    ),
+    "a former form": (
+        [*FILE, "--schedule", "{use: a:b}"],
+        'schedule: give a name, or a mapping with class_path and init_args. "use" is now class_path',
+    ),
+    "a metric": ([*FILE, "--metrics", "[acuracy]"], 'metrics: unknown metric "acuracy". Did you mean'),
+    "a share": (
+        [*FILE, "--validation.share=1.0"],
+        "validation: share=1.0: give a number between 0 and 1, such as 0.1.",
+    ),
+    "early stopping": (
+        [*FILE, "--early_stopping.patience=2"],
+        "early_stopping needs a validation: set validation.share or .data.",
+    ),
+    "best": (
+        [*FILE, "--validation", "{share: 0.5, metrics: [accuracy], best: accurcy}"],
+        'validation: Validation(best="accurcy") is not one of its metrics: loss, accuracy.',
+    ),
+    "a column": (
+        [*FILE, "--data.columns", "{photo: {class_path: sparkdl.Image, init_args: {mode: X}}}"],
+        "data.columns: photo: Image: mode=",
+    ),
+    "weights": ([*FILE, "--trainer.weights=."], "trainer.weights: . is neither a run folder nor a"),
+    "data to prepare": ([*FILE, "--data.prepare=digts"], 'data.prepare: "digts" is not a known data'),
+    "nothing varies": (["tune", *FILE[1:]], "tune.space: name what varies"),
+    "a domain": (
+        ["tune", *FILE[1:], "--tune.space",
+         "{a: {class_path: sparkdl.tune.loguniform, low: 0, high: 1}}"],
+        "tune.space.a: tune.loguniform(0, 1): give two numbers above 0, the smaller one first.",
+    ),
+    "no folder": (["evaluate", "--model", "none", "--data", "a"], "there is no folder none."),
+    "a damaged model": (
+        ["evaluate", "--model", "run", "--data", "a"],
+        "run/model.json cannot be read: Expecting property name",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    def no_session(*_: Any, **__: Any) -> None:
+        raise AssertionError("a session is started")
+
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sparkdl, "session", no_session)
+    return tmp_path
+
+
+def ended(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert isinstance(caught.value.code, int)
+    return caught.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize("row", [*BEFORE_TORCH, *BEFORE_SPARK])
+def test_a_mistake_ends_the_command_before_its_session(
+    row: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = (BEFORE_TORCH | BEFORE_SPARK)[row]
+    status, out, err = ended(arguments, capsys)
+    assert (status, out) == (2, "")
+    assert err.startswith("error: ")
+    assert message.replace("{tmp}", str(here)) in err
+    assert "Traceback" not in err
+    assert not (here / "runs").exists()
+
+
+def test_mistakes_of_keys_and_types_are_told_before_torch_and_spark_are_imported(
+    here: Path,
+) -> None:
+    text = f"""
+import sys
+from sparkdl.jobs.main import main
+for arguments in {[arguments for arguments, _ in BEFORE_TORCH.values()]!r}:
+    try:
+        main(arguments)
+    except SystemExit as end:
+        assert end.code == 2
+assert not {{"torch", "pyspark"}} & sys.modules.keys()
+"""
+    environment = {"PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", text], check=True, env=environment, capture_output=True)
+
+
+def test_all_mistakes_of_components_are_told_at_once(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = ended([*FILE, "--loss=math.pi", "--model=a.b", "--trainer.epochs=0"], capsys)
+    assert status == 2
+    assert [line[4:].partition(":")[0] for line in err.splitlines()[1:]] == [
+        "model", "loss", "trainer.epochs"
+    ]  # fmt: skip
+
+
+def test_a_printed_configuration_is_one(here: Path) -> None:
+    """Variables of the environment are filled in, and the last of several files counts."""
+
+    def printed(*arguments: str) -> str:
+        command = [sys.executable, "-m", "sparkdl.jobs.main", "train", *arguments, "--print_config"]
+        environment = {"PYTHONPATH": str(ROOT), "RATE": "0.5"}
+        return subprocess.check_output(command, text=True, env=environment)
+
+    (here / "b.yaml").write_text(
+        "data: {train: b, options: {sep: ;}}\nname: ${oc.env:NAME,mine}\n"
+        "trainer: {ema: '${oc.env:RATE}'}\n"
+    )
+    changed = ["--model.bias=false", "--trainer.l1", '{"*.weight": 1e-4}']
+    text = printed("--config", "a.yaml", "--config", "b.yaml", *changed)
+    content = yaml.safe_load(text)
+    assert (content["name"], content["data"]["train"]) == ("mine", "b")
+    assert content["data"]["options"] == {"sep": ";"}
+    assert (content["trainer"]["l1"], content["trainer"]["ema"]) == ({"*.weight": 1e-4}, 0.5)
+    (here / "c.yaml").write_text(text)
+    assert printed("--config", "c.yaml") == text
+
+
+def test_the_configurations_are_written(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ended(["conf", "mine"], capsys)[0] == 0
+    names = {str(path.relative_to(ROOT / "conf")) for path in (ROOT / "conf").rglob("*.*")}
+    assert {str(path.relative_to(here / "mine")) for path in (here / "mine").rglob("*.*")} == names
+    (here / "mine/digits.yaml").write_text("mine")
+    assert "mine/digits.yaml is there already and stays" in ended(["conf", "mine"], capsys)[1]
+    assert (here / "mine/digits.yaml").read_text() == "mine"
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "  tune      search for good values" in ended([], capsys)[1]
+    assert ended(["--version"], capsys)[1] == f"{sparkdl.__version__}\n"
+    status, out, _ = ended(["train", "--help"], capsys)
+    assert status == 0
+    assert "--trainer.batch_size" in out
+
+
+@pytest.mark.parametrize("kind", [sparkdl.DataError, sparkdl.CheckpointError])
+@pytest.mark.parametrize(("iterations", "complete"), [(0, False), (1, False), (0, True)])
+def test_a_mistake_takes_away_nothing_of_a_run_that_has_trained(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    kind: type[Exception],
+    iterations: int,
+    complete: bool,
+) -> None:
+    """Wherever its checkpoints are, and whether or not its model was saved."""
+    made = RunFolder.create(str(tmp_path), "run")
+    folder = made.__enter__()
+    (folder.path / "config.yaml").touch()
+    runs.play([folder], runs.states(last=iterations), finish=complete)
+    mistake = kind("that ends it")
+    assert not made.__exit__(type(mistake), mistake, None)
+    stays = complete or iterations > 0
+    assert folder.path.exists() == stays
+    said = f"what was trained is in {folder.path}\n" if stays else ""
+    assert capsys.readouterr().err == said
+
+
+def test_an_interrupt_is_one_whatever_py4j_makes_of_it(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(*_: Any) -> None:
+        console._quietly(lambda: None)()  # the signal comes
+        raise Py4JError("Gateway must be connected to send cancel cmd.")
+
+    monkeypatch.setattr(console, "_interrupted", threading.Event())
+    monkeypatch.setattr(commands, "train", job)
+    try:
+        assert ended(FILE, capsys) == (130, "", "error: interrupted.\n")
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def test_a_damaged_checkpoint_ends_the_command_with_one_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def job(*_: Any) -> None:
+        raise sparkdl.CheckpointError("there is no checkpoint")
+
+    monkeypatch.setattr(commands, "train", job)
+    assert ended(FILE, capsys) == (2, "", "error: there is no checkpoint\n")
