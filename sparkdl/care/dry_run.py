@@ -263,7 +263,11 @@ class FirstRows:
         losses = [part.loss for part in parts if part.loss is not None]
         rounding = rounding_of_module(self.module)
         output = of_rows(tried.given, rows)
-        joined = [torch.cat(pair) for pair in zip(*(part.output for part in parts), strict=False)]
+        joined = [
+            torch.cat(pair)
+            for pair in zip(*(part.output for part in parts), strict=False)
+            if pair[0].shape[1:] == pair[1].shape[1:]  # else the parts were padded to other lengths
+        ]
         self._same = len(joined) == len(output) > 0 and all(
             one.shape == other.shape and not bool(_far(one, other, rounding).any())
             for one, other in zip(output, joined, strict=True)

@@ -125,7 +125,7 @@ def cluster(folder: Path, way: Way) -> Standalone:
     )
 
 
-@pytest.mark.parametrize("name", soak_but(["undisturbed"], WAYS))
+@pytest.mark.parametrize("name", soak_but([], WAYS))
 def test_the_bits_are_those_of_local_mode(name: str, shipped: Path, tmp_path: Path, spark) -> None:
     go, steps, way = tmp_path / "go", tmp_path / "steps", WAYS[name]
     go.touch()
