@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import sparkdl
+from sparkdl import __main__
 from sparkdl.codec.describe import without_credentials
 from sparkdl.errors import ParameterError, UserError, nearest
 from sparkdl.jobs import config
@@ -22,6 +23,7 @@ COMMANDS = {
     "tune": "search for good values as the section tune of the file says",
     "evaluate": "loss and metrics of a saved model on labelled data",
     "predict": "predictions of a saved model, as a column",
+    "session": "which engines can train in a session of Spark, and how fast: sparkdl session --help",
     "conf": "write the configurations that come with sparkdl into a folder: sparkdl conf FOLDER",
 }
 _HELP = {
@@ -66,6 +68,8 @@ def _run(arguments: list[str]) -> None:
         raise ParameterError(
             f'unknown command "{name}".{nearest(name, COMMANDS)} Known: {", ".join(COMMANDS)}.'
         )
+    elif name == "session":
+        __main__.main(arguments)
     elif name == "conf":
         _write_configurations(Path(rest[0] if rest else "conf"))
     else:
