@@ -13,7 +13,7 @@ from launch import ROOT
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 236,
-    "lines": 61_902,
+    "lines": 61_906,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 17,
     "modules with a single importer": 30,
@@ -31,7 +31,7 @@ CODE = {
     "engines": 7418,
     "gang": 2235,
     "infer": 3367,
-    "jobs": 1482,
+    "jobs": 1486,
     "loop": 1949,
     "metrics": 639,
     "ml": 1114,
