@@ -193,8 +193,9 @@ def run_course(
     manifest_model: Mapping[str, Any] = {}
     if site.rescues or trainer.checkpoint is not None:
         make = result_maker(trainer, model, samples, output)
-        untrained = make(module=model.module, history=history)
-        manifest_model = manifest_of_model(untrained, trainer.freeze, trainer.unfreeze)
+        manifest_model = manifest_of_model(
+            make(module=model.module, history=history), trainer.freeze, trainer.unfreeze
+        )  # without a name, since the module is freed below
     periodic = periodic_tasks(
         looped, engine, validation, identity, manifest_model, state, history, one_pass
     )

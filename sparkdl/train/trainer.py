@@ -31,7 +31,7 @@ class Trainer(TrainerSpec):
         ParameterError: A field has a value that cannot work, or fields do not go together.
     """
 
-    _passes: PassSeries = field(default_factory=PassSeries, init=False, compare=False)
+    _passes: PassSeries = field(default_factory=PassSeries, init=False, repr=False, compare=False)
 
     def fit(
         self,

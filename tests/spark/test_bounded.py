@@ -220,6 +220,24 @@ def _status(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+class LiveLayers(sparkdl.Callback):
+    """The layers of this process with so many outputs, after each iteration."""
+
+    def __init__(self, outputs: int) -> None:
+        self._outputs, self.counts = outputs, []
+
+    def on_iteration_end(self, trainer, state) -> None:
+        gc.collect()
+        layers = (one for one in gc.get_objects() if type(one) is nn.Linear)
+        self.counts.append(sum(one.out_features == self._outputs for one in layers))
+
+
+def test_the_driver_has_no_module_while_it_trains(df):
+    layers = LiveLayers(37)
+    trainer(1, 37, layers).fit(df)
+    assert set(layers.counts) == {0}
+
+
 @pytest.mark.soak
 def test_driver_memory_does_not_grow_with_the_model(df):
     small, large = Memory(), Memory()
