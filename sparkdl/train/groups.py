@@ -232,7 +232,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     table = apply_in_arrow(fit, schema, keys, rows)
     table = table.toDF(*names, *table.columns[len(names) :])
     with tasks.running("training the groups"):
-        template = _tried(trainer, data, names, model, tasks.slab)
+        template = _tried(trainer, data, names, model, tasks)
         table = table.persist()
         try:
             with reading_explained("training the groups"):
@@ -271,7 +271,7 @@ def _group_columns(data: DataFrame, by: Sequence[str]) -> tuple[str, ...]:
 
 
 def _tried(
-    trainer: Trainer, data: DataFrame, by: Sequence[str], model: PreparedModel, slab: SlabConfig
+    trainer: Trainer, data: DataFrame, by: Sequence[str], model: PreparedModel, tasks: PlainTasks
 ) -> TrainedModel:
     """Try the trainer on the first rows of a group, here; return a model with untrained weights.
 
@@ -288,19 +288,19 @@ def _tried(
         for key, value in zip(keys, first, strict=True):
             of_group = of_group & key.eqNullSafe(functions.lit(value))
         try:
-            return _tried_on(trainer, rest.where(of_group).limit(FIRST_ROWS), model, slab)
+            return _tried_on(trainer, rest.where(of_group).limit(FIRST_ROWS), model, tasks)
         except UserError as error:
             problem, rest = problem or error, rest.where(~of_group)
     raise problem or DataError("the data is empty: it has no row.")
 
 
 def _tried_on(
-    trainer: Trainer, data: DataFrame, model: PreparedModel, slab: SlabConfig
+    trainer: Trainer, data: DataFrame, model: PreparedModel, tasks: PlainTasks
 ) -> TrainedModel:
     """Try the trainer on these rows; return a model with untrained weights. Raises UserError."""
     with reading_explained():
-        samples = materialize_here(source(trainer, data, 1, model.float_dtype, slab))
-    output, _ = preflight(trainer, model, samples, None, endless=False)
+        samples = materialize_here(source(trainer, data, 1, model.float_dtype, tasks.slab))
+    output, _ = preflight(trainer, model, samples, None, False, tasks.settings.care)
     make = result_maker(trainer, model, samples, output)
     return make(module=model.module, history=History())
 

@@ -46,7 +46,12 @@ class LocalFit:
     float_dtype: str
 
     def run(
-        self, trainer: TrainerSpec, callbacks: Sequence[Callback], slab: SlabConfig, threads: int
+        self,
+        trainer: TrainerSpec,
+        callbacks: Sequence[Callback],
+        settings: Settings,
+        slab: SlabConfig,
+        threads: int,
     ) -> LocalResult:
         """Train with ``callbacks`` in place of the trainer's, whose checkpoint is not written.
 
@@ -54,7 +59,7 @@ class LocalFit:
         """
         trainer = replace(trainer, callbacks=callbacks, checkpoint=None, keep_optimizer_state=False)
         model, request = self._prepared(trainer), FitRequest(trainer=trainer)
-        site = Site(Settings(), slab, threads, interrupt=Interrupt(), rescues=False)
+        site = Site(settings, slab, threads, interrupt=Interrupt(), rescues=False)
         with run_course(request, model, self.training, self.validation, None, site) as finished:
             weights = {kind: finished.engine.weights(kind) for kind in finished.end.kinds}
             return LocalResult(weights, finished.end.history)

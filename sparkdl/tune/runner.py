@@ -38,6 +38,7 @@ from sparkdl.model.flat import FlatModule
 from sparkdl.model.preparation import dumps
 from sparkdl.process.determinism import Numerics
 from sparkdl.process.system import label_output
+from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig, open_root, read_private, write_private
 from sparkdl.spark.broadcasts import BroadcastBytes
 from sparkdl.spark.executors import task_per_executor
@@ -247,10 +248,11 @@ class SideBySide(Runner):
         placements: Placements,
         slots: int,
         name: str,
+        settings: Settings,
         logged: bool,  # outcomes have the history in any case
     ) -> None:
         super().__init__(context, trainer, space, objective, placements)
-        self.slots, self._name, self._logged = slots, name, logged
+        self.slots, self._name, self._settings, self._logged = slots, name, settings, logged
         self._setups: dict[int, tuple[BroadcastBytes, SampleFiles]] = {}
         self._broadcasts: list[BroadcastBytes] = []
 
@@ -285,6 +287,7 @@ class SideBySide(Runner):
             training=placed.training,
             validation=placed.validation,
             float_dtype=placed.float_dtype,
+            settings=self._settings,
             threads=cpus_of(self._context, None),
             numerics=Numerics.here(),
         )
@@ -352,6 +355,7 @@ class TrialSetup:
     training: SampleSet  # as the driver mapped them
     validation: SampleSet
     float_dtype: str
+    settings: Settings
     threads: int
     numerics: Numerics
 
@@ -394,7 +398,7 @@ class RunTrial:
             self.files.here(setup.validation),
             setup.float_dtype,
         )
-        done = fit.run(trainer, callbacks, self.files.slab, setup.threads)
+        done = fit.run(trainer, callbacks, setup.settings, self.files.slab, setup.threads)
         record = setup.objective.record(self.trial.number, self.trial.arguments, done.history)
         if not setup.objective.is_better(record, self.trial.best):
             return TrialOutcome(record, history=done.history if self.logged else None)

@@ -154,7 +154,15 @@ def search(
         elif together:
             group = f"sparkdl-{search_id}"
             runner = SideBySide(
-                context, trainer_here, domains, objective, placements, slots, group, bool(logs)
+                context,
+                trainer_here,
+                domains,
+                objective,
+                placements,
+                slots,
+                group,
+                settings,
+                bool(logs),
             )
         else:
             runner = FitsHere(context, trainer_here, domains, objective, placements)
