@@ -41,6 +41,7 @@ def dry_run(
     labels: Sequence[Rows] = (),
     *,
     replicas: int = 2,
+    counts: Sequence[int] = (),
     weights: Any = None,
     augment: Callable[..., Any] | None = None,
     build: Callable[[], nn.Module] | None = None,
@@ -54,7 +55,9 @@ def dry_run(
     how = BatchSpec(
         num_features=len(inputs), num_labels=len(labels), weighted=weights is not None, seed=3
     )
-    division = Division(EpochPlan((6,) * replicas, 4), None, parallel_of({}, None, replicas))
+    division = Division(
+        EpochPlan(tuple(counts) or (6,) * replicas, 4), None, parallel_of({}, None, replicas)
+    )
     validation = ValidationSet(samples, Scorer(loss), how, 4) if validated else None
     spec = BatchSpec(**{**vars(how), "augment": augment})
     return DryRun(

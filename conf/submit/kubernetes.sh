@@ -1,7 +1,8 @@
 #!/bin/sh
 # A job on Kubernetes: MASTER=k8s://https://host:443 IMAGE=... conf/submit/kubernetes.sh --config /opt/job.yaml
-# The image has sparkdl[jobs], torch, job.yaml and conf/discover_gpus.sh in /opt, see docs/guide/packaging.md. A pod has
-# 64 MB of /dev/shm; the volume below is in memory too. With GPUS=1 each task gets one.
+# The image has sparkdl[jobs] and torch, and in /opt job.yaml, jobs/train.py and discover_gpus.sh, see docs/guide/packaging.md.
+# A pod has 64 MB of /dev/shm; the volume below is in memory too. With GPUS=1 each task gets one.
+# The driver's pod goes away with the job: mount a volume into it, and let `runs` in job.yaml be a folder there.
 set -eu
 volume=spark.kubernetes.executor.volumes.emptyDir.shm
 exec spark-submit \

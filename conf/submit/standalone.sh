@@ -1,9 +1,11 @@
 #!/bin/sh
 # A job on a standalone cluster: MASTER=spark://host:7077 conf/submit/standalone.sh jobs/train.py --config job.yaml
-# environment.tar.gz has sparkdl[jobs] and torch, see docs/guide/packaging.md. With GPUS=1 each task gets one; the
-# workers then need spark.worker.resource.gpu.amount and .discoveryScript (conf/discover_gpus.sh) in their properties.
+# environment.tar.gz has sparkdl[jobs] and torch, see docs/guide/packaging.md; the driver, on this machine, runs
+# PYSPARK_DRIVER_PYTHON, else .venv/bin/python. With GPUS=1 each task gets one; the workers then need
+# spark.worker.resource.gpu.amount and .discoveryScript (conf/discover_gpus.sh) in their properties.
 set -eu
-PYSPARK_PYTHON=./environment/bin/python exec spark-submit \
+export PYSPARK_PYTHON=./environment/bin/python PYSPARK_DRIVER_PYTHON="${PYSPARK_DRIVER_PYTHON:-.venv/bin/python}"
+exec spark-submit \
   --master "$MASTER" \
   --properties-file "$(dirname "$0")/../spark-defaults.conf" \
   --archives environment.tar.gz#environment \

@@ -1,6 +1,7 @@
 #!/bin/sh
 # A job on YARN, in cluster mode: conf/submit/yarn.sh jobs/train.py --config job.yaml
 # environment.tar.gz has sparkdl[jobs] and torch, see docs/guide/packaging.md. job.yaml goes to the driver with --files.
+# The driver's container goes away with the job: let `runs` in job.yaml be a folder that all nodes mount.
 # With GPUS=1 each task gets one; YARN must have GPUs as a resource.
 set -eu
 exec spark-submit \

@@ -88,7 +88,7 @@ def losses_of_output(
     if not all(isinstance(t, torch.Tensor) for t in tensors):
         return None, 0.0
     of_rows = [t for t in tensors if t.ndim]
-    if not of_rows or any(len(t) != len(known) for t in of_rows):
+    if not of_rows or any(t.is_nested or len(t) != len(known) for t in of_rows):
         return None, 0.0
     try:
         wide = copy.deepcopy(loss)

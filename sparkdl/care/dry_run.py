@@ -119,9 +119,10 @@ class DryRun:
         rows = FirstRows(module, recipe, batch) if care else None
         tried = run()
         if rows is not None:
-            rows.divide(tried, self.averaged)
+            rows.keep_buffers()
             rows.attributes.check(run)
             rows.attributes.check_made(run, rows.pass_first_row_only, self.build)
+            rows.divide(tried, self.averaged)  # last, as a cache may grow with each number of rows
         for part in self.division.parallel.parts.values():
             part.check_rows(module, samples.fields)
         if rows is not None:
@@ -137,7 +138,7 @@ class DryRun:
         """Find out why parts differ from the whole."""
         recipe, samples = self.recipe, self.samples
         own = isinstance(recipe.loss, PerReplica) or is_own_loss(recipe.loss)
-        if (problem := rows.of_one.problem) is not None:
+        if (problem := rows.problem_of_one()) is not None:
             check_one_row(self.division, recipe, problem)
         if self.division.have_copies():
             rows.tell_of_buffers()
@@ -152,7 +153,7 @@ class DryRun:
         check_parts(self.module, recipe, known, given, labels, tried.sums, self.averaged)
         if self.averaged:
             check_frequencies(self.module)
-        if isinstance(recipe.loss, PerReplica) or not rows.agree:
+        if isinstance(recipe.loss, PerReplica) or is_step(recipe.loss) or not rows.agree:
             rows.tell_of_hidden_state()
             if self.averaged and not own:
                 rows.tell_of_mixed_rows(tried)
@@ -225,25 +226,26 @@ class FirstRows:
     def known(self) -> MiniBatch:
         return mini_batch(self.recipe, self.batch)
 
-    @property
-    def of_one(self) -> Part:
-        """The pass over the first row alone."""
-        first = next((part for low, high, part in self._parts if (low, high) == (0, 1)), None)
-        if first is not None:
-            return first
-        with buffers_kept(self.module):
-            return self._pass(0, 1)
+    def problem_of_one(self) -> Problem | None:
+        """Return what fails on the first row alone, with the buffers that the first pass has left."""
+        if any(high == 1 and part.problem is None for _, high, part in self._parts):
+            return None
+        with buffers_kept(self.module):  # those as built may get values from the first rows
+            return self._pass(0, 1, restored=False).problem
+
+    def keep_buffers(self) -> None:
+        """Note the buffers that the first pass has left."""
+        self._after = {
+            name: content.clone()
+            for name in self._buffers
+            if (content := self._buffer(name)) is not None
+        }
 
     def divide(self, tried: Tried, averaged: bool) -> None:
         """Pass over two parts of the rows, after the pass over all of them.
 
         A part of one row also shows what a batch of one row does. If it fails, there are two halves.
         """
-        self._after = {
-            name: content.clone()
-            for name in self._buffers
-            if (content := self._buffer(name)) is not None
-        }
         self._wrote, rows = self._written(), len(self)
         if self._wrote or not averaged or rows < 2:
             return
@@ -276,14 +278,15 @@ class FirstRows:
         self.agree = len(losses) == 2 and finite and agree(whole, losses, rounding)
         self.agree = self.agree and (self._same or not output)
 
-    def _pass(self, low: int, high: int, goes_back: bool = False) -> Part:
-        """Pass over some rows in training mode, from the buffers as built.
+    def _pass(self, low: int, high: int, goes_back: bool = False, restored: bool = True) -> Part:
+        """Pass over some rows in training mode, from the buffers as built if they are ``restored``.
 
         With ``goes_back`` their part of the gradient is taken away from the gradients of the module.
         """
         recipe, signature = self.recipe, self.recipe.signature
         part = mini_batch(recipe, self.batch).rows(slice(low, high))
-        self._restore()
+        if restored:
+            self._restore()
         with seeded(recipe.seed), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # those about shapes: the results are right
             try:
@@ -406,10 +409,12 @@ class FirstRows:
         if not changed or not last:
             return
         fitting = dict.fromkeys(changed, "")
-        if len(cuts) == 2:
+        with buffers_kept(self.module):  # after the first pass came one in evaluation mode
+            whole = self._pass(0, len(self)).buffers
+        if len(cuts) == 2 and whole:
             weights, parts = [rows for rows, _ in cuts], [values for _, values in cuts]
-            changed = [n for n in changed if any(_differ(self._after[n], v[n]) for v in parts)]
-            fitting = {n: self._fitting(n, parts, weights) for n in changed}
+            changed = [n for n in changed if any(_differ(whole[n], v[n]) for v in parts)]
+            fitting = {n: self._fitting(n, whole, parts, weights) for n in changed}
         if not changed:
             return
         # a rule for a part of what belongs together, such as a queue and its place, would part it
@@ -433,7 +438,7 @@ class FirstRows:
             else "",
         )
 
-    def _fitting(self, name: str, parts: list[Values], weights: list[int]) -> str:
+    def _fitting(self, name: str, whole: Values, parts: list[Values], weights: list[int]) -> str:
         """Return the rule that makes of two parts what all rows give, or an empty string."""
         before = self._buffers[name]
         for rule in (MAX, MIN, SUM, MEAN):
@@ -442,7 +447,7 @@ class FirstRows:
             values = [part[name] - before if rule == SUM else part[name] for part in parts]
             merged = before.clone()
             merge_values(rule, values, weights, merged)
-            if not _differ(merged, self._after[name], ROUNDING_OF_16_BITS):
+            if not _differ(merged, whole[name], ROUNDING_OF_16_BITS):
                 return rule
         return ""
 
@@ -483,7 +488,8 @@ class FirstRows:
 
 def of_rows(output: object, rows: int) -> list[torch.Tensor]:
     """Return the tensors in an output that have values for each of so many rows, as matrices."""
-    some = [t.detach() for t in leaves(output) if torch.is_tensor(t) and t.dtype in ROUNDING]
+    tensors = [t for t in leaves(output) if torch.is_tensor(t) and t.layout is torch.strided]
+    some = [t.detach() for t in tensors if t.dtype in ROUNDING and not t.is_nested]
     return [t.reshape(rows, -1) for t in some if t.ndim and len(t) == rows and t.numel()]
 
 

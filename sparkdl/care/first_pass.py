@@ -77,6 +77,7 @@ def try_model(
     The running statistics of ``module`` may change.
     """
     loss, options = recipe.loss, recipe.options
+    module.zero_grad()  # those of an earlier pass are none that a step has computed
     inputs, targets = fresh_tensors(batch)
     shown = ", ".join(
         f'"{field.name}" {list(t.shape)}' for field, t in zip(inputs_are, inputs, strict=True)

@@ -148,7 +148,7 @@ def dry_run(spark: Any, config: Config, trainer: sparkdl.Trainer) -> None:
         "iterations": iterations,
         **{f"untrained {name}": value for name, value in scores.items()},
     }
-    print(f"{console.table(rows)}\n\nready to train: nothing was trained or written")
+    print(f"{console.table(rows)}\n\nready to train: nothing was trained, there is no run folder")
 
 
 def _summaries(config: Config, folder: Path) -> list[sparkdl.Callback]:

@@ -309,6 +309,9 @@ def keys_of(kind: Any, prefix: str = "") -> dict[str, Any]:
 def parser_error(error: Exception, hints: Mapping[str, Any]) -> ParameterError:
     """Return what the parser's ``error`` means, with the nearest of the keys in ``hints``."""
     text = str(error).strip()
+    optional = r'Parser key "(\w+)":.*? class_path \S+:\s+(Option \'|Parser key ")(.*?)\n    - '
+    if match := re.match(optional, text, re.DOTALL):  # a section that may be null: look inside
+        text = f"{match[2]}{match[1]}.{match[3]}"
     if match := re.match(r"unrecognized arguments: (.*)", text, re.DOTALL):
         words = [word.partition("=")[0][2:] for word in match[1].split() if word[:2] == "--"]
         text = " ".join(unknown_key(word, hints) for word in words) or text
@@ -326,7 +329,12 @@ def parser_error(error: Exception, hints: Mapping[str, Any]) -> ParameterError:
             wanted = in_words(hints[match[1]])
             text = f"{match[1]}: give {wanted}, not {value[1]}{quote if 'text' in wanted else ''}."
     elif match := re.match(r"the following arguments are required: (.*)", text):
-        text = f"missing: {match[1]}." + (" Give --config FILE." if "data.train" in hints else "")
+        whole = "data.train, model, optimizer" in match[1]
+        text = f"missing: {match[1]}.{' Give --config FILE.' if whole else ''}"
+    elif match := re.match(
+        r"Problems parsing config: (?s:.*\n)?(.+)\n +in .*(line \d+, column \d+)", text
+    ):
+        text = f"config: the file is not valid YAML ({match[2]}: {match[1]})."
     elif match := re.match(r"Unexpected config:", text):
         text = "give a mapping of keys to values."
     return ParameterError(text)

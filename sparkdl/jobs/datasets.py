@@ -132,7 +132,10 @@ def prepare(data: DataSection) -> None:
             f'data.prepare: "{data.prepare}" is not a known data set. Known: digits.'
         )
     if data.format != "parquet" or data.test is None:
-        raise ParameterError("data.prepare writes Parquet to data.train and data.test: give both.")
+        raise ParameterError(
+            "data.prepare writes Parquet to data.train and data.test: "
+            "give both, and data.format parquet."
+        )
     for path in (data.train, data.test):
         if re.match(r"[A-Za-z][\w+.-]*:/", path):
             raise ParameterError(

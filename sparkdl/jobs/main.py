@@ -5,6 +5,7 @@ Libraries are imported after the arguments are checked: torch and Spark take sec
 
 from __future__ import annotations
 
+import argparse
 import io
 import shutil
 import sys
@@ -71,7 +72,9 @@ def _run(arguments: list[str]) -> None:
     elif name == "session":
         __main__.main(arguments)
     elif name == "conf":
-        _write_configurations(Path(rest[0] if rest else "conf"))
+        parser = argparse.ArgumentParser(prog="sparkdl conf", description=COMMANDS[name])
+        parser.add_argument("folder", nargs="?", default="conf", type=Path)
+        _write_configurations(parser.parse_args(rest).folder)
     else:
         _run_job(name, rest)
 

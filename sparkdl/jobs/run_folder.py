@@ -32,6 +32,7 @@ from sparkdl import (
     __version__,
 )
 from sparkdl.codec.describe import REDACTED, is_secret, without_credentials
+from sparkdl.codec.files import path_here
 from sparkdl.jobs.components import Component, import_from_here, ship
 from sparkdl.jobs.config import Config, read_yaml
 
@@ -64,7 +65,7 @@ class RunFolder(Callback):
         if not re.fullmatch(r"[\w][\w.+-]*", name):
             raise ParameterError(f'name: "{name}" cannot be part of a folder name.')
         stamp = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        path, number = Path(runs) / stamp, 1
+        path, number = path_here(runs) / stamp, 1
         while True:
             try:
                 path.mkdir(parents=True)

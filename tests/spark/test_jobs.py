@@ -515,7 +515,7 @@ def test_a_dry_run_tells_what_would_be_trained_and_leaves_nothing(
         "samples", "to validate on", "column features", "column label", "parameters",
         "MB of weights", "engine", "iterations", "untrained loss",
     ]  # fmt: skip
-    assert done.out.endswith("ready to train: nothing was trained or written\n")
+    assert done.out.endswith("ready to train: nothing was trained, there is no run folder\n")
     assert {path.name for path in points.iterdir()} == {"points.csv", "points.yaml"}
 
 

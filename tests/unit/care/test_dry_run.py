@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from sparkdl.errors import in_quotes
+from sparkdl.model.loss import StepLoss
 
 ROWS = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
 
@@ -102,6 +103,17 @@ def test_hidden_state_of_a_model_is_told(
     make, hidden = MODELS[name]
     dry_run(make(), square, [ROWS], replicas=replicas)
     assert told(caplog, "another output when the same rows pass again") == [True] * hidden
+
+
+def test_a_slow_count_of_a_step_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    calls = [0]
+
+    def annealed(module: Any, batch: Any) -> torch.Tensor:
+        calls[0] += 1
+        return square(module(batch["x0"])) * (1 + 1e-6 * calls[0])
+
+    dry_run(nn.Linear(4, 2), StepLoss(annealed, ("x0",), ()), [ROWS])
+    assert told(caplog, "another output when the same rows pass again") == [True]
 
 
 class Through(nn.Linear):
@@ -334,6 +346,90 @@ def test_buffers_that_rows_decide_are_told(name: str, caplog: pytest.LogCaptureF
         )
         with_them = f"On the first rows, one process has the same as with {fitting}."
         assert message.endswith(with_them if fitting else "a function of the stacked values.")
+
+
+class Cached(nn.Linear):
+    """Makes a cache in its first pass, with a mask for each number of rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "masks"):
+            self.masks: dict[int, torch.Tensor] = {}
+        return super().forward(x) * self.masks.setdefault(len(x), torch.ones(len(x), 1))
+
+
+class Counted(nn.Linear):
+    """Counts its passes, also those in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("passes", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(x)
+
+
+class Codes(nn.Linear):
+    """Gets its codes from the rows of its first pass, of which it needs two."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 2)
+        self.register_buffer("ready", torch.tensor(False))
+        self.register_buffer("codes", torch.zeros(2, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            self.codes.copy_(torch.stack([x[0], x[1]]))
+            self.ready.fill_(True)
+        return super().forward(x - self.codes.mean(0))
+
+
+class Beside(nn.Linear):
+    """Returns something else beside its output."""
+
+    def __init__(self, other: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(4, 2)
+        self.other = other
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y, self.other(y)
+
+
+def backward_before() -> nn.Module:
+    module = nn.Linear(4, 2)
+    module(torch.ones(6, 4)).sum().backward()
+    return module
+
+
+def jagged(y: torch.Tensor) -> torch.Tensor:
+    return torch.nested.nested_tensor([row[: 1 + i % 2] for i, row in enumerate(y)])
+
+
+OF_STEP = StepLoss(lambda module, batch: square(module(batch["x0"])), ("x0",), ())
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Callable[..., Any], dict[str, Any]]] = {
+    "a cache for each number of rows": (lambda: Cached(4, 2), square, {}),
+    "a cache in the model of a step": (lambda: Cached(4, 2), OF_STEP, {}),
+    "gradients from building it": (backward_before, OF_STEP, {}),
+    "a count of passes in both modes": (Counted, square, {}),
+    "codes of the first rows, and a batch of one row": (
+        Codes,
+        square,
+        {"counts": (3, 3), "buffers": {"ready": "max", "codes": "mean"}},
+    ),
+    "sparse values": (lambda: Beside(torch.Tensor.to_sparse), square, {}),
+    "sparse rows": (lambda: Beside(lambda y: y.detach().to_sparse_csr()), square, {}),
+    "rows of several lengths": (lambda: Beside(jagged), square, {}),
+    "a tensor without rows, and none": (lambda: Beside(lambda y: (y[:0], y[:, :0])), square, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of what is in beta
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_passes_in_silence(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, loss, how = RIGHT[name]
+    dry_run(make(), loss, [ROWS], build=make, **how)
+    assert not caplog.messages
 
 
 def passes(module: nn.Module, **how: Any) -> int:

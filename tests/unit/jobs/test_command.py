@@ -29,6 +29,9 @@ FILES = {
     "list.yaml": "- a\n",
     "open.yaml": "data:\n  train: [a\n",
     "typo.yaml": "data: {trian: a}\n",
+    "optional.yaml": yaml.safe_dump({**SMALLEST, "checkpoint": {"every_epoch": 5}}),
+    "inside.yaml": yaml.safe_dump({**SMALLEST, "checkpoint": {"every_epochs": "five"}}),
+    "short.yaml": yaml.safe_dump({k: v for k, v in SMALLEST.items() if k != "model"}),
     "hidden.yaml": yaml.safe_dump({**SMALLEST, "name": f"a{REDACTED}"}),
     "failing_net.py": "import torch\ndef sizes():\n    return {}[1]\nsizes()\n",
     "run/model.json": "{",
@@ -39,7 +42,16 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
     "no file": (["train"], "missing: data.train, model, optimizer. Give --config FILE"),
     "missing file": (["train", "--config", "b.yaml"], "config: there is no file"),
     "no mapping": (["train", "--config", "list.yaml"], "give a mapping of keys to values."),
-    "no YAML": (["train", "--config", "open.yaml"], "did not find expected ',' or ']'"),
+    "no YAML": (["train", "--config", "open.yaml"], "config: the file is not valid YAML (line "),
+    "a key is missing": (["train", "--config", "short.yaml"], "missing: model.\n"),
+    "a key of a section that may be null": (
+        ["train", "--config", "optional.yaml"],
+        'unknown key "checkpoint.every_epoch". Did you mean "checkpoint.every_epochs"?',
+    ),
+    "a value in a section that may be null": (
+        ["train", "--config", "inside.yaml"],
+        "checkpoint.every_epochs: give a whole number or null, not five.",
+    ),
     "a key twice": (["train", "--config", "twice.yaml"], "found duplicate key name"),
     "a key in the file": (
         ["train", "--config", "typo.yaml"],
@@ -213,6 +225,8 @@ def test_the_configurations_are_written(here: Path, capsys: pytest.CaptureFixtur
     assert {str(path.relative_to(here / "mine")) for path in (here / "mine").rglob("*.*")} == names
     (here / "mine/digits.yaml").write_text("mine")
     assert "mine/digits.yaml is there already and stays" in ended(["conf", "mine"], capsys)[1]
+    assert ended(["conf", "--help"], capsys)[0] == 0
+    assert not Path("--help").exists()
     assert (here / "mine/digits.yaml").read_text() == "mine"
 
 

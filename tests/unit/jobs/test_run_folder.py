@@ -376,6 +376,8 @@ def test_a_run_folder_is_never_written_twice(tmp_path: Path) -> None:
         assert first.path != two.path
     with pytest.raises(ParameterError, match="cannot be part of a folder name"):
         RunFolder.create(str(tmp_path), "../a").__enter__()
+    with pytest.raises(ParameterError, match='"s3://bucket/runs" is a URI, which only checkpoints'):
+        RunFolder.create("s3://bucket/runs", "a").__enter__()
 
 
 def test_a_mistake_leaves_no_run_folder(tmp_path: Path) -> None:
