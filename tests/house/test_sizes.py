@@ -13,15 +13,15 @@ from launch import ROOT
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 236,
-    "lines": 61_906,
+    "lines": 61_946,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 17,
-    "modules with a single importer": 30,
+    "modules with a single importer": 31,
     "docstrings that begin with Of, What, Whether or Where": 0,
 }
 # Lines of code of each room: without docstrings, comments and blank lines.
 CODE = {
-    "care": 1990,
+    "care": 1995,
     "checkpoint": 1259,
     "codec": 508,
     "collectives": 2519,
@@ -31,7 +31,7 @@ CODE = {
     "engines": 7418,
     "gang": 2235,
     "infer": 3367,
-    "jobs": 1486,
+    "jobs": 1501,
     "loop": 1949,
     "metrics": 639,
     "ml": 1114,
@@ -43,8 +43,8 @@ CODE = {
     "slices": 1952,
     "spark": 1030,
     "summaries": 856,
-    "train": 2313,
-    "tune": 1767,
+    "train": 2319,
+    "tune": 1779,
     "usercode": 522,
     "": 1429,  # the modules at the top
 }
