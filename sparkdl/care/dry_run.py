@@ -231,7 +231,7 @@ class FirstRows:
         if any(high == 1 and part.problem is None for _, high, part in self._parts):
             return None
         with buffers_kept(self.module):  # those as built may get values from the first rows
-            return self._pass(0, 1, restored=False).problem
+            return self._pass(0, 1, bool(self._norms), restored=False).problem
 
     def keep_buffers(self) -> None:
         """Note the buffers that the first pass has left."""
