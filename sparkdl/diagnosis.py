@@ -20,6 +20,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 from sparkdl.errors import SparkdlError, counted
+from sparkdl.gang.slots import task_slots
 from sparkdl.loop.triggers import max_iteration
 from sparkdl.session import is_connected
 from sparkdl.settings import __version__
@@ -106,8 +107,7 @@ def diagnose(spark: SparkSession) -> Diagnosis:
                 sentence, _, _ = str(error).partition("Traceback (most recent call last)")
                 reasons[engine] = " ".join(sentence.split())
         facts = [*_session_facts(spark, tasks), *_executor_facts(spark, tasks or 1)]
-    own = [text for text in advice if not text.startswith(("training with", "the data has"))]
-    return Diagnosis(facts, milliseconds, reasons, list(dict.fromkeys(own)))
+    return Diagnosis(facts, milliseconds, reasons, list(dict.fromkeys(advice)))
 
 
 def _line(name: str, text: str, width: int = 12) -> str:
@@ -124,11 +124,7 @@ def _points(spark: SparkSession, rows: int) -> DataFrame:
 
 def _task_slots(spark: SparkSession) -> int | None:
     """Return how many tasks run at once; None over Spark Connect, where the gang finds it out."""
-    if is_connected(spark):
-        return None
-    from sparkdl.gang.slots import task_slots
-
-    return task_slots(spark.sparkContext)
+    return None if is_connected(spark) else task_slots(spark.sparkContext)
 
 
 def _trial_fit(data: DataFrame, engine: str, tasks: int | None) -> float:

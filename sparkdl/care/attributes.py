@@ -29,7 +29,7 @@ from sparkdl.errors import ModelError
 from sparkdl.model.buffers import known_rule, owner_of
 from sparkdl.model.flat import changed_form, form_of
 from sparkdl.model.loss import PerReplica, StepLoss
-from sparkdl.usercode.content import NO_STATE
+from sparkdl.usercode.content import NO_STATE, digest_of_tensor
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 """Attributes that every module has: parameters, buffers, children, hooks."""
@@ -254,12 +254,8 @@ def _value(value: Any, seen: dict[int, Any], depth: int) -> Hashable:
 
 
 def _digest_of(tensor: torch.Tensor) -> Hashable:
-    form = form_of(tensor)
-    try:
-        raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    except (RuntimeError, NotImplementedError, TypeError):  # sparse, without values, ...
-        return form
-    return form, _digest(raw.data)
+    form, digest = form_of(tensor), digest_of_tensor(tensor)
+    return form if digest is None else (form, digest)
 
 
 def _digest(data: Any) -> bytes:

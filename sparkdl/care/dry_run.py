@@ -177,7 +177,7 @@ def output_of(module: nn.Module, recipe: Recipe, known: MiniBatch) -> object:
 
 
 Problem = tuple[str, str, Exception]
-"""What fails on some rows ("model" or "loss"), why, and the error."""
+"""The culprit on some rows ("model" or "loss"), the reason, and the error."""
 
 
 @dataclass(frozen=True)

@@ -366,7 +366,7 @@ COMBINATIONS: tuple[tuple[Callable[[Any], object], str], ...] = (
         'replicas at once. Use engine="gang", or leave it out.',
     ),
 )
-"""What fields ``t`` of a trainer must not have together, and the sentence that says so."""
+"""Combinations of fields that a trainer ``t`` must not have, each with the sentence that says so."""
 
 
 def problems_of(trainer: Any) -> Iterator[str]:

@@ -86,7 +86,7 @@ class Sent(NamedTuple):
 
 
 Buffer = torch.Tensor | None
-"""What is sent or received; None if nothing is."""
+"""The tensor that is sent or received; None stands for nothing."""
 
 
 class Link(ABC):

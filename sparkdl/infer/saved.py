@@ -77,7 +77,7 @@ MOST_REPLACED = 3
 MOST = 1 << 16
 """The most characters that a recipe may have in a manifest."""
 Builder: TypeAlias = Callable[[], nn.Module] | nn.Module | None
-"""What takes the place of a saved recipe: a function that builds the module, or a module."""
+"""A substitute for a saved recipe: a function that builds the module, or a module."""
 
 
 def save(

@@ -164,11 +164,17 @@ def _hash(parts: Iterable[str | bytes]) -> bytes:
 
 def _of_tensor(tensor: torch.Tensor) -> list[str | bytes]:
     form = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.layout}"
+    digest = digest_of_tensor(tensor)
+    return [form, _plain(repr(tensor)) if digest is None else digest]
+
+
+def digest_of_tensor(tensor: torch.Tensor) -> bytes | None:
+    """Return the digest of a tensor's values; None if they are not plain memory, as of sparse ones."""
     try:
         whole = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-    except (RuntimeError, NotImplementedError, TypeError):  # sparse, quantized, ...
-        return [form, _plain(repr(tensor))]
-    return [form, hashlib.blake2b(whole.data, digest_size=16).digest()]
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None
+    return hashlib.blake2b(whole.data, digest_size=16).digest()
 
 
 def _of_script(module: torch.jit.ScriptModule) -> Iterator[bytes]:

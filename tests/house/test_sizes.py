@@ -13,7 +13,7 @@ from launch import ROOT
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 236,
-    "lines": 61_946,
+    "lines": 61_944,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 17,
     "modules with a single importer": 31,
@@ -21,7 +21,7 @@ AT_MOST = {
 }
 # Lines of code of each room: without docstrings, comments and blank lines.
 CODE = {
-    "care": 1995,
+    "care": 1991,
     "checkpoint": 1259,
     "codec": 508,
     "collectives": 2519,
@@ -45,8 +45,8 @@ CODE = {
     "summaries": 856,
     "train": 2319,
     "tune": 1779,
-    "usercode": 522,
-    "": 1429,  # the modules at the top
+    "usercode": 525,
+    "": 1426,  # the modules at the top
 }
 NO_CODE = (
     tokenize.COMMENT,
