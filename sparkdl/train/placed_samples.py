@@ -180,12 +180,12 @@ class PlacedSamples(SharedSamples):
         if is_connected(data):
             persisted: SharedSamples = resolve_name(PERSISTED).of(trainer, data)
             return persisted
-        facts = SessionFacts.of(data, "PlacedSamples.of")
+        facts, trainer = SessionFacts.of(data, "PlacedSamples.of"), trainer.settled()
         context, settings = facts.context, facts.settings
         with warming_up(context), waiting_for_locality(context), contextlib.ExitStack() as stack:
             check_validation_data(trainer, facts)
             model = prepare(trainer, None)
-            replicas = replicas_of(trainer, facts, trainer.replicas)
+            replicas = replicas_of(trainer, facts, trainer.number_of_replicas)
             slab = SlabConfig.new(settings.slab_dir, context.applicationId)
             resources = stack.enter_context(FitResources(context, slab, settings.timeout))
             placed = cls.within(resources, trainer, data, replicas, model.float_dtype)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sparkdl.care.rules import problems_of_start
 from sparkdl.checkpoint.resume import ResumeCandidates
@@ -41,6 +43,7 @@ class FitRequest:
     before: CarriedRun | None = None  # the pass before this one
     one_pass: bool = False  # over a part of all data: ``stop`` has no effect
     quiet: bool = False  # no progress is shown
+    plan: Mapping[str, Any] | None = None  # by which fields were decided, as plain values
 
     @staticmethod
     def of(

@@ -1,0 +1,517 @@
+"""Plans of a fit, and the decision of the fields that a trainer leaves to one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyspark
+import torch
+from pyspark import RDD
+from pyspark.sql import SparkSession
+
+from sparkdl import gang
+from sparkdl.care.rules import decided_later
+from sparkdl.checkpoint.resume import ResumeCandidates
+from sparkdl.data.partition_reader import open_partition
+from sparkdl.data.ragged import Rows
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.resources import FitResources
+from sparkdl.errors import ParameterError, SessionError, UserError, counted
+from sparkdl.gang.slots import check_slots, cpus_of, task_slots
+from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.history import History
+from sparkdl.loop.progress import log_line
+from sparkdl.loop.state import TrainState
+from sparkdl.parallel.plan import parallel_of
+from sparkdl.planner.cache import CACHE, digest
+from sparkdl.planner.choice import GANG, PLAINNESS, SHUFFLE, Choice, Facts, Search, replicas_up_to
+from sparkdl.planner.cluster import FLOORS, Cluster
+from sparkdl.planner.estimate import Estimate, Formulas
+from sparkdl.planner.plan import Plan, ranked, with_measured
+from sparkdl.planner.probe import SUMMED, Probe, measure_on_rank, probed
+from sparkdl.planner.profile import BUSY, Profile, ProfileOrder, profile_of, scaled
+from sparkdl.process.memory import left_to_machine
+from sparkdl.session import SessionFacts
+from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.frames import is_local
+from sparkdl.train.engine_inputs import batch_spec
+from sparkdl.train.placed_samples import PlacedSamples, replicas_of
+from sparkdl.train.preflight import preflight
+from sparkdl.train.prepare import PreparedModel, prepare
+from sparkdl.train.request import FitRequest
+from sparkdl.train.sizes import check_mesh
+from sparkdl.train.spec import TrainerSpec
+from sparkdl.train.trial import Run, timed_fit, tiny_trial
+
+logger = logging.getLogger("sparkdl")
+FEW = 50
+"""The iterations below which nothing is measured, and after which the schedule is looked at."""
+ROWS = 64
+"""The rows that are read to measure a model on."""
+TRIED, TRIAL_ITERATIONS, TIMES_TRIALS = 3, 30, 20
+"""The choices that are tried, the iterations of each, and how much longer than these a fit must be."""
+MEASURED = 20
+"""The least iterations of a fit that are compared with its plan."""
+_profiles: dict[str, Profile] = {}
+
+
+@dataclass
+class Planner:
+    """The planner of one fit: what it reads and measures, each at most once."""
+
+    trainer: Any
+    data: Any
+    facts: SessionFacts
+    run: Run
+    began: float = field(default_factory=time.monotonic)
+    wholly_known: bool = True
+
+    @functools.cached_property
+    def settled(self) -> Any:
+        return self.trainer.settled()
+
+    @functools.cached_property
+    def model(self) -> PreparedModel:
+        return prepare(self.settled, None)
+
+    @property
+    def kept(self) -> bool:
+        return self.facts.settings.plan_cache
+
+    @functools.cached_property
+    def slots(self) -> int:
+        return task_slots(self.facts.context, self.settled.resource_profile)
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """The rows of the data, which are counted."""
+        if isinstance(self.data, PlacedSamples):
+            return sum(self.data.training.counts)
+        return int(self.data.count())
+
+    @functools.cached_property
+    def iterations(self) -> int | None:
+        """The iterations of the fit, if an end is known; the rows are counted only where it depends
+        on them."""
+        stop, ends = self.settled.stop, (1, 1 << 40)
+        low, high = (stop.limit(each) for each in ends)
+        if low == high:
+            return low
+        batch = self.settled.batch_size * self.settled.options.local_steps
+        return stop.limit(math.ceil(self.rows / batch))  # type: ignore[no-any-return]
+
+    def whole_plan(self, trials: bool, cluster: Cluster | None) -> Plan:
+        """Return the plan over all engines, and over what else the trainer does not say."""
+        trainer, given = self.trainer, self.trainer.number_of_replicas
+        free = trainer.strategy in ("ddp", "auto") and trainer.mesh is None
+        strategies = PLAINNESS if free else ()
+        return self.plan((SHUFFLE, GANG), strategies, given, given is None, trials, cluster)
+
+    def plan(
+        self,
+        engines: Sequence[str],
+        strategies: Sequence[str],
+        given: int | None,
+        searched: bool,
+        trials: bool = False,
+        cluster: Cluster | None = None,
+    ) -> Plan:
+        """Return the plan over these engines and strategies (none: the trainer's own); ``given``
+        replicas, or the usual number, or all that are worth a look if they are ``searched``."""
+        facts, settled = self.facts, self.settled
+        if isinstance(self.data, PlacedSamples):
+            given, searched = self.data.replicas, False
+        slots = self.slots if cluster is None else cluster.nodes * cluster.slots
+        usual = given or (slots if cluster else replicas_of(settled, facts, None))
+        counts = [usual]
+        if searched and not _keeps_statistics(settled, self.model):
+            most = max(1, min(slots, settled.batch_size))
+            counts = sorted({*replicas_up_to(most), min(usual, most)})
+        search = Search(engines, counts, strategies)
+        choices = [*search.choices()]
+        if not strategies and GANG in engines:
+            choices += [own_choice(settled, count) for count in counts]
+        profile, probe = self._measured(counts, strategies or PLAINNESS, engines)
+        if cluster is not None:
+            profile, probe = _elsewhere(cluster, profile, probe)
+        iterations = self.iterations  # which may count the rows
+        told = Facts(
+            settled.batch_size,
+            self.__dict__.get("rows"),
+            iterations,
+            settled.options.local_steps,
+        )
+        formulas = Formulas(told, profile, probe)
+        refusals = Refusals(self, profile, cluster is None)
+        estimates = [formulas.estimate(choice, refusals.of(choice)) for choice in choices]
+        if cluster is None:
+            key = key_of(settled, self.model, facts)
+            estimates = [
+                with_measured(e, CACHE.measured(key, e.choice, self.kept)) for e in estimates
+            ]
+        default = own_choice(settled, usual)
+        rows = ranked(estimates, default)
+        if not rows:
+            raise ParameterError(_nothing_possible(estimates))
+        if trials and cluster is None:
+            rows = ranked([*self._tried(rows[:TRIED]), *rows[TRIED:]], default)
+        if cluster is None:
+            for row in rows:
+                CACHE.note_plan(key, row.choice, row.seconds or 0.0)
+        parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
+        where = (
+            str(cluster) if cluster else f"{facts.context.master} on {counted(probe.cores, 'core')}"
+        )
+        return Plan(
+            rows,
+            [e for e in estimates if e.seconds is None],
+            [*self._others(formulas, rows[0].choice)],
+            told,
+            profile,
+            probe,
+            f"a model of {counted(parameters, 'parameter')}; {where}",
+            None if self.wholly_known else time.monotonic() - self.began,
+            settled,
+        )
+
+    def _measured(
+        self, counts: Sequence[int], strategies: Sequence[str], engines: Sequence[str]
+    ) -> tuple[Profile, Probe]:
+        """Return the profile of the model and the probe of the session, measured if not known."""
+        facts, settled = self.facts, self.settled
+        context, batch = facts.context, settled.batch_size
+        session = facts.session or SparkSession.builder.getOrCreate()
+        ends = sorted({max(1, math.ceil(batch / count)) for count in counts})
+        if len(ends) == 1:
+            ends = sorted({max(1, ends[0] // 4), ends[0]})
+        with self._few_rows() as samples:
+            preflight(settled, self.model, samples, None, True, care=False)
+            rows = [
+                rows.copy() if isinstance(rows, np.ndarray) else rows for rows in _first(samples)
+            ]
+            spec = batch_spec(settled, samples, self.model.float_dtype)
+            self.fields = samples.fields
+        threads = cpus_of(context, settled.resource_profile)
+        order = ProfileOrder(self.model.payload, spec, rows, (ends[0], ends[-1]), threads)
+        name = digest(
+            context.master, self.slots, threads, sorted({min(counts), max(counts)}),
+            sorted(strategies), sorted(engines), pyspark.__version__,
+        )  # fmt: skip
+        probe = CACHE.probe(name, self.kept)
+        profile = _profiles.get(order.key())
+        if probe is not None and profile is not None:
+            return profile, probe
+        self.wholly_known = False
+        wanted = order if profile is None else None
+        try:
+            ranks = 1 if probe is not None and wanted is None else self.slots
+            measured = gang.run(
+                measure_on_rank, wanted, SUMMED, ranks=ranks, timeout=300.0, spark=session
+            )
+        except (SessionError, ParameterError):  # no gang here: this process stands for a slot
+            measured = [measure_on_rank(order, ())]
+            profile = None
+        if profile is None:
+            profile = _profiles[order.key()] = profile_of(measured, order)
+        if probe is None:
+            trial = tiny_trial(facts, self.run)
+            probe = probed(measured, self.slots, trial, counts, strategies, engines, profile.busy)
+            CACHE.keep_probe(name, probe, self.kept and probe.busy <= BUSY)
+        elif is_local(context):
+            probe = replace(probe, memory=left_to_machine() / self.slots)
+        return profile, probe
+
+    @contextlib.contextmanager
+    def _few_rows(self) -> Iterator[SampleSet]:
+        """Yield samples in this process: a few rows of the data."""
+        if isinstance(self.data, PlacedSamples):
+            yield self.data.training
+            return
+        facts = self.facts
+        if isinstance(self.data, RDD):
+            few: Any = facts.context.parallelize(self.data.take(ROWS), 1)
+        else:
+            few = self.data.limit(ROWS)
+        slab = SlabConfig.new(facts.settings.slab_dir, facts.context.applicationId)
+        here = replace(self.settled, engine="local", strategy="ddp", mesh=None, validation=None)
+        with FitResources(facts.context, slab, facts.settings.timeout) as resources:
+            yield PlacedSamples.within(resources, here, few, 1, self.model.float_dtype).training
+
+    def _tried(self, rows: Sequence[Estimate]) -> Iterator[Estimate]:
+        """Yield the rows with what short fits took."""
+        for row in rows:
+            trainer = replace(self.settled, **row.choice.fields())
+            times = timed_fit(trainer, self.data, self.facts, TRIAL_ITERATIONS, self.run)
+            yield with_measured(row, times.clock)
+
+    def _others(self, formulas: Formulas, first: Choice) -> Iterator[Estimate]:
+        """Yield the predictions of what would be another algorithm."""
+        local = replace(first, engine=SHUFFLE, strategy="ddp", mesh=(), micro_batches=0, own=False)
+        batch = 4 * self.settled.batch_size
+        larger = replace(formulas, facts=replace(formulas.facts, batch_size=batch))
+        for how, choice in (
+            (formulas, replace(local, more=(("local_steps", 8),))),
+            (larger, replace(first, more=(("batch_size", batch),))),
+        ):
+            with contextlib.suppress(UserError):
+                replace(self.settled, **choice.fields())
+                estimate = how.estimate(choice)
+                if estimate.seconds is not None:
+                    yield estimate
+
+
+@dataclass
+class Refusals:
+    """The sentences with which choices are refused: today's, of the trainer and of the strategies."""
+
+    planner: Planner
+    profile: Profile
+    here: bool  # the session has the task slots
+    _known: dict[Any, str] = field(default_factory=dict)
+
+    def of(self, choice: Choice) -> str:
+        """Return why a choice cannot run, or an empty string."""
+        planner = self.planner
+        try:
+            trainer = replace(planner.settled, **choice.fields())
+        except UserError as error:
+            return _line(error)
+        if choice.engine != GANG:
+            return ""
+        keys = ("slots", choice.replicas), (choice.strategy, choice.mesh, choice.split)
+        for key, check in zip(keys, (self._slots, self._strategy), strict=True):
+            if key not in self._known:
+                try:
+                    check(trainer, choice)
+                    self._known[key] = ""
+                except UserError as error:
+                    self._known[key] = _line(error)
+            if self._known[key]:
+                return self._known[key]
+        return ""
+
+    def _slots(self, trainer: TrainerSpec, choice: Choice) -> None:
+        if self.here:
+            context, least = self.planner.facts.context, trainer.min_ranks
+            profile = trainer.resource_profile
+            check_slots(context, choice.replicas, 0.0, profile, min_slots=least)
+
+    def _strategy(self, trainer: TrainerSpec, choice: Choice) -> None:
+        model = self.planner.model
+        check_mesh(trainer, model, choice.replicas)
+        parallel = parallel_of(trainer.parts, trainer.mesh, choice.replicas)
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad and name not in self.profile.without_gradient:
+                parameter.grad = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        try:
+            for part in parallel.parts.values():
+                part.check_model(model.module, model.layout, model.optimizer, model.recipe.options)
+                part.check_rows(model.module, self.planner.fields)
+        finally:
+            model.module.zero_grad()
+
+
+def own_choice(trainer: TrainerSpec, replicas: int) -> Choice:
+    """Return the choice that a trainer without "auto" has made."""
+    if trainer.engine != GANG:
+        return Choice(SHUFFLE, replicas)
+    parts = trainer.parts
+    plain = trainer.strategy in PLAINNESS and trainer.mesh is None
+    words = "+".join(part.word for part in parts.values())
+    if words == "ddp" and any(part.shards_update for part in parts.values()):
+        words = "zero1"
+    mesh = tuple((name, size) for name, size in (trainer.mesh or {}).items() if size > 1)
+    count = max((part.micro_batches for part in parts.values()), default=1)
+    several = mesh if len(mesh) > 1 else ()
+    return Choice(GANG, replicas, words, several, count if "pipe" in parts else 0, own=not plain)
+
+
+def key_of(trainer: TrainerSpec, model: PreparedModel, facts: SessionFacts) -> str:
+    """Return a name for what the time of an iteration depends on beside the choice."""
+    shapes = [(segment.name, segment.shape) for segment in model.layout.segments]
+    how = (trainer.batch_size, trainer.options.local_steps, trainer.precision, trainer.accumulate)
+    return digest(shapes, how, facts.context.master, pyspark.__version__, torch.__version__)
+
+
+def _first(samples: SampleSet) -> list[Rows]:
+    """Return the first rows of samples, of every field."""
+    handle = next(handle for handle in samples.handles if handle.num_rows)
+    try:
+        return open_partition(handle).gather(np.arange(min(ROWS, handle.num_rows)))
+    except (OSError, UserError):  # they lie on another node
+        return samples.more or samples.preview
+
+
+def _keeps_statistics(trainer: TrainerSpec, model: PreparedModel) -> bool:
+    """Return whether replicas have statistics of their own rows, so that their number matters."""
+    norms = torch.nn.modules.batchnorm._BatchNorm
+    return not trainer.sync_batchnorm and any(
+        isinstance(module, norms) and module.training for module in model.module.modules()
+    )
+
+
+def _elsewhere(cluster: Cluster, profile: Profile, probe: Probe) -> tuple[Profile, Probe]:
+    """Return profile and probe for a cluster that is not here."""
+    if cluster.gpus and cluster.speed is None and profile.device == "cpu":
+        raise ParameterError(
+            "Cluster(gpus=...) without speed=: this machine has no GPU, so nothing is known of their "
+            "speed. Give speed=, how many times as fast as a slot here one of them computes."
+        )
+    line = replace(profile.line, spread=cluster.spread)
+    return scaled(
+        replace(profile, line=line, busy=1.0), 1.0 / (cluster.speed or 1.0)
+    ), cluster.probe(dict(probe.units))
+
+
+def _nothing_possible(estimates: Sequence[Estimate]) -> str:
+    """Return the message that no choice can run, with the one that needs the least memory."""
+    least = min(estimates, key=lambda e: e.memory)
+    why = least.refused or least.unknown
+    return f"no way to run this fit is possible here. {least.choice}, of the least memory: {why}."
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def decided(data: Any, request: FitRequest, facts: SessionFacts, run: Run) -> FitRequest:
+    """Return the request with a trainer whose fields are decided, and the record of the plan.
+
+    A checkpoint's record counts first. Nothing is measured for a single choice or a short fit.
+    """
+    trainer: Any = request.trainer
+    later = decided_later(trainer)
+    if not later or facts.context is None:
+        return request
+    record, replicas = _record_of(request)
+    settled = trainer.settled()
+    if record is not None:
+        problem, choice = "", None
+        try:
+            choice = Choice.from_plain(record["fields"])
+            taken = {k: v for k, v in choice.fields().items() if _takes(k, later)}
+            again = replace(settled, **taken)
+            if again.engine == GANG:
+                ranks, least = choice.replicas, again.min_ranks
+                check_slots(facts.context, ranks, 0.0, again.resource_profile, min_slots=least)
+            return replace(request, trainer=again, plan=record)
+        except (UserError, KeyError, TypeError, ValueError) as error:
+            problem = _line(error)
+        logger.warning("the plan of the checkpoint cannot be kept, and is made anew: %s.", problem)
+    engines = (SHUFFLE, GANG) if "engine" in later else (settled.engine,)
+    strategies: tuple[str, ...] = PLAINNESS if "strategy" in later else ()
+    if trainer.strategy == "ddp" and trainer.mesh is None:
+        strategies = PLAINNESS[:2] if "engine" in later else PLAINNESS[:1]
+    planner = Planner(replace(settled, replicas=settled.replicas or replicas), data, facts, run)
+    count = planner.settled.replicas
+    if (engines == (SHUFFLE,) and "replicas" not in later) or settled.engine == "local":
+        return replace(request, trainer=planner.settled)
+    iterations = (
+        planner.iterations if not request.one_pass else math.ceil(planner.rows / settled.batch_size)
+    )
+    if iterations is not None and iterations < FEW:
+        short = counted(iterations, "iteration")
+        log_line(
+            f'engine="{settled.engine}": a fit of {short} is too short to measure what is faster'
+        )
+        return replace(request, trainer=planner.settled)
+    planner.trainer = planner.settled
+    searched = "replicas" in later and replicas is None
+    plan = planner.plan(engines, strategies, count, searched)
+    spent, first = time.monotonic() - planner.began, plan.rows[0]
+    left = (iterations or 0) * (first.seconds or 0.0)
+    if left > TIMES_TRIALS * TRIED * TRIAL_ITERATIONS * (first.seconds or 0.0) + spent:
+        plan = replace(plan, rows=_tried_first(planner, plan))
+        first = plan.rows[0]
+    log_line(f"planned in {spent:.0f} s: {first.choice}; {plan.reason(first)}")
+    chosen = replace(planner.settled, **first.choice.fields())
+    return replace(request, trainer=chosen, plan=plan.record())
+
+
+def _tried_first(planner: Planner, plan: Plan) -> list[Estimate]:
+    """Return the rows of a plan after short fits of the first ones."""
+    if len(plan.rows) < 2:
+        return [*plan.rows]
+    tried = sorted(planner._tried(plan.rows[:TRIED]), key=lambda e: e.milliseconds)
+    return [*tried, *plan.rows[TRIED:]]
+
+
+def _takes(name: str, later: Sequence[str]) -> bool:
+    """Return whether a recorded field is one that the trainer leaves open."""
+    return (
+        name in later
+        or (name == "mesh" and "strategy" in later)
+        or (name in ("strategy", "mesh") and "engine" in later)
+    )
+
+
+def _record_of(request: FitRequest) -> tuple[Mapping[str, Any] | None, int | None]:
+    """Return the record of the run that goes on, and its replicas."""
+    if request.before is not None:
+        history = request.before.trained.history
+        return history.plan_record or None, history.settings.get("replicas")
+    if request.resume is None:
+        return None, None
+    found = ResumeCandidates(request.trainer.checkpoint, request.resume, request.other_data)
+    return found.plan, found.replicas
+
+
+class ScheduleShare(Callback):
+    """A line in the log, once, where Spark's schedule is most of an iteration and a gang could run."""
+
+    def __init__(self, trainer: TrainerSpec, facts: SessionFacts, replicas: int) -> None:
+        self._trainer, self._facts, self._replicas = trainer, facts, replicas
+        self._seconds: list[tuple[float, float]] = []
+
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
+        if len(self._seconds) >= FEW:
+            return
+        whole = state.timings.get("iteration", 0.0)
+        self._seconds.append((state.timings.get("schedule", 0.0), whole))
+        if len(self._seconds) == FEW:
+            self._tell()
+
+    def _tell(self) -> None:
+        late = self._seconds[FEW // 2 :]
+        schedule, whole = (statistics.median(each) for each in zip(*late, strict=True))
+        if schedule <= whole / 2:
+            return
+        context = self._facts.context
+        try:
+            replace(self._trainer, engine=GANG)
+            check_slots(context, self._replicas, 0.0)
+        except UserError:
+            return
+        fixed, each = FLOORS[GANG]
+        gang_takes = whole - schedule + fixed + each * self._replicas
+        log_line(
+            f"the schedule of Spark's jobs takes {1e3 * schedule:.0f} of {1e3 * whole:.0f} ms of an "
+            f'iteration: engine="gang" would take about {1e3 * gang_takes:.0f} ms; '
+            'sparkdl.plan(trainer, data) measures it, engine="auto" decides by that'
+        )
+
+
+def compare(
+    trainer: TrainerSpec, model: PreparedModel, facts: SessionFacts, replicas: int, history: History
+) -> None:
+    """Say what was planned and what was measured, and keep the pair for the next plan."""
+    if trainer.engine not in (SHUFFLE, GANG):
+        return
+    key, choice = key_of(trainer, model, facts), own_choice(trainer, replicas)
+    planned = CACHE.planned(key, choice)
+    clock = [row["seconds"] for row in history.last(10 * MEASURED)]
+    if planned is None or len(clock) <= MEASURED:
+        return
+    late = clock[len(clock) // 2 :]
+    measured = (late[-1] - late[0]) / (len(late) - 1)
+    log_line(f"planned {1e3 * planned:.1f} ms an iteration, measured {1e3 * measured:.1f}")
+    CACHE.keep_measured(key, choice, measured, facts.settings.plan_cache)
