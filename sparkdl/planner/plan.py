@@ -113,7 +113,7 @@ class Plan:
         """Return why an estimate is where it is."""
         first = self.rows[0]
         if estimate.measured:
-            return "measured in an earlier fit, not predicted"
+            return "measured in a fit, not predicted"
         if estimate is first:
             return self._reason_of_first()
         words = []

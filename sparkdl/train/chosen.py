@@ -21,11 +21,12 @@ from pyspark.sql import SparkSession
 from sparkdl import gang
 from sparkdl.care.rules import decided_later
 from sparkdl.checkpoint.resume import ResumeCandidates
+from sparkdl.data.batches import preview_batch
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.ragged import Rows
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.resources import FitResources
-from sparkdl.errors import ParameterError, SessionError, UserError, counted
+from sparkdl.errors import ParameterError, SessionError, TrainingError, UserError, counted
 from sparkdl.gang.slots import check_slots, cpus_of, task_slots
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
@@ -40,6 +41,7 @@ from sparkdl.planner.plan import Plan, ranked, with_measured
 from sparkdl.planner.probe import SUMMED, Probe, measure_on_rank, probed
 from sparkdl.planner.profile import BUSY, Profile, ProfileOrder, profile_of, scaled
 from sparkdl.process.memory import left_to_machine
+from sparkdl.replica.compute import to_tensors
 from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.frames import is_local
@@ -57,8 +59,11 @@ FEW = 50
 """The iterations below which nothing is measured, and after which the schedule is looked at."""
 ROWS = 64
 """The rows that are read to measure a model on."""
-TRIED, TRIAL_ITERATIONS, TIMES_TRIALS = 3, 30, 20
-"""The choices that are tried, the iterations of each, and how much longer than these a fit must be."""
+TRIED, TRIAL_ITERATIONS, START_SECONDS, TIMES_TRIALS = 3, 30, 3.0, 20
+"""The choices that are tried, the iterations of each, about the seconds until the first of these, and
+how many times as long as the trials a fit must be."""
+MOST_RANKS = 128
+"""The most ranks that measure at once."""
 MEASURED = 20
 """The least iterations of a fit that are compared with its plan."""
 _profiles: dict[str, Profile] = {}
@@ -83,6 +88,12 @@ class Planner:
     def model(self) -> PreparedModel:
         return prepare(self.settled, None)
 
+    @functools.cached_property
+    def alone(self) -> Any:
+        """The trainer of a single replica in this process."""
+        plain = {"strategy": "ddp", "mesh": None, "sync_batchnorm": False, "min_ranks": None}
+        return replace(self.settled, engine="local", validation=None, checkpoint=None, **plain)
+
     @property
     def kept(self) -> bool:
         return self.facts.settings.plan_cache
@@ -98,6 +109,11 @@ class Planner:
             return sum(self.data.training.counts)
         return int(self.data.count())
 
+    @property
+    def passes(self) -> int:
+        """The iterations of one pass over the data."""
+        return math.ceil(self.rows / (self.settled.batch_size * self.settled.options.local_steps))
+
     @functools.cached_property
     def iterations(self) -> int | None:
         """The iterations of the fit, if an end is known; the rows are counted only where it depends
@@ -106,8 +122,7 @@ class Planner:
         low, high = (stop.limit(each) for each in ends)
         if low == high:
             return low
-        batch = self.settled.batch_size * self.settled.options.local_steps
-        return stop.limit(math.ceil(self.rows / batch))  # type: ignore[no-any-return]
+        return stop.limit(self.passes)  # type: ignore[no-any-return]
 
     def whole_plan(self, trials: bool, cluster: Cluster | None) -> Plan:
         """Return the plan over all engines, and over what else the trainer does not say."""
@@ -122,11 +137,14 @@ class Planner:
         strategies: Sequence[str],
         given: int | None,
         searched: bool,
-        trials: bool = False,
+        trials: bool | None = False,
         cluster: Cluster | None = None,
     ) -> Plan:
-        """Return the plan over these engines and strategies (none: the trainer's own); ``given``
-        replicas, or the usual number, or all that are worth a look if they are ``searched``."""
+        """Return the plan over these engines and strategies (none: the trainer's own).
+
+        There are ``given`` replicas, or the usual number, or all that are worth a look if they are
+        ``searched``. ``trials`` None: where the fit is much longer than they are.
+        """
         facts, settled = self.facts, self.settled
         if isinstance(self.data, PlacedSamples):
             given, searched = self.data.replicas, False
@@ -139,7 +157,9 @@ class Planner:
         search = Search(engines, counts, strategies)
         choices = [*search.choices()]
         if not strategies and GANG in engines:
-            choices += [own_choice(settled, count) for count in counts]
+            with contextlib.suppress(UserError):
+                on_gang = replace(settled, engine=GANG)
+                choices += [own_choice(on_gang, count) for count in counts]
         profile, probe = self._measured(counts, strategies or PLAINNESS, engines)
         if cluster is not None:
             profile, probe = _elsewhere(cluster, profile, probe)
@@ -162,6 +182,10 @@ class Planner:
         rows = ranked(estimates, default)
         if not rows:
             raise ParameterError(_nothing_possible(estimates))
+        if trials is None:
+            cost = TRIED * (START_SECONDS + TRIAL_ITERATIONS * (rows[0].seconds or 0.0))
+            run_takes = (iterations or 0) * (rows[0].seconds or 0.0)
+            trials = len(rows) > 1 and run_takes > TIMES_TRIALS * cost
         if trials and cluster is None:
             rows = ranked([*self._tried(rows[:TRIED]), *rows[TRIED:]], default)
         if cluster is None:
@@ -190,16 +214,15 @@ class Planner:
         facts, settled = self.facts, self.settled
         context, batch = facts.context, settled.batch_size
         session = facts.session or SparkSession.builder.getOrCreate()
-        ends = sorted({max(1, math.ceil(batch / count)) for count in counts})
+        ends = sorted({math.ceil(batch / count) for count in counts})
         if len(ends) == 1:
-            ends = sorted({max(1, ends[0] // 4), ends[0]})
+            ends = sorted({max(min(2, batch), ends[0] // 4), ends[0]})
         with self._few_rows() as samples:
-            preflight(settled, self.model, samples, None, True, care=False)
-            rows = [
-                rows.copy() if isinstance(rows, np.ndarray) else rows for rows in _first(samples)
-            ]
+            preflight(self.alone, self.model, samples, None, True, care=False)
+            rows = _first(samples)
             spec = batch_spec(settled, samples, self.model.float_dtype)
             self.fields = samples.fields
+            self.inputs = to_tensors(preview_batch(spec, samples.preview).inputs)
         threads = cpus_of(context, settled.resource_profile)
         order = ProfileOrder(self.model.payload, spec, rows, (ends[0], ends[-1]), threads)
         name = digest(
@@ -213,7 +236,7 @@ class Planner:
         self.wholly_known = False
         wanted = order if profile is None else None
         try:
-            ranks = 1 if probe is not None and wanted is None else self.slots
+            ranks = min(self.slots, MOST_RANKS)
             measured = gang.run(
                 measure_on_rank, wanted, SUMMED, ranks=ranks, timeout=300.0, spark=session
             )
@@ -242,9 +265,10 @@ class Planner:
         else:
             few = self.data.limit(ROWS)
         slab = SlabConfig.new(facts.settings.slab_dir, facts.context.applicationId)
-        here = replace(self.settled, engine="local", strategy="ddp", mesh=None, validation=None)
         with FitResources(facts.context, slab, facts.settings.timeout) as resources:
-            yield PlacedSamples.within(resources, here, few, 1, self.model.float_dtype).training
+            yield PlacedSamples.within(
+                resources, self.alone, few, 1, self.model.float_dtype
+            ).training
 
     def _tried(self, rows: Sequence[Estimate]) -> Iterator[Estimate]:
         """Yield the rows with what short fits took."""
@@ -316,6 +340,7 @@ class Refusals:
             for part in parallel.parts.values():
                 part.check_model(model.module, model.layout, model.optimizer, model.recipe.options)
                 part.check_rows(model.module, self.planner.fields)
+            parallel.planned(model.module, self.planner.inputs, model.recipe.options)
         finally:
             model.module.zero_grad()
 
@@ -392,66 +417,55 @@ def decided(data: Any, request: FitRequest, facts: SessionFacts, run: Run) -> Fi
     later = decided_later(trainer)
     if not later or facts.context is None:
         return request
-    record, replicas = _record_of(request)
     settled = trainer.settled()
+    record, replicas = _record_of(request)
     if record is not None:
-        problem, choice = "", None
         try:
-            choice = Choice.from_plain(record["fields"])
-            taken = {k: v for k, v in choice.fields().items() if _takes(k, later)}
-            again = replace(settled, **taken)
-            if again.engine == GANG:
-                ranks, least = choice.replicas, again.min_ranks
-                check_slots(facts.context, ranks, 0.0, again.resource_profile, min_slots=least)
-            return replace(request, trainer=again, plan=record)
+            return replace(
+                request, trainer=_as_recorded(settled, record, later, facts), plan=record
+            )
         except (UserError, KeyError, TypeError, ValueError) as error:
-            problem = _line(error)
-        logger.warning("the plan of the checkpoint cannot be kept, and is made anew: %s.", problem)
-    engines = (SHUFFLE, GANG) if "engine" in later else (settled.engine,)
-    strategies: tuple[str, ...] = PLAINNESS if "strategy" in later else ()
-    if trainer.strategy == "ddp" and trainer.mesh is None:
-        strategies = PLAINNESS[:2] if "engine" in later else PLAINNESS[:1]
-    planner = Planner(replace(settled, replicas=settled.replicas or replicas), data, facts, run)
-    count = planner.settled.replicas
-    if (engines == (SHUFFLE,) and "replicas" not in later) or settled.engine == "local":
-        return replace(request, trainer=planner.settled)
-    iterations = (
-        planner.iterations if not request.one_pass else math.ceil(planner.rows / settled.batch_size)
-    )
+            text = "the plan of the checkpoint cannot be kept, and is made anew: %s."
+            logger.warning(text, _line(error))
+    settled = replace(settled, replicas=settled.replicas or replicas)
+    if settled.engine == "local" or (later == ["strategy"] and settled.engine == SHUFFLE):
+        return replace(request, trainer=settled)
+    planner = Planner(settled, data, facts, run)
+    iterations = planner.passes if request.one_pass else planner.iterations
     if iterations is not None and iterations < FEW:
         short = counted(iterations, "iteration")
-        log_line(
-            f'engine="{settled.engine}": a fit of {short} is too short to measure what is faster'
-        )
-        return replace(request, trainer=planner.settled)
-    planner.trainer = planner.settled
+        log_line(f'engine="{settled.engine}": {short} are too few to measure what is faster')
+        return replace(request, trainer=settled)
+    engines = (SHUFFLE, GANG) if "engine" in later else (settled.engine,)
+    strategies: tuple[str, ...] = PLAINNESS if "strategy" in later else ()
+    if "strategy" not in later and trainer.strategy == "ddp" and trainer.mesh is None:
+        strategies = PLAINNESS[:2] if "engine" in later else PLAINNESS[:1]
     searched = "replicas" in later and replicas is None
-    plan = planner.plan(engines, strategies, count, searched)
-    spent, first = time.monotonic() - planner.began, plan.rows[0]
-    left = (iterations or 0) * (first.seconds or 0.0)
-    if left > TIMES_TRIALS * TRIED * TRIAL_ITERATIONS * (first.seconds or 0.0) + spent:
-        plan = replace(plan, rows=_tried_first(planner, plan))
-        first = plan.rows[0]
+    try:
+        plan = planner.plan(engines, strategies, settled.replicas, searched, trials=None)
+    except TrainingError as error:
+        log_line(f'engine="{settled.engine}", as nothing could be measured: {_line(error)}')
+        return replace(request, trainer=settled)
+    first, spent = plan.rows[0], time.monotonic() - planner.began
     log_line(f"planned in {spent:.0f} s: {first.choice}; {plan.reason(first)}")
-    chosen = replace(planner.settled, **first.choice.fields())
-    return replace(request, trainer=chosen, plan=plan.record())
+    return replace(request, trainer=plan.trainer, plan=plan.record())
 
 
-def _tried_first(planner: Planner, plan: Plan) -> list[Estimate]:
-    """Return the rows of a plan after short fits of the first ones."""
-    if len(plan.rows) < 2:
-        return [*plan.rows]
-    tried = sorted(planner._tried(plan.rows[:TRIED]), key=lambda e: e.milliseconds)
-    return [*tried, *plan.rows[TRIED:]]
+def _as_recorded(
+    settled: Any, record: Mapping[str, Any], later: Sequence[str], facts: SessionFacts
+) -> Any:
+    """Return the trainer with the recorded fields in place of those that it leaves open.
 
-
-def _takes(name: str, later: Sequence[str]) -> bool:
-    """Return whether a recorded field is one that the trainer leaves open."""
-    return (
-        name in later
-        or (name == "mesh" and "strategy" in later)
-        or (name in ("strategy", "mesh") and "engine" in later)
-    )
+    Raises ParameterError or SessionError if this session cannot run it.
+    """
+    choice = Choice.from_plain(record["fields"])
+    open_fields = {*later, *(("strategy", "mesh") if {"engine", "strategy"} & {*later} else ())}
+    fields = {name: value for name, value in choice.fields().items() if name in open_fields}
+    trainer = replace(settled, **fields)
+    if trainer.engine == GANG:
+        profile, least = trainer.resource_profile, trainer.min_ranks
+        check_slots(facts.context, choice.replicas, 0.0, profile, min_slots=least)
+    return trainer
 
 
 def _record_of(request: FitRequest) -> tuple[Mapping[str, Any] | None, int | None]:
@@ -508,9 +522,9 @@ def compare(
         return
     key, choice = key_of(trainer, model, facts), own_choice(trainer, replicas)
     planned = CACHE.planned(key, choice)
-    clock = [row["seconds"] for row in history.last(10 * MEASURED)]
-    if planned is None or len(clock) <= MEASURED:
+    if planned is None or len(history) <= MEASURED:
         return
+    clock = [row["seconds"] for row in history.last(10 * MEASURED)]
     late = clock[len(clock) // 2 :]
     measured = (late[-1] - late[0]) / (len(late) - 1)
     log_line(f"planned {1e3 * planned:.1f} ms an iteration, measured {1e3 * measured:.1f}")

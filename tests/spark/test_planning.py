@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,18 +22,17 @@ pytestmark = pytest.mark.spark
 
 
 @pytest.fixture(autouse=True)
-def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(probe, "ITERATIONS", 9)
     monkeypatch.setattr(chosen, "FEW", 4)
     monkeypatch.setattr(chosen, "MEASURED", 4)
     monkeypatch.setattr(cache.CACHE, "_rows", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    yield
 
 
 def trainer(**changes: Any) -> sparkdl.Trainer:
     fields: dict[str, Any] = {
-        "model": lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)),
+        "model": lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)),
         "loss": nn.MSELoss(),
         "optimizer": partial(torch.optim.Adam, lr=0.1),
         "batch_size": 16,
@@ -99,7 +97,7 @@ def test_a_plan_of_a_small_fit(data: DataFrame, spark: SparkSession) -> None:
     assert any(row.measured for row in again.rows)
     far = sparkdl.plan(trainer(), data, cluster=sparkdl.Cluster(nodes=4, slots=2))
     assert "Cluster(nodes=4, slots=2, gbit=10); computed, not run" in str(far)
-    norm = trainer(model=lambda: nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
+    norm = trainer(model=lambda: nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1), nn.Flatten(0)))
     assert {row.choice.replicas for row in sparkdl.plan(norm, data).rows} == {2}
     frozen = sparkdl.plan(trainer(optimizer=torch.optim.LBFGS), data)
     assert 'strategy="fsdp"' in str(frozen)
