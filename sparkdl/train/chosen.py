@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import math
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,14 +27,12 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import ParameterError, SessionError, TrainingError, UserError, counted
 from sparkdl.gang.slots import check_slots, cpus_of, task_slots
-from sparkdl.loop.callbacks import Callback
-from sparkdl.loop.history import History
 from sparkdl.loop.progress import log_line
-from sparkdl.loop.state import TrainState
 from sparkdl.parallel.plan import parallel_of
+from sparkdl.planner import follow
 from sparkdl.planner.cache import CACHE, digest
 from sparkdl.planner.choice import GANG, PLAINNESS, SHUFFLE, Choice, Facts, Search, replicas_up_to
-from sparkdl.planner.cluster import FLOORS, Cluster
+from sparkdl.planner.cluster import Cluster
 from sparkdl.planner.estimate import Estimate, Formulas
 from sparkdl.planner.plan import Plan, ranked, with_measured
 from sparkdl.planner.probe import SUMMED, Probe, measure_on_rank, probed
@@ -55,8 +52,6 @@ from sparkdl.train.spec import TrainerSpec
 from sparkdl.train.trial import Run, timed_fit, tiny_trial
 
 logger = logging.getLogger("sparkdl")
-FEW = 50
-"""The iterations below which nothing is measured, and after which the schedule is looked at."""
 ROWS = 64
 """The rows that are read to measure a model on."""
 TRIED, TRIAL_ITERATIONS, START_SECONDS, TIMES_TRIALS = 3, 30, 3.0, 20
@@ -64,8 +59,6 @@ TRIED, TRIAL_ITERATIONS, START_SECONDS, TIMES_TRIALS = 3, 30, 3.0, 20
 how many times as long as the trials a fit must be."""
 MOST_RANKS = 128
 """The most ranks that measure at once."""
-MEASURED = 20
-"""The least iterations of a fit that are compared with its plan."""
 _profiles: dict[str, Profile] = {}
 
 
@@ -159,7 +152,7 @@ class Planner:
         if not strategies and GANG in engines:
             with contextlib.suppress(UserError):
                 on_gang = replace(settled, engine=GANG)
-                choices += [own_choice(on_gang, count) for count in counts]
+                choices += [follow.own_choice(on_gang, count) for count in counts]
         profile, probe = self._measured(counts, strategies or PLAINNESS, engines)
         if cluster is not None:
             profile, probe = _elsewhere(cluster, profile, probe)
@@ -174,11 +167,11 @@ class Planner:
         refusals = Refusals(self, profile, cluster is None)
         estimates = [formulas.estimate(choice, refusals.of(choice)) for choice in choices]
         if cluster is None:
-            key = key_of(settled, self.model, facts)
+            key = follow.key_of(settled, self.model.layout, facts)
             estimates = [
                 with_measured(e, CACHE.measured(key, e.choice, self.kept)) for e in estimates
             ]
-        default = own_choice(settled, usual)
+        default = follow.own_choice(settled, usual)
         rows = ranked(estimates, default)
         if not rows:
             raise ParameterError(_nothing_possible(estimates))
@@ -345,28 +338,6 @@ class Refusals:
             model.module.zero_grad()
 
 
-def own_choice(trainer: TrainerSpec, replicas: int) -> Choice:
-    """Return the choice that a trainer without "auto" has made."""
-    if trainer.engine != GANG:
-        return Choice(SHUFFLE, replicas)
-    parts = trainer.parts
-    plain = trainer.strategy in PLAINNESS and trainer.mesh is None
-    words = "+".join(part.word for part in parts.values())
-    if words == "ddp" and any(part.shards_update for part in parts.values()):
-        words = "zero1"
-    mesh = tuple((name, size) for name, size in (trainer.mesh or {}).items() if size > 1)
-    count = max((part.micro_batches for part in parts.values()), default=1)
-    several = mesh if len(mesh) > 1 else ()
-    return Choice(GANG, replicas, words, several, count if "pipe" in parts else 0, own=not plain)
-
-
-def key_of(trainer: TrainerSpec, model: PreparedModel, facts: SessionFacts) -> str:
-    """Return a name for what the time of an iteration depends on beside the choice."""
-    shapes = [(segment.name, segment.shape) for segment in model.layout.segments]
-    how = (trainer.batch_size, trainer.options.local_steps, trainer.precision, trainer.accumulate)
-    return digest(shapes, how, facts.context.master, pyspark.__version__, torch.__version__)
-
-
 def _first(samples: SampleSet) -> list[Rows]:
     """Return the first rows of samples, of every field."""
     handle = next(handle for handle in samples.handles if handle.num_rows)
@@ -432,7 +403,7 @@ def decided(data: Any, request: FitRequest, facts: SessionFacts, run: Run) -> Fi
         return replace(request, trainer=settled)
     planner = Planner(settled, data, facts, run)
     iterations = planner.passes if request.one_pass else planner.iterations
-    if iterations is not None and iterations < FEW:
+    if iterations is not None and iterations < follow.FEW:
         short = counted(iterations, "iteration")
         log_line(f'engine="{settled.engine}": {short} are too few to measure what is faster')
         return replace(request, trainer=settled)
@@ -477,55 +448,3 @@ def _record_of(request: FitRequest) -> tuple[Mapping[str, Any] | None, int | Non
         return None, None
     found = ResumeCandidates(request.trainer.checkpoint, request.resume, request.other_data)
     return found.plan, found.replicas
-
-
-class ScheduleShare(Callback):
-    """A line in the log, once, where Spark's schedule is most of an iteration and a gang could run."""
-
-    def __init__(self, trainer: TrainerSpec, facts: SessionFacts, replicas: int) -> None:
-        self._trainer, self._facts, self._replicas = trainer, facts, replicas
-        self._seconds: list[tuple[float, float]] = []
-
-    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
-        if len(self._seconds) >= FEW:
-            return
-        whole = state.timings.get("iteration", 0.0)
-        self._seconds.append((state.timings.get("schedule", 0.0), whole))
-        if len(self._seconds) == FEW:
-            self._tell()
-
-    def _tell(self) -> None:
-        late = self._seconds[FEW // 2 :]
-        schedule, whole = (statistics.median(each) for each in zip(*late, strict=True))
-        if schedule <= whole / 2:
-            return
-        context = self._facts.context
-        try:
-            replace(self._trainer, engine=GANG)
-            check_slots(context, self._replicas, 0.0)
-        except UserError:
-            return
-        fixed, each = FLOORS[GANG]
-        gang_takes = whole - schedule + fixed + each * self._replicas
-        log_line(
-            f"the schedule of Spark's jobs takes {1e3 * schedule:.0f} of {1e3 * whole:.0f} ms of an "
-            f'iteration: engine="gang" would take about {1e3 * gang_takes:.0f} ms; '
-            'sparkdl.plan(trainer, data) measures it, engine="auto" decides by that'
-        )
-
-
-def compare(
-    trainer: TrainerSpec, model: PreparedModel, facts: SessionFacts, replicas: int, history: History
-) -> None:
-    """Say what was planned and what was measured, and keep the pair for the next plan."""
-    if trainer.engine not in (SHUFFLE, GANG):
-        return
-    key, choice = key_of(trainer, model, facts), own_choice(trainer, replicas)
-    planned = CACHE.planned(key, choice)
-    if planned is None or len(history) <= MEASURED:
-        return
-    clock = [row["seconds"] for row in history.last(10 * MEASURED)]
-    late = clock[len(clock) // 2 :]
-    measured = (late[-1] - late[0]) / (len(late) - 1)
-    log_line(f"planned {1e3 * planned:.1f} ms an iteration, measured {1e3 * measured:.1f}")
-    CACHE.keep_measured(key, choice, measured, facts.settings.plan_cache)

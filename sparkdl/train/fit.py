@@ -15,12 +15,13 @@ from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.progress import progress_of
 from sparkdl.planner.cluster import Cluster
+from sparkdl.planner.follow import ScheduleShare, compare
 from sparkdl.planner.plan import Plan
 from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality, warming_up
 from sparkdl.spark.failures import reading_explained
-from sparkdl.train.chosen import Planner, ScheduleShare, compare, decided
+from sparkdl.train.chosen import Planner, decided
 from sparkdl.train.course import check_replay, run_course
 from sparkdl.train.engine_inputs import Site
 from sparkdl.train.placed_samples import (
@@ -143,5 +144,5 @@ def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
         samples, validation = placed.training, placed.validation
         with run_course(request, model, samples, validation, resuming, site) as finished:
             carried = finished.carried()
-        compare(trainer, model, facts, replicas, carried.trained.history)
+        compare(trainer, model.layout, facts, replicas, carried.trained.history)
         return carried

@@ -19,6 +19,7 @@ import sparkdl
 from sparkdl.data.batches import BatchSpec
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
+from sparkdl.planner import follow
 from sparkdl.planner.cache import MOST, PlanCache, place
 from sparkdl.planner.choice import PLAINNESS, Choice, Facts, Search, replicas_up_to
 from sparkdl.planner.estimate import LIBRARIES, Estimate, Formulas
@@ -32,7 +33,6 @@ from sparkdl.planner.timeline import (
     one_f_one_b,
     simulated,
 )
-from sparkdl.train import chosen
 from sparkdl.train.prepare import prepare
 
 BLOCKS = tuple(Block(str(n), 0.25, 100.0, 400.0) for n in range(4))
@@ -467,12 +467,12 @@ def test_auto_needs_one_form_that_works() -> None:
 def test_what_a_trainer_has_chosen_is_a_choice() -> None:
     chain = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
     gang = partial(trainer, model=chain, engine="gang")
-    assert chosen.own_choice(trainer(), 3) == Choice("shuffle", 3)
-    assert chosen.own_choice(gang(), 3) == Choice("gang", 3)
-    assert chosen.own_choice(gang(strategy="zero1"), 3) == Choice("gang", 3, "zero1")
+    assert follow.own_choice(trainer(), 3) == Choice("shuffle", 3)
+    assert follow.own_choice(gang(), 3) == Choice("gang", 3)
+    assert follow.own_choice(gang(strategy="zero1"), 3) == Choice("gang", 3, "zero1")
     pipes = gang(strategy=sparkdl.Pipeline(micro_batches=8), mesh={"data": 2, "pipe": 2})
     expected = Choice("gang", 4, "pipeline", (("data", 2), ("pipe", 2)), 8, own=True)
-    assert chosen.own_choice(pipes, 4) == expected
+    assert follow.own_choice(pipes, 4) == expected
 
 
 @pytest.mark.parametrize(("schedule", "told"), [(0.021, True), (0.012, False)])
@@ -480,9 +480,9 @@ def test_a_line_says_what_a_gang_would_take(
     schedule: float, told: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
-    monkeypatch.setattr(chosen, "log_line", lines.append)
-    monkeypatch.setattr(chosen, "check_slots", lambda *arguments: 2)
-    watch = chosen.ScheduleShare(trainer(), SimpleNamespace(context=None), 2)  # type: ignore[arg-type]
+    monkeypatch.setattr(follow, "log_line", lines.append)
+    monkeypatch.setattr(follow, "check_slots", lambda *arguments: 2)
+    watch = follow.ScheduleShare(trainer(), SimpleNamespace(context=None), 2)  # type: ignore[arg-type]
     state = TrainState(timings={"schedule": schedule, "iteration": 0.028})
     for _ in range(200):
         watch.on_iteration_end(None, state)
