@@ -48,7 +48,6 @@ MODULES = (
     "sparkdl.infer.evaluate",
     "sparkdl.optim",
     "sparkdl.train.trainer",  # what models and callbacks of users refer to
-    "torch._dynamo",  # the first optimizer of a process imports it
 )
 
 

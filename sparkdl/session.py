@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparkdl import archive
 from sparkdl.errors import NEEDS_SPARK_4, SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
@@ -80,7 +82,7 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         else str(value)
         for key, value in plain(settings).items()
     }
-    conf = _launched(given)
+    conf = _launched(given, master)
     python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
     if sys.platform == "darwin":  # the workers are forked, with torch imported
@@ -128,17 +130,20 @@ def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
         )
 
 
-def _launched(given: dict[str, str]) -> SparkConf:
+def _launched(given: dict[str, str], master: str | None) -> SparkConf:
     """Return what ``spark-submit`` and Spark's properties file set, which only the JVM knows.
 
-    If no JVM runs, one is started with ``given`` (its memory, for example).
+    If no JVM runs, one is started with ``given`` (its memory, for example), and with the archive of
+    Java's classes if there is one.
     """
     from pyspark import SparkConf, SparkContext
 
     launch = SparkConf()
     for key, value in given.items():
         launch.set(key, value)
-    SparkContext._ensure_initialized(conf=launch)
+    starts = SparkContext._gateway is None
+    with archive.used(master or given.get("spark.master")) if starts else contextlib.nullcontext():
+        SparkContext._ensure_initialized(conf=launch)
     return SparkConf()
 
 

@@ -168,10 +168,12 @@ def run_course(
     """
     trainer, one_pass, before = request.trainer, request.one_pass, request.before
     validation = validation_set(trainer, validation_samples, model.float_dtype)
+    site.progress.doing("trying the model")
     output, sums = preflight(trainer, model, samples, validation, one_pass, site.settings.care)
     validation = with_dimensions(validation, output)
     recorded = None if request.replay is None else request.replay.decisions
     inputs = engine_inputs(trainer, site, model, samples, validation, sums, recorded)
+    site.progress.doing("starting the gang" if trainer.engine == "gang" else "placing the weights")
     engine = build_engine(trainer.engine, inputs)
     del inputs  # its parts take memory
     settings = settings_of(trainer, len(samples.counts))
