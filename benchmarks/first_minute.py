@@ -12,6 +12,7 @@ one, alternate with those of this tree without it. The table has medians.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -68,8 +69,8 @@ def run_example() -> list[dict[str, float]]:
     began = cpu_by_kind(ended=True)
     clock = time.perf_counter()
     again.fit(names["train"])
-    ends = [*zip(marks, marks[1:-1], strict=False), (began, marks[-1])]
-    walls = [*zip(clocks, clocks[1:-1], strict=False), (clock, clocks[-1])]
+    ends = [*itertools.pairwise(marks[:-1]), (began, marks[-1])]
+    walls = [*itertools.pairwise(clocks[:-1]), (clock, clocks[-1])]
     names["spark"].stop()
     return [
         {"clock": end - start, **{kind: after[kind] - before[kind] for kind in COLUMNS}}

@@ -345,8 +345,9 @@ def known_arguments(kind: type[Class]) -> type[Class]:
 
 def _siblings(kind: type, name: str) -> list[str]:
     """Return the classes of this package that extend what ``kind`` does and have such an argument."""
-    bases = (base for base in kind.__bases__ if base is not object)
-    beside = [one for base in bases for one in base.__subclasses__()]
+    beside: list[type[Any]] = []
+    for base in kind.__bases__:
+        beside += [] if base is object else type.__subclasses__(base)
     return [
         f"sparkdl.{one.__name__}"
         for one in beside

@@ -46,6 +46,9 @@ class Progress(Callback):
     def follow(self, trainer: Any, state: TrainState) -> None:
         """Show the state of a run whose hooks are called elsewhere, now and then."""
 
+    def advise(self, text: str) -> None:
+        """Show what would have made the run faster."""
+
     def close(self) -> None:
         """Release the terminal's line."""
 
@@ -125,6 +128,9 @@ class _Shown(Progress):
     def doing(self, what: str, detail: Callable[[], str] | None = None) -> None:
         if self._opening is not None:
             self._opening.doing(what, detail)
+
+    def advise(self, text: str) -> None:
+        log_line(self.name + text)
 
     def close(self) -> None:
         self._end_opening()
