@@ -64,18 +64,13 @@ class Opening:
         self._steps: list[tuple[str, float]] = []
         self._detail: Callable[[], str] | None = None
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @property
-    def begun(self) -> bool:
-        return self._thread is not None
+        self._thread = threading.Thread(target=self._move, name="sparkdl-opening", daemon=True)
 
     def doing(self, what: str, detail: Callable[[], str] | None = None) -> None:
         """Begin another step."""
         self._steps.append((what, time.monotonic()))
         self._detail = detail
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._move, name="sparkdl-opening", daemon=True)
+        if len(self._steps) == 1:
             self._thread.start()
 
     def line(self) -> str:
@@ -100,8 +95,7 @@ class Opening:
     def end(self) -> None:
         """End the thread; a second call does nothing."""
         self._ended.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        self._thread.join()
 
     def _move(self) -> None:
         while not self._ended.wait(_MOVE_SECONDS):
@@ -118,7 +112,7 @@ class _Shown(Progress):
     def __init__(self) -> None:
         self._number, self._has_name = next(_Shown._numbers), False
         _Shown._running.add(self)
-        self._opening: Opening | None = Opening(self._open)
+        self._opening: Opening | None = None  # until the first iteration has ended
 
     @property
     def name(self) -> str:
@@ -126,8 +120,9 @@ class _Shown(Progress):
         return f"fit {self._number}: " if self._has_name else ""
 
     def doing(self, what: str, detail: Callable[[], str] | None = None) -> None:
-        if self._opening is not None:
-            self._opening.doing(what, detail)
+        if self._opening is None:
+            self._opening = Opening(self._open)
+        self._opening.doing(what, detail)
 
     def advise(self, text: str) -> None:
         log_line(self.name + text)
@@ -142,9 +137,8 @@ class _Shown(Progress):
     def _end_opening(self) -> Opening | None:
         """End the line before the first iteration, and return it if there was one."""
         opening, self._opening = self._opening, None
-        if opening is None or not opening.begun:
-            return None
-        opening.end()
+        if opening is not None:
+            opening.end()
         return opening
 
 
@@ -205,8 +199,7 @@ class ProgressBar(_Shown):
         self._previous = state
         if moves:  # until the first iteration has ended
             self._bar.set_postfix_str(f"iteration {state.iteration + 1}")
-            self._opening = Opening(self._open)
-            self._opening.doing("iteration 1")
+            self.doing("iteration 1")
 
     def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
         self._end_opening()
@@ -304,7 +297,7 @@ class NotebookProgress(ProgressBar):
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         opening = self._opening
         super().on_fit_start(trainer, state)
-        if opening is not None and opening.begun:
+        if opening is not None:
             self._put(opening.summary())
         self._curves = LiveCurves(state)
 
@@ -401,7 +394,7 @@ class ProgressLog(_Shown):
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._told_of = state
-        if self._opening is not None and self._opening.begun:
+        if self._opening is not None:
             self.doing(f"iteration {state.iteration + 1}")
         if self._due():  # placing the samples took long
             self._begin()
