@@ -383,7 +383,7 @@ class Session:
         try:
             if fit.kind == "checkpoint":
                 half = configurations()[fit.configuration]["iterations"] // 2 + draw.randint(0, 2)
-                self._trained(fit, stop=sparkdl.max_iteration(half), **changes)
+                self._trained(fit, stop=sparkdl.max_iteration(max(4, half)), **changes)
                 done["checkpoint"] += damaged(path, draw)
                 plan = plan[:2]
 
@@ -421,9 +421,9 @@ class Session:
 
 
 def damaged(path: Path, draw: random.Random) -> int:
-    """Cut a file of each of the newest one or two checkpoints, or flip a bit of it."""
+    """Cut a file of each of the newest one or two checkpoints, but not of all, or flip a bit of it."""
     newest = sorted(path.glob("iteration-*"), key=lambda folder: folder.name.split("-")[2])
-    chosen = newest[-draw.randint(1, 2) :]
+    chosen = newest[1:][-draw.randint(1, 2) :]
     for folder in chosen:
         file = draw.choice(sorted(folder.iterdir()))
         data = bytearray(file.read_bytes())
