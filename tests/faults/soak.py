@@ -205,12 +205,12 @@ ANYWHERE = ("worker", "daemon", "slabs", "checkpoint", "driver")
 KINDS = {"local": ANYWHERE, "cluster": (*ANYWHERE, "executor", "two executors", "all of these")}
 BATCH = 20
 """Fits of one session."""
-LIMIT_SECONDS = 240.0
+LIMIT_SECONDS = 600.0
 """Longer than the time limit of Spark's jobs: what takes so long hangs."""
 KEPT = sparkdl.every(2)
 WIDE = (4400, 4400)
 """Layers of a model of 20 million parameters."""
-FITS_SETTINGS = {**SETTINGS, "spark.sparkdl.timeout.seconds": "120"}
+FITS_SETTINGS = {**SETTINGS, "spark.sparkdl.timeout.seconds": "300"}
 
 
 class SlowAdam(Adam):
