@@ -146,7 +146,7 @@ def show_warnings_once() -> None:
             seen[place] = 1
             show(message, category, filename, lineno, *more)
 
-    warnings.showwarning = show_once
+    warnings.showwarning = show_once  # type: ignore[assignment]
 
 
 if __name__ == "__main__":

@@ -39,6 +39,17 @@ _MASTER = re.compile(
 """Matches the masters that Spark knows, and URLs of any cluster manager that may be plugged into it."""
 
 
+_TELLTALES = (
+    "TaskContextImpl",
+    "executor.Executor",
+    "scheduler.TaskSetManager",
+    "sql.execution.datasources.FileFormatWriter",
+    "sql.execution.datasources.v2.AppendDataExec",
+    "sql.execution.datasources.v2.OverwriteByExpressionExec",
+    "util.Utils",
+)
+
+
 def session(master: str | None = None, **settings: Any) -> SparkSession:
     """Return a SparkSession with the settings of ``conf/spark-defaults.conf``.
 
@@ -102,10 +113,18 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     spark = builder.getOrCreate()
     if running is not None and spark.sparkContext is running:
         _tell_what_is_kept(spark, given if master is None else {"spark.master": master, **given})
-    spark.sparkContext.setLogLevel(
-        given.get("spark.log.level", conf.get("spark.log.level") or "ERROR")
-    )
+    level = given.get("spark.log.level", conf.get("spark.log.level"))
+    spark.sparkContext.setLogLevel(level or "ERROR")
+    if "spark.log.level" not in given and level in (None, "ERROR"):
+        _hush(spark.sparkContext)
     return spark
+
+
+def _hush(context: SparkContext) -> None:
+    """Silence what logs the stack of a failed task, which comes as an exception anyway."""
+    log4j: Any = context._jvm.org.apache.logging.log4j  # type: ignore[union-attr]
+    for name in _TELLTALES:
+        log4j.core.config.Configurator.setLevel(f"org.apache.spark.{name}", log4j.Level.OFF)
 
 
 def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
