@@ -22,7 +22,7 @@ from torch import nn
 
 from sparkdl.errors import ParameterError, kind_of, nearest, shown
 from sparkdl.metrics.base import MeanMetric, Metric, TorchMetric, is_torchmetric
-from sparkdl.model.loss import ClassLoss, unwrapped
+from sparkdl.model.loss import ClassLoss, unmasked, unwrapped
 
 
 class ScoreRun(NamedTuple):
@@ -357,6 +357,7 @@ class Judging:
 
         BCELoss takes a probability; CrossEntropyLoss and NLLLoss take classes and may ignore one.
         """
+        loss = unmasked(loss)
         function, _ = unwrapped(loss)
         if isinstance(function, nn.BCELoss) or function is nn.functional.binary_cross_entropy:
             return Judging(threshold=0.5)
