@@ -59,7 +59,8 @@ class MetricOf(Metric):
         """Return its label among all. Raises :class:`ParameterError`."""
         if self.label in labels:
             return targets[labels.index(self.label)]
-        name, number = _TASK.fullmatch(self.label).groups() if _TASK.fullmatch(self.label) else ("", 0)
+        match = _TASK.fullmatch(self.label)
+        name, number = match.groups() if match else ("", "")
         if name not in labels:
             raise ParameterError(
                 f'MetricOf: "{self.label}" is no label.{nearest(self.label, labels)} The labels are: '
@@ -160,7 +161,9 @@ class Scorer:
                 try:
                     plain, target = known_of(metric, plain, target)
                     with torch.autocast("cpu", enabled=False):  # validation may run under autocast
-                        updated.append(metric.update(state, plain, target) if len(target) else state)
+                        updated.append(
+                            metric.update(state, plain, target) if len(target) else state
+                        )
                 except Exception as error:
                     raise ParameterError(
                         f"{_failed(metric, error)}. The output is {_shape(plain)}, the label "

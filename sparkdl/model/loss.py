@@ -149,7 +149,9 @@ class MaskedLoss:
         pairs = [self._sums(*pair) for pair in zip(output, target, strict=True)]
         return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)  # type: ignore[return-value]
 
-    def _sums(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _sums(
+        self, output: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         how = ClassLoss.of(self.loss)
         missing = target.isnan() if target.is_floating_point() else target == IGNORED
         if how is not None and not target.is_floating_point():

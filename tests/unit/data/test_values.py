@@ -286,7 +286,12 @@ MISSING = {
         ("int", [3, None], "int32", [3, -100]),
         ("int", [3, None], "float64", [3.0, math.nan]),
         ("boolean", [True, None, False], "float32", [1.0, math.nan, 0.0]),
-        ("array<double>", [[1.0, None], [math.nan, 2.0]], "float64", [[1, math.nan], [math.nan, 2]]),
+        (
+            "array<double>",
+            [[1.0, None], [math.nan, 2.0]],
+            "float64",
+            [[1, math.nan], [math.nan, 2]],
+        ),
         ("array<decimal>", [[decimal.Decimal(1), None]], "float32", [[1.0, math.nan]]),
         ("double", [1.0, math.inf], "float32", "is inf"),
         ("array<double>", [[1.0, 2.0], [1.0, -math.inf]], "float32", "holds inf"),
