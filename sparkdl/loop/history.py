@@ -269,10 +269,13 @@ class History:
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """Return one record for each validation: iteration and epoch (how many were complete), and
-        metrics."""
+        """Return one record for each validation: iteration and epoch (how many were complete), metrics,
+        and, if there are any, arrays: the curves and matrices by name."""
         return [
-            {"iteration": v.iteration, "epoch": v.epoch, "metrics": _floats(v.metrics)}
+            {
+                **{"iteration": v.iteration, "epoch": v.epoch, "metrics": _floats(v.metrics)},
+                **({"arrays": dict(v.arrays)} if v.arrays else {}),
+            }
             for v in self._known
         ]
 
@@ -516,7 +519,10 @@ class History:
         for record in content.get("validations", []):
             iteration, epoch = int(record["iteration"]), int(record["epoch"])
             metrics = _floats(record["metrics"])
-            self.append_validation(Validated(iteration=iteration, epoch=epoch, metrics=metrics))
+            arrays = {str(name): value for name, value in record.get("arrays", {}).items()}
+            self.append_validation(
+                Validated(iteration=iteration, epoch=epoch, metrics=metrics, arrays=arrays)
+            )
 
 
 def _floats(metrics: Mapping[Any, Any]) -> dict[str, float]:

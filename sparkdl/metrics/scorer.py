@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from sparkdl.errors import ModelError, ParameterError, nearest, raise_all
@@ -39,6 +40,7 @@ class MetricOf(Metric):
         object.__setattr__(self, "metric", metric)
         object.__setattr__(self, "name", f"{self.label}/{metric.name}")
         object.__setattr__(self, "higher_is_better", metric.higher_is_better)
+        object.__setattr__(self, "scalar", metric.scalar)
 
     def start(self) -> Any:
         return self.metric.start()
@@ -49,7 +51,7 @@ class MetricOf(Metric):
     def merge(self, one: Any, other: Any) -> Any:
         return self.metric.merge(one, other)
 
-    def value(self, state: Any) -> float:
+    def value(self, state: Any) -> Any:
         return self.metric.value(state)
 
     def is_empty(self, state: Any) -> bool:
@@ -78,6 +80,8 @@ class MetricOf(Metric):
 _TASK = re.compile(r"(.*)\[(\d+)\]")
 """Matches one value of a label that is an array."""
 
+MOST_NUMBERS = 1 << 16
+"""The most numbers of a curve or a matrix in the history."""
 States: TypeAlias = list[Any]
 """[samples seen, (sum of the loss, sum of its weights), a state for each metric]; can be pickled."""
 
@@ -194,18 +198,18 @@ class Scorer:
         """Return whether no sample was seen."""
         return not states[0]
 
-    def values(self, states: States) -> dict[str, float]:
-        """Return the values by name, "loss" first if there is one. Metrics that saw no sample are
-        omitted.
+    def values(self, states: States) -> dict[str, Any]:
+        """Return the values by name, "loss" first if there is one: numbers, and curves and matrices
+        as lists and dictionaries. Metrics that saw no sample are omitted.
         """
-        values = {}
+        values: dict[str, Any] = {}
         total, mass = states[1]
         if mass:
             values["loss"] = total / mass
         for metric, state in zip(self.metrics, states[2:], strict=True):
             if states[0] and not metric.is_empty(state):
                 try:
-                    values[metric.name] = float(metric.value(state))
+                    values[metric.name] = _plain_value(metric.value(state))
                 except ParameterError:
                     raise
                 except Exception as error:
@@ -214,9 +218,10 @@ class Scorer:
 
     @property
     def higher_is_better(self) -> Mapping[str, bool]:
-        """Return whether more is better, by name, in the order of :meth:`values`."""
+        """Return whether more is better, by name, for the values that are one number."""
         loss = {} if self.loss is None else {"loss": False}
-        return loss | {metric.name: metric.higher_is_better for metric in self.metrics}
+        own = {metric.name: metric.higher_is_better for metric in self.metrics if metric.scalar}
+        return loss | own
 
     def check(self, output: Any, targets: Sequence[torch.Tensor]) -> None:
         """Try every metric on a preview batch: update, merge and value.
@@ -234,10 +239,17 @@ class Scorer:
                 problems.append(str(error))
                 continue
             try:
-                alone.values(merged)
+                value = alone.values(merged).get(metric.name, 0.0)
             except ParameterError as error:
                 if error.__cause__ is None:
                     problems.append(str(error))
+                continue
+            if (numbers := str(value).count(",")) >= MOST_NUMBERS:
+                problems.append(
+                    f'metric "{metric.name}" gives about {numbers:,} numbers, too many for the history '
+                    "to keep of each validation: use fewer thresholds or classes, or "
+                    "trained.evaluate after the training."
+                )
         raise_all(ParameterError, problems)
 
     def _plain(
@@ -275,6 +287,14 @@ def known_of(
         "labels are missing, and it is no mean over single values: measure each task by itself, with "
         'sparkdl.MetricOf(metric, label="label[0]", output=function)'
     )
+
+
+def _plain_value(value: Any) -> Any:
+    """Return a metric's value as a float, or as plain lists and dictionaries."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain_value(part) for name, part in value.items()}
+    many = isinstance(value, (list, tuple)) or bool(getattr(value, "ndim", False))
+    return np.asarray(value).tolist() if many else float(value)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from sparkdl.data.fields import NO_ROWS
 from sparkdl.errors import DataError, ParameterError, kind_of
 from sparkdl.loop.triggers import max_epoch
 from sparkdl.loop.validation import Validation
-from sparkdl.metrics.named import Judging
+from sparkdl.metrics.classes import Judging
 from sparkdl.ml.params import FIELD_OF_PARAM, TrainingParams
 from sparkdl.ml.rows import are_valid, as_classes, column, label_names, mistake
 from sparkdl.model.loss import unwrapped

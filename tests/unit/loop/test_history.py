@@ -261,7 +261,9 @@ def test_any_history_comes_back_from_any_format(rows: list[Any]) -> None:
         )
         history.append(state, i)
         if metrics:
-            history.append_validation(Validated(iteration=i, epoch=i, metrics=metrics))
+            arrays = {"matrix": [[1, 2], [3, i]]} if i % 2 else {}
+            record = Validated(iteration=i, epoch=i, metrics=metrics, arrays=arrays)
+            history.append_validation(record)
     for back in (
         History.from_json_bytes(history.to_json_bytes()),
         History.from_bytes(history.to_bytes()),
