@@ -44,7 +44,10 @@ def archive_path(spark: Path) -> Path | None:
     if program is None or not jars.is_dir():
         return None
     release = Path(os.path.realpath(program)).parents[1] / "release"
-    about = [str(jars), release.read_text() if release.is_file() else os.path.realpath(program)]
+    about = [
+        str(jars),
+        release.read_text(encoding="utf-8") if release.is_file() else os.path.realpath(program),
+    ]
     with os.scandir(jars) as entries:
         found = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in entries)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparkdl"

@@ -149,18 +149,18 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., li
         monkeypatch.delenv(name, raising=False)
     spark = tmp_path / "spark"
     (spark / "jars").mkdir(parents=True)
-    (spark / "jars" / "a.jar").write_text("a")
+    (spark / "jars" / "a.jar").write_text("a", encoding="utf-8")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(archive, "spark_home", lambda: spark)
     path = archive.archive_path(spark)
     assert path is not None
     path.parent.mkdir()
-    path.write_text("classes")
+    path.write_text("classes", encoding="utf-8")
 
     def start(files: dict[str, str], master: str | None = None) -> list[str]:
         (spark / "conf").mkdir(exist_ok=True)
         for name, text in files.items():
-            (spark / "conf" / name).write_text(text)
+            (spark / "conf" / name).write_text(text, encoding="utf-8")
         before = dict(os.environ)
         with archive.used(master):
             found = [os.environ.get(name, "") for name in names]
@@ -211,7 +211,7 @@ def test_another_jar_is_another_archive(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "jars").mkdir()
     found = []
     for text in ("a", "ab", "abc"):
-        (tmp_path / "jars" / "a.jar").write_text(text)
+        (tmp_path / "jars" / "a.jar").write_text(text, encoding="utf-8")
         found.append(archive.archive_path(tmp_path))
     assert len(set(found)) == 3
     assert archive.found(tmp_path) is None
