@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from sparkdl.metrics.base import Metric
-from sparkdl.model.loss import ClassLoss, unwrapped
+from sparkdl.model.loss import ClassLoss, unmasked, unwrapped
 
 BINS = 15
 """The number of equal intervals of probability that a calibration looks at."""
@@ -84,6 +84,7 @@ class Judging:
 
         BCELoss takes a probability; CrossEntropyLoss and NLLLoss take classes and may ignore one.
         """
+        loss = unmasked(loss)
         function, _ = unwrapped(loss)
         if isinstance(function, nn.BCELoss) or function is nn.functional.binary_cross_entropy:
             return Judging(threshold=0.5)

@@ -5,6 +5,7 @@ A metric of one output and one label, for a model that has several of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from sparkdl.errors import ModelError, ParameterError, nearest, raise_all
-from sparkdl.metrics.base import Metric
+from sparkdl.metrics.base import MeanMetric, Metric
 from sparkdl.metrics.named import resolve
 from sparkdl.model.loss import Loss, loss_of, masses_of, output_of, weighted_mean
 from sparkdl.model.recipe import Part, described, for_example, on_device, part_of, problems_of_part
@@ -29,7 +30,7 @@ class MetricOf(Metric):
     metric: Any
     """The metric: a name, a :class:`Metric`, a ``torchmetrics.Metric``, or a pair (name, metric)."""
     label: str
-    """The label column."""
+    """The label column, or one value of a label that is an array: "label[0]"."""
     output: Part
     """The part of the output, as ``Trainer.output``."""
 
@@ -56,15 +57,28 @@ class MetricOf(Metric):
     def is_empty(self, state: Any) -> bool:
         return self.metric.is_empty(state)
 
-    def place(self, labels: tuple[str, ...]) -> int:
-        """Return the place of its label among all. Raises :class:`ParameterError`."""
-        if self.label not in labels:
+    def target(self, targets: Sequence[torch.Tensor], labels: tuple[str, ...]) -> torch.Tensor:
+        """Return its label among all. Raises :class:`ParameterError`."""
+        if self.label in labels:
+            return targets[labels.index(self.label)]
+        match = _TASK.fullmatch(self.label)
+        name, number = match.groups() if match else ("", "")
+        if name not in labels:
             raise ParameterError(
                 f'MetricOf: "{self.label}" is no label.{nearest(self.label, labels)} The labels are: '
                 f"{', '.join(labels)}."
             )
-        return labels.index(self.label)
+        target = targets[labels.index(name)]
+        if target.ndim < 2 or int(number) >= target.shape[1]:
+            raise ParameterError(
+                f'MetricOf: label "{name}" has the shape {list(target.shape)} in a batch, and no value '
+                f"{number} in a row."
+            )
+        return target[:, int(number)]
 
+
+_TASK = re.compile(r"(.*)\[(\d+)\]")
+"""Matches one value of a label that is an array."""
 
 MOST_NUMBERS = 1 << 16
 """The most numbers of a curve or a matrix in the history."""
@@ -142,15 +156,18 @@ class Scorer:
             whole, common = output_of(returned), None
             for metric, state in zip(self.metrics, states[2:], strict=True):
                 if isinstance(metric, MetricOf):
-                    own = [targets[metric.place(self.labels)]]
+                    own = [metric.target(targets, self.labels)]
                     plain, target = self._plain(self._part(whole, metric.output, count), own)
                 else:
                     if common is None:
                         common = self._plain(self._part(whole, self.part, count), targets)
                     plain, target = common
                 try:
+                    plain, target = known_of(metric, plain, target)
                     with torch.autocast("cpu", enabled=False):  # validation may run under autocast
-                        updated.append(metric.update(state, plain, target))
+                        updated.append(
+                            metric.update(state, plain, target) if len(target) else state
+                        )
                 except Exception as error:
                     raise ParameterError(
                         f"{_failed(metric, error)}. The output is {_shape(plain)}, the label "
@@ -251,6 +268,25 @@ class Scorer:
                 f"Say which part they should use: {for_example(output)}."
             )
         return _wide(output.detach().cpu()), targets[0].detach().cpu()
+
+
+def known_of(
+    metric: Metric, output: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the target without what is missing, NaN, in the target."""
+    missing = target.isnan() if target.is_floating_point() else None
+    if missing is None or not missing.any():
+        return output, target
+    if target.numel() == len(target):
+        rows = ~missing.reshape(-1)
+        return output[rows], target[rows]
+    own = metric.metric if isinstance(metric, MetricOf) else metric
+    if output.shape == target.shape and isinstance(own, MeanMetric):
+        return output[~missing], target[~missing]
+    raise ValueError(
+        "labels are missing, and it is no mean over single values: measure each task by itself, with "
+        'sparkdl.MetricOf(metric, label="label[0]", output=function)'
+    )
 
 
 def _plain_value(value: Any) -> Any:

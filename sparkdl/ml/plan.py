@@ -189,7 +189,8 @@ class FitPlan:
         trainer = self.trainer
         names = [*trainer.feature_columns, *trainer.label_columns]
         names += [name for name in (trainer.weight, self.indicator) if name is not None]
-        return data.where(are_valid(data.schema, names))
+        missing = {name for name, spec in trainer.columns.items() if spec.takes_missing}
+        return data.where(are_valid(data.schema, [name for name in names if name not in missing]))
 
     def _prepared(self, data: DataFrame) -> DataFrame:
         """Convert the label."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from sparkdl.errors import ParameterError
 from sparkdl.metrics.base import MeanMetric
 from sparkdl.metrics.classes import BINS
 from sparkdl.metrics.named import resolve, suited
-from sparkdl.metrics.scorer import Scorer, States
+from sparkdl.metrics.scorer import MetricOf, Scorer, States
+from sparkdl.model.loss import MaskedLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric .Spearman")
 
@@ -435,6 +437,36 @@ def test_what_a_metric_cannot_measure(metric: Any, output: Any, labels: int, mes
     assert message in message_of(ParameterError, scorer.update, scorer.start(), output, targets)
     with pytest.raises(ParameterError):
         scorer.check(output, targets)
+
+
+GAPS = torch.rand(ROWS, CLASSES, generator=GENERATOR) < 0.4
+
+
+def test_labels_that_are_missing_count_in_no_metric() -> None:
+    each, gaps = (SCORES > 0.2).float(), GAPS[:, 1]
+    labels = each.masked_fill(GAPS, math.nan)
+    tasks = [
+        MetricOf("auc", label="y[1]", output=partial(torch.select, dim=1, index=1)),
+        MetricOf(("rank", tm.AUROC("binary")), label="y[1]", output=lambda x: x[:, 1].sigmoid()),
+    ]
+    loss = MaskedLoss(nn.BCEWithLogitsLoss())
+    metrics = suited(resolve(["mae", "accuracy", *tasks]), loss)
+    scorer = Scorer(loss, metrics, labels=("y",))
+    found = scorer.values(folded(scorer, SCORES, labels, [[(0, 7), (7, 8)], [(8, ROWS)]]))
+    area = roc_auc_score(each[~gaps, 1], SCORES[~gaps, 1])
+    assert found == pytest.approx({
+        "loss": float(nn.functional.binary_cross_entropy_with_logits(SCORES[~GAPS], each[~GAPS])),
+        "mae": float((SCORES - each)[~GAPS].abs().mean()),
+        "accuracy": float(((SCORES > 0) == (each > 0))[~GAPS].float().mean()),
+        "y[1]/auc": area,
+        "y[1]/rank": area,
+    }, rel=1e-5)  # fmt: skip
+    for name, text in [("y[3]", "no value 3 in a row"), ("z[0]", '"z[0]" is no label')]:
+        wrong = Scorer(None, (MetricOf("mae", label=name, output=None),), labels=("y",))
+        assert text in message_of(ParameterError, wrong.update, wrong.start(), SCORES, [labels])
+    whole = Scorer(None, tuple(resolve([tm.MeanSquaredError()])))
+    text = "labels are missing, and it is no mean over single values"
+    assert text in message_of(ParameterError, whole.update, whole.start(), SCORES, [labels])
 
 
 def test_check_lists_every_problem_and_passes_what_works() -> None:
