@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,7 +14,7 @@ from sparkdl.engines.resources import FitResources
 from sparkdl.errors import SessionError
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
-from sparkdl.loop.progress import progress_of
+from sparkdl.loop.progress import Progress, progress_of
 from sparkdl.planner.cluster import Cluster
 from sparkdl.planner.follow import ScheduleShare, compare
 from sparkdl.planner.plan import Plan
@@ -104,11 +105,20 @@ def _fit(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
 
 def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     """Train in a classic session, and return the result and the state in which the run ended."""
-    began, trainer = time.monotonic(), request.trainer
+    mode = "false" if request.quiet else facts.settings.progress
+    progress = progress_of(mode, "", time.monotonic(), request.one_pass)
+    with contextlib.closing(progress):
+        return _run(data, request, facts, progress)
+
+
+def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress) -> CarriedRun:
+    trainer = request.trainer
     placed = data if isinstance(data, PlacedSamples) else None
     context, settings = facts.context, facts.settings
     check_validation_data(trainer, facts)
+    progress.doing("building the model")
     model = prepare(trainer, request.start)
+    progress.doing("starting workers")
     if request.kept is not None:
         request.kept.check(ModelIdentity.of(model.layout), model.optimizers)
     resuming = request.checkpoints()
@@ -125,22 +135,17 @@ def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     if trainer.engine == "gang":
         check_gang(trainer, model, context, replicas)
     threads = cpus_of(context, profile)
-    mode = "false" if request.quiet else settings.progress
-    watched = trainer.engine == "shuffle" and request.plan is None and mode != "false"
+    shows = not request.quiet and settings.progress != "false"
+    watched = shows and trainer.engine == "shuffle" and request.plan is None
+    watches = (ScheduleShare(trainer, facts, replicas),) if watched else ()
     with (
         waiting_for_locality(context),
         FitResources(context, slab, settings.timeout) as resources,
     ):
         if placed is None:
+            progress.doing("reading rows", resources.rows_read)
             placed = PlacedSamples.within(resources, trainer, data, replicas, model.float_dtype)
-        site = Site(
-            settings,
-            slab,
-            threads,
-            progress_of(mode, "", began, request.one_pass),
-            resources,
-            watches=(ScheduleShare(trainer, facts, replicas),) if watched else (),
-        )
+        site = Site(settings, slab, threads, progress, resources, watches=watches)
         samples, validation = placed.training, placed.validation
         with run_course(request, model, samples, validation, resuming, site) as finished:
             carried = finished.carried()

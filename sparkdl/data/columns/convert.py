@@ -12,11 +12,12 @@ import pyarrow as pa
 from sparkdl.data.columns.base import Column, ColumnSpec, DataType, NamedFunction, name_of
 from sparkdl.data.fields import Field, dtype_as
 from sparkdl.data.row_errors import SAME_SHAPE, RowError, finite
-from sparkdl.errors import ParameterError, kind_of
+from sparkdl.errors import ParameterError, kind_of, known_arguments
 
 _MEND = "Fix the function of this column, or filter out such rows."
 
 
+@known_arguments
 @dataclass(frozen=True)
 class Convert(ColumnSpec):
     """A specification that applies ``function(value) -> number or array`` to each row on the executors.
@@ -80,8 +81,13 @@ class Convert(ColumnSpec):
         return NamedFunction(name=values["function"], make=cls)
 
 
-def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:
-    """Return a value as a finite array: floats in ``float_dtype``, integers and booleans as is."""
+def as_array(
+    value: Any, name: str, row: int, float_dtype: str, remedy: str, missing: bool = False
+) -> np.ndarray:
+    """Return a value as a finite array: floats in ``float_dtype``, integers and booleans as is.
+
+    If values may be ``missing``, NaN is allowed.
+    """
     if masked(value):
         raise RowError(name, row, "holds a masked value", remedy)
     try:
@@ -94,7 +100,7 @@ def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> 
     if array.dtype.kind == "f":
         with np.errstate(over="ignore"):
             array = array.astype(float_dtype, copy=False)
-        if np.isnan(array).any():
+        if not missing and np.isnan(array).any():
             raise RowError(name, row, "holds NaN", remedy)
         if np.isinf(array).any():
             raise RowError(name, row, "holds inf", finite(float_dtype))
