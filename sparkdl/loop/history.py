@@ -34,7 +34,7 @@ from sparkdl.loop.history_tables import (
     with_prefix,
 )
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.parallel.pipeline import Pipeline
+from sparkdl.parallel.plan import strategy_of
 from sparkdl.replica.iteration import INNER_STEPS, MICRO_BATCHES, STALENESS, Decisions
 
 if TYPE_CHECKING:
@@ -85,10 +85,7 @@ class History:
         fields = plan["fields"]
         parts = fields.pop("micro_batches", 0)
         if "strategy" in fields:
-            words = [
-                Pipeline(micro_batches=parts) if w == "pipeline" else w for w in fields["strategy"]
-            ]
-            fields["strategy"] = words if len(words) > 1 else words[0]
+            fields["strategy"] = strategy_of(fields["strategy"], parts)
         return plan
 
     def note_plan(self, plan: Mapping[str, Any] | None) -> None:

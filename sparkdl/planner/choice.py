@@ -10,8 +10,7 @@ from typing import Any
 
 from sparkdl.errors import counted
 from sparkdl.parallel.base import MODEL_DIMENSIONS, Mesh
-from sparkdl.parallel.pipeline import Pipeline
-from sparkdl.parallel.plan import STRATEGIES
+from sparkdl.parallel.plan import STRATEGIES, strategy_of
 
 AUTO = "auto"
 SHUFFLE, GANG = "shuffle", "gang"
@@ -77,15 +76,8 @@ class Choice:
             **dict(self.more),
         }
         if self.engine == GANG and not self.own:
-            words = self.strategy.split("+")
-            made = [
-                Pipeline(micro_batches=self.micro_batches) if word == "pipeline" else word
-                for word in words
-            ]
-            found |= {
-                "strategy": made if len(made) > 1 else made[0],
-                "mesh": dict(self.mesh) or None,
-            }
+            made = strategy_of(self.strategy.split("+"), self.micro_batches)
+            found |= {"strategy": made, "mesh": dict(self.mesh) or None}
         return found
 
     @property

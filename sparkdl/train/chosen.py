@@ -52,6 +52,8 @@ from sparkdl.train.spec import TrainerSpec
 from sparkdl.train.trial import Run, timed_fit, tiny_trial
 
 logger = logging.getLogger("sparkdl")
+USUAL = PLAINNESS[0]
+"""The strategy of a trainer that names none."""
 ROWS = 64
 """The rows that are read to measure a model on."""
 TRIED, TRIAL_ITERATIONS, START_SECONDS, TIMES_TRIALS = 3, 30, 3.0, 20
@@ -84,7 +86,7 @@ class Planner:
     @functools.cached_property
     def alone(self) -> Any:
         """The trainer of a single replica in this process."""
-        plain = {"strategy": "ddp", "mesh": None, "sync_batchnorm": False, "min_ranks": None}
+        plain = {"strategy": USUAL, "mesh": None, "sync_batchnorm": False, "min_ranks": None}
         return replace(self.settled, engine="local", validation=None, checkpoint=None, **plain)
 
     @property
@@ -120,7 +122,7 @@ class Planner:
     def whole_plan(self, trials: bool, cluster: Cluster | None) -> Plan:
         """Return the plan over all engines, and over what else the trainer does not say."""
         trainer, given = self.trainer, self.trainer.number_of_replicas
-        free = trainer.strategy in ("ddp", "auto") and trainer.mesh is None
+        free = trainer.strategy in (USUAL, "auto") and trainer.mesh is None
         strategies = PLAINNESS if free else ()
         return self.plan((SHUFFLE, GANG), strategies, given, given is None, trials, cluster)
 
@@ -272,7 +274,7 @@ class Planner:
 
     def _others(self, formulas: Formulas, first: Choice) -> Iterator[Estimate]:
         """Yield the predictions of what would be another algorithm."""
-        local = replace(first, engine=SHUFFLE, strategy="ddp", mesh=(), micro_batches=0, own=False)
+        local = replace(first, engine=SHUFFLE, strategy=USUAL, mesh=(), micro_batches=0, own=False)
         batch = 4 * self.settled.batch_size
         larger = replace(formulas, facts=replace(formulas.facts, batch_size=batch))
         for how, choice in (
@@ -409,7 +411,7 @@ def decided(data: Any, request: FitRequest, facts: SessionFacts, run: Run) -> Fi
         return replace(request, trainer=settled)
     engines = (SHUFFLE, GANG) if "engine" in later else (settled.engine,)
     strategies: tuple[str, ...] = PLAINNESS if "strategy" in later else ()
-    if "strategy" not in later and trainer.strategy == "ddp" and trainer.mesh is None:
+    if "strategy" not in later and trainer.strategy == USUAL and trainer.mesh is None:
         strategies = PLAINNESS[:2] if "engine" in later else PLAINNESS[:1]
     searched = "replicas" in later and replicas is None
     try:
