@@ -85,7 +85,7 @@ def parts_of(
 def strategy_of(words: Sequence[str], micro_batches: int) -> Any:
     """Return the ``Trainer.strategy`` of these words, with the micro-batches where one has them."""
     made = [
-        replace(STRATEGIES[word], micro_batches=micro_batches)  # type: ignore[call-arg]
+        replace(STRATEGIES[word], micro_batches=micro_batches)  # type: ignore[type-var, call-arg]
         if micro_batches and "micro_batches" in vars(STRATEGIES[word])
         else word
         for word in words
