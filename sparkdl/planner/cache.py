@@ -66,15 +66,15 @@ class PlanCache:
         with contextlib.suppress(KeyError, TypeError, ValueError):
             if time.time() - row["at"] < SECONDS:
                 fields = dict(row["probe"])
-                floors = {(str(n), int(m)): float(s) for n, m, s in fields.pop("floors")}
+                overheads = {(str(n), int(m)): float(s) for n, m, s in fields.pop("overheads")}
                 sums = {int(r): [(int(n), float(s)) for n, s in p] for r, p in fields.pop("sums")}
-                return Probe(**fields, floors=floors, sums=sums)
+                return Probe(**fields, overheads=overheads, sums=sums)
         return None
 
     def keep_probe(self, key: str, probe: Probe, shared: bool) -> None:
         """Keep the probe of a session for its like."""
         plain = {f.name: getattr(probe, f.name) for f in dataclasses.fields(probe)}
-        plain["floors"] = [[name, n, seconds] for (name, n), seconds in probe.floors.items()]
+        plain["overheads"] = [[name, n, seconds] for (name, n), seconds in probe.overheads.items()]
         plain["sums"] = [[ranks, [*points]] for ranks, points in probe.sums.items()]
         self._keep(f"probe {key}", {"probe": plain}, shared)
 

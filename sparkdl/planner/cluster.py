@@ -10,7 +10,7 @@ from sparkdl.plain import is_number, is_whole, make_plain
 from sparkdl.planner.choice import GANG, SHUFFLE
 from sparkdl.planner.probe import Probe
 
-FLOORS = {SHUFFLE: (0.013, 0.0), GANG: (0.001, 0.0002)}
+OVERHEADS = {SHUFFLE: (0.013, 0.0), GANG: (0.001, 0.0002)}
 """Seconds of an iteration that computes nothing, by engine: of any, and for each replica beside the
 driver's work on tasks, which :mod:`sparkdl.planner.estimate` counts itself."""
 UNITS = {"fsdp": 0.0012, "tensor": 0.0006, "pipeline": 0.0012}
@@ -74,8 +74,10 @@ class Cluster:
         """Return the probe that such a cluster would have, as far as numbers tell."""
         total = self.nodes * self.slots
         ends = sorted({1, total})
-        floors = {
-            (engine, n): fixed + each * n for engine, (fixed, each) in FLOORS.items() for n in ends
+        overheads = {
+            (engine, n): fixed + each * n
+            for engine, (fixed, each) in OVERHEADS.items()
+            for n in ends
         }
         latency = self.latency if self.nodes > 1 else 0.0
         return Probe(
@@ -83,7 +85,7 @@ class Cluster:
             cores=self.slots,
             nodes=self.nodes,
             memory=self.memory,
-            floors=floors,
+            overheads=overheads,
             units={**UNITS, **(units or {})},
             bandwidth=self.gbit * 1e9 / 8 if self.nodes > 1 else 8e9,
             latency=latency or 5e-6,

@@ -2,7 +2,7 @@
 
 [Note: formulas] P bytes of parameters, R ranks, D copies of a split model, r = R / D ranks a copy, S
 stages, m micro-batches. w(n) is a pass over n rows, u an update of everything, s(r, n) a sum of n bytes
-among r ranks. An iteration is the sum of its parts: "floor" (what the engine costs), "compute", "sum",
+among r ranks. An iteration is the sum of its parts: "overhead" (what the engine costs), "compute", "sum",
 "update", and "driver" between nodes. Constants are in seconds and MB.
 """
 
@@ -27,7 +27,7 @@ LIBRARIES = 180e6
 BUCKET = 4 << 20
 """The bytes from which gradients are summed while backward still runs."""
 RANGE, WIDE = 0.2, 0.35
-"""How far times may be off, as a share: of choices that are probed whole, and of split models."""
+"""How far times may be off, as a share: of choices that are probe_of whole, and of split models."""
 MOST_MEMORY = 0.9
 """The share of a slot's memory that a choice may take."""
 
@@ -83,16 +83,16 @@ class Formulas:
 
     def parts(self, choice: Choice) -> dict[str, float] | str:
         """Return the seconds of an iteration by part, or why they are unknown."""
-        floor = self.probe.floor(choice.engine, choice.replicas)
-        if floor is None:
+        overhead = self.probe.overhead(choice.engine, choice.replicas)
+        if overhead is None:
             return self.probe.reasons.get(choice.engine, "its engine was not tried")
         if choice.engine == SHUFFLE:
-            return self._shuffle(choice, floor)
+            return self._shuffle(choice, overhead)
         words = choice.strategy.split("+")
         for word in words:
             if word in ("fsdp", "tensor", "pipeline") and word not in self.probe.units:
                 return self.probe.reasons.get(word, "this strategy was not tried")
-        parts = {"floor": floor, "compute": self._compute(choice.replicas)}
+        parts = {"overhead": overhead, "compute": self._compute(choice.replicas)}
         nbytes, update = self.profile.nbytes, self.profile.update
         if choice.split == 1:
             parts["sum"] = self._not_hidden(choice, self.probe.sum(choice.replicas, nbytes))
@@ -118,32 +118,36 @@ class Formulas:
             summed += 1.5 * self.probe.sum(sizes.shard, share)
         summed += self.probe.sum(sizes.data, nbytes / r)
         return {
-            "floor": floor + units,
+            "overhead": overhead + units,
             "compute": whole,
             "sum": summed,
             "update": update / r,
         }
 
-    def _shuffle(self, choice: Choice, floor: float) -> dict[str, float]:
+    def _shuffle(self, choice: Choice, overhead: float) -> dict[str, float]:
         """Return the parts of an iteration of Spark jobs, on one node or between nodes."""
         probe, profile, m = self.probe, self.profile, choice.replicas
         waves = math.ceil(m / max(1, probe.slots))
         more = dict(choice.more)
         steps = int(more.get("local_steps", self.facts.local_steps))
-        floor *= warmth(self.facts.iterations)
+        overhead *= warmth(self.facts.iterations)
         compute = waves * self._compute(m)
         nbytes, update = (
             profile.nbytes * (1.0 + (profile.state if steps > 1 else 0.0)),
             profile.update,
         )
         if probe.nodes == 1:
-            parts = {"floor": floor + BYTE_SECONDS * nbytes, "compute": compute, "update": update}
+            parts = {
+                "overhead": overhead + BYTE_SECONDS * nbytes,
+                "compute": compute,
+                "update": update,
+            }
         else:
             driver = PAIR_SECONDS * 2 * m * SHARED
             blocks = BLOCK_SECONDS * m * m / max(1, probe.slots)
             moved = 2 * nbytes * (probe.nodes - 1) / probe.nodes
             parts = {
-                "floor": floor,
+                "overhead": overhead,
                 "compute": compute,
                 "driver": max(0.0, driver - compute) + blocks,
                 "sum": moved / probe.bandwidth,
@@ -186,7 +190,7 @@ class Formulas:
         busy = parts["compute"] * choice.replicas + parts["update"] * updates
         if choice.split > 1 and "pipeline" in choice.strategy:
             busy = self.profile.line(self.facts.batch_size) + parts["update"] * updates
-        return parts["floor"] + busy / cores
+        return parts["overhead"] + busy / cores
 
     def memory(self, choice: Choice) -> float:
         """Return the bytes of a worker at its peak, libraries included."""

@@ -18,7 +18,7 @@ from sparkdl.loop.state import TrainState
 from sparkdl.model.flat import Layout
 from sparkdl.planner.cache import CACHE, digest
 from sparkdl.planner.choice import GANG, PLAINNESS, SHUFFLE, Choice
-from sparkdl.planner.cluster import FLOORS
+from sparkdl.planner.cluster import OVERHEADS
 from sparkdl.session import SessionFacts
 
 FEW = 50
@@ -75,7 +75,7 @@ class ScheduleShare(Callback):
             check_slots(context, self._replicas, 0.0)
         except UserError:
             return
-        fixed, each = FLOORS[GANG]
+        fixed, each = OVERHEADS[GANG]
         gang_takes = whole - schedule + fixed + each * self._replicas
         log_line(
             f"the schedule of Spark's jobs takes {1e3 * schedule:.0f} of {1e3 * whole:.0f} ms of an "

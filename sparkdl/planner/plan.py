@@ -24,7 +24,7 @@ SHOWN = 10
 """The most rows of a table."""
 _HEAD = ("", "engine", "replicas", "strategy", "ms", "range", "MB", "why")
 _PARTS = {
-    "floor": ("the engine's own work", "#7ba5cf"),
+    "overhead": ("the engine's own work", "#7ba5cf"),
     "driver": ("the driver's work on tasks", "#8e5aa8"),
     "compute": ("computing", "#588157"),
     "sum": ("sums and messages", "#d99a2b"),
@@ -138,7 +138,7 @@ class Plan:
         compute = f"an iteration computes for {_ms(parts.get('compute', 0.0))} ms"
         if usual is None or usual.measured:
             return compute
-        schedule = usual.parts.get("floor", 0.0) + usual.parts.get("driver", 0.0)
+        schedule = usual.parts.get("overhead", 0.0) + usual.parts.get("driver", 0.0)
         return f"{compute}; as Spark jobs its schedule would cost {_ms(schedule)}"
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ SUMMED = (256, 256 << 10, 4 << 20)
 ITERATIONS = 60
 """The iterations of a trial fit, whose last third is measured: a JVM is slow at first."""
 TRIAL_TENSORS, TRIAL_PAIRS, TRIAL_PARTS = 8, 2, 4
-"""Parameter tensors, pairs of layers and micro-batches of the model whose fits find floors."""
+"""Parameter tensors, pairs of layers and micro-batches of the model whose fits find overheads."""
 WARM_FROM, WARM = 450, 0.55
 """The iteration from which on Spark's schedule takes a share of what it took before."""
 Trial = Callable[[Choice, int], Timed]
@@ -42,7 +42,9 @@ class Probe:
     cores: int  # of a node
     nodes: int = 1
     memory: float = math.inf  # bytes that are left to a slot
-    floors: Mapping[tuple[str, int], float] = field(default_factory=dict)  # by engine and replicas
+    overheads: Mapping[tuple[str, int], float] = field(
+        default_factory=dict
+    )  # by engine and replicas
     units: Mapping[str, float] = field(default_factory=dict)  # of a tensor, a pair, a micro-batch
     sums: Mapping[int, Sequence[tuple[int, float]]] = field(default_factory=dict)  # by ranks
     reasons: Mapping[str, str] = field(default_factory=dict)  # why something was not measured
@@ -51,9 +53,11 @@ class Probe:
     busy: float = 1.0
     computed: bool = False  # for machines that are not here
 
-    def floor(self, engine: str, replicas: int) -> float | None:
+    def overhead(self, engine: str, replicas: int) -> float | None:
         """Return the seconds of an iteration that computes nothing; None if that is not known."""
-        known = sorted((n, seconds) for (name, n), seconds in self.floors.items() if name == engine)
+        known = sorted(
+            (n, seconds) for (name, n), seconds in self.overheads.items() if name == engine
+        )
         return _between(known, replicas) if known else None
 
     def sum(self, ranks: int, nbytes: float) -> float:
@@ -141,7 +145,7 @@ def measure_on_rank(order: ProfileOrder | None, sums: Sequence[int]) -> dict[str
     return measured | {"here": here()}
 
 
-def probed(
+def probe_of(
     measured: Sequence[Mapping[str, Any]],
     slots: int,
     trial: Trial,
@@ -150,11 +154,11 @@ def probed(
     engines: Sequence[str],
     busy: float,
 ) -> Probe:
-    """Return the probe of a session: what ranks have measured, and floors by trial fits."""
+    """Return the probe of a session: what ranks have measured, and overheads by trial fits."""
     nodes = {found["here"]["node"]: found["here"] for found in measured}
     cores = min(found["cores"] for found in nodes.values())
     memory = sum(found["memory"] for found in nodes.values()) / max(1, slots)
-    floors: dict[tuple[str, int], float] = {}
+    overheads: dict[tuple[str, int], float] = {}
     units: dict[str, float] = {}
     reasons: dict[str, str] = {}
 
@@ -170,20 +174,20 @@ def probed(
         is_busy = busy > BUSY and times.processor > 0
         return min(times.clock, shared) if is_busy else times.clock
 
-    def floors_of(engine: str) -> None:
+    def overheads_of(engine: str) -> None:
         for count in sorted({min(replicas), max(replicas)}) if engine in engines else ():
             seconds = seconds_of(Choice(engine, count), engine)
             if seconds is not None:
-                floors[engine, count] = seconds
+                overheads[engine, count] = seconds
 
-    floors_of(GANG)
-    plain = Probe(slots, cores, floors=floors).floor(GANG, 2)
+    overheads_of(GANG)
+    plain = Probe(slots, cores, overheads=overheads).overhead(GANG, 2)
     counts = {"fsdp": TRIAL_TENSORS, "tensor": TRIAL_PAIRS, "pipeline": TRIAL_PARTS}
     for word in (word for word in counts if word in strategies and max(replicas) > 1):
         parts = TRIAL_PARTS if word == "pipeline" else 0
         seconds = seconds_of(Choice(GANG, 2, word, (), parts), word)
         if plain is not None and seconds is not None:
             units[word] = max(0.0, seconds - plain) / counts[word]
-    floors_of(SHUFFLE)  # last, when the JVM is warm
+    overheads_of(SHUFFLE)  # last, when the JVM is warm
     sums = measured[0].get("sums", {})
-    return Probe(slots, cores, len(nodes), memory, floors, units, sums, reasons, busy=busy)
+    return Probe(slots, cores, len(nodes), memory, overheads, units, sums, reasons, busy=busy)

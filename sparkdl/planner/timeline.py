@@ -54,7 +54,7 @@ class Operation:
 
 
 @dataclass(frozen=True)
-class Span:
+class Bar:
     """An operation with its beginning."""
 
     resource: str
@@ -78,7 +78,7 @@ class Timeline:
         self.operations.append(Operation(resource, kind, seconds, after, priority))
         return len(self.operations) - 1
 
-    def run(self) -> list[Span]:
+    def run(self) -> list[Bar]:
         """Return all operations with the times at which they begin, in the order of their ends."""
         missing = [len(set(one.after)) for one in self.operations]
         followers: dict[int, list[int]] = {}
@@ -88,7 +88,7 @@ class Timeline:
         ready: dict[str, list[tuple[int, float, int]]] = {}
         ends: list[tuple[float, int]] = []
         busy: set[str] = set()
-        spans: list[Span] = []
+        spans: list[Bar] = []
 
         def begin(resource: str, now: float) -> None:
             if resource not in busy and ready.get(resource):
@@ -108,7 +108,7 @@ class Timeline:
         while ends:
             now, number = heapq.heappop(ends)
             one = self.operations[number]
-            spans.append(Span(one.resource, one.kind, now - one.seconds, one.seconds))
+            spans.append(Bar(one.resource, one.kind, now - one.seconds, one.seconds))
             busy.discard(one.resource)
             touched = {one.resource}
             for follower in followers.get(number, ()):
@@ -121,12 +121,12 @@ class Timeline:
         return spans
 
 
-def duration(spans: Sequence[Span]) -> float:
+def duration(spans: Sequence[Bar]) -> float:
     """Return the end of the last operation."""
     return max((span.end for span in spans), default=0.0)
 
 
-def simulated(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> list[Span]:
+def simulated(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> list[Bar]:
     """Return an iteration by a choice, event by event."""
     if choice.engine == SHUFFLE:
         return _shuffle(choice, facts, profile, probe).run()
@@ -149,14 +149,14 @@ def paces(spread: float, ranks: int) -> list[float]:
 def _shuffle(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> Timeline:
     """The driver launches tasks one after another; slots compute; owners fetch and update."""
     line, count = Timeline(), choice.replicas
-    floor = (probe.floor(SHUFFLE, count) or 0.0) * warmth(facts.iterations)
+    overhead = (probe.overhead(SHUFFLE, count) or 0.0) * warmth(facts.iterations)
     compute = profile.line(facts.batch_size / count)
     slots = [f"slot {n}" for n in range(min(count, probe.slots))]
     if probe.nodes == 1:
-        begun = line.add(DRIVER, "schedule", floor + BYTE_SECONDS * profile.nbytes)
+        begun = line.add(DRIVER, "schedule", overhead + BYTE_SECONDS * profile.nbytes)
         launched = [begun] * count
     else:
-        begun = line.add(DRIVER, "schedule", floor)
+        begun = line.add(DRIVER, "schedule", overhead)
         each = PAIR_SECONDS * SHARED
         launched = [line.add(DRIVER, "schedule", each, begun, priority=1) for _ in range(count)]
     done = [
@@ -182,7 +182,7 @@ def _pass(line: Timeline, resource: str, seconds: float, *after: int, priority: 
 
 
 def _begun(line: Timeline, choice: Choice, probe: Probe) -> int:
-    return line.add(DRIVER, "schedule", probe.floor(choice.engine, choice.replicas) or 0.0)
+    return line.add(DRIVER, "schedule", probe.overhead(choice.engine, choice.replicas) or 0.0)
 
 
 def _buckets(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> Timeline:
@@ -304,9 +304,9 @@ def _order(stage: int, stages: int, count: int) -> Iterator[tuple[str, int]]:
             yield "forward", part + ahead
 
 
-def draw(spans: Sequence[Span]) -> str:
+def draw(spans: Sequence[Bar]) -> str:
     """Return the picture of an iteration: a lane for each resource, a bar for each operation."""
-    whole, lanes = duration(spans) or 1.0, dict[str, list[Span]]()
+    whole, lanes = duration(spans) or 1.0, dict[str, list[Bar]]()
     for span in sorted(spans, key=lambda span: span.start):
         lanes.setdefault(span.resource, []).append(span)
     names = sorted(lanes, key=_lane)

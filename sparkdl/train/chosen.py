@@ -35,7 +35,7 @@ from sparkdl.planner.choice import GANG, PLAINNESS, SHUFFLE, Choice, Facts, Sear
 from sparkdl.planner.cluster import Cluster
 from sparkdl.planner.estimate import Estimate, Formulas
 from sparkdl.planner.plan import Plan, ranked, with_measured
-from sparkdl.planner.probe import SUMMED, Probe, measure_on_rank, probed
+from sparkdl.planner.probe import SUMMED, Probe, measure_on_rank, probe_of
 from sparkdl.planner.profile import BUSY, Profile, ProfileOrder, profile_of, scaled
 from sparkdl.process.memory import left_to_machine
 from sparkdl.replica.compute import to_tensors
@@ -242,7 +242,7 @@ class Planner:
             profile = _profiles[order.key()] = profile_of(measured, order)
         if probe is None:
             trial = tiny_trial(facts, self.run)
-            probe = probed(measured, self.slots, trial, counts, strategies, engines, profile.busy)
+            probe = probe_of(measured, self.slots, trial, counts, strategies, engines, profile.busy)
             CACHE.keep_probe(name, probe, self.kept and probe.busy <= BUSY)
         elif is_local(context):
             probe = replace(probe, memory=left_to_machine() / self.slots)

@@ -24,7 +24,7 @@ from sparkdl.planner.cache import MOST, PlanCache, place
 from sparkdl.planner.choice import PLAINNESS, Choice, Facts, Search, replicas_up_to
 from sparkdl.planner.estimate import LIBRARIES, Estimate, Formulas
 from sparkdl.planner.plan import Plan, ranked, with_measured
-from sparkdl.planner.probe import Probe, _between, measure_on_rank, probed
+from sparkdl.planner.probe import Probe, _between, measure_on_rank, probe_of
 from sparkdl.planner.profile import Block, Line, Profile, ProfileOrder, Timed, profile_of
 from sparkdl.planner.timeline import (
     Timeline,
@@ -41,7 +41,7 @@ PROBE = Probe(
     slots=4,
     cores=8,
     memory=1e9,
-    floors={("shuffle", 1): 0.02, ("shuffle", 4): 0.026, ("gang", 1): 0.001, ("gang", 4): 0.004},
+    overheads={("shuffle", 1): 0.02, ("shuffle", 4): 0.026, ("gang", 1): 0.001, ("gang", 4): 0.004},
     units={"fsdp": 0.0005, "tensor": 0.001, "pipeline": 0.002},
     sums={
         2: [(256, 0.0001), (262144, 0.0003), (4194304, 0.0041)],
@@ -149,7 +149,7 @@ def test_a_pipeline_waits_for_its_longest_stage() -> None:
     choice = Choice("gang", 2, "pipeline", (), 4)
     parts = FORMULAS.estimate(choice).parts
     assert parts["compute"] == pytest.approx(5 * (0.001 + 0.0001 * 16) / 2)
-    assert parts["floor"] == pytest.approx(0.002 + 4 * 0.002)
+    assert parts["overhead"] == pytest.approx(0.002 + 4 * 0.002)
     blocks = (replace(BLOCKS[0], share=0.7), *(replace(b, share=0.1) for b in BLOCKS[1:]))
     uneven = replace(FORMULAS, profile=replace(PROFILE, blocks=blocks)).estimate(choice)
     assert uneven.parts["compute"] == pytest.approx(parts["compute"] * 0.8 / 0.5)
@@ -165,7 +165,7 @@ def test_more_ranks_than_cores_share_them() -> None:
 
 def test_sparks_schedule_gets_cheaper_in_a_long_fit() -> None:
     long = replace(FORMULAS, facts=replace(FACTS, iterations=4500))
-    assert long.estimate(Choice()).parts["floor"] == pytest.approx(
+    assert long.estimate(Choice()).parts["overhead"] == pytest.approx(
         0.02 * (450 + 0.55 * 4050) / 4500 + 1.3e-3
     )
 
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_refused_with_figures() -> None:
 
 
 def test_what_was_not_measured_says_why() -> None:
-    probe = replace(PROBE, floors={("shuffle", 1): 0.02}, reasons={"gang": "no slots"})
+    probe = replace(PROBE, overheads={("shuffle", 1): 0.02}, reasons={"gang": "no slots"})
     assert replace(FORMULAS, probe=probe).estimate(Choice("gang", 1)).unknown == "no slots"
     probe = replace(PROBE, units={}, reasons={"fsdp": "an old torch"})
     estimate = replace(FORMULAS, probe=probe).estimate(Choice("gang", 2, "fsdp"))
@@ -384,13 +384,13 @@ def test_trials_find_floors_and_say_what_failed() -> None:
         base = {"shuffle": 0.02, "gang": 0.002}[choice.engine] + 0.001 * choice.replicas
         return Timed(3 * base + (0.004 if choice.split > 1 else 0), 2 * base)
 
-    probe = probed([here], 4, trial, [1, 4], PLAINNESS, ["shuffle", "gang"], busy=1.0)
-    assert probe.floors["gang", 4] == pytest.approx(3 * 0.006)
+    probe = probe_of([here], 4, trial, [1, 4], PLAINNESS, ["shuffle", "gang"], busy=1.0)
+    assert probe.overheads["gang", 4] == pytest.approx(3 * 0.006)
     assert probe.units["fsdp"] == pytest.approx(0.0005)
     assert probe.reasons == {"tensor": "an old torch"}
     assert probe.memory == 2e9
-    busy = probed([here], 4, trial, [1, 4], (), ["shuffle", "gang"], busy=3.0)
-    assert busy.floors["gang", 4] == pytest.approx(2 * 0.006 / 2)  # processor time by the cores
+    busy = probe_of([here], 4, trial, [1, 4], (), ["shuffle", "gang"], busy=3.0)
+    assert busy.overheads["gang", 4] == pytest.approx(2 * 0.006 / 2)  # processor time by the cores
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
