@@ -2,8 +2,8 @@
 
 [Note: formulas] P bytes of parameters, R ranks, D copies of a split model, r = R / D ranks a copy, S
 stages, m micro-batches. w(n) is a pass over n rows, u an update of everything, s(r, n) a sum of n bytes
-among r ranks. An iteration is the sum of its parts: "overhead" (what the engine costs), "compute", "sum",
-"update", and "driver" between nodes. Constants are in seconds and MB.
+among r ranks. An iteration is the sum of its parts: "overhead" (what the engine costs), "compute",
+"sum", "update", and "driver" between nodes. Constants are in seconds and bytes.
 """
 
 from __future__ import annotations
