@@ -254,7 +254,7 @@ WEIGHT = rule("give the name of a column", kind=str)
 AUGMENT = rule("give a function of (*features, rng)", kind=Callable)
 ENGINE = rule(choices=(*ENGINES, AUTO))
 REPLICAS = rule(
-    f'give a whole number of at least 1, or "{AUTO}"',
+    "give a whole number of at least 1",
     fits=lambda v: is_count(v) or (isinstance(v, str) and v == AUTO),
     plain=plain,
 )
