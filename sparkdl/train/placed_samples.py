@@ -129,6 +129,7 @@ def _reading(trainer: TrainerSpec) -> dict[str, Any]:
         "label": trainer.label_columns,
         "weight": trainer.weight,
         "columns": dict(trainer.columns),
+        "handle_invalid": trainer.handle_invalid,
     }
 
 
@@ -287,6 +288,8 @@ def source(
         columns=trainer.columns,
         weight=trainer.weight,
         inputs=trainer.keywords,
+        handle_invalid=trainer.handle_invalid,
+        key=trainer.key,
     )
 
 
