@@ -149,8 +149,8 @@ def _class_weights(name: str, weights: Any) -> Iterator[str]:
     if isinstance(weights, str) and weights == BALANCED:
         return
     remedy = (
-        'give "balanced", a list with the weight of each class, or a mapping {class: weight}, all of at '
-        "least 0."
+        'give "balanced", a list with the weight of each class, or a mapping {class: weight}, all of '
+        "at least 0."
     )
     if isinstance(weights, (str, bytes)) or not isinstance(weights, (Mapping, list, tuple)):
         yield f"{name} is {kind_of(weights)}: {remedy}"
