@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sparkdl.care.rules import BALANCED
 from sparkdl.checkpoint.manifest import (
     DataIdentity,
     Manifest,
@@ -52,6 +53,7 @@ from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.request import FitRequest, begin_batch
 from sparkdl.train.result import FinishedFit, FitEnd, Rescue, result_maker, wanted_weights
 from sparkdl.train.spec import TrainerSpec
+from sparkdl.train.tallies import balanced_weights, with_draws
 
 logger = logging.getLogger("sparkdl")
 
@@ -167,6 +169,9 @@ def run_course(
     since it takes memory.
     """
     trainer, one_pass, before = request.trainer, request.one_pass, request.before
+    samples = with_draws(trainer, samples, site.gang)
+    if trainer.class_weights == BALANCED:
+        model.weigh_classes(balanced_weights(samples, site.gang))
     validation = validation_set(trainer, validation_samples, model.float_dtype)
     output, sums = preflight(trainer, model, samples, validation, one_pass, site.settings.care)
     validation = with_dimensions(validation, output)
@@ -282,6 +287,7 @@ def run_identity(
             "local_steps": trainer.options.local_steps,
             "consistency": consistency_text(describe(trainer.consistency_model)),
             "seed": trainer.seed,
+            "sampling": describe(trainer.sampling),
         },
         optimizers=model.optimizers,
         options=trainer.options,
@@ -359,5 +365,6 @@ def _facts(trainer: TrainerSpec, model: PreparedModel, samples: SampleSet) -> st
     """Return the model, the rows, the replicas and the engine in words, for the log."""
     kind = type(model.module).__name__
     size = counted(sum(parameter.numel() for parameter in model.module.parameters()), "parameter")
-    rows, replicas = counted(sum(samples.counts), "row"), counted(len(samples.counts), "replica")
+    rows = counted(sum(handle.num_rows for handle in samples.handles), "row")
+    replicas = counted(len(samples.counts), "replica")
     return f'{kind} of {size} on {rows}: {replicas}, engine="{trainer.engine}"'
