@@ -1,4 +1,4 @@
-"""Docstrings name what is there: the arguments of a section are parameters, or fields of a class."""
+"""Docstrings name what is there, and the documentation has every public name and page."""
 
 from __future__ import annotations
 
@@ -74,3 +74,13 @@ def test_every_public_name_is_in_the_reference() -> None:
     expected = names - modules_of_ours - private - elsewhere - {"sparkdl.optim"}
     assert set(documented) == expected
     assert len(documented) == len(expected)
+
+
+def test_every_page_is_in_the_contents() -> None:
+    listed = (ROOT / "docs/contents.md").read_text(encoding="utf-8").split()
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md"), ROOT / "docs/api/index.md"]
+    names = {str(page.relative_to(ROOT).with_suffix("")) for page in pages}
+    assert names - {"docs/contents"} == {name for name in listed if name.startswith("docs/")} - {
+        "docs/coming/index",
+        "docs/internals/index",
+    }
