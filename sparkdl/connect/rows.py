@@ -111,13 +111,13 @@ class WriteBoth:
         if self.validation is not None:
             parts.append(_Part.of(self.validation))
         for batch in batches:
-            names = [f"c{i}" for i in range(len(self.training.columns))]
+            names = self.training.names
             if self.validation is None:
                 parts[0].write(batch.select(names))
                 continue
             validates = batch.column(batch.schema.get_field_index(_VALIDATES))
             parts[0].write(batch.filter(pyarrow.compute.invert(validates)).select(names))
-            names = [_of_validation(f"c{i}") for i in range(len(self.validation.columns))]
+            names = [_of_validation(name) for name in self.validation.names]
             parts[1].write(batch.filter(validates).select(names))
         return [part.handle() for part in parts]
 
@@ -160,19 +160,24 @@ class ConnectedRows:
         """Return the rows of ``data``, and those of the validation of ``trainer``."""
         training: Source = source(trainer, data, ranks, float_dtype, slab)
         chosen, columns = chosen_columns(training)
-        write, other = WriteBoth(WriteDataFrame(slab, columns), None), None
+        drawn = len(trainer.feature_columns) + len(trainer.label_columns)
+        drawn = drawn if trainer.sampling is not None else -1
+        write = WriteBoth(WriteDataFrame(slab, columns, training.handling), None)
+        other = None
         if trainer.validation is not None:
             # where a rank reads the validation rows, it does not know the fields of the training yet
             fields: list[Any] = [
-                Field(c.name, c.dtype, ()) if c.spec is None else None for c in columns
+                Field(c.name, c.dtype, ()) if c.spec is None else None
+                for i, c in enumerate(columns)
+                if i != drawn
             ]
             held = in_session_of(data, trainer.validation.data)
-            theirs = replace(training, data=held, fields=tuple(fields))
+            theirs = replace(training, data=held, fields=tuple(fields), sampling=None)
             try:
                 other, columns = chosen_columns(theirs)
             except DataError as error:
                 raise DataError(f"validation data: {error}") from None
-            write = replace(write, validation=WriteDataFrame(slab, columns))
+            write = replace(write, validation=WriteDataFrame(slab, columns, theirs.handling))
         return ConnectedRows(both_parts(chosen, other, ranks), write, ranks)
 
     def into(self, slab: SlabConfig) -> ConnectedRows:

@@ -22,7 +22,8 @@ from sparkdl.data.records import (
     split_record,
     stack_records,
 )
-from sparkdl.data.row_errors import RowError
+from sparkdl.data.row_errors import AS_ERRORS, Handling, InvalidRow, RowError
+from sparkdl.data.sampling import Sampling
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.worker import finish_task
 
@@ -44,6 +45,8 @@ class WriteRecords:
     weighted: bool = False
     fields: Sequence[Field] = ()
     names: Names = _PAIRS
+    sampling: Sampling | None = None
+    handling: Handling = AS_ERRORS
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
         writer = PartitionWriter(self.config, weighted=self.weighted)
@@ -53,11 +56,19 @@ class WriteRecords:
         nbytes = 0  # bytes of the waiting records
         try:
             for record in records:
-                parts = self._parts(record, writer.num_rows + len(waiting))
+                row = writer.rows_read + len(waiting)
+                try:
+                    parts = self._parts(record, row)
+                except RowError as error:
+                    if self.handling.way == "error":
+                        raise
+                    key = self.names.key_of(record, self.handling.key)
+                    problem = InvalidRow(key, error.problem.column, error.problem.text, row)
+                    writer.note_invalid([problem], left_out=True)
+                    continue
                 if not names:
                     names = [name for name, _ in parts]
                     labels = [i for i, name in enumerate(names) if name.startswith("label")]
-                row = writer.num_rows + len(waiting)
                 check_alike(parts, waiting, row, self.specs, names)
                 waiting.append([value for _, value in parts])
                 nbytes += sum(value.nbytes for _, value in parts)
@@ -73,6 +84,7 @@ class WriteRecords:
         finish_task()
 
     def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
+        given = record
         record = self.names.sample(record, row, 0 if self.labelled else None)
         features, label = split_record(record, self.labelled, row)
         features = self.names.in_order(features, row)
@@ -81,6 +93,10 @@ class WriteRecords:
             (name, record_field(value, name, row, self.float_dtype, self.specs, field))
             for (name, value), field in with_fields(values, self.fields)
         ]
+        if self.sampling is not None:
+            value = self.names.value(self.sampling.column, given, label, row)
+            array = self.sampling.spec.from_record(value, "sampling", row, self.float_dtype)
+            parts.append(("sampling", array))
         if self.weighted:
             parts.append(("weight", record_weight(record, row, self.float_dtype)))
         return parts

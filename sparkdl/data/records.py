@@ -58,6 +58,12 @@ class Names:
         found = tuple(features[name] for name in self.inputs)
         return found[0] if len(found) == 1 else found
 
+    @staticmethod
+    def key_of(record: Any, name: str | None) -> str | None:
+        """Return the key of a record whose values have names; None if it has none."""
+        key = None if name is None else (_named_values(record) or {}).get(name)
+        return None if key is None else str(key)
+
     def sample(self, record: Any, row: int, bare: int | None = 0) -> Any:
         """Return the :class:`Sample` of a record with these names, and nameless records unchanged.
 
@@ -84,6 +90,20 @@ class Names:
             f"{', '.join(missing)}",
             "Records with named values are read by name: give the trainer these names, as "
             "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
+        )
+
+    def value(self, name: str, record: Any, label: Any, row: int) -> Any:
+        """Return one value of a record as it was given: by name, or the ``label`` that it has."""
+        values = _named_values(record) or {}
+        if name in values:
+            return values[name]
+        if name in self.label:
+            return label[self.label.index(name)] if len(self.label) > 1 else label
+        raise RowError(
+            "record",
+            row,
+            f'has no value "{name}" to draw rows by',
+            "Give records whose values have names, such as Row, or draw by the label.",
         )
 
 

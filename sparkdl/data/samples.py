@@ -13,10 +13,12 @@ from pyspark import RDD
 from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.arrow_tasks import (
+    PATH,
     JoinParts,
     WriteDataFrame,
     WriteParts,
     address_parts,
+    columns_named,
     content_hash,
     files_of,
     first_field,
@@ -33,9 +35,16 @@ from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.records import Names
-from sparkdl.data.row_errors import BadRow
-from sparkdl.data.schema import read_schema
-from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError
+from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling
+from sparkdl.data.sampling import Draws, Sampling
+from sparkdl.data.schema import read_schema, sampling_column
+from sparkdl.errors import (
+    DataError,
+    StaleReferenceError,
+    StateLostError,
+    TrainingError,
+    nearest,
+)
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.frames import (
@@ -60,17 +69,28 @@ class SampleSet:
 
     rdd: RDD | None  # pickled handles, one frame a partition; None: samples of this process
     handles: tuple[SampleHandle, ...]
-    fields: tuple[Field, ...]  # inputs, labels and, if weighted, the weight
+    fields: tuple[
+        Field, ...
+    ]  # inputs, labels, the field to draw by and the weight, as far as given
     num_features: int
     preview: list[Rows]
     num_labels: int = 0
     weighted: bool = False
     more: list[Rows] = field(default_factory=list)  # those of preview and some others
+    draws: Draws | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Return the rows of each partition."""
+        """Return the rows of an epoch in each partition."""
+        if self.draws is not None:
+            return self.draws.counts
         return tuple(handle.num_rows for handle in self.handles)
+
+    @property
+    def model_fields(self) -> tuple[Field, ...]:
+        """Return the fields without that to draw by."""
+        end = self.num_features + self.num_labels
+        return (*self.fields[:end], *(self.fields[-1:] if self.weighted else ()))
 
 
 def fields_of_handles(handles: Sequence[SampleHandle]) -> tuple[Field, ...]:
@@ -85,12 +105,16 @@ def sample_set(
     weighted: bool,
     rows: tuple[list[Rows], list[Rows]],
     noun: str = "column",
+    sampled: bool = False,
 ) -> SampleSet:
-    """Return the description of samples in place; ``rows`` are its preview and ``more``."""
+    """Return the description of samples in place; ``rows`` are its preview and ``more``.
+
+    If ``sampled``, there is a field to draw by.
+    """
     fields = fields_of_handles(handles)
     if weighted:
         check_total_weight(handles, len(fields) - 1, f'{noun} "{fields[-1].name}"')
-    num_labels = len(fields) - num_features - weighted
+    num_labels = len(fields) - num_features - weighted - sampled
     preview, more = rows
     return SampleSet(rdd, tuple(handles), fields, num_features, preview, num_labels, weighted, more)
 
@@ -109,6 +133,20 @@ class Source:
     weight: str | None = None
     fields: tuple[Field, ...] = ()
     inputs: tuple[str, ...] = ()
+    sampling: Sampling | None = None
+    handle_invalid: str = "error"
+    key: str | None = None
+
+    @property
+    def handling(self) -> Handling:
+        """Return the way to handle rows that cannot be read, with the column that names them."""
+        if self.handle_invalid == "error":
+            return AS_ERRORS
+        key = self.key
+        if key is None and isinstance(self.data, DataFrame):
+            kinds = {field.name: field.dataType.typeName() for field in self.data.schema}
+            key = PATH if kinds.get(PATH) == "string" else None
+        return Handling(self.handle_invalid, key)
 
     @property
     def records_task(self) -> WriteRecords:
@@ -120,6 +158,8 @@ class Source:
             self.weight is not None,
             self.fields,
             Names(self.features, self.label, self.weight, self.inputs),
+            self.sampling,
+            self.handling,
         )
 
     @property
@@ -281,11 +321,17 @@ def _sample_set(
                 f'columns names "{unknown[0]}", which is not a field of the records. They have: '
                 f"{', '.join(f.name for f in fields)}."
             )
-    return sample_set(rdd, handles, num_features, weighted, rows, source.noun)
+    sampled = source.sampling is not None
+    return sample_set(rdd, handles, num_features, weighted, rows, source.noun, sampled)
 
 
 def _check_specs(source: Source) -> None:
     """Raise :class:`DataError` for specifications that only a DataFrame's columns may have."""
+    if source.handle_invalid == "keep":
+        raise DataError(
+            'handle_invalid="keep" is for DataFrames, whose columns say what zeros a row can have: use '
+            '"skip", or mend the records with rdd.map.'
+        )
     for name, spec in source.columns.items():
         if not spec.for_records:
             raise DataError(
@@ -298,7 +344,7 @@ def _check_specs(source: Source) -> None:
 def _write_table(source: Source) -> tuple[RDD, bool]:
     """Return the RDD of a DataFrame's handles, and whether rows changed partitions."""
     chosen, columns = chosen_columns(source)
-    task = WriteDataFrame(source.slab, columns)
+    task = WriteDataFrame(source.slab, columns, source.handling)
     context = chosen.sparkSession._sc
     stay = partitions_of_rdds(chosen) == source.replicas
     if stay or not is_local(context):
@@ -329,7 +375,7 @@ def _bring_table(source: Source) -> tuple[list[SampleHandle], bool]:
     batches: dict[int, list[pa.RecordBatch]] = {}
     for row in shipped.collect():
         batches.setdefault(row[0], []).extend(pa.ipc.open_stream(bytes(row[1])))
-    task = WriteParts(WriteDataFrame(source.slab, columns), source.replicas)
+    task = WriteParts(WriteDataFrame(source.slab, columns, source.handling), source.replicas)
     parts: list[list[WrittenRows]] = [[] for _ in range(source.replicas)]
     for number, found in batches.items():
         for partition, part in enumerate(task.parts(number, found)):
@@ -356,8 +402,16 @@ def chosen_columns(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
         source.columns,
         source.fields,
     )
-    columns = (*inputs, *labels, *weights)
-    return select_columns(data, columns), columns
+    how = source.sampling
+    drawn = () if how is None else (sampling_column(data.schema, how.column, how.spec),)
+    columns = (*inputs, *labels, *drawn, *weights)
+    key = source.handling.key
+    if key is not None and not columns_named(data, key):
+        raise DataError(
+            f'the key column "{key}" is missing.{nearest(key, data.columns)} The DataFrame has: '
+            f"{', '.join(data.columns)}."
+        )
+    return select_columns(data, columns, key), columns
 
 
 def _redistribute(source: Source) -> RDD:

@@ -119,10 +119,11 @@ class Plan:
         words = []
         if estimate.choice.engine == SHUFFLE != first.choice.engine:
             words.append("nothing is lost with an executor")
-        if first.seconds and estimate.seconds and estimate.low <= first.high:
+        longer = (estimate.seconds or 0.0) / (first.seconds or 1.0)
+        if longer > 2:
+            words.append(f"{longer:.0f} times as long")
+        elif estimate.low <= first.high:
             words.append("level with 1" + _plainer(first.choice, estimate.choice))
-        if estimate.seconds and first.seconds and estimate.seconds > 2 * first.seconds:
-            words.append(f"{estimate.seconds / first.seconds:.0f} times as long")
         words += _difference(first.parts, estimate.parts)[: 2 - min(1, len(words))]
         if estimate.memory < 0.8 * first.memory:
             words.append(f"{_mb(first.memory - estimate.memory)} MB less a rank")
@@ -211,7 +212,7 @@ class Plan:
     def _below(self) -> list[str]:
         """Return the lines below the table."""
         left = len(self.rows) - SHOWN
-        lines = [f"and {counted(left, 'choice')} that are slower"] if left > 0 else []
+        lines = [f"and {left} slower"] if left > 0 else []
         for estimate in self.others:
             lines.append(f"another algorithm: {estimate.choice}: {_of_other(estimate, self.facts)}")
         told: dict[tuple[str, str], list[Estimate]] = {}

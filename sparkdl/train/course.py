@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from sparkdl.care.advice import ENOUGH_ITERATIONS, Spent, advice
+from sparkdl.care.rules import BALANCED
 from sparkdl.checkpoint.manifest import (
     DataIdentity,
     Manifest,
@@ -26,7 +27,7 @@ from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import check_replicas, largest_staleness
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.fields import SampleHandle
+from sparkdl.data.fields import SampleHandle, invalid_in, told_of_invalid
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.recovery import RecoveringEngine
@@ -54,6 +55,7 @@ from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.request import FitRequest, begin_batch
 from sparkdl.train.result import FinishedFit, FitEnd, Rescue, result_maker, wanted_weights
 from sparkdl.train.spec import TrainerSpec
+from sparkdl.train.tallies import balanced_weights, with_draws
 
 logger = logging.getLogger("sparkdl")
 
@@ -169,6 +171,9 @@ def run_course(
     since it takes memory.
     """
     trainer, one_pass, before = request.trainer, request.one_pass, request.before
+    samples = with_draws(trainer, samples, site.gang)
+    if trainer.class_weights == BALANCED:
+        model.weigh_classes(balanced_weights(samples, site.gang))
     validation = validation_set(trainer, validation_samples, model.float_dtype)
     site.progress.doing("trying the model")
     output, sums = preflight(trainer, model, samples, validation, one_pass, site.settings.care)
@@ -187,6 +192,11 @@ def run_course(
     state, history = load_start(request, engine, identity, resuming, site)
     history.note_settings(settings)
     history.note_plan(request.plan)
+    for role, placed in (("training", samples), ("validation", validation_samples)):
+        found = None if placed is None else invalid_in(placed.handles)
+        if found is not None:
+            logger.warning("%s", told_of_invalid(role, found, trainer.handle_invalid))
+            history.note_invalid(role, found, further=one_pass and role == "training")
     looped = trainer if not one_pass else replace(trainer, stop=MaxEpoch(state.epoch + 1))
     if before is not None and before.schedule is not None:
         schedule = before.schedule
@@ -305,6 +315,7 @@ def run_identity(
             "local_steps": trainer.options.local_steps,
             "consistency": consistency_text(describe(trainer.consistency_model)),
             "seed": trainer.seed,
+            "sampling": describe(trainer.sampling),
         },
         optimizers=model.optimizers,
         options=trainer.options,
@@ -382,5 +393,6 @@ def _facts(trainer: TrainerSpec, model: PreparedModel, samples: SampleSet) -> st
     """Return the model, the rows, the replicas and the engine in words, for the log."""
     kind = type(model.module).__name__
     size = counted(sum(parameter.numel() for parameter in model.module.parameters()), "parameter")
-    rows, replicas = counted(sum(samples.counts), "row"), counted(len(samples.counts), "replica")
+    rows = counted(sum(handle.num_rows for handle in samples.handles), "row")
+    replicas = counted(len(samples.counts), "replica")
     return f'{kind} of {size} on {rows}: {replicas}, engine="{trainer.engine}"'

@@ -131,6 +131,8 @@ def _reading(trainer: TrainerSpec) -> dict[str, Any]:
         "label": trainer.label_columns,
         "weight": trainer.weight,
         "columns": dict(trainer.columns),
+        "handle_invalid": trainer.handle_invalid,
+        "sampling": trainer.sampling and (trainer.sampling.column, trainer.sampling.spec),
     }
 
 
@@ -298,6 +300,9 @@ def source(
         columns=trainer.columns,
         weight=trainer.weight,
         inputs=trainer.keywords,
+        handle_invalid=trainer.handle_invalid,
+        key=trainer.key,
+        sampling=trainer.sampling,
     )
 
 
@@ -333,9 +338,8 @@ def place_validation(
     if validation is None:
         return None
     try:
-        placed = place(
-            trainer, replace(training, data=validation.data, fields=samples.fields), resources
-        )
+        theirs = replace(training, data=validation.data, fields=samples.model_fields, sampling=None)
+        placed = place(trainer, theirs, resources)
     except DataError as error:
         raise DataError(f"validation data: {error}") from None
     check_validation(samples, placed)
@@ -345,13 +349,13 @@ def place_validation(
 def check_validation(samples: SampleSet, validation: SampleSet) -> None:
     """Check that the validation samples are like those of the training."""
     inputs, here = samples.num_features, validation.num_features
-    labels, ours = len(samples.fields) - inputs, len(validation.fields) - here
+    labels, ours = len(samples.model_fields) - inputs, len(validation.fields) - here
     if (here, ours) != (inputs, labels):
         raise DataError(
             f"validation data: a sample has {here} inputs and {ours} labels, in the training data "
             f"{inputs} and {labels}."
         )
-    for one, other in zip(validation.fields, samples.fields, strict=True):
+    for one, other in zip(validation.fields, samples.model_fields, strict=True):
         alike = replace(one, name=other.name)  # fields of an RDD have names of their own
         if np.dtype(one.dtype).kind == np.dtype(other.dtype).kind == "i":  # int64 in a mini-batch
             alike = replace(alike, dtype=other.dtype)

@@ -54,6 +54,12 @@ class PreparedModel:
     schedule: Schedule
     outer: OptimizerSpec | None = None  # of the slices, if replicas take the steps of ``optimizer``
 
+    def weigh_classes(self, table: tuple[float, ...]) -> None:
+        """Set the weight of each class, which the rows of the data decide."""
+        options = replace(self.recipe.options, class_weights=table)
+        self.recipe = replace(self.recipe, options=options)
+        self.payload = pickled(self.recipe)
+
     def drop_module(self) -> None:
         """Free the memory of the module, once nothing more is tried on it."""
         self.module = nn.Module()
