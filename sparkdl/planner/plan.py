@@ -140,7 +140,7 @@ class Plan:
         if usual is None or usual.measured:
             return compute
         schedule = usual.parts.get("overhead", 0.0) + usual.parts.get("driver", 0.0)
-        return f"{compute}; as Spark jobs its schedule would cost {_ms(schedule)}"
+        return f"{compute}; as Spark jobs its schedule would cost {_ms(schedule)} ms"
 
     def __str__(self) -> str:
         lines = [self._title()]
