@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from sparkdl.parallel.tensor import Tensor
     from sparkdl.replica.compute import all_rows
     from sparkdl.slices.section import GradBucket, PowerSGD, TopK
-    from sparkdl.train.groups import GroupModels, fit_groups
+    from sparkdl.train.groups import GroupModels, fit_groups, load_groups
     from sparkdl.train.placed_samples import PlacedSamples
     from sparkdl.train.trainer import Trainer
 
@@ -129,6 +129,7 @@ __all__ = [
     "fit_groups",
     "gang",
     "load",
+    "load_groups",
     "max_epoch",
     "max_iteration",
     "max_score",
@@ -177,7 +178,7 @@ _NAMES = {
     "sparkdl.parallel.tensor": "Tensor",
     "sparkdl.replica.compute": "all_rows",
     "sparkdl.slices.section": "GradBucket PowerSGD TopK",
-    "sparkdl.train.groups": "GroupModels fit_groups",
+    "sparkdl.train.groups": "GroupModels fit_groups load_groups",
     "sparkdl.train.placed_samples": "PlacedSamples",
     "sparkdl.train.trainer": "Trainer",
 }
