@@ -147,10 +147,27 @@ def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
             "the DataFrame is a stream, which never ends: write it to a table and pass that, or pass "
             "each of its batches, in writeStream.foreachBatch. Only predictions work on a stream."
         )
-    check_unambiguous(data, [column.name for column in columns])
-    return data.select(
-        *[functions.col(quoted(c.name)).alias(f"c{i}") for i, c in enumerate(columns)]
-    )
+    check_unambiguous(data, [name for column in columns for name in column.names])
+    return data.select(*numbered(columns))
+
+
+def numbered(columns: Sequence[Column]) -> list[SparkColumn]:
+    """Return the columns as c0, c1, ...; one of several columns is a struct of them."""
+    found = []
+    for i, column in enumerate(columns):
+        first, *others = [functions.col(quoted(name)) for name in column.names]
+        found.append((functions.struct(first, *others) if others else first).alias(f"c{i}"))
+    return found
+
+
+def of_structs(arrays: Sequence[Any], columns: Sequence[Column]) -> list[Any]:
+    """Return an Arrow array for each of the columns, given those of :attr:`Column.names`."""
+    rest, found = iter(arrays), []
+    for column in columns:
+        first, *others = [next(rest) for _ in column.names]
+        names = [f"_{i}" for i, _ in enumerate(column.names)]
+        found.append(pa.StructArray.from_arrays([first, *others], names) if others else first)
+    return found
 
 
 PATH = "path"

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 from pyspark.sql import Column
+from pyspark.sql.pandas.types import from_arrow_type
 
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ModelError, ParameterError, counted, kind_of, shown
@@ -39,6 +40,8 @@ _SQL = {
 }
 MAX_VALUES = 2**31 - 1
 """The most values that a column of lists can hold, since its offsets are int32."""
+Values: TypeAlias = np.ndarray | list[Any]
+"""The values of a column for a batch: an array (rows, ...), or a list of Python values, one a row."""
 Finish: TypeAlias = Callable[[Any], torch.Tensor] | None
 """The user's ``postprocess``, or None."""
 
@@ -85,13 +88,22 @@ class OutputColumn:
     part: Part
     output: Output
     by_element: bool = False  # the first dimension is the row's sequence: cut it to its length
-    labels: tuple[str, ...] = ()  # texts that the numbers stand for; (): the numbers stay
+    kind: pa.DataType | None = None  # of values that are no tensor, but a list of one for each row
     finish: Finish = None  # makes the predictions of the part, on the CPU
     dimensions: int | None = None  # of a batch's part, if ``finish`` gets it
 
     @staticmethod
-    def of(name: str, part: Part, value: Any, rows: int, finish: Finish = None) -> OutputColumn:
+    def of(
+        name: str,
+        part: Part,
+        value: Any,
+        rows: int,
+        finish: Finish = None,
+        kind: pa.DataType | None = None,
+    ) -> OutputColumn:
         """Return the column of a part, given its value for a batch."""
+        if kind is not None:
+            return OutputColumn(name, part, Output((), "float32"), kind=kind)
         dimensions = value.ndim if isinstance(value, torch.Tensor) else None
         if finish is not None:
             given = described(value)
@@ -114,14 +126,16 @@ class OutputColumn:
                 f'output "{name}" is {described(value)} for a batch of {number}: it must be a tensor '
                 f"of shape [{rows}, ...]. Name another part, {for_example(value)}."
             )
-        column = OutputColumn(name, part, Output.of(value), False, (), finish, dimensions)
+        column = OutputColumn(name, part, Output.of(value), False, None, finish, dimensions)
         column.sql_type  # noqa: B018 - raises if there is none
         return column
 
     @property
     def sql_type(self) -> str:
         """The type of the column."""
-        return "string" if self.labels else self.output.sql_type
+        if self.kind is not None:
+            return from_arrow_type(self.kind).simpleString()
+        return self.output.sql_type
 
     @property
     def row_bytes(self) -> int:
@@ -129,29 +143,31 @@ class OutputColumn:
         shape = (128, *self.output.shape[1:]) if self.by_element else self.output.shape
         return 4 * math.prod(shape)
 
-    def values(self, returned: Any, rows: int) -> np.ndarray:
+    def values(self, returned: Any, rows: int) -> Values:
         """Return the predictions of a batch, given what the model returned for it."""
         with torch.no_grad():
             value = value_of(returned, self.part)
+            if self.kind is not None:
+                return list(value)
             if self.finish is not None:  # it was tried on the CPU
                 value = with_tensors(in_rows(value, rows, self.dimensions), torch.Tensor.cpu)
                 value = self.finish(value)
         return as_numpy(in_rows(value, rows, self.output.dimensions))
 
-    def to_arrow(self, values: np.ndarray, sequences: Ragged | None) -> pa.Array:
+    def to_arrow(self, values: Values, sequences: Ragged | None) -> pa.Array:
         """Return predictions, (rows, ...), as an Arrow array; ``sequences`` if lengths vary."""
-        if self.labels:
-            return pa.array(self.labels).take(pa.array(values.reshape(-1)))
+        if isinstance(values, list):
+            return pa.array(values, self.kind)
         if not self.by_element or sequences is None:
             return to_arrow(values)
         kept = sequences.present(values.shape[1])
         ends = np.concatenate([[0], np.cumsum(kept.sum(1))])
         return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), to_arrow(values[kept]))
 
-    def to_python(self, values: np.ndarray, sequences: Ragged | None) -> list[Any]:
+    def to_python(self, values: Values, sequences: Ragged | None) -> list[Any]:
         """Return predictions, (rows, ...), as a number, text or array for each row."""
-        if self.labels:
-            return [self.labels[number] for number in values.reshape(-1).tolist()]
+        if isinstance(values, list):
+            return values
         if self.by_element and sequences is not None:
             pairs = zip(values, sequences.present(values.shape[1]), strict=True)
             return [value[kept] for value, kept in pairs]
@@ -160,8 +176,8 @@ class OutputColumn:
     def nulls(self, rows: int) -> pa.Array:
         """Return the column of so many rows without a prediction."""
         shape = (0, *(1 for _ in self.output.shape))
-        if self.labels:
-            return pa.nulls(rows, pa.string())
+        if self.kind is not None:
+            return pa.nulls(rows, self.kind)
         dtype = self.output.dtype.replace("bfloat16", "float32").replace("float16", "float32")
         return pa.nulls(rows, self.to_arrow(np.zeros(shape, dtype), None).type)
 
@@ -292,8 +308,11 @@ def offsets(lists: int, length: int) -> pa.Array:
     return pa.array(np.arange(lists + 1) * length, pa.int32())
 
 
-def pieces(batch: np.ndarray) -> Iterator[np.ndarray]:
+def pieces(batch: Values) -> Iterator[Values]:
     """Yield the rows of a batch in pieces with no more values than int32 offsets can count."""
+    if isinstance(batch, list):
+        yield batch
+        return
     rows = max(1, MAX_VALUES // max(1, math.prod(batch.shape[1:])))
     for start in range(0, len(batch), rows):
         yield batch[start : start + rows]

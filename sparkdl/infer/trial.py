@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from pyspark import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.arrow_tasks import select_columns, ship_batches
+from sparkdl.data.arrow_tasks import of_structs, select_columns, ship_batches
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
@@ -43,6 +44,7 @@ class Trial:
     name: str  # of the column if there is one
     finish: Finish = None
     known: Output | None = None  # of the part, from the training
+    kinds: Mapping[str, pa.DataType] = dataclasses.field(default_factory=dict)  # of lists
 
     def run(
         self, made: Sequence[Rows] | None, rows: Iterator[Sequence[Rows]]
@@ -54,6 +56,11 @@ class Trial:
                 zeros = torch.zeros(ROWS, *self.known.shape, dtype=getattr(torch, self.known.dtype))
                 ((name, part),) = (self.parts or {self.name: None}).items()
                 return (OutputColumn.of(name, part, zeros, ROWS, self.finish),), 0
+            if self.parts and self.parts.keys() <= self.kinds.keys():
+                pairs = self.parts.items()
+                return tuple(
+                    OutputColumn.of(n, p, None, 0, kind=self.kinds[n]) for n, p in pairs
+                ), 0
             if made is not None:
                 return self.columns(made)
         except UserError as error:
@@ -85,7 +92,7 @@ class Trial:
         chosen = offered_parts(returned, rows, self.name) if self.parts is None else self.parts
         values = {name: value_of(returned, part) for name, part in chosen.items()}
         found = [
-            OutputColumn.of(name, chosen[name], value, rows, self.finish)
+            OutputColumn.of(name, chosen[name], value, rows, self.finish, self.kinds.get(name))
             for name, value in values.items()
         ]
         if self.finish is not None or not any(isinstance(array, Ragged) for array in arrays):
@@ -159,7 +166,7 @@ def made_up(columns: Sequence[Column], types: Sequence[Any]) -> list[Rows] | Non
     arrays = []
     for column, kind in zip(columns, types, strict=True):
         if kind.typeName() == "string":
-            array = pa.array(["a", "a a"])
+            (array,) = of_structs([pa.array(["a", "a a"])] * len(column.names), [column])
         elif column.depth == 0 and column.spec is None:
             array = pa.array(np.zeros(ROWS, column.dtype))
         else:

@@ -12,6 +12,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as sql
 from torch import nn
 
+from sparkdl.data.columns.base import names_read
 from sparkdl.data.fields import NO_ROWS
 from sparkdl.errors import DataError, ParameterError, kind_of
 from sparkdl.loop.triggers import max_epoch
@@ -187,7 +188,9 @@ class FitPlan:
         if not self.filters:
             return data
         trainer = self.trainer
-        names = [*trainer.feature_columns, *trainer.label_columns]
+        names = names_read(
+            (*trainer.feature_columns, *trainer.label_columns), trainer.columns or {}
+        )
         names += [name for name in (trainer.weight, self.indicator) if name is not None]
         return data.where(are_valid(data.schema, names))
 

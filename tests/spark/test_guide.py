@@ -32,6 +32,7 @@ LONG = [
     "continuing.md",
     "data.md",
     "gang.md",
+    "generate.md",
     "gradients.md",
     "groups.md",
     "inference.md",
