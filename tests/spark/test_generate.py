@@ -41,8 +41,8 @@ def texts(written: DataFrame) -> list[Any]:
     return [row.generated_text for row in rows]
 
 
-def alone(prompt: str) -> list[int]:
-    ids = small_text.tokenizer()(prompt, return_tensors="pt")["input_ids"]
+def alone(prompt: str, **how: Any) -> list[int]:
+    ids = small_text.tokenizer()(prompt, return_tensors="pt", **how)["input_ids"]
     whole = small_text.language_model().generate(ids, do_sample=False, **SHORT)
     return whole[0, ids.shape[1] :].tolist()
 
@@ -85,7 +85,8 @@ def test_chats_become_prompts_by_the_template(prompts: DataFrame, tmp_path: Path
     for _ in range(2):  # the second call finds all there
         written = sparkdl.generate(chats, small_text.language_model(), "chat", **how)
         for row in written.collect():
-            assert row.tokens == alone(f"{row.chat[0].content} it was")
+            prompt = f"{row.chat[0].content} it was"
+            assert row.tokens == alone(prompt, add_special_tokens=False)
 
 
 def test_a_prompt_that_leaves_no_room_is_a_bad_row(prompts: DataFrame, folder: Path) -> None:
