@@ -162,14 +162,15 @@ class TrainedModel(ModelData):
         metrics: Metrics = (),
         batch_size: int = 1024,
         output: Part = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Return the mean loss over all samples as ``loss``, and each of the metrics, by name.
 
-        They are computed on the executors, in evaluation mode.
+        A value is a number; that of a curve or a matrix is a dictionary or nested lists. They are
+        computed on the executors, in evaluation mode.
 
         Args:
             data: A DataFrame or an RDD with features and labels, as for ``fit``.
-            metrics: Metrics: names ("accuracy", "top@5", "mae", "mse", "auc", "hit_ratio@10",
+            metrics: Metrics: names ("accuracy", "f1", "auc", "log_loss", "rmse", "confusion_matrix",
                 "ndcg@10"), objects of :class:`sparkdl.Metric` or ``torchmetrics.Metric``, or pairs
                 (name, metric); see docs/guide/metrics.md.
             batch_size: The number of rows of a forward pass.
