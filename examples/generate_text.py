@@ -81,8 +81,10 @@ def main(spark: SparkSession, epochs: int = 12) -> dict[str, float]:
     written = sparkdl.generate(questions, trained.module, tokenizer=tokenizer, max_new_tokens=4)
     written.show(truncate=False)
     right = written.where("generated_text = color AND finish_reason = 'stop'").count()
-    return {"accuracy": right / len(COLORS)}
+    accuracy = right / len(COLORS)
+    print(f"right answers: {accuracy:.3f}")
+    return {"accuracy": accuracy}
 
 
 if __name__ == "__main__":
-    print(main(sparkdl.session("local[2]")))
+    main(sparkdl.session("local[2]"))
