@@ -87,4 +87,8 @@ def main(spark: SparkSession, epochs: int = 12) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(sparkdl.session("local[2]"))
+    session = sparkdl.session("local[2]")
+    try:
+        main(session)
+    finally:
+        session.stop()
