@@ -2,7 +2,7 @@
 
     python benchmarks/generate.py [--rounds 3] [--quick] [--json FILE]
 
-Each way writes 64 tokens after each of the same prompts, whose lengths are skewed (log-normal), the
+Each way writes 32 tokens after each of the same prompts, whose lengths are skewed (log-normal), the
 most likely ones, in batches of 16, in a process of its own: sparkdl in ``local[2]``, with prompts in a
 cached table and texts to Spark's "noop" sink; the plain loop with two threads, over prompts in memory,
 in their order and padded on the left, with texts in a list. The ways take turns; the figure is the
@@ -24,7 +24,7 @@ from usage import cpu_seconds
 import sparkdl
 
 WAYS = ("sparkdl", "plain loop")
-ROWS, BATCH, WRITTEN = 256, 16, 64
+ROWS, BATCH, WRITTEN = 256, 16, 32
 
 
 def model() -> Any:
@@ -88,7 +88,7 @@ def main() -> None:
     parser = options(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    rows = ROWS // (4 if given.quick else 1)
+    rows = ROWS // (8 if given.quick else 1)
     taken: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for _ in range(1 if given.quick else given.rounds):
         for way, call in zip(WAYS, (on_spark, plain_loop), strict=True):
