@@ -23,7 +23,7 @@ from torch import nn
 
 from sparkdl.data.ragged import Rows, dense, model_inputs
 from sparkdl.errors import ModelError, ParameterError, UserError, cannot_travel
-from sparkdl.infer.outputs import OutputColumn, Values, value_of
+from sparkdl.infer.outputs import OutputColumn, value_of
 from sparkdl.metrics.scorer import in_rows
 from sparkdl.model.loss import is_own_loss
 from sparkdl.model.preparation import Rebuilt, dumps
@@ -188,7 +188,9 @@ class Forward:
                     f"{str(error).strip().rstrip('. ')}."
                 ) from error
 
-    def predictions(self, arrays: Sequence[Rows], columns: Iterable[OutputColumn]) -> list[Values]:
+    def predictions(
+        self, arrays: Sequence[Rows], columns: Iterable[OutputColumn]
+    ) -> list[np.ndarray]:
         """Return the values of each column for a batch."""
         count, fixed = len(arrays[0]), getattr(self.module, "fixed_rows", None)
         if fixed is not None and count < fixed:

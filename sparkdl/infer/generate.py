@@ -23,10 +23,11 @@ from sparkdl.infer.generation_engines import (
     TransformersEngine,
     VllmEngine,
 )
+from sparkdl.infer.outputs import Output, RowsColumn
 from sparkdl.infer.predict import PREPARED, check_data, computed
 from sparkdl.infer.score import Inference, Inputs, ModelSource, Options, prepare
 from sparkdl.infer.source import library, longest, tokenizer_of
-from sparkdl.model.recipe import Part, Signature
+from sparkdl.model.recipe import Signature
 from sparkdl.plain import is_whole, plain
 
 TOP_K = 50
@@ -206,11 +207,12 @@ def prepare_generation(
     signature = Signature(("input_ids", "attention_mask"))
     inputs = Inputs((prompt,), {prompt: spec}, signature, "float32", (), ("input_ids",))
     named = {output_col: "text", finish_col: "finish_reason", tokens_col: "token_ids"}
-    parts: dict[str, Part] = {name: part for name, part in named.items() if name is not None}
-    kinds = {name: _KINDS[str(part)] for name, part in parts.items()}
-    if sampling.num_return_sequences > 1:
-        kinds = {name: pa.list_(kind) for name, kind in kinds.items()}
-    return prepare(data, source, inputs, parts, output_col, options, kinds=kinds)
+    columns = []
+    for name, part in named.items():
+        if name is not None:
+            kind = _KINDS[part] if sampling.num_return_sequences == 1 else pa.list_(_KINDS[part])
+            columns.append(RowsColumn(name, part, Output((), "float32"), kind=kind))
+    return prepare(data, source, inputs, None, output_col, options, columns=columns)
 
 
 _KINDS = {"text": pa.string(), "finish_reason": pa.string(), "token_ids": pa.list_(pa.int32())}

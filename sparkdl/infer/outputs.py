@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 import torch
 from pyspark.sql import Column
-from pyspark.sql.pandas.types import from_arrow_type
 
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ModelError, ParameterError, counted, kind_of, shown
+from sparkdl.infer.nested import (
+    are_records,
+    common_type,
+    fields_of,
+    is_known,
+    part_of_rows,
+    sql_type,
+    to_nested,
+    type_of,
+)
 from sparkdl.metrics.scorer import in_rows
 from sparkdl.model.recipe import (
     Part,
@@ -40,8 +49,6 @@ _SQL = {
 }
 MAX_VALUES = 2**31 - 1
 """The most values that a column of lists can hold, since its offsets are int32."""
-Values: TypeAlias = np.ndarray | list[Any]
-"""The values of a column for a batch: an array (rows, ...), or a list of Python values, one a row."""
 Finish: TypeAlias = Callable[[Any], torch.Tensor] | None
 """The user's ``postprocess``, or None."""
 
@@ -88,22 +95,12 @@ class OutputColumn:
     part: Part
     output: Output
     by_element: bool = False  # the first dimension is the row's sequence: cut it to its length
-    kind: pa.DataType | None = None  # of values that are no tensor, but a list of one for each row
     finish: Finish = None  # makes the predictions of the part, on the CPU
     dimensions: int | None = None  # of a batch's part, if ``finish`` gets it
 
     @staticmethod
-    def of(
-        name: str,
-        part: Part,
-        value: Any,
-        rows: int,
-        finish: Finish = None,
-        kind: pa.DataType | None = None,
-    ) -> OutputColumn:
+    def of(name: str, part: Part, value: Any, rows: int, finish: Finish = None) -> OutputColumn:
         """Return the column of a part, given its value for a batch."""
-        if kind is not None:
-            return OutputColumn(name, part, Output((), "float32"), kind=kind)
         dimensions = value.ndim if isinstance(value, torch.Tensor) else None
         if finish is not None:
             given = described(value)
@@ -114,6 +111,9 @@ class OutputColumn:
                     f"postprocess fails on {given}: {_reason(error)}. It gets the model's output for "
                     "a batch."
                 ) from error
+        by_row = finish is not None or callable(part) or isinstance(part, str) or are_records(value)
+        if isinstance(value, list) and len(value) == rows and by_row:
+            return RowsColumn.of_rows(name, part, value, finish)
         if not isinstance(value, torch.Tensor) or not value.ndim or len(value) != rows:
             number = counted(rows, "row")
             if finish is not None:
@@ -126,15 +126,13 @@ class OutputColumn:
                 f'output "{name}" is {described(value)} for a batch of {number}: it must be a tensor '
                 f"of shape [{rows}, ...]. Name another part, {for_example(value)}."
             )
-        column = OutputColumn(name, part, Output.of(value), False, None, finish, dimensions)
+        column = OutputColumn(name, part, Output.of(value), False, finish, dimensions)
         column.sql_type  # noqa: B018 - raises if there is none
         return column
 
     @property
     def sql_type(self) -> str:
         """The type of the column."""
-        if self.kind is not None:
-            return from_arrow_type(self.kind).simpleString()
         return self.output.sql_type
 
     @property
@@ -143,31 +141,32 @@ class OutputColumn:
         shape = (128, *self.output.shape[1:]) if self.by_element else self.output.shape
         return 4 * math.prod(shape)
 
-    def values(self, returned: Any, rows: int) -> Values:
+    def values(self, returned: Any, rows: int) -> Any:
         """Return the predictions of a batch, given what the model returned for it."""
+        return as_numpy(in_rows(self._value(returned, rows), rows, self.output.dimensions))
+
+    def _value(self, returned: Any, rows: int) -> Any:
         with torch.no_grad():
             value = value_of(returned, self.part)
-            if self.kind is not None:
-                return list(value)
             if self.finish is not None:  # it was tried on the CPU
                 value = with_tensors(in_rows(value, rows, self.dimensions), torch.Tensor.cpu)
                 value = self.finish(value)
-        return as_numpy(in_rows(value, rows, self.output.dimensions))
+        return value
 
-    def to_arrow(self, values: Values, sequences: Ragged | None) -> pa.Array:
+    def pieces(self, values: Any) -> Iterator[Any]:
+        """Yield predictions in pieces that Arrow arrays can hold."""
+        return pieces(values)
+
+    def to_arrow(self, values: np.ndarray, sequences: Ragged | None) -> pa.Array:
         """Return predictions, (rows, ...), as an Arrow array; ``sequences`` if lengths vary."""
-        if isinstance(values, list):
-            return pa.array(values, self.kind)
         if not self.by_element or sequences is None:
             return to_arrow(values)
         kept = sequences.present(values.shape[1])
         ends = np.concatenate([[0], np.cumsum(kept.sum(1))])
         return pa.ListArray.from_arrays(pa.array(ends, pa.int32()), to_arrow(values[kept]))
 
-    def to_python(self, values: Values, sequences: Ragged | None) -> list[Any]:
+    def to_python(self, values: np.ndarray, sequences: Ragged | None) -> list[Any]:
         """Return predictions, (rows, ...), as a number, text or array for each row."""
-        if isinstance(values, list):
-            return values
         if self.by_element and sequences is not None:
             pairs = zip(values, sequences.present(values.shape[1]), strict=True)
             return [value[kept] for value, kept in pairs]
@@ -176,10 +175,76 @@ class OutputColumn:
     def nulls(self, rows: int) -> pa.Array:
         """Return the column of so many rows without a prediction."""
         shape = (0, *(1 for _ in self.output.shape))
-        if self.kind is not None:
-            return pa.nulls(rows, self.kind)
         dtype = self.output.dtype.replace("bfloat16", "float32").replace("float16", "float32")
         return pa.nulls(rows, self.to_arrow(np.zeros(shape, dtype), None).type)
+
+
+class NoResults(ModelError):
+    """No row that a model was tried on has a result, so the type of a column is not known."""
+
+
+@dataclass(frozen=True)
+class RowsColumn(OutputColumn):
+    """A column whose values are given row by row, and differ in number, or have fields."""
+
+    kind: pa.DataType = field(default_factory=pa.null)
+    bytes_of_row: int = 64
+
+    @staticmethod
+    def of_rows(name: str, part: Part, rows: list[Any], finish: Finish) -> RowsColumn:
+        """Return the column of such values, given those of a few rows."""
+        try:
+            kind = common_type(map(type_of, rows))
+            if is_known(kind):
+                sql_type(kind)
+        except TypeError as error:
+            raise ParameterError(
+                f'output "{name}": {error}. The value of a row may be a tensor, a number, a text, a '
+                "list of values of one type, or a mapping or dataclass of such."
+            ) from None
+        if not is_known(kind):
+            raise NoResults(
+                f'output "{name}": no row that the model was tried on has a result, so the type of the '
+                "column is not known: pass example=, a DataFrame with rows that have some."
+            )
+        size = to_nested(rows, kind).nbytes // len(rows)
+        unknown = Output((), "float32")
+        return RowsColumn(name, part, unknown, False, finish, None, kind, max(64, size))
+
+    @property
+    def sql_type(self) -> str:
+        return sql_type(self.kind)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.bytes_of_row
+
+    def values(self, returned: Any, rows: int) -> pa.Array:
+        value = self._value(returned, rows)
+        if not isinstance(value, list):
+            raise ModelError(
+                f'output "{self.name}" is {described(value)}, and was a list with a value for each row '
+                "when the model was tried."
+            )
+        try:
+            return to_nested(value, self.kind)
+        except (TypeError, ValueError, pa.ArrowException) as error:
+            raise ModelError(
+                f'output "{self.name}": a row has a value of another type than {self.sql_type}, which '
+                f"the model was tried with ({error}). Return values of one type."
+            ) from error
+
+    def to_arrow(self, values: pa.Array, sequences: Ragged | None) -> pa.Array:
+        return values
+
+    def to_python(self, values: pa.Array, sequences: Ragged | None) -> list[Any]:
+        return list(values.to_pylist())
+
+    def nulls(self, rows: int) -> pa.Array:
+        return pa.nulls(rows, self.kind)
+
+    def pieces(self, values: pa.Array) -> Iterator[pa.Array]:
+        yield values
 
 
 @dataclass(frozen=True)
@@ -213,6 +278,8 @@ def offered_parts(returned: Any, rows: int, name: str) -> dict[str, Part]:
     """Return the parts that become columns if the user names none: the tensors with a row each."""
     if isinstance(returned, torch.Tensor):
         return {name: None}
+    if are_records(returned) and len(returned) == rows:
+        return {key: key for row in returned for key in fields_of(row) or ()}
     found: dict[Any, Any] = {
         key: value
         for key, value in parts_of(returned).items()
@@ -251,6 +318,10 @@ def named_parts(outputs: Any, name: str) -> dict[str, Part] | None:
 
 def value_of(returned: Any, part: Part) -> Any:
     """Return a part; a function that fails is a user's mistake."""
+    if isinstance(part, str) and are_records(returned):
+        by_row = part_of_rows(returned, part)
+        if by_row is not None:
+            return by_row
     try:
         return part_of(returned, part)
     except (ModelError, ParameterError):
@@ -278,10 +349,16 @@ def lengths_of(arrays: Sequence[Rows]) -> np.ndarray | None:
     return np.minimum(rows.lengths, rows.padding.length)
 
 
-def ml_column(column: Column, output: Output) -> Column:
+def ml_column(column: Column, of: OutputColumn) -> Column:
     """Return a column of predictions as a double or as a vector of ``pyspark.ml``."""
     from pyspark.ml.functions import array_to_vector  # takes a while
 
+    output = of.output
+    if isinstance(of, RowsColumn):
+        raise ParameterError(
+            f"ml_types=True: a prediction is {of.sql_type}, and pyspark.ml has numbers and "
+            "vectors only."
+        )
     if len(output.shape) > 1:
         raise ParameterError(
             f"ml_types=True: a prediction has the shape {list(output.shape)}, and pyspark.ml has "
@@ -308,11 +385,8 @@ def offsets(lists: int, length: int) -> pa.Array:
     return pa.array(np.arange(lists + 1) * length, pa.int32())
 
 
-def pieces(batch: Values) -> Iterator[Values]:
+def pieces(batch: np.ndarray) -> Iterator[np.ndarray]:
     """Yield the rows of a batch in pieces with no more values than int32 offsets can count."""
-    if isinstance(batch, list):
-        yield batch
-        return
     rows = max(1, MAX_VALUES // max(1, math.prod(batch.shape[1:])))
     for start in range(0, len(batch), rows):
         yield batch[start : start + rows]

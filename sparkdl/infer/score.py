@@ -37,15 +37,7 @@ from sparkdl.infer.forward import (
     sender_to,
 )
 from sparkdl.infer.manifest import ModelData
-from sparkdl.infer.outputs import (
-    Finish,
-    Output,
-    OutputColumn,
-    Values,
-    lengths_of,
-    pieces,
-    sequences_of,
-)
+from sparkdl.infer.outputs import Finish, Output, OutputColumn, lengths_of, sequences_of
 from sparkdl.infer.read import (
     ANOTHER_FORM,
     Group,
@@ -57,7 +49,7 @@ from sparkdl.infer.read import (
     form_of,
     record_specs,
 )
-from sparkdl.infer.trial import Trial, made_up, rows_to_try, zeros_like
+from sparkdl.infer.trial import LOOKED_AT, Trial, made_up, rows_to_try, zeros_like
 from sparkdl.model.recipe import Part, Signature, problems_of_part
 from sparkdl.plain import plain
 from sparkdl.spark.worker import finish_task, mistakes_told_briefly
@@ -233,7 +225,7 @@ class Score:
         return len(self.outputs) == 1 and self.error_col is None
 
 
-_Scored = tuple[Group, list[Values]]
+_Scored = tuple[Group, list[np.ndarray]]
 """A batch, and the values of each output column."""
 
 
@@ -266,9 +258,10 @@ class ScoreColumns(Score):
                     yield self._joined(self._placed(window, scored), window)
         finish_task()
 
-    def _in_order(self, values: Sequence[Values]) -> Iterator[pa.Array]:
+    def _in_order(self, values: Sequence[np.ndarray]) -> Iterator[pa.Array]:
         if len(values) == 1:
-            yield from (self.outputs[0].to_arrow(part, None) for part in pieces(values[0]))
+            column = self.outputs[0]
+            yield from (column.to_arrow(part, None) for part in column.pieces(values[0]))
         else:
             pairs = zip(self.outputs, values, strict=True)
             yield self._joined([column.to_arrow(part, None) for column, part in pairs], None)
@@ -386,15 +379,15 @@ def prepare(
     options: Options,
     *,
     example: DataFrame | None = None,
-    kinds: Mapping[str, pa.DataType] | None = None,
+    columns: Sequence[OutputColumn] | None = None,
     exact: bool = False,
     finish: Finish = None,
 ) -> Inference:
     """Return predictions, checked and tried; ``example`` are rows to try in place of made-up ones.
 
-    ``kinds`` are the types of output columns that are made of lists, not of tensors; if all are,
-    nothing is tried. If ``exact``, batches are rows in their order, and the module stays as it is. If
-    not, it may get a faster layout and smaller batches, and rows are sorted by length.
+    ``columns`` are what the outputs become, if they are known; then nothing is tried. If ``exact``,
+    batches are rows in their order, and the module stays as it is. If not, it may get a faster layout
+    and smaller batches, and rows are sorted by length.
     """
     module, fixed = source.module, getattr(source.module, "fixed_rows", None)
     rows = fixed or options.batch_size
@@ -409,9 +402,15 @@ def prepare(
     elif example is None and isinstance(data, DataFrame) and isinstance(reader, ReadColumns):
         made = made_up(reader.columns, [data.schema[name].dataType for name in inputs.names])
     keep = options.handle_invalid != "error"
-    found, unit_bytes = Trial(forward, parts, prediction_col, finish, known, kinds or {}).run(
-        made, rows_to_try(data if example is None else example, reader, keep)
-    )
+    if columns is None:
+        tried = data if example is None else example
+        found, unit_bytes = Trial(forward, parts, prediction_col, finish, known).run(
+            made,
+            rows_to_try(tried, reader, keep),
+            lambda: rows_to_try(tried, reader, keep, LOOKED_AT),
+        )
+    else:
+        found, unit_bytes = tuple(columns), 0
     if exact or fixed:
         unit_bytes = 0
     outputs = tuple(replace(one, by_element=one.by_element and not exact) for one in found)

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import torch
 from pyspark.sql import DataFrame
 from torch import nn
@@ -231,8 +230,8 @@ def prepare_classes(
     if scores_col is not None:
         outputs[scores_col] = partial(_score, several)
     source, inputs = _of_scores(data, source, text, tokenizer, max_length, stride, pooling)
-    parts, kinds = named_parts(outputs, prediction_col), {prediction_col: pa.string()}
-    return prepare(data, source, inputs, parts, prediction_col, options, kinds=kinds)
+    parts = named_parts(outputs, prediction_col)
+    return prepare(data, source, inputs, parts, prediction_col, options)
 
 
 def _of_scores(

@@ -87,7 +87,14 @@ class FitPlan:
         ours, theirs = self.trainer, other.trainer
         alike = all(
             getattr(ours, name) == getattr(theirs, name)
-            for name in ("feature_columns", "keywords", "label_columns", "weight", "replicas")
+            for name in (
+                "feature_columns",
+                "keywords",
+                "label_columns",
+                "weight",
+                "sampling",
+                "replicas",
+            )
         )
         if not alike or dict(ours.columns) != dict(theirs.columns):
             return False
@@ -188,10 +195,10 @@ class FitPlan:
         if not self.filters:
             return data
         trainer = self.trainer
-        names = names_read(
-            (*trainer.feature_columns, *trainer.label_columns), trainer.columns or {}
-        )
-        names += [name for name in (trainer.weight, self.indicator) if name is not None]
+        features_and_labels = (*trainer.feature_columns, *trainer.label_columns)
+        names = names_read(features_and_labels, trainer.columns)
+        drawn = None if trainer.sampling is None else trainer.sampling.column
+        names += [name for name in (trainer.weight, self.indicator, drawn) if name is not None]
         missing = {name for name, spec in trainer.columns.items() if spec.takes_missing}
         return data.where(are_valid(data.schema, [name for name in names if name not in missing]))
 
