@@ -208,10 +208,10 @@ def prepare_generation(
     inputs = Inputs((prompt,), {prompt: spec}, signature, "float32", (), ("input_ids",))
     named = {output_col: "text", finish_col: "finish_reason", tokens_col: "token_ids"}
     columns = []
-    for name, part in named.items():
-        if name is not None:
+    for column, part in named.items():
+        if column is not None:
             kind = _KINDS[part] if sampling.num_return_sequences == 1 else pa.list_(_KINDS[part])
-            columns.append(RowsColumn(name, part, Output((), "float32"), kind=kind))
+            columns.append(RowsColumn(column, part, Output((), "float32"), kind=kind))
     return prepare(data, source, inputs, None, output_col, options, columns=columns)
 
 
