@@ -54,7 +54,8 @@ class Generator(nn.Module):
         pairs = zip(input_ids, attention_mask.bool(), strict=True)
         prompts = [row[there].tolist() for row, there in pairs]
         seeds = [derive_seed(self.sampling.seed, "generate", *prompt) for prompt in prompts]
-        rows = self.engine.generate(prompts, seeds, self.sampling)
+        written = self.engine.generate(prompts, seeds, self.sampling)
+        rows = [[Completion(*one) for one in row] for row in written]
         alone = self.sampling.num_return_sequences == 1
         found: dict[str, list[list[Any]]] = {
             "text": [[self._text(one) for one in row] for row in rows],
@@ -200,7 +201,7 @@ def prepare_generation(
     if isinstance(loaded, TransformersEngine):
         loaded.tokenizer = words
     loaded.check(sampling)
-    generator = Generator(loaded, words, sampling).eval()
+    generator = Generator(loaded, words, sampling)
     inner = loaded.model if isinstance(loaded, TransformersEngine) else None
     source = ModelSource(generator, generator, inner=inner)
     spec = _prompts(data, prompt, loaded, words, max_length, sampling)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -59,13 +59,10 @@ class Sampling:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Completion:
-    """A text that was written.
+class Completion(NamedTuple):
+    """A text that was written: its tokens, up to the one that ended it, and the reason of its end.
 
-    Attributes:
-        token_ids: The numbers of its tokens, up to the one that ended it.
-        finish_reason: "stop" if the model or a stop string ended it, "length" if the limit did.
+    That is "stop" if the model or a stop string ended it, and "length" if the limit did.
     """
 
     token_ids: Sequence[int]
@@ -73,7 +70,7 @@ class Completion:
 
 
 class GenerationEngine(ABC):
-    """What writes the texts of :func:`sparkdl.generate`.
+    """The interface of the engines of :func:`sparkdl.generate`.
 
     The driver calls :meth:`load` once, and what that returns travels to the executors by pickle. There,
     each process calls :meth:`generate` for one batch after another, of prompts of similar length.
@@ -120,6 +117,8 @@ class GenerationEngine(ABC):
     ) -> list[list[Completion]]:
         """Return ``sampling.num_return_sequences`` texts for each prompt, in order.
 
+        A text is a pair: the numbers of its tokens, and "stop" or "length".
+
         Args:
             prompts: The numbers of the tokens of each prompt.
             seeds: A seed for each prompt, on which alone its draws depend.
@@ -149,7 +148,7 @@ class TransformersEngine(nn.Module, GenerationEngine):
             )
         if dtype is not None and any(p.dtype != dtype for p in module.parameters()):
             module = copy.deepcopy(module).to(dtype)
-        return TransformersEngine(module.eval(), source.folder)
+        return TransformersEngine(module, source.folder)
 
     def check(self, sampling: Sampling) -> None:
         """Write one token."""
@@ -264,9 +263,8 @@ class _Stops:
     def __init__(self, tokenizer: Any, strings: Sequence[str], start: int, rows: int) -> None:
         self._tokenizer, self._strings, self._start = tokenizer, strings, start
         self.lengths: list[int | None] = [None] * rows
-        self._looked_at = (
-            max((len(one.encode()) for one in strings), default=0) + 8
-        )  # a byte a token
+        most = max((len(one.encode()) for one in strings), default=0)
+        self._looked_at = most + 8  # a token has a byte at least, but for special ones
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         first = max(self._start, input_ids.shape[1] - self._looked_at)

@@ -247,7 +247,7 @@ def _of_scores(
     first, second = (text, None) if isinstance(text, str) else text
     how = {"padding_side": "right", "text_pair": second, "stride": stride}
     if stride is not None:
-        whole = Windows(source.module, pooling).eval()
+        whole = Windows(source.module, pooling)
         source = replace(source, module=whole, build=whole, inner=source.module)
     return source, inputs_of(data, source, first, None, tokenizer, max_length, how)
 
