@@ -179,7 +179,8 @@ class Text(ColumnSpec):
         for name, one in zip(column.names, several, strict=True):
             if one.null_count:
                 row = int(np.flatnonzero(one.is_null().to_numpy(zero_copy_only=False))[0])
-                raise RowError(name, first_row + row, "is null", drop(name))
+                text = "is null" if name == column.name else f'has no text_pair: "{name}" is null'
+                raise RowError(column.name, first_row + row, text, drop(name))
         texts = [one.to_pylist() for one in several]
         rows = self._rows(list(zip(*texts, strict=True)), column.name, first_row)
         return Ragged.of(rows or [self._row([np.zeros((0, 2), DTYPE)])], self.rule)[: len(array)]

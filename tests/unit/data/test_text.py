@@ -221,7 +221,8 @@ def test_a_bad_row_of_pairs() -> None:
         room.from_record("ab", "features", 0, "float32")
     with pytest.raises(RowError) as caught:
         inputs_of_pairs(Text(letters_of_pairs, text_pair="other"), [("a", "b"), ("b", None)])
-    assert 'column "other", row 1 of it: is null' in caught.value.problem.message("it", "column")
+    told = caught.value.problem.message("it", "column")
+    assert 'column "review", row 1 of it: has no text_pair: "other" is null.' in told
 
 
 def letters_of_pairs(texts: list[str], others: list[str]) -> list[list[int]]:
