@@ -35,8 +35,11 @@ if TYPE_CHECKING:
         TrustError,
         UserError,
     )
+    from sparkdl.infer.generate import generate
+    from sparkdl.infer.generation_engines import GenerationEngine, VllmEngine
     from sparkdl.infer.model import TrainedModel, load
-    from sparkdl.infer.predict import classify, embed, predict, register_function
+    from sparkdl.infer.predict import predict, register_function
+    from sparkdl.infer.texts import classify, embed, rerank
     from sparkdl.loop.callbacks import Callback, StopTraining
     from sparkdl.loop.history import History
     from sparkdl.loop.state import TrainState, Validated
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from sparkdl.metrics.named import MeanMetric, Metric
     from sparkdl.metrics.scorer import MetricOf
     from sparkdl.model.loss import MaskedLoss, ModelLoss, PerReplica
+    from sparkdl.model.windows import Windows
     from sparkdl.parallel.ddp import DDP
     from sparkdl.parallel.fsdp import FSDP
     from sparkdl.parallel.pipeline import Pipeline
@@ -79,6 +83,7 @@ __all__ = [
     "DamagedCheckpoint",
     "DataError",
     "DiLoCo",
+    "GenerationEngine",
     "Gossip",
     "GradBucket",
     "GroupModels",
@@ -117,7 +122,9 @@ __all__ = [
     "UserError",
     "Validated",
     "Validation",
+    "VllmEngine",
     "Weighted",
+    "Windows",
     "all_rows",
     "classify",
     "collectives",
@@ -128,6 +135,7 @@ __all__ = [
     "every_seconds",
     "fit_groups",
     "gang",
+    "generate",
     "load",
     "max_epoch",
     "max_iteration",
@@ -138,6 +146,7 @@ __all__ = [
     "plateau",
     "predict",
     "register_function",
+    "rerank",
     "session",
     "several_iterations",
     "tune",
@@ -161,7 +170,10 @@ _NAMES = {
     "SessionError SparkdlError StalledError StateLostError TrainingError "
     "TrustError UserError",
     "sparkdl.infer.model": "TrainedModel load",
-    "sparkdl.infer.predict": "classify embed predict register_function",
+    "sparkdl.infer.generate": "generate",
+    "sparkdl.infer.generation_engines": "GenerationEngine VllmEngine",
+    "sparkdl.infer.predict": "predict register_function",
+    "sparkdl.infer.texts": "classify embed rerank",
     "sparkdl.loop.callbacks": "Callback StopTraining",
     "sparkdl.loop.history": "History",
     "sparkdl.loop.state": "TrainState Validated",
@@ -171,6 +183,7 @@ _NAMES = {
     "sparkdl.metrics.named": "MeanMetric Metric",
     "sparkdl.metrics.scorer": "MetricOf",
     "sparkdl.model.loss": "MaskedLoss ModelLoss PerReplica",
+    "sparkdl.model.windows": "Windows",
     "sparkdl.parallel.ddp": "DDP",
     "sparkdl.parallel.fsdp": "FSDP",
     "sparkdl.parallel.pipeline": "Pipeline",

@@ -19,7 +19,7 @@ from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 from sparkdl.care.hints import check_labels
 from sparkdl.care.rules import BALANCED
 from sparkdl.compat import apply_in_arrow
-from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
+from sparkdl.data.arrow_tasks import check_unambiguous, columns_named, numbered, of_structs
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import SampleHandle, check_total_weight
@@ -227,7 +227,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
 
     keys = [f"k{i}" for i in range(len(names))]
     chosen = [functions.col(quoted(n)).alias(k) for n, k in zip(names, keys, strict=True)]
-    chosen += [functions.col(quoted(c.name)).alias(f"c{i}") for i, c in enumerate(columns)]
+    chosen += numbered(columns)
     schema = StructType(
         [StructField(k, data.schema[n].dataType) for n, k in zip(names, keys, strict=True)]
         + _parse_datatype_string(RESULT).fields  # type: ignore[attr-defined]
@@ -445,8 +445,10 @@ def arrays_of(rows: pa.Table, columns: Sequence[Column], names: bool = False) ->
 
     Raises RowError.
     """
-    found = []
-    for i, column in enumerate(columns):
-        chunks: Any = rows.column(column.name if names else f"c{i}").combine_chunks()
-        found.append(to_numpy(chunks, column))
-    return found
+    there = [f"c{i}" for i, _ in enumerate(columns)]
+    if names:
+        there = [name for column in columns for name in column.names]
+    arrays: list[Any] = [rows.column(name).combine_chunks() for name in there]
+    if names:
+        arrays = of_structs(arrays, columns)
+    return [to_numpy(array, column) for array, column in zip(arrays, columns, strict=True)]
