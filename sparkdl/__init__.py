@@ -65,9 +65,12 @@ if TYPE_CHECKING:
     from sparkdl.parallel.fsdp import FSDP
     from sparkdl.parallel.pipeline import Pipeline
     from sparkdl.parallel.tensor import Tensor
+    from sparkdl.planner.cluster import Cluster
+    from sparkdl.planner.plan import Plan
     from sparkdl.replica.compute import all_rows
     from sparkdl.slices.section import GradBucket, PowerSGD, TopK
-    from sparkdl.train.groups import GroupModels, fit_groups
+    from sparkdl.train.fit import plan
+    from sparkdl.train.groups import GroupModels, fit_groups, load_groups
     from sparkdl.train.placed_samples import PlacedSamples
     from sparkdl.train.trainer import Trainer
 
@@ -79,6 +82,7 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "CheckpointError",
+    "Cluster",
     "Convert",
     "DamagedCheckpoint",
     "DataError",
@@ -100,6 +104,7 @@ __all__ = [
     "PerReplica",
     "Pipeline",
     "PlacedSamples",
+    "Plan",
     "PowerSGD",
     "Sample",
     "Sequence",
@@ -137,12 +142,14 @@ __all__ = [
     "gang",
     "generate",
     "load",
+    "load_groups",
     "max_epoch",
     "max_iteration",
     "max_score",
     "max_time",
     "min_loss",
     "optim",
+    "plan",
     "plateau",
     "predict",
     "register_function",
@@ -188,9 +195,12 @@ _NAMES = {
     "sparkdl.parallel.fsdp": "FSDP",
     "sparkdl.parallel.pipeline": "Pipeline",
     "sparkdl.parallel.tensor": "Tensor",
+    "sparkdl.planner.cluster": "Cluster",
+    "sparkdl.planner.plan": "Plan",
     "sparkdl.replica.compute": "all_rows",
     "sparkdl.slices.section": "GradBucket PowerSGD TopK",
-    "sparkdl.train.groups": "GroupModels fit_groups",
+    "sparkdl.train.fit": "plan",
+    "sparkdl.train.groups": "GroupModels fit_groups load_groups",
     "sparkdl.train.placed_samples": "PlacedSamples",
     "sparkdl.train.trainer": "Trainer",
 }

@@ -71,7 +71,7 @@ def check_replay(trainer: TrainerSpec, replay: History | None) -> None:
             f"replay: the history has {found}: train with the consistency= of the recorded run."
         )
     recorded = replay.decisions
-    if isinstance(model, Asynchronous) and (groups := model.groups or trainer.replicas):
+    if isinstance(model, Asynchronous) and (groups := model.groups or trainer.number_of_replicas):
         for number, decisions in recorded.items():
             model.check_recorded(number, decisions, groups)
     _check_recorded_parts(trainer, replay)
@@ -100,8 +100,8 @@ def _check_recorded_parts(trainer: TrainerSpec, replay: History) -> None:
             "replay: the history has replicas that left out steps of their own, which only those of "
             "DiLoCo do: train with the consistency= of the recorded run."
         )
-    if trainer.replicas is not None:
-        check_replicas(max(map(len, counts)), trainer.replicas)
+    if (replicas := trainer.number_of_replicas) is not None:
+        check_replicas(max(map(len, counts)), replicas)
     if trainer.engine == "gang":
         what = "micro-batches" if micro_batches else "steps of their own"
         raise ParameterError(
@@ -191,12 +191,16 @@ def run_course(
     identity = run_identity(trainer, model, samples.handles)
     state, history = load_start(request, engine, identity, resuming, site)
     history.note_settings(settings)
+    history.note_plan(request.plan)
     for role, placed in (("training", samples), ("validation", validation_samples)):
         found = None if placed is None else invalid_in(placed.handles)
         if found is not None:
             logger.warning("%s", told_of_invalid(role, found, trainer.handle_invalid))
             history.note_invalid(role, found, further=one_pass and role == "training")
-    looped = trainer if not one_pass else replace(trainer, stop=MaxEpoch(state.epoch + 1))
+    seen = state.has_seen(request.batch)
+    if one_pass and not seen:
+        state = replace(state, batch=request.batch)
+    looped = trainer if not one_pass else replace(trainer, stop=MaxEpoch(state.epoch + (not seen)))
     if before is not None and before.schedule is not None:
         schedule = before.schedule
         schedule.after(schedule.at, state)
@@ -221,7 +225,7 @@ def run_course(
     kept = rescue if site.rescues else contextlib.nullcontext()
     with asked as interrupt, kept, contextlib.closing(site.progress):
         own = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
-        callbacks: list[Callback] = [rescue, *own, site.progress]
+        callbacks: list[Callback] = [rescue, *own, *site.watches, site.progress]
         config = LoopConfig(
             stop=looped.stop,
             options=trainer.options,
@@ -281,6 +285,18 @@ def load_start(
     restored = None if resuming is None else resuming.restore(engine, identity)
     if restored is not None:
         state = replace(restored.state, iterations_per_epoch=per_epoch)
+        if state.has_seen(request.batch):
+            return state, restored.history
+        if request.batch is not None and request.batch == state.batch:  # was under way
+            anew = restored.manifest.data != identity.data
+            if anew:
+                logger.warning(
+                    "batch %d of the stream has other rows than when it was begun: those that were "
+                    "trained on until iteration %d count twice. A source that can be replayed has the "
+                    "same.",
+                    request.batch,
+                    state.iteration,
+                )
         if anew or not restored.midway:
             state = begin_batch(state, per_epoch, each_an_epoch=anew)
         return state, restored.history
