@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import sparkdl
+from sparkdl.connect.rows import for_gang
 from sparkdl.data.batches import BatchSpec
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
@@ -462,6 +463,11 @@ def test_auto_needs_one_form_that_works() -> None:
         trainer(engine="auto", sync_batchnorm=True, local_steps=8)
     with pytest.raises(sparkdl.ParameterError, match="give a whole number of at least 1"):
         trainer(replicas="many")
+
+
+def test_over_spark_connect_auto_is_the_gang_with_ddp() -> None:
+    there = for_gang(trainer(engine="auto", strategy="auto", replicas="auto"))
+    assert (there.engine, there.strategy, there.replicas) == ("gang", "ddp", None)
 
 
 def test_what_a_trainer_has_chosen_is_a_choice() -> None:
