@@ -31,10 +31,18 @@ class Field:
         """Return whether rows vary in length."""
         return self.padding is not None
 
+    @property
+    def rules(self) -> list[Padding]:
+        """Return the padding of each level of lists that vary in length, the rows first."""
+        found, rule = [], self.padding
+        while rule is not None:
+            found.append(rule)
+            rule = rule.items
+        return found
+
     def __str__(self) -> str:
-        lengths: list[int | str] = list(self.shape)
-        if self.padding is not None:
-            lengths.insert(0, "any")
+        lengths: list[int | str] = ["any" for _ in self.rules]
+        lengths += self.shape
         return f"{self.dtype}[{', '.join(map(str, lengths))}]" if lengths else self.dtype
 
 

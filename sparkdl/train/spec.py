@@ -19,7 +19,7 @@ from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.columns.base import ColumnSpec
 from sparkdl.data.sampling import Sampling
 from sparkdl.errors import ParameterError, raise_all
-from sparkdl.infer.new_forward import input_names
+from sparkdl.infer.new_forward import input_names, sparse_inputs
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.triggers import MaxEpoch, Trigger
 from sparkdl.loop.validation import Validation
@@ -295,7 +295,8 @@ class TrainerSpec:
     @property
     def signature(self) -> Signature:
         """The way to call the model, with lengths and masks of sequences that have them."""
-        return Signature(self.input_names if self.keywords else (), self.output)
+        names = self.input_names if self.keywords else ()
+        return Signature(names, self.output, sparse_inputs(self.feature_columns, self.columns))
 
     @property
     def input_names(self) -> tuple[str, ...]:
