@@ -133,7 +133,8 @@ def extremes_of(handle: SampleHandle) -> dict[tuple[int, bool], dict[int, float]
     found: dict[tuple[int, bool], dict[int, float]] = {}
     for extreme in handle.extremes:
         row = list(all_rows(handle)[extreme.field])[extreme.row]
-        assert extreme.value in ([len(row)] if extreme.of_length else row.reshape(-1).tolist())
+        values = row.flat[0] if isinstance(row, Ragged) else row.reshape(-1)
+        assert extreme.value in ([len(row)] if extreme.of_length else values.tolist())
         found.setdefault((extreme.field, extreme.of_length), {})[extreme.sign] = extreme.value
     return found
 
