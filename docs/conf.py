@@ -40,7 +40,7 @@ def add_contents(app: Any, name: str, source: list[str]) -> None:
     """Append the site's table of contents, which those who read the pages elsewhere do not need."""
     if name == root_doc:
         source[0] += Path(__file__).with_name("contents.md").read_text(encoding="utf-8")
-    elif name in ("docs/api/index", "docs/internals/index"):
+    elif name in ("docs/api/index", "docs/coming/index", "docs/internals/index"):
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n[!i]*\n```\n"
 
 

@@ -178,9 +178,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
             forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
         check_handles(handles, source.noun, source.place_of)
         preview = Preview.of(handles)
-        with stage_name(rdd.ctx, "look at the first samples"):
-            parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
-        return _sample_set(source, rdd, handles, preview.join(parts))
+        return _sample_set(source, rdd, handles, preview.join(_previewed(rdd, preview, handles)))
 
     for _ in range(MAX_READINGS):
         try:
@@ -190,6 +188,19 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
             logger.warning("%s. The data is read again.", str(lost).partition("\n")[0].rstrip("."))
             compute_again(rdd)
     raise deleted_without_end("reading the data", source.slab)
+
+
+def _previewed(
+    rdd: RDD, preview: Preview, handles: Sequence[SampleHandle]
+) -> Sequence[Sequence[Rows]]:
+    """Return the rows of a preview by partition; in local mode the driver reads the files itself."""
+    if not is_local(rdd.ctx):
+        with stage_name(rdd.ctx, "look at the first samples"):
+            return rdd.ctx.runJob(rdd, preview, list(preview.rows))
+    try:
+        return [preview.read(partition, handles[partition]) for partition in preview.rows]
+    except (StaleReferenceError, FileNotFoundError) as gone:
+        raise StateLostError(f"looking at the first samples: {gone}") from None
 
 
 def _handles(rdd: RDD) -> list[SampleHandle]:

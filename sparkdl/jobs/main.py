@@ -25,6 +25,7 @@ COMMANDS = {
     "evaluate": "loss and metrics of a saved model on labelled data",
     "predict": "predictions of a saved model, as a column",
     "session": "which engines can train in a session of Spark, and how fast: sparkdl session --help",
+    "archive": "archive Java's classes of a session of Spark, so that later sessions start faster",
     "conf": "write the configurations that come with sparkdl into a folder: sparkdl conf FOLDER",
 }
 _HELP = {
@@ -69,7 +70,7 @@ def _run(arguments: list[str]) -> None:
         raise ParameterError(
             f'unknown command "{name}".{nearest(name, COMMANDS)} Known: {", ".join(COMMANDS)}.'
         )
-    elif name == "session":
+    elif name in ("session", "archive"):
         __main__.main(arguments)
     elif name == "conf":
         parser = argparse.ArgumentParser(prog="sparkdl conf", description=COMMANDS[name])

@@ -57,6 +57,9 @@ class History:
     stopped: str | None = None
     """Why the training ended before its stop trigger was true: "interrupted", or "callback" (and
     the argument of :class:`sparkdl.StopTraining`); None if it did not."""
+    ended_by: str | None = None
+    """The stop trigger that was true, such as "Plateau(metric='accuracy', patience=3,
+    min_delta=0.0)", and of several the first; None if the training ended before."""
 
     def __init__(self) -> None:
         self._table: dict[str, array[Any]] = {name: array(code_of(name)) for name in KINDS}
@@ -114,7 +117,7 @@ class History:
         begin = self._table["iteration"][first]
         history._validations = [v for v in self._known if v.iteration >= begin]
         history._validated = len(history._validations)
-        history.stopped = self.stopped
+        history.stopped, history.ended_by = self.stopped, self.ended_by
         return history
 
     def append(self, state: TrainState, epoch: int) -> None:
@@ -351,9 +354,10 @@ class History:
         ``.csv``.
 
         JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start",
-        "stopped" and, if there are any, "settings", "losses" and "decisions". The columns of CSV
-        are the keys of a record, ``timings/NAME``, ``losses/NAME``, the decisions of a consistency
-        model, and ``validation/NAME``, which is filled at the iterations that were validated.
+        "stopped", "ended_by" and, if there are any, "settings", "losses" and "decisions". The columns
+        of CSV are the keys of a record, ``timings/NAME``, ``losses/NAME``, the decisions of a
+        consistency model, and ``validation/NAME``, which is filled at the iterations that were
+        validated.
         Decisions are ``staleness``, ``micro_batches/REPLICA`` and ``inner_steps/REPLICA`` (0 if the
         replica left nothing out), and ``commits/N``, an encoded number that :attr:`commits` decodes.
 
@@ -397,6 +401,7 @@ class History:
             "start": self._start,
             "settings": self._settings,
             "stopped": self.stopped,
+            "ended_by": self.ended_by,
         }
         return safetensors.numpy.save(arrays, {_REST: json.dumps(rest)})
 
@@ -466,6 +471,7 @@ class History:
             "start": dict(self._start),
             **({"settings": self.settings} if self._settings else {}),
             "stopped": self.stopped,
+            "ended_by": self.ended_by,
         }
 
     def _flat(self) -> dict[str, list[Any]]:
@@ -514,8 +520,9 @@ class History:
         for name, before in self._start.items():
             self._start[name] = type(before)(content.get("start", {}).get(name, before))
         self.note_settings({str(k): int(v) for k, v in content.get("settings", {}).items()})
-        stopped = content.get("stopped")
-        self.stopped = None if stopped is None else str(stopped)
+        for name in ("stopped", "ended_by"):
+            reason = content.get(name)
+            setattr(self, name, None if reason is None else str(reason))
         for record in content.get("validations", []):
             iteration, epoch = int(record["iteration"]), int(record["epoch"])
             metrics = _floats(record["metrics"])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sparkdl.care.advice import ENOUGH_ITERATIONS, Spent, advice
 from sparkdl.care.rules import BALANCED
 from sparkdl.checkpoint.manifest import (
     DataIdentity,
@@ -33,6 +34,7 @@ from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.registry import build_engine
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.errors import ParameterError, counted
+from sparkdl.gang.slots import slots_now
 from sparkdl.infer.saved import manifest_of_model
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.callbacks import Callback, added_callbacks
@@ -173,11 +175,14 @@ def run_course(
     if trainer.class_weights == BALANCED:
         model.weigh_classes(balanced_weights(samples, site.gang))
     validation = validation_set(trainer, validation_samples, model.float_dtype)
+    site.progress.doing("trying the model")
     output, sums = preflight(trainer, model, samples, validation, one_pass, site.settings.care)
     validation = with_dimensions(validation, output)
     recorded = None if request.replay is None else request.replay.decisions
     inputs = engine_inputs(trainer, site, model, samples, validation, sums, recorded)
+    site.progress.doing("starting the gang" if trainer.engine == "gang" else "placing the weights")
     engine = build_engine(trainer.engine, inputs)
+    slices = inputs.run.slices
     del inputs  # its parts take memory
     settings = settings_of(trainer, len(samples.counts))
     if request.replay is not None:
@@ -221,6 +226,8 @@ def run_course(
         state = train(
             looped, config, engine, schedule, periodic, callbacks, state, history, interrupt
         )
+        for text in advice_of(trainer, slices, samples, history, site):
+            site.progress.advise(text)
         kinds = wanted_weights(trainer, state)
         wanted = trainer.keep_optimizer_state or one_pass
         packed = packed_state(engine, lose_it=not one_pass) if wanted else None
@@ -236,6 +243,21 @@ def run_course(
             schedule=schedule if one_pass else None,
         )
         yield FinishedFit(trainer, model, engine, end, own)
+
+
+def advice_of(
+    trainer: TrainerSpec, slices: int, samples: SampleSet, history: History, site: Site
+) -> Iterator[str]:
+    """Yield what would make such a run faster, if it was long enough to tell."""
+    if len(history) < ENOUGH_ITERATIONS or site.resources is None:
+        return
+    timings = {name: row["median"] for name, row in history.timings().items()}
+    rows, replicas, slots = (
+        sum(samples.counts),
+        len(samples.counts),
+        slots_now(site.resources.context),
+    )
+    yield from advice(Spent(trainer, timings, rows, replicas, slices, slots))
 
 
 def load_start(

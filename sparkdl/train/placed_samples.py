@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
@@ -22,6 +23,7 @@ from sparkdl.engines.resources import FitResources
 from sparkdl.errors import DataError, ParameterError, SessionError, shown
 from sparkdl.gang.driver import is_one_to_one
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
+from sparkdl.loop.progress import progress_of
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.loss import is_own_loss
@@ -183,12 +185,21 @@ class PlacedSamples(SharedSamples):
             return persisted
         facts = SessionFacts.of(data, "PlacedSamples.of")
         context, settings = facts.context, facts.settings
-        with warming_up(context), waiting_for_locality(context), contextlib.ExitStack() as stack:
+        progress = progress_of(settings.progress, "", time.monotonic())
+        with (
+            contextlib.closing(progress),
+            warming_up(context),
+            waiting_for_locality(context),
+            contextlib.ExitStack() as stack,
+        ):
             check_validation_data(trainer, facts)
+            progress.doing("building the model")
             model = prepare(trainer, None)
+            progress.doing("starting workers")
             replicas = replicas_of(trainer, facts, trainer.replicas)
             slab = SlabConfig.new(settings.slab_dir, context.applicationId)
             resources = stack.enter_context(FitResources(context, slab, settings.timeout))
+            progress.doing("reading rows", resources.rows_read)
             placed = cls.within(resources, trainer, data, replicas, model.float_dtype)
             stack.pop_all()
             resources.keep()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import gc
-import importlib
 import logging
 import math
 import os
@@ -129,7 +127,6 @@ def prepare(
     built = {} if trainer.engine == "local" else describe(module)
     check_options(options, module, layout)
     check_compression(recipe, layout)
-    _import_compiler()
     outer = None
     if options.outer:
         outer = plan_optimizer(recipe.for_slices, module, trainer.slices, "outer_optimizer")
@@ -166,21 +163,6 @@ def _tell_of_compilation(trainer: TrainerSpec) -> None:
                     where,
                 )
                 return
-
-
-def _import_compiler() -> None:
-    """Import torch's compiler, which the first optimizer of a process does anyway.
-
-    The garbage collector is off meanwhile: it would scan all objects again and again, for a third of
-    the time.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        importlib.import_module("torch._dynamo")
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _weights_file(trainer: TrainerSpec) -> Mapping[str, torch.Tensor] | None:

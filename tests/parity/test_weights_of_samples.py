@@ -133,8 +133,8 @@ def test_balanced_class_weights_are_those_of_scikit_learn():
     as_plain_torch(
         trainer, parts, lambda m, p: F.cross_entropy(m(*p.inputs), *p.targets, weight=table)
     )
-    numbers = replace(trainer, loss=nn.MSELoss(), model=partial(nn.Linear, WIDTH, 1))
-    text = 'class_weights="balanced" needs a label of class numbers, and "label" is float64'
+    numbers = replace(trainer, loss=nn.MSELoss(), model=partial(nn.Linear, WIDTH, 1), replicas=2)
+    text = 'class_weights="balanced" needs a label of class numbers, and "label" is float32'
     with pytest.raises(sparkdl.DataError, match=text):
         fit_here(numbers, Parts.of((4, 4), lambda g: sparkdl.Sample(g.normal(size=WIDTH), 0.5)))
 

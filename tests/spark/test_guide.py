@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
 README = ROOT / "README.md"
 PAGES = sorted(page.name for page in GUIDE.glob("*.md"))
+COMING = "../coming/torch_distributor.md"
+OTHERS = ["../start.md", *sorted(f"../coming/{page.name}" for page in GUIDE.glob("../coming/*.md"))]
+"""Pages beside the guide that have programs; one is always run."""
 LONG = [
     "checkpoints.md",
     "connect.md",
@@ -85,7 +88,9 @@ def run_page(page: Path, module: ModuleType) -> None:
             )
 
 
-@pytest.mark.parametrize("page", soak_but([page for page in PAGES if page not in LONG], PAGES))
+@pytest.mark.parametrize(
+    "page", soak_but([COMING, *(page for page in PAGES if page not in LONG)], [*PAGES, *OTHERS])
+)
 def test_page_runs(
     page: str, namespace: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from sparkdl.data.columns.numeric import numeric_column, vector_entries
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import INSIDE_VECTORS, RowError, finite
-from sparkdl.errors import ParameterError, raise_all, shown
+from sparkdl.errors import ParameterError, known_arguments, raise_all, shown
 from sparkdl.plain import is_whole, make_plain
 
 FORMS = ("dense", "tensor", "indices")
@@ -21,6 +21,7 @@ EXACT = {"float32": 1 << 24, "float64": 1 << 53}
 """The number of whole numbers from 0 that each dtype holds."""
 
 
+@known_arguments
 @dataclass(frozen=True)
 class Sparse(ColumnSpec):
     """A specification of vectors of ``pyspark.ml`` that are stored without their zeros.

@@ -101,7 +101,7 @@ def full_history() -> History:
             history.append_validation(
                 Validated(iteration=i + 1, epoch=(i + 1) // 2, metrics=metrics)
             )
-    history.stopped = "interrupted"
+    history.stopped, history.ended_by = "interrupted", "MaxEpoch(epochs=3)"
     return history
 
 
@@ -230,6 +230,7 @@ def test_the_file_is_json_for_anyone_and_brings_everything_back(
         "timings": {name: [row.get(name) for row in timings] for name in names},
         "start": {"samples": 0, "seconds": 0.0, "skipped": 0},
         "stopped": history.stopped,
+        "ended_by": history.ended_by,
     }
     assert same(content, expected)
     for loaded in (History.load(str(path)), History.from_bytes(history.to_bytes())):

@@ -63,7 +63,7 @@ _CLASSES = "classes are whole numbers, starting at 0."
 CLASS_WEIGHTS = [
     ({"class_weights": value}, f"class_weights{told}")
     for value, told in (
-        ("balanced", f" is a str: {_REMEDY}"),
+        ("even", f" is a str: {_REMEDY}"),
         (2.0, f" is a float: {_REMEDY}"),
         ([], f"=[]: {_REMEDY}"),
         ({}, f"={{}}: {_REMEDY}"),
