@@ -48,8 +48,9 @@ lint: $(STAMP)  ## check format, style, types and rooms
 docs: $(STAMP)  ## build the documentation, as build/site/index.html
 	@$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/site
 
-check: lint docs $(ARCHIVE)  ## what CI runs: lint, the documentation, then the tests
-	@$(PYTEST)
+check: $(STAMP)  ## what CI runs: lint and, beside it, the documentation; then the tests
+	@$(MAKE) --no-print-directory -j 2 lint docs
+	@$(MAKE) --no-print-directory test
 
 bench: $(STAMP)  ## measure everything beside its baselines: half an hour
 	@$(BIN)/python benchmarks/suite.py
