@@ -91,7 +91,7 @@ class Ragged:
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         return Ragged(self.values[places], offsets, self.padding)
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Any]:
         for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True):
             yield self.values[start:stop]
 
