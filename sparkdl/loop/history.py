@@ -17,6 +17,7 @@ import safetensors.numpy
 
 from sparkdl.codec.files import parse_json, parse_tensors
 from sparkdl.consistency.asynchronous import commits_of
+from sparkdl.data.row_errors import FIRST
 from sparkdl.errors import ParameterError
 from sparkdl.loop import history_tables
 from sparkdl.loop.history_tables import (
@@ -68,6 +69,7 @@ class History:
         self._validated = 0
         self._start: dict[str, Any] = {"samples": 0, "seconds": 0.0, "skipped": 0}
         self._settings: dict[str, int] = {}
+        self._invalid: dict[str, Any] = {}
 
     @property
     def settings(self) -> dict[str, int]:
@@ -78,6 +80,24 @@ class History:
     def note_settings(self, settings: Mapping[str, int]) -> None:
         """Record the :attr:`settings` of the run that goes on with this history."""
         self._settings = dict(settings)
+
+    @property
+    def invalid(self) -> dict[str, Any]:
+        """Return what could not be read of the data, where ``Trainer(handle_invalid=)`` allows that.
+
+        By "training" and "validation": the number of ``rows``, the ``count`` of those that could not be
+        read, and ``first``, the key, the column and the reason of the first ten. A part that could all
+        be read is not there.
+        """
+        return dict(self._invalid)
+
+    def note_invalid(self, role: str, found: Mapping[str, Any], further: bool = False) -> None:
+        """Record what could not be read of a part of the data; ``further``: beside what was before."""
+        before = self._invalid.get(role) if further else None
+        if before is not None:
+            counts = {name: before[name] + found[name] for name in ("rows", "count")}
+            found = {**counts, "first": [*before["first"], *found["first"]][:FIRST]}
+        self._invalid = {**self._invalid, role: dict(found)}
 
     @staticmethod
     def after(state: TrainState) -> History:
@@ -98,6 +118,7 @@ class History:
         history._table, history._length = dict(self._table), self._length
         history._validations, history._validated = self._validations, self._validated
         history._start, history._settings = dict(self._start), self._settings
+        history._invalid = self._invalid
         return history
 
     def tail(self, count: int) -> History:
@@ -401,6 +422,7 @@ class History:
             "decisions": decided,
             "start": self._start,
             "settings": self._settings,
+            "invalid": self._invalid,
             "stopped": self.stopped,
             "ended_by": self.ended_by,
         }
@@ -471,6 +493,7 @@ class History:
             **({"decisions": decided} if decided else {}),
             "start": dict(self._start),
             **({"settings": self.settings} if self._settings else {}),
+            **({"invalid": self.invalid} if self._invalid else {}),
             "stopped": self.stopped,
             "ended_by": self.ended_by,
         }
@@ -521,6 +544,7 @@ class History:
         for name, before in self._start.items():
             self._start[name] = type(before)(content.get("start", {}).get(name, before))
         self.note_settings({str(k): int(v) for k, v in content.get("settings", {}).items()})
+        self._invalid = dict(content.get("invalid", {}))
         for name in ("stopped", "ended_by"):
             reason = content.get(name)
             setattr(self, name, None if reason is None else str(reason))

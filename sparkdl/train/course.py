@@ -27,7 +27,7 @@ from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import check_replicas, largest_staleness
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.fields import SampleHandle
+from sparkdl.data.fields import SampleHandle, invalid_in, told_of_invalid
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.recovery import RecoveringEngine
@@ -191,6 +191,11 @@ def run_course(
     identity = run_identity(trainer, model, samples.handles)
     state, history = load_start(request, engine, identity, resuming, site)
     history.note_settings(settings)
+    for role, placed in (("training", samples), ("validation", validation_samples)):
+        found = None if placed is None else invalid_in(placed.handles)
+        if found is not None:
+            logger.warning("%s", told_of_invalid(role, found, trainer.handle_invalid))
+            history.note_invalid(role, found, further=one_pass and role == "training")
     looped = trainer if not one_pass else replace(trainer, stop=MaxEpoch(state.epoch + 1))
     if before is not None and before.schedule is not None:
         schedule = before.schedule

@@ -67,6 +67,7 @@ LOOKS = 3
 """The most groups on which it is tried."""
 _NOT_BY_GROUP = (
     "validation", "checkpoint", "callbacks", "histograms", "ema", "keep_optimizer_state",
+    "handle_invalid", "key",
 )  # fmt: skip
 
 
