@@ -31,6 +31,7 @@ _INSIDE = {
     "is an empty array": "holds an empty one",
 }
 """Problem of an item -> problem of the row that contains the item."""
+VARYING_ITEMS = f"{SAME_SHAPE} Lists of lists are read by sparkdl.Sequence(sparkdl.Sequence())."
 
 
 @known_arguments
@@ -134,7 +135,7 @@ class Sequence(ColumnSpec):
             text = _INSIDE.get(error.problem.text, error.problem.text)
             if text.startswith("has "):
                 text = text.replace("has ", "has an item of ", 1).replace("row 0", "the first item")
-                raise RowError(column.name, first_row + row, text, SAME_SHAPE) from None
+                raise RowError(column.name, first_row + row, text, VARYING_ITEMS) from None
             remedy = error.problem.remedy if text == "holds inf" else INSIDE_ARRAYS
             raise RowError(column.name, first_row + row, text, remedy) from None
         rows = Ragged(values, offsets, self.rule)
