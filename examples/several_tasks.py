@@ -36,7 +36,8 @@ def messages(spark: SparkSession, rows: int = 2000) -> DataFrame:
         "IF(id % 4 = 0, NULL, urgent) AS urgent",
         "IF(id % 4 = 1, NULL, billing) AS billing",
     ).withColumn("stratum", functions.coalesce("urgent", functions.lit(-1)).cast("int"))
-    return HashingTF(SIZE, inputCol="words", outputCol="features").transform(data)
+    hashing = HashingTF(numFeatures=SIZE, inputCol="words", outputCol="features")
+    return hashing.transform(data)
 
 
 class Words(nn.Module):
