@@ -245,11 +245,28 @@ def select_columns(data: DataFrame, columns: Sequence[Column], key: str | None =
             "each of its batches, in writeStream.foreachBatch. Only predictions work on a stream."
         )
     keys = [] if key is None else [key]
-    check_unambiguous(data, [*(column.name for column in columns), *keys])
-    return data.select(
-        *[functions.col(quoted(c.name)).alias(f"c{i}") for i, c in enumerate(columns)],
-        *[functions.col(quoted(name)).cast("string").alias(KEY) for name in keys],
-    )
+    check_unambiguous(data, [*(name for column in columns for name in column.names), *keys])
+    named = [functions.col(quoted(name)).cast("string").alias(KEY) for name in keys]
+    return data.select(*numbered(columns), *named)
+
+
+def numbered(columns: Sequence[Column]) -> list[SparkColumn]:
+    """Return the columns as c0, c1, ...; one of several columns is a struct of them."""
+    found = []
+    for i, column in enumerate(columns):
+        first, *others = [functions.col(quoted(name)) for name in column.names]
+        found.append((functions.struct(first, *others) if others else first).alias(f"c{i}"))
+    return found
+
+
+def of_structs(arrays: Sequence[Any], columns: Sequence[Column]) -> list[Any]:
+    """Return an Arrow array for each of the columns, given those of :attr:`Column.names`."""
+    rest, found = iter(arrays), []
+    for column in columns:
+        first, *others = [next(rest) for _ in column.names]
+        names = [f"_{i}" for i, _ in enumerate(column.names)]
+        found.append(pa.StructArray.from_arrays([first, *others], names) if others else first)
+    return found
 
 
 KEY = "sparkdl_key"

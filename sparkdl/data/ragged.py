@@ -29,6 +29,12 @@ class Padding:
     a value, 0 where there is padding."""
     side: str = "right"
     """The side of the padding, "left" or "right"."""
+    types: bool = False
+    """Also give the model the types of the elements after these, of the shape of the padded input. Then
+    the last dimension of an item holds a value and its type."""
+    windows: bool = False
+    """An item is a window of elements. The last dimension of an item also tells, last, where the window
+    has none, and the mask is that of the elements."""
     items: Padding | None = None
     """The padding of the items of a row, if they vary in length, too."""
     entries_of: int | None = None
@@ -40,16 +46,18 @@ class Padding:
         """Return the names of the model's inputs that are made of the input ``name``.
 
         The mask of ``input_ids`` is ``attention_mask``, as in transformers; of another input ``NAME``
-        it is ``NAME_mask``.
+        it is ``NAME_mask``. The types of ``input_ids`` are ``token_type_ids``.
         """
-        mask = f"{name}_mask"
+        mask, types = f"{name}_mask", f"{name}_types"
         if name.endswith("input_ids"):
-            mask = f"{name.removesuffix('input_ids')}attention_mask"
+            before = name.removesuffix("input_ids")
+            mask, types = f"{before}attention_mask", f"{before}token_type_ids"
         return [
             name,
             *([f"{name}_values"] if self.form == "indices" else []),
             *([f"{name}_lengths"] if self.lengths else []),
             *([mask] if self.mask else []),
+            *([types] if self.types else []),
         ]
 
 
@@ -171,10 +179,22 @@ class Ragged:
         padded, lengths = self.padded(), self.lengths
         if self.padding.length is not None:
             lengths = np.minimum(lengths, self.padding.length)
-        inputs = [padded, *([lengths] if self.padding.lengths else [])]
-        if self.padding.mask:
-            inputs.append(self.mask(padded.shape[1:]))
-        return inputs
+        rule = self.padding
+        if isinstance(self.values, Ragged):
+            masks = [self.mask(padded.shape[1:])] if rule.mask else []
+            return [padded, *([lengths] if rule.lengths else []), *masks]
+        present = self.present(padded.shape[1])
+        parts = [padded]
+        if rule.types or rule.windows:
+            there = present.reshape(*present.shape, *(1 for _ in padded.shape[2:-1]))
+            values, *others = np.moveaxis(padded, -1, 0)
+            if rule.windows:
+                present = there & (others.pop() == 0)
+            parts = [np.ascontiguousarray(values), *(other * there for other in others)]
+        inputs = [parts[0], *([lengths] if rule.lengths else [])]
+        if rule.mask:
+            inputs.append(present.astype(np.int64))
+        return inputs + parts[1:]
 
     def mask(self, widths: tuple[int, ...]) -> np.ndarray:
         """Return where rows padded to ``widths`` have values, int64."""
@@ -246,5 +266,5 @@ def padded_lengths(fields: Sequence[Rows], labels: bool = False) -> list[RowLeng
             own = RowLengths(rows.lengths, rows.padding.side == "left")
         found.append(own)
         if rule is not None and not labels:
-            found += [None] * rule.lengths + [own] * rule.mask
+            found += [None] * rule.lengths + [own] * (rule.mask + rule.types)
     return found

@@ -74,7 +74,7 @@ def sparse_inputs(features: Sequence[str], columns: Specs) -> tuple[SparseInput,
         rule = padding_of(columns, name)
         if rule is not None and rule.entries_of is not None:
             found.append(SparseInput(place, rule.entries_of, rule.form))
-        place += 1 if rule is None else 1 + rule.lengths + rule.mask
+        place += 1 if rule is None else 1 + rule.lengths + rule.mask + rule.types
     return tuple(found)
 
 
