@@ -54,7 +54,7 @@ class Progress(Callback):
 
 
 class Opening:
-    """What a fit does between its call and the end of its first iteration, in a line that moves.
+    """The line that moves between the call of a fit and the end of its first iteration.
 
     A thread calls ``show`` twice a second, until :meth:`end`, with a function that returns the line.
     """
@@ -463,7 +463,9 @@ def log_line(text: str) -> None:
     elif logging.root.manager.disable < logging.INFO:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
-        handler.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None))
+        record = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None)
+        if logger.filter(record):  # which clears the line of a bar
+            handler.handle(record)
 
 
 @contextlib.contextmanager
