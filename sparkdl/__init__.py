@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from sparkdl.parallel.pipeline import Pipeline
     from sparkdl.parallel.tensor import Tensor
     from sparkdl.replica.compute import all_rows
+    from sparkdl.reports import compare
     from sparkdl.slices.section import GradBucket, PowerSGD, TopK
     from sparkdl.train.groups import GroupModels, fit_groups
     from sparkdl.train.placed_samples import PlacedSamples
@@ -115,6 +116,7 @@ __all__ = [
     "all_rows",
     "classify",
     "collectives",
+    "compare",
     "diagnose",
     "embed",
     "every",
@@ -168,6 +170,7 @@ _NAMES = {
     "sparkdl.parallel.pipeline": "Pipeline",
     "sparkdl.parallel.tensor": "Tensor",
     "sparkdl.replica.compute": "all_rows",
+    "sparkdl.reports": "compare",
     "sparkdl.slices.section": "GradBucket PowerSGD TopK",
     "sparkdl.train.groups": "GroupModels fit_groups",
     "sparkdl.train.placed_samples": "PlacedSamples",

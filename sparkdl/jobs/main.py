@@ -24,6 +24,7 @@ COMMANDS = {
     "tune": "search for good values as the section tune of the file says",
     "evaluate": "loss and metrics of a saved model on labelled data",
     "predict": "predictions of a saved model, as a column",
+    "report": "the report of a run or search; several runs are compared: sparkdl report FOLDER ...",
     "session": "which engines can train in a session of Spark, and how fast: sparkdl session --help",
     "conf": "write the configurations that come with sparkdl into a folder: sparkdl conf FOLDER",
 }
@@ -69,7 +70,7 @@ def _run(arguments: list[str]) -> None:
         raise ParameterError(
             f'unknown command "{name}".{nearest(name, COMMANDS)} Known: {", ".join(COMMANDS)}.'
         )
-    elif name == "session":
+    elif name in ("report", "session"):
         __main__.main(arguments)
     elif name == "conf":
         parser = argparse.ArgumentParser(prog="sparkdl conf", description=COMMANDS[name])

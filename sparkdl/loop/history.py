@@ -8,7 +8,7 @@ import json
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +65,32 @@ class History:
         self._validated = 0
         self._start: dict[str, Any] = {"samples": 0, "seconds": 0.0, "skipped": 0}
         self._settings: dict[str, int] = {}
+        self._facts: dict[str, list[list[str]]] = {}
+        self._events: list[dict[str, Any]] = []
+
+    @property
+    def facts(self) -> dict[str, list[list[str]]]:
+        """Return what was trained and where, as tables of text by their titles.
+
+        A table of two columns has names and values; the first row of any other is its head. It is
+        empty if the history comes from CSV or from an older file.
+        """
+        return dict(self._facts)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Return the recoveries and checkpoints of the run: kind ("recovery" or "checkpoint"),
+        iteration after which it came, seconds that it took, and text."""
+        return [dict(event) for event in self._events]
+
+    def note_facts(self, facts: Mapping[str, Sequence[Sequence[str]]]) -> None:
+        """Record the :attr:`facts` of the run that goes on with this history."""
+        self._facts = {title: [list(row) for row in rows] for title, rows in facts.items()}
+
+    def note_event(self, kind: str, iteration: int, seconds: float, text: str) -> None:
+        """Add to the :attr:`events`."""
+        event = {"kind": kind, "iteration": iteration, "seconds": seconds, "text": text}
+        self._events.append(event)
 
     @property
     def settings(self) -> dict[str, int]:
@@ -95,6 +121,7 @@ class History:
         history._table, history._length = dict(self._table), self._length
         history._validations, history._validated = self._validations, self._validated
         history._start, history._settings = dict(self._start), self._settings
+        history._facts, history._events = self._facts, list(self._events)
         return history
 
     def tail(self, count: int) -> History:
@@ -112,6 +139,7 @@ class History:
         history._table = {name: c[first : self._length] for name, c in self._table.items()}
         history._length = count
         begin = self._table["iteration"][first]
+        history._events = [event for event in self._events if event["iteration"] >= begin]
         history._validations = [v for v in self._known if v.iteration >= begin]
         history._validated = len(history._validations)
         history.stopped = self.stopped
@@ -159,6 +187,7 @@ class History:
         self._length = bisect_right(self._table["iteration"], iteration, hi=self._length)
         self._validations = [v for v in self._known if v.iteration <= iteration]
         self._validated = len(self._validations)
+        self._events = [event for event in self._events if event["iteration"] <= iteration]
 
     def follow(self, state: TrainState) -> None:
         """Correct the counts of skipped iterations to those of ``state``, from which the run
@@ -332,6 +361,26 @@ class History:
             self._column("iteration"), self.losses, self.epochs(), self.validations
         )
 
+    def report(self, path: str | Path, title: str = "Training") -> Path:
+        """Write a page about the run: curves, times, faults, and what was trained where.
+
+        It is one file of HTML that needs no network, of at most 2 MB. The function needs the extra
+        ``report``.
+
+        Args:
+            path: The file to write, such as ``report.html``.
+            title: The heading of the page.
+
+        Returns:
+            The path.
+
+        Raises:
+            ParameterError: The extra is not installed, or the path is a folder.
+        """
+        from sparkdl.loop.report import write
+
+        return write(self, path, title)
+
     def to_pandas(self) -> pandas.DataFrame:
         """Return one row for each iteration, with the columns of a CSV of :meth:`save`.
 
@@ -348,7 +397,8 @@ class History:
         ``.csv``.
 
         JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start",
-        "stopped" and, if there are any, "settings", "losses" and "decisions". The columns of CSV
+        "stopped" and, if there are any, "settings", "facts", "events", "losses" and "decisions". The
+        columns of CSV
         are the keys of a record, ``timings/NAME``, ``losses/NAME``, the decisions of a consistency
         model, and ``validation/NAME``, which is filled at the iterations that were validated.
         Decisions are ``staleness``, ``micro_batches/REPLICA`` and ``inner_steps/REPLICA`` (0 if the
@@ -394,6 +444,8 @@ class History:
             "start": self._start,
             "settings": self._settings,
             "stopped": self.stopped,
+            "facts": self._facts,
+            "events": self._events,
         }
         return safetensors.numpy.save(arrays, {_REST: json.dumps(rest)})
 
@@ -444,6 +496,10 @@ class History:
     def _column(self, name: str) -> list[Any]:
         return list(self._table[name][: self._length])
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the columns of the table as arrays, NaN or 0 where nothing was measured."""
+        return {name: np.array(column[: self._length]) for name, column in self._table.items()}
+
     def _columns(self, prefix: str) -> dict[str, array[float]]:
         """Return the columns whose names begin with ``prefix``, by the rest of their names."""
         columns = with_prefix(self._table, prefix)
@@ -462,6 +518,8 @@ class History:
             **({"decisions": decided} if decided else {}),
             "start": dict(self._start),
             **({"settings": self.settings} if self._settings else {}),
+            **({"facts": self._facts} if self._facts else {}),
+            **({"events": self._events} if self._events else {}),
             "stopped": self.stopped,
         }
 
@@ -511,6 +569,11 @@ class History:
         for name, before in self._start.items():
             self._start[name] = type(before)(content.get("start", {}).get(name, before))
         self.note_settings({str(k): int(v) for k, v in content.get("settings", {}).items()})
+        for title, rows in content.get("facts", {}).items():
+            self._facts[str(title)] = [[str(cell) for cell in row] for row in rows]
+        for event in content.get("events", []):
+            when, seconds = int(event["iteration"]), float(event["seconds"])
+            self.note_event(str(event["kind"]), when, seconds, str(event["text"]))
         stopped = content.get("stopped")
         self.stopped = None if stopped is None else str(stopped)
         for record in content.get("validations", []):
