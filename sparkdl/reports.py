@@ -14,7 +14,7 @@ from sparkdl.checkpoint.resume import history_in
 from sparkdl.codec.charts import COLOURS, Line, Page, Panel, as_svg
 from sparkdl.codec.describe import table, without_credentials
 from sparkdl.codec.files import path_here
-from sparkdl.errors import CheckpointError, ParameterError, kind_of
+from sparkdl.errors import ParameterError, SparkdlError, kind_of
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.loop.report import duration, run_page
@@ -152,7 +152,7 @@ def history_of(run: Run) -> History:
     for folder in (path / "checkpoints", run):
         try:
             return history_in(os.fspath(folder))
-        except (CheckpointError, StopIteration, OSError):
+        except (SparkdlError, StopIteration, OSError):
             continue
     raise ParameterError(
         f"{path} has no history: give a run folder, a saved model, a checkpoint, or a file of "

@@ -349,7 +349,7 @@ def _panel_figure(panel: Panel, across: Any, points: int) -> tuple[Any, str]:
         figure.add_tools(
             HoverTool(
                 renderers=names[:1],
-                tooltips=[(panel.across, "@x{0,0.[00]}"), (label, "@y{%.6g}")],
+                tooltips=[(label, f"@y{{%.6g}} at {panel.across} @x{{0,0.[00]}}")],
                 formatters={"@y": "printf"},
                 mode="vline" if len(panel.lines) <= 4 else "mouse",
                 visible=False,
