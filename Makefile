@@ -16,7 +16,7 @@ unexport SPARK_HOME SPARK_CONF_DIR PYSPARK_DRIVER_PYTHON PYTHONPATH VIRTUAL_ENV
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all matrix lint check bench format clean
+.PHONY: help setup train test test-all matrix lint docs check bench format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -45,7 +45,10 @@ lint: $(STAMP)  ## check format, style, types and rooms
 	@$(BIN)/mypy --no-error-summary sparkdl
 	@$(BIN)/lint-imports --no-logo
 
-check: lint $(ARCHIVE)  ## what CI runs: lint, then the tests
+docs: $(STAMP)  ## build the documentation, as build/site/index.html
+	@$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/site
+
+check: lint docs $(ARCHIVE)  ## what CI runs: lint, the documentation, then the tests
 	@$(PYTEST)
 
 bench: $(STAMP)  ## measure everything beside its baselines: half an hour

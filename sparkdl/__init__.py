@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sparkdl.data import Sample
     from sparkdl.data.columns.convert import Convert
     from sparkdl.data.columns.image import Image
+    from sparkdl.data.columns.masked import Masked
     from sparkdl.data.columns.sequence import Sequence
     from sparkdl.data.columns.text import Text
     from sparkdl.diagnosis import diagnose
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from sparkdl.loop.validation import Validation
     from sparkdl.metrics.named import MeanMetric, Metric
     from sparkdl.metrics.scorer import MetricOf
-    from sparkdl.model.loss import ModelLoss, PerReplica
+    from sparkdl.model.loss import MaskedLoss, ModelLoss, PerReplica
     from sparkdl.parallel.ddp import DDP
     from sparkdl.parallel.fsdp import FSDP
     from sparkdl.parallel.pipeline import Pipeline
@@ -82,6 +83,8 @@ __all__ = [
     "GroupModels",
     "History",
     "Image",
+    "Masked",
+    "MaskedLoss",
     "MeanMetric",
     "Metric",
     "MetricOf",
@@ -148,6 +151,7 @@ _NAMES = {
     "sparkdl.data": "Sample",
     "sparkdl.data.columns.convert": "Convert",
     "sparkdl.data.columns.image": "Image",
+    "sparkdl.data.columns.masked": "Masked",
     "sparkdl.data.columns.sequence": "Sequence",
     "sparkdl.data.columns.text": "Text",
     "sparkdl.diagnosis": "diagnose",
@@ -164,7 +168,7 @@ _NAMES = {
     "sparkdl.loop.validation": "Validation",
     "sparkdl.metrics.named": "MeanMetric Metric",
     "sparkdl.metrics.scorer": "MetricOf",
-    "sparkdl.model.loss": "ModelLoss PerReplica",
+    "sparkdl.model.loss": "MaskedLoss ModelLoss PerReplica",
     "sparkdl.parallel.ddp": "DDP",
     "sparkdl.parallel.fsdp": "FSDP",
     "sparkdl.parallel.pipeline": "Pipeline",

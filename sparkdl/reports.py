@@ -176,8 +176,7 @@ def _curves(history: History) -> Iterator[tuple[str, str, np.ndarray, bool]]:
     metrics: dict[str, list[tuple[float, float]]] = {}
     for one in history.validations:
         for metric, value in one["metrics"].items():
-            if np.ndim(value) == 0:
-                metrics.setdefault(metric, []).append((one["iteration"], value))
+            metrics.setdefault(metric, []).append((one["iteration"], value))
     for metric, points in metrics.items():
         yield f"validation {metric}", "iteration", np.array(points), True
     rates = np.stack([columns["iteration"], columns["learning_rate"]], 1)
@@ -196,7 +195,7 @@ def _end(history: History) -> dict[str, str]:
         "epochs": f"{epochs[-1]['epoch']:,}",
         "iterations": f"{len(history):,}",
         "mean loss of the last epoch": f"{epochs[-1]['loss']:.5g}",
-        **{f"validation {n}": f"{v:.5g}" for n, v in last.items() if np.ndim(v) == 0},
+        **{f"validation {n}": f"{v:.5g}" for n, v in last.items()},
         "time": duration(seconds),
         "samples a second": f"{samples / seconds:,.0f}" if seconds > 0 else "",
         **({"faults survived": str(len(lost))} if lost else {}),

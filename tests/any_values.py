@@ -13,7 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 from pyspark.sql import types as sql
 
-from sparkdl import Convert, Image, Sequence, Text
+from sparkdl import Convert, Image, Masked, Sequence, Text
 
 EXAMPLES = int(os.environ.get("SPARKDL_EXAMPLES", "0"))
 
@@ -71,6 +71,7 @@ SPECS = st.sampled_from(
         Sequence(),
         Sequence(max_length=2, lengths=True),
         Sequence(mask=True),
+        Masked(),
         Text(lambda texts: [[len(text)] for text in texts]),
         Convert(lambda value: value),
         Convert(float),

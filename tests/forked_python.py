@@ -39,7 +39,8 @@ def ask(address: str, arguments: list[str]) -> None:
                 os.close(file)
             status = int(answers.readline() or 1)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # nothing may handle SIGKILL
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 

@@ -154,10 +154,18 @@ def try_model(
         counts = bool(count) if count is not None else masses is None or bool(masses.sum())
         # False if the loss ignores every label
         if options.on_nan == "raise" and counts and not torch.isfinite(value):
+            cause = (
+                "Look for a division by 0, the log or root of 0, or inputs that are too large; "
+                'on_nan="skip" skips such updates.'
+            )
+            if any(t.is_floating_point() and bool(t.isnan().any()) for t in targets):
+                cause = (
+                    "Labels are missing, and the loss must leave them out: "
+                    "loss=sparkdl.MaskedLoss(loss) does."
+                )
             raise ModelError(
                 f"{_what_is_not_finite(output, value)} on the first rows ({shown}; "
-                f"{dtypes_of(inputs)}), before any training. Look for a division by 0, the log or "
-                'root of 0, or inputs that are too large; on_nan="skip" skips such updates.'
+                f"{dtypes_of(inputs)}), before any training. {cause}"
             )
         try:
             value.backward()

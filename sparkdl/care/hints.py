@@ -19,7 +19,7 @@ from torch.nn import functional
 from sparkdl.data.fields import Field
 from sparkdl.data.samples import SampleSet
 from sparkdl.errors import ModelError, counted
-from sparkdl.model.loss import Loss, ModelLoss, StepLoss, call_loss, inner, unwrapped
+from sparkdl.model.loss import Loss, ModelLoss, StepLoss, call_loss, inner, unmasked, unwrapped
 from sparkdl.model.recipe import described, for_example
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -268,7 +268,7 @@ def check_labels(loss: Loss, samples: SampleSet, prefix: str = "") -> None:
     ``prefix`` is the beginning of the message.
     """
     labels = samples.fields[samples.num_features :][: samples.num_labels]
-    function, keywords = unwrapped(loss)
+    function, keywords = unwrapped(unmasked(loss))
     rows = (row for row in LABELS if function is row[1] or _forwards_as(function, row[0]))
     kind, _, low, high, remedy = next(rows, (None, None, 0, 0, ""))
     log_target = keywords.get("log_target", getattr(function, "log_target", False))

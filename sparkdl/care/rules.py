@@ -26,7 +26,7 @@ from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.triggers import Trigger, max_epoch, no_trigger
 from sparkdl.loop.validation import Validation
-from sparkdl.metrics.named import resolve
+from sparkdl.metrics.named import scalar_names
 from sparkdl.model.buffers import PRECISIONS, problems_of_rules
 from sparkdl.model.loss import ModelLoss, inner
 from sparkdl.model.recipe import problems_of_part
@@ -453,7 +453,7 @@ def _unknown_metrics(trainer: Any) -> Iterator[str]:
     """Yield the metrics that triggers need, and that the validation does not have."""
     known = {"loss"}
     if isinstance(trainer.validation, Validation):
-        known |= {metric.name for metric in resolve(trainer.validation.metrics)}
+        known |= {*scalar_names(trainer.validation.metrics)}
     triggers = {"stop": trainer.stop, "histograms": trainer.histograms}
     for name in ("validation", "checkpoint"):
         triggers[f"{name}.every"] = getattr(getattr(trainer, name), "every", None)

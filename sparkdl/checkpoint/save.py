@@ -236,7 +236,7 @@ class Checkpointer:
             residuals=tuple(used.residuals),
             loss_scale=state.loss_scale,
             skipped=state.skipped,
-            validations=state.validations,
+            validations=tuple(replace(v, arrays={}) for v in state.validations),
             best=self._best(begun, used),
             config=dict(self._identity.config),
             model=self._model,

@@ -287,7 +287,12 @@ class PartitionWriter:
         tried: bool = True,
     ) -> None:
         """Keep the extremes of ``values``; the values of row i begin at ``offsets[i]``."""
-        for sign, place in ((-1, int(values.argmin())), (1, int(values.argmax()))):
+        known = np.flatnonzero(~np.isnan(values)) if values.dtype.kind == "f" else slice(None)
+        numbers = values[known]
+        if not len(numbers):
+            return
+        for sign, first in ((-1, int(numbers.argmin())), (1, int(numbers.argmax()))):
+            place = first if isinstance(known, slice) else int(known[first])
             row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
             value = values[place].item()
             keep_extreme(self._extremes, Extreme(number, sign, value, row, of_length, tried))

@@ -117,7 +117,7 @@ def evaluate(
     float_dtype: str,
     specs: Specs,
     fields: Sequence[Field],
-) -> dict[str, float]:
+) -> dict[str, Any]:
     """Return the mean loss and the metrics over ``data``, merged in the order of its partitions."""
     size = evaluation.batch_size
     reader: Reader

@@ -22,7 +22,7 @@ from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError
 from sparkdl.infer.outputs import Output
 from sparkdl.loop.history import History
-from sparkdl.metrics.named import Judging
+from sparkdl.metrics.classes import Judging
 from sparkdl.model.recipe import BY_POSITION, Signature
 
 FORMAT = "sparkdl-model"

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from pyspark import RDD
 from pyspark.sql import DataFrame, functions
 from torch import nn
@@ -82,7 +81,7 @@ class TrainedModel(ModelData):
         data: DataFrame,
         prediction_col: str = "prediction",
         batch_size: int = 1024,
-        postprocess: Callable[[Any], torch.Tensor] | None = None,
+        postprocess: Callable[[Any], Any] | None = None,
         output: Part = None,
         ml_types: bool = False,
         handle_invalid: str = "error",
@@ -98,7 +97,8 @@ class TrainedModel(ModelData):
             prediction_col: The name of the new column, which must not exist.
             batch_size: The number of rows of a forward pass.
             postprocess: A function that maps the output of a batch (rows, ...) to the content of the
-                column, such as ``partial(torch.argmax, dim=1)``. If it fails on rows like those of
+                column, such as ``partial(torch.argmax, dim=1)``: a tensor, or a list with a value for
+                each row, see :func:`sparkdl.predict`. If it fails on rows like those of
                 the training, a Spark job gets the first two rows of ``data`` to try it on.
             output: The part of the model's result that is the output, as ``Trainer.output``; None is
                 the part from the training.
@@ -121,8 +121,7 @@ class TrainedModel(ModelData):
         if not ml_types:
             return predicted
         column = functions.col(quoted(prediction_col))
-        found = ready.task.outputs[0].output
-        return predicted.withColumn(prediction_col, ml_column(column, found))
+        return predicted.withColumn(prediction_col, ml_column(column, ready.task.outputs[0]))
 
     def predict(
         self,
@@ -162,14 +161,15 @@ class TrainedModel(ModelData):
         metrics: Metrics = (),
         batch_size: int = 1024,
         output: Part = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Return the mean loss over all samples as ``loss``, and each of the metrics, by name.
 
-        They are computed on the executors, in evaluation mode.
+        A value is a number; that of a curve or a matrix is a dictionary or nested lists. They are
+        computed on the executors, in evaluation mode.
 
         Args:
             data: A DataFrame or an RDD with features and labels, as for ``fit``.
-            metrics: Metrics: names ("accuracy", "top@5", "mae", "mse", "auc", "hit_ratio@10",
+            metrics: Metrics: names ("accuracy", "f1", "auc", "log_loss", "rmse", "confusion_matrix",
                 "ndcg@10"), objects of :class:`sparkdl.Metric` or ``torchmetrics.Metric``, or pairs
                 (name, metric); see docs/guide/metrics.md.
             batch_size: The number of rows of a forward pass.

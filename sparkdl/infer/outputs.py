@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +14,16 @@ from pyspark.sql import Column
 
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ModelError, ParameterError, counted, kind_of, shown
+from sparkdl.infer.nested import (
+    are_records,
+    common_type,
+    fields_of,
+    is_known,
+    part_of_rows,
+    sql_type,
+    to_nested,
+    type_of,
+)
 from sparkdl.metrics.scorer import in_rows
 from sparkdl.model.recipe import (
     Part,
@@ -102,6 +112,9 @@ class OutputColumn:
                     f"postprocess fails on {given}: {_reason(error)}. It gets the model's output for "
                     "a batch."
                 ) from error
+        by_row = finish is not None or callable(part) or isinstance(part, str) or are_records(value)
+        if isinstance(value, list) and len(value) == rows and by_row:
+            return RowsColumn.of_rows(name, part, value, finish)
         if not isinstance(value, torch.Tensor) or not value.ndim or len(value) != rows:
             number = counted(rows, "row")
             if finish is not None:
@@ -129,14 +142,21 @@ class OutputColumn:
         shape = (128, *self.output.shape[1:]) if self.by_element else self.output.shape
         return 4 * math.prod(shape)
 
-    def values(self, returned: Any, rows: int) -> np.ndarray:
+    def values(self, returned: Any, rows: int) -> Any:
         """Return the predictions of a batch, given what the model returned for it."""
+        return as_numpy(in_rows(self._value(returned, rows), rows, self.output.dimensions))
+
+    def _value(self, returned: Any, rows: int) -> Any:
         with torch.no_grad():
             value = value_of(returned, self.part)
             if self.finish is not None:  # it was tried on the CPU
                 value = with_tensors(in_rows(value, rows, self.dimensions), torch.Tensor.cpu)
                 value = self.finish(value)
-        return as_numpy(in_rows(value, rows, self.output.dimensions))
+        return value
+
+    def pieces(self, values: Any) -> Iterator[Any]:
+        """Yield predictions in pieces that Arrow arrays can hold."""
+        return pieces(values)
 
     def to_arrow(self, values: np.ndarray, sequences: Ragged | None) -> pa.Array:
         """Return predictions, (rows, ...), as an Arrow array; ``sequences`` if lengths vary."""
@@ -164,6 +184,74 @@ class OutputColumn:
             return pa.nulls(rows, pa.string())
         dtype = self.output.dtype.replace("bfloat16", "float32").replace("float16", "float32")
         return pa.nulls(rows, self.to_arrow(np.zeros(shape, dtype), None).type)
+
+
+class NoResults(ModelError):
+    """No row that a model was tried on has a result, so the type of a column is not known."""
+
+
+@dataclass(frozen=True)
+class RowsColumn(OutputColumn):
+    """A column whose values are given row by row, and differ in number, or have fields."""
+
+    kind: pa.DataType = field(default_factory=pa.null)
+    bytes_of_row: int = 64
+
+    @staticmethod
+    def of_rows(name: str, part: Part, rows: list[Any], finish: Finish) -> RowsColumn:
+        """Return the column of such values, given those of a few rows."""
+        try:
+            kind = common_type(map(type_of, rows))
+            if is_known(kind):
+                sql_type(kind)
+        except TypeError as error:
+            raise ParameterError(
+                f'output "{name}": {error}. The value of a row may be a tensor, a number, a text, a '
+                "list of values of one type, or a mapping or dataclass of such."
+            ) from None
+        if not is_known(kind):
+            raise NoResults(
+                f'output "{name}": no row that the model was tried on has a result, so the type of the '
+                "column is not known: pass example=, a DataFrame with rows that have some."
+            )
+        size = to_nested(rows, kind).nbytes // len(rows)
+        unknown = Output((), "float32")
+        return RowsColumn(name, part, unknown, False, (), finish, None, kind, max(64, size))
+
+    @property
+    def sql_type(self) -> str:
+        return sql_type(self.kind)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.bytes_of_row
+
+    def values(self, returned: Any, rows: int) -> pa.Array:
+        value = self._value(returned, rows)
+        if not isinstance(value, list):
+            raise ModelError(
+                f'output "{self.name}" is {described(value)}, and was a list with a value for each row '
+                "when the model was tried."
+            )
+        try:
+            return to_nested(value, self.kind)
+        except (TypeError, ValueError, pa.ArrowException) as error:
+            raise ModelError(
+                f'output "{self.name}": a row has a value of another type than {self.sql_type}, which '
+                f"the model was tried with ({error}). Return values of one type."
+            ) from error
+
+    def to_arrow(self, values: pa.Array, sequences: Ragged | None) -> pa.Array:
+        return values
+
+    def to_python(self, values: pa.Array, sequences: Ragged | None) -> list[Any]:
+        return list(values.to_pylist())
+
+    def nulls(self, rows: int) -> pa.Array:
+        return pa.nulls(rows, self.kind)
+
+    def pieces(self, values: pa.Array) -> Iterator[pa.Array]:
+        yield values
 
 
 @dataclass(frozen=True)
@@ -197,6 +285,8 @@ def offered_parts(returned: Any, rows: int, name: str) -> dict[str, Part]:
     """Return the parts that become columns if the user names none: the tensors with a row each."""
     if isinstance(returned, torch.Tensor):
         return {name: None}
+    if are_records(returned) and len(returned) == rows:
+        return {key: key for row in returned for key in fields_of(row) or ()}
     found: dict[Any, Any] = {
         key: value
         for key, value in parts_of(returned).items()
@@ -235,6 +325,10 @@ def named_parts(outputs: Any, name: str) -> dict[str, Part] | None:
 
 def value_of(returned: Any, part: Part) -> Any:
     """Return a part; a function that fails is a user's mistake."""
+    if isinstance(part, str) and are_records(returned):
+        by_row = part_of_rows(returned, part)
+        if by_row is not None:
+            return by_row
     try:
         return part_of(returned, part)
     except (ModelError, ParameterError):
@@ -262,10 +356,16 @@ def lengths_of(arrays: Sequence[Rows]) -> np.ndarray | None:
     return np.minimum(rows.lengths, rows.padding.length)
 
 
-def ml_column(column: Column, output: Output) -> Column:
+def ml_column(column: Column, of: OutputColumn) -> Column:
     """Return a column of predictions as a double or as a vector of ``pyspark.ml``."""
     from pyspark.ml.functions import array_to_vector  # takes a while
 
+    output = of.output
+    if isinstance(of, RowsColumn):
+        raise ParameterError(
+            f"ml_types=True: a prediction is {of.sql_type}, and pyspark.ml has numbers and "
+            "vectors only."
+        )
     if len(output.shape) > 1:
         raise ParameterError(
             f"ml_types=True: a prediction has the shape {list(output.shape)}, and pyspark.ml has "

@@ -82,7 +82,9 @@ def predict(
             passes them by keyword: ``{"input_ids": "ids"}``.
         outputs: The parts of what the model returns that become columns: a mapping from column names
             to parts, a list of parts, or one part (a key, an attribute, a number, or a function of
-            what it returns). None takes every tensor that has a row for each row.
+            what it returns). None takes every tensor that has a row for each row, or the keys of a
+            list with a mapping for each row. A function may return a list with a value for each row,
+            whose length varies: a tensor, a text, or lists and mappings of such.
         weights: For a function that builds the module: a state_dict, or the path of a safetensors
             file or of a state_dict that ``torch.save`` wrote.
         columns: The conversions of columns to tensors, as ``Trainer.columns``.

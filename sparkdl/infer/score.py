@@ -32,7 +32,7 @@ from sparkdl.infer.forward import (
     sender_to,
 )
 from sparkdl.infer.manifest import ModelData
-from sparkdl.infer.outputs import Finish, Output, OutputColumn, lengths_of, pieces, sequences_of
+from sparkdl.infer.outputs import Finish, Output, OutputColumn, lengths_of, sequences_of
 from sparkdl.infer.read import (
     ANOTHER_FORM,
     Group,
@@ -44,7 +44,7 @@ from sparkdl.infer.read import (
     form_of,
     record_specs,
 )
-from sparkdl.infer.trial import Trial, made_up, rows_to_try, zeros_like
+from sparkdl.infer.trial import LOOKED_AT, Trial, made_up, rows_to_try, zeros_like
 from sparkdl.model.recipe import Part, Signature, problems_of_part
 from sparkdl.plain import plain
 from sparkdl.spark.worker import finish_task, mistakes_told_briefly
@@ -252,7 +252,8 @@ class ScoreColumns(Score):
 
     def _in_order(self, values: Sequence[np.ndarray]) -> Iterator[pa.Array]:
         if len(values) == 1:
-            yield from (self.outputs[0].to_arrow(part, None) for part in pieces(values[0]))
+            column = self.outputs[0]
+            yield from (column.to_arrow(part, None) for part in column.pieces(values[0]))
         else:
             pairs = zip(self.outputs, values, strict=True)
             yield self._joined([column.to_arrow(part, None) for column, part in pairs], None)
@@ -388,8 +389,9 @@ def prepare(
     elif example is None and isinstance(data, DataFrame) and isinstance(reader, ReadColumns):
         made = made_up(reader.columns, [data.schema[name].dataType for name in inputs.names])
     keep = options.handle_invalid != "error"
+    tried = data if example is None else example
     found, unit_bytes = Trial(forward, parts, prediction_col, finish, known).run(
-        made, rows_to_try(data if example is None else example, reader, keep)
+        made, rows_to_try(tried, reader, keep), lambda: rows_to_try(tried, reader, keep, LOOKED_AT)
     )
     if exact or fixed:
         unit_bytes = 0

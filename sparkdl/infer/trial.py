@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,15 @@ from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.row_errors import RowError
 from sparkdl.errors import DataError, ModelError, UserError
 from sparkdl.infer.forward import Forward
-from sparkdl.infer.outputs import Finish, Output, OutputColumn, offered_parts, value_of
+from sparkdl.infer.outputs import (
+    Finish,
+    NoResults,
+    Output,
+    OutputColumn,
+    RowsColumn,
+    offered_parts,
+    value_of,
+)
 from sparkdl.infer.read import ReadColumns, Reader
 from sparkdl.model.recipe import Part
 from sparkdl.process.determinism import seeded
@@ -45,9 +53,15 @@ class Trial:
     known: Output | None = None  # of the part, from the training
 
     def run(
-        self, made: Sequence[Rows] | None, rows: Iterator[Sequence[Rows]]
+        self,
+        made: Sequence[Rows] | None,
+        rows: Iterator[Sequence[Rows]],
+        more: Callable[[], Iterator[Sequence[Rows]]] = lambda: iter(()),
     ) -> tuple[tuple[OutputColumn, ...], int]:
-        """Return :meth:`columns` of the made-up rows or, if the model fails on these, of others."""
+        """Return :meth:`columns` of the made-up rows or, if the model fails on these, of others.
+
+        If no row has a result that shows the type of a column, ``more`` rows are looked at.
+        """
         failed: UserError | None = None
         try:
             if self.known is not None:
@@ -57,14 +71,17 @@ class Trial:
             if made is not None:
                 return self.columns(made)
         except UserError as error:
-            if error.__cause__ is None:  # it fails on any rows
+            if error.__cause__ is None and not isinstance(error, NoResults):  # on any rows
                 raise
             failed = error
-        for some in rows:
-            try:
-                return self.columns(some)
-            except UserError as error:
-                failed = error
+        for following in (lambda: rows, more):
+            for some in following():
+                try:
+                    return self.columns(some)
+                except UserError as error:
+                    failed = error
+            if not isinstance(failed, NoResults):
+                break
         raise failed or DataError(
             "the data is a stream, whose rows cannot be looked at beforehand, or it has no good row to "
             "try the model on: pass example=, a DataFrame with some rows."
@@ -97,7 +114,8 @@ class Trial:
         except ModelError:
             return tuple(found), unit_bytes
         follows = {
-            column.name: column.output.shape[:1] == (padded,)
+            column.name: not isinstance(column, RowsColumn)
+            and column.output.shape[:1] == (padded,)
             and tuple(value_of(again, column.part).shape[1:2]) == (other,)
             for column in found
         }
@@ -171,13 +189,15 @@ def made_up(columns: Sequence[Column], types: Sequence[Any]) -> list[Rows] | Non
     return arrays
 
 
-def rows_to_try(data: DataFrame | RDD, reader: Reader, keep: bool) -> Iterator[list[Rows]]:
-    """Yield rows, by one Spark job: the first two, and single ones if bad ones are allowed.
+def rows_to_try(
+    data: DataFrame | RDD, reader: Reader, keep: bool, count: int = ROWS
+) -> Iterator[list[Rows]]:
+    """Yield the first ``count`` rows, by one Spark job; single ones of more if bad ones are allowed.
 
     A stream has none that could be looked at.
     """
     items: Any
-    count, noun = LOOKED_AT if keep else ROWS, "column"
+    count, noun = LOOKED_AT if keep else count, "column"
     if isinstance(data, DataFrame):
         assert isinstance(reader, ReadColumns)
         if data.isStreaming:

@@ -57,6 +57,9 @@ class History:
     stopped: str | None = None
     """Why the training ended before its stop trigger was true: "interrupted", or "callback" (and
     the argument of :class:`sparkdl.StopTraining`); None if it did not."""
+    ended_by: str | None = None
+    """The stop trigger that was true, such as "Plateau(metric='accuracy', patience=3,
+    min_delta=0.0)", and of several the first; None if the training ended before."""
 
     def __init__(self) -> None:
         self._table: dict[str, array[Any]] = {name: array(code_of(name)) for name in KINDS}
@@ -142,7 +145,7 @@ class History:
         history._events = [event for event in self._events if event["iteration"] >= begin]
         history._validations = [v for v in self._known if v.iteration >= begin]
         history._validated = len(history._validations)
-        history.stopped = self.stopped
+        history.stopped, history.ended_by = self.stopped, self.ended_by
         return history
 
     def append(self, state: TrainState, epoch: int) -> None:
@@ -298,10 +301,13 @@ class History:
 
     @property
     def validations(self) -> list[dict[str, Any]]:
-        """Return one record for each validation: iteration and epoch (how many were complete), and
-        metrics."""
+        """Return one record for each validation: iteration and epoch (how many were complete), metrics,
+        and, if there are any, arrays: the curves and matrices by name."""
         return [
-            {"iteration": v.iteration, "epoch": v.epoch, "metrics": _floats(v.metrics)}
+            {
+                **{"iteration": v.iteration, "epoch": v.epoch, "metrics": _floats(v.metrics)},
+                **({"arrays": dict(v.arrays)} if v.arrays else {}),
+            }
             for v in self._known
         ]
 
@@ -397,10 +403,10 @@ class History:
         ``.csv``.
 
         JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start",
-        "stopped" and, if there are any, "settings", "facts", "events", "losses" and "decisions". The
-        columns of CSV
-        are the keys of a record, ``timings/NAME``, ``losses/NAME``, the decisions of a consistency
-        model, and ``validation/NAME``, which is filled at the iterations that were validated.
+        "stopped", "ended_by" and, if there are any, "settings", "facts", "events", "losses" and
+        "decisions". The columns of CSV are the keys of a record, ``timings/NAME``, ``losses/NAME``, the decisions of a
+        consistency model, and ``validation/NAME``, which is filled at the iterations that were
+        validated.
         Decisions are ``staleness``, ``micro_batches/REPLICA`` and ``inner_steps/REPLICA`` (0 if the
         replica left nothing out), and ``commits/N``, an encoded number that :attr:`commits` decodes.
 
@@ -446,6 +452,7 @@ class History:
             "stopped": self.stopped,
             "facts": self._facts,
             "events": self._events,
+            "ended_by": self.ended_by,
         }
         return safetensors.numpy.save(arrays, {_REST: json.dumps(rest)})
 
@@ -521,6 +528,7 @@ class History:
             **({"facts": self._facts} if self._facts else {}),
             **({"events": self._events} if self._events else {}),
             "stopped": self.stopped,
+            "ended_by": self.ended_by,
         }
 
     def _flat(self) -> dict[str, list[Any]]:
@@ -574,12 +582,16 @@ class History:
         for event in content.get("events", []):
             when, seconds = int(event["iteration"]), float(event["seconds"])
             self.note_event(str(event["kind"]), when, seconds, str(event["text"]))
-        stopped = content.get("stopped")
-        self.stopped = None if stopped is None else str(stopped)
+        for name in ("stopped", "ended_by"):
+            reason = content.get(name)
+            setattr(self, name, None if reason is None else str(reason))
         for record in content.get("validations", []):
             iteration, epoch = int(record["iteration"]), int(record["epoch"])
             metrics = _floats(record["metrics"])
-            self.append_validation(Validated(iteration=iteration, epoch=epoch, metrics=metrics))
+            arrays = {str(name): value for name, value in record.get("arrays", {}).items()}
+            self.append_validation(
+                Validated(iteration=iteration, epoch=epoch, metrics=metrics, arrays=arrays)
+            )
 
 
 def _floats(metrics: Mapping[Any, Any]) -> dict[str, float]:

@@ -207,8 +207,7 @@ def panels(
     validated: dict[str, list[tuple[float, float]]] = {}
     for record in validations:
         for name, value in record["metrics"].items():
-            if np.ndim(value) == 0:
-                validated.setdefault(name, []).append((record["iteration"], value))
+            validated.setdefault(name, []).append((record["iteration"], value))
     loss = [
         Line("iteration", np.stack([iterations, losses], 1), THIN, 1.0),
         Line("epoch", means, THICK, dots=len(means) < 60),

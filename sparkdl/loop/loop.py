@@ -60,7 +60,7 @@ def train(
     previous = previous_state(state, history)
     between = [task.every for task in periodic]
     lookahead = Lookahead(config, between, schedule, state, ahead=engine.begins_ahead)
-    history.stopped = None
+    history.stopped = history.ended_by = None
 
     def tell(hook: str) -> None:
         for callback in callbacks:
@@ -118,6 +118,8 @@ def train(
             after(task, task(previous, state))
         if state.epoch > previous.epoch:
             tell("on_epoch_end")
+    if history.stopped is None:
+        history.ended_by = repr(config.stop.true_part(previous, state))
     for task in periodic:
         left = None
         while left is not state:

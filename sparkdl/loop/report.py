@@ -40,9 +40,7 @@ def run_page(history: Any, title: str, folder: Path | None = None) -> Page:
             page.line("A dashed line is a recovery from a fault.")
         for panel in run_panels(history, table, [event["iteration"] for event in recoveries]):
             page.chart(panel)
-        for name, value in _last_values(history).items():
-            if np.ndim(value) == 2:
-                page.matrix(f"{name} of the last validation", np.asarray(value, np.float64))
+        _add_arrays(page, history.validations[-1:])
         page.heading(
             "Where the time of an iteration went",
             "Tasks run side by side and the slowest one counts, so shares need not add up to 100 %.",
@@ -81,6 +79,8 @@ def _add_summary(page: Page, history: Any) -> None:
     stopped, losses = history.stopped, np.asarray(history.losses)
     if stopped == "interrupted":
         page.line("The run was interrupted: the model is that of the last iteration.", "alert")
+    elif history.ended_by is not None and stopped is None:
+        page.line(f"It was ended by {history.ended_by}.")
     elif stopped is not None:
         page.line(f"The run ended before its stop trigger was true: {stopped}.", "alert")
     wrong = np.flatnonzero(~np.isfinite(losses))
@@ -103,7 +103,6 @@ def _add_summary(page: Page, history: Any) -> None:
             **{
                 f"validation {name}": f"{value:.4g}"
                 for name, value in _last_values(history).items()
-                if np.ndim(value) == 0
             },
             "iterations": f"{len(losses):,}",
             "epochs": f"{epochs[-1]['epoch']:,}",
@@ -112,6 +111,28 @@ def _add_summary(page: Page, history: Any) -> None:
             "faults survived": f"{len(lost)}{cost}",
         }
     )
+
+
+def _add_arrays(page: Page, validations: Sequence[Mapping[str, Any]]) -> None:
+    """Add the matrices and curves of a validation: the first column of a curve is its horizontal axis."""
+    for name, value in (validations[0].get("arrays", {}) if validations else {}).items():
+        title = f"{name} of the last validation"
+        if isinstance(value, Mapping):
+            columns = {str(key): each for key, each in value.items() if np.ndim(each) == 1}
+            across, *others = columns or [""]
+            page.chart(
+                Panel(
+                    title,
+                    [
+                        Line(n, list(zip(columns[across], columns[n], strict=False)), colour)
+                        for n, colour in zip(others[:1], COLOURS, strict=False)
+                    ],
+                    across=across,
+                )
+            )
+        elif isinstance(value, list) and all(isinstance(row, list) for row in value):
+            if len({len(row) for row in value}) == 1:
+                page.matrix(title, np.asarray(value, np.float64))
 
 
 def _last_values(history: Any) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sparkdl.slices.update import Histogram
@@ -14,11 +14,12 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Validated:
     """One validation: the iteration and epoch after which it was made, and the value of each metric
-    by name."""
+    by name. ``arrays`` has the curves and matrices, as lists and dictionaries of numbers."""
 
     iteration: int
     epoch: int
     metrics: Mapping[str, float]
+    arrays: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

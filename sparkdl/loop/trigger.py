@@ -44,6 +44,10 @@ class Trigger:
         true."""
         return frozenset()
 
+    def true_part(self, previous: TrainState, current: TrainState) -> Trigger:
+        """Return the trigger; of several that are joined by ``|``, the first that is true."""
+        return self
+
     def __and__(self, other: Trigger) -> Trigger:
         return And(self, _checked("&", other))
 
@@ -114,6 +118,10 @@ class Or(_Pair):
 
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
         return self.left(previous, current) or self.right(previous, current)
+
+    def true_part(self, previous: TrainState, current: TrainState) -> Trigger:
+        side = self.left if self.left(previous, current) else self.right
+        return side.true_part(previous, current)
 
     def limit(self, iterations_per_epoch: int) -> int | None:
         return min(self.limits(iterations_per_epoch), default=None)

@@ -12,7 +12,7 @@ from sparkdl.loop.engine import Engine
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
 from sparkdl.loop.triggers import EveryEpoch, Trigger, no_trigger
-from sparkdl.metrics.named import resolve
+from sparkdl.metrics.named import scalar_names
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import Part, problems_of_part
 from sparkdl.plain import make_plain
@@ -60,7 +60,7 @@ class Validation:
         raise_all(ParameterError, problems)
         if isinstance(self.metrics, Iterator):  # it can be consumed only once
             object.__setattr__(self, "metrics", tuple(self.metrics))
-        names = ["loss", *(metric.name for metric in resolve(self.metrics))]
+        names = scalar_names(self.metrics)
         if self.best is not None and self.best not in names:
             raise ParameterError(
                 f'Validation(best="{self.best}") is not one of its metrics: {", ".join(names)}.'
@@ -82,10 +82,19 @@ class Validator:
         if not self.every(previous, state):
             return state
         values = self._scorer.values(self._engine.score())
-        record = Validated(iteration=state.iteration, epoch=state.epoch, metrics=values)
+        numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+        arrays = {name: value for name, value in values.items() if name not in numbers}
+        record = Validated(
+            iteration=state.iteration, epoch=state.epoch, metrics=numbers, arrays=arrays
+        )
         self._history.append_validation(record)
         higher = self._scorer.higher_is_better
         metric, best = self._validation.best, state.best
+        if metric in arrays:
+            raise ParameterError(
+                f'Validation(best="{metric}"): the metric gives several numbers, of which none is the '
+                'best: use a reduced one, for example with average="macro".'
+            )
         if metric is not None and is_better(record, best, metric, higher[metric]):
             self._engine.keep_best()
             best = record

@@ -36,6 +36,8 @@ class Metric(ABC):
     """The name of the value in the result."""
     higher_is_better: bool = True
     """True if more is better; early stopping and "keep the best" use it."""
+    scalar: bool = True
+    """False if the value is a curve or a matrix, which validations do not compare."""
 
     @abstractmethod
     def start(self) -> Any:
@@ -61,8 +63,11 @@ class Metric(ABC):
         consumed."""
 
     @abstractmethod
-    def value(self, state: Any) -> float:
-        """Return the metric over everything seen; nan if it is not defined."""
+    def value(self, state: Any) -> Any:
+        """Return the metric over everything seen; nan if it is not defined.
+
+        If it is not :attr:`scalar`, return nested lists of numbers, or a mapping from names to such.
+        """
 
     def is_empty(self, state: Any) -> bool:
         """Return whether nothing was measured; the metric is then omitted from the result."""
@@ -170,23 +175,21 @@ class TorchMetric(Metric):
             merged[name] = (one[0][name] * one[1] + other[0][name] * other[1]) / updates
         return merged, updates
 
-    def value(self, state: State) -> float:
+    def value(self, state: State) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # for example that only one class was seen
             value = self._filled(state).compute()
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            return float(value)
-        if isinstance(value, (int, float)):
-            return float(value)
-        shape = (
-            f"a tensor of shape {tuple(value.shape)}"
-            if isinstance(value, torch.Tensor)
-            else kind_of(value)
-        )
-        raise ParameterError(
-            f'metric "{self.name}" gives {shape}, not one number: use a reduced metric, for '
-            'example with average="macro".'
-        )
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        if not all(isinstance(part, (torch.Tensor, int, float)) for part in parts):
+            raise ParameterError(
+                f'metric "{self.name}" gives {kind_of(value)}, and no number, curve or matrix: use '
+                "another metric, or write a sparkdl.Metric."
+            )
+        plain = [part.tolist() if isinstance(part, torch.Tensor) else part for part in parts]
+        if parts is value:
+            return plain
+        single = isinstance(value, torch.Tensor) and value.numel() == 1
+        return float(value) if single else plain[0]
 
     def is_empty(self, state: State) -> bool:
         return not state[1]

@@ -1,11 +1,10 @@
 """Metrics by name: the meaning of strings, pairs, dicts and torchmetrics in ``metrics``.
 
-Ranking metrics: the area under the ROC curve, top-k, hit ratio and NDCG. NumPy and torch only.
-
-Equal scores have no order, and no order is invented for them: AUC counts a tied pair as half; NDCG
-and the hit ratio are the mean over all orders of the tied candidates. So a model that gives every
-candidate the same score performs like chance, wherever the relevant candidate stands. (Top-k takes
-the first of equal classes, as argmax does, so that top-1 is accuracy.)
+Also those of numbers (MAE, MSE, R2), and of a ranking (top-k, hit ratio and NDCG). Equal scores have
+no order, and no order is invented for them: NDCG and the hit ratio are the mean over all orders of
+the tied candidates. So a model that gives every candidate the same score performs like chance,
+wherever the relevant candidate stands. (Top-k takes the first of equal classes, as argmax does, so
+that top-1 is accuracy.)
 """
 
 from __future__ import annotations
@@ -14,118 +13,95 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
-from torch import nn
 
 from sparkdl.errors import ParameterError, kind_of, nearest, shown
 from sparkdl.metrics.base import MeanMetric, Metric, TorchMetric, is_torchmetric
-from sparkdl.model.loss import ClassLoss, unwrapped
-
-
-class ScoreRun(NamedTuple):
-    """The distinct scores of some samples, ascending, with the number of samples of each class at
-    each score."""
-
-    scores: np.ndarray
-    """float64, shape (n,)."""
-    positives: np.ndarray
-    """int64, shape (n,)."""
-    negatives: np.ndarray
-    """int64, shape (n,)."""
+from sparkdl.metrics.classes import (
+    AS_LOGITS,
+    AVERAGES,
+    EPSILON,
+    CalibrationCurve,
+    CalibrationError,
+    ClassCounted,
+    ClassRatio,
+    ConfusionMatrix,
+    Judging,
+    accuracy,
+    log_loss,
+    same_shape,
+    without_ones,
+)
+from sparkdl.metrics.scores import (
+    AUC,
+    AveragePrecision,
+    PrecisionRecallCurve,
+    RocCurve,
+    ScoreMetric,
+)
 
 
 @dataclass(frozen=True)
-class AUC(Metric):
-    """The area under the receiver operating characteristic of binary labels, exact.
+class Regression(Metric):
+    """A metric of numbers, for each column of the output, whose mean over the columns is the value.
 
-    It is the probability that a positive sample scores higher than a negative one, with ties
-    counted as half: T. Fawcett, "An introduction to ROC analysis", Pattern Recognition Letters 27,
-    2006, section 7. ``output`` is one score (for example a logit) for each sample, shape (B,) or
-    (B, 1), or two scores, (B, 2), whose difference is used. ``target`` is 0 or 1, shape (B,) or (B,
-    1). The value is nan if there is only one class, or if a score is nan.
-
-    The state is a few :class:`ScoreRun`, each less than half as long as the one before it, so that
-    n samples cost O(n log n) in total, however they are batched. A run contains each distinct score
-    once.
+    The state is, for each column, the number of labels, their mean, the sum of their squared
+    distances from it, and that of the squared errors: T. F. Chan, G. H. Golub and R. J. LeVeque,
+    "Updating formulae and a pairwise algorithm for computing sample variances", 1979.
     """
 
-    name: str = "auc"
+    name: str
+    figure: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     higher_is_better: bool = True
 
-    def start(self) -> tuple[ScoreRun, ...]:
-        return ()
+    def start(self) -> torch.Tensor | None:
+        return None
 
     def update(
-        self, state: tuple[ScoreRun, ...], output: torch.Tensor, target: torch.Tensor
-    ) -> tuple[ScoreRun, ...]:
-        scores = _scores(output)
-        if target.numel() != len(scores):
-            raise ValueError("AUC needs one label for each sample")
-        labels = target.reshape(-1).double().numpy()
-        positive = labels == 1
-        if not (positive | (labels == 0)).all():
-            wrong = labels[~(positive | (labels == 0))][0]
-            raise ValueError(f"AUC needs labels that are 0 or 1, but found {wrong:g}")
-        return _settled([*state, _run(scores, positive.astype(np.int64))])
+        self, state: torch.Tensor | None, output: torch.Tensor, target: torch.Tensor
+    ) -> torch.Tensor | None:
+        errors = _difference(output, target).reshape(len(output), -1)
+        labels = target.double().reshape(errors.shape)
+        if not len(labels):
+            return state
+        mean = labels.mean(0)
+        spread = (labels - mean).square().sum(0)
+        count = torch.full_like(mean, len(labels))
+        batch = torch.stack([count, mean, spread, errors.square().sum(0)])
+        return self.merge(state, batch)
 
-    def merge(self, one: tuple[ScoreRun, ...], other: tuple[ScoreRun, ...]) -> tuple[ScoreRun, ...]:
-        return _settled([*one, *other])
+    def merge(self, one: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+        if one is None or other is None:
+            return one if other is None else other
+        if one.shape != other.shape:
+            raise ValueError(
+                "all rows must have the same number of values; mse and mae need not that"
+            )
+        count, apart = one[0] + other[0], other[1] - one[1]
+        mean = one[1] + apart * other[0] / count
+        spread = one[2] + other[2] + apart.square() * one[0] * other[0] / count
+        return torch.stack([count, mean, spread, one[3] + other[3]])
 
-    def value(self, state: tuple[ScoreRun, ...]) -> float:
-        if not state:
-            return float("nan")
-        scores, positives, negatives = _join(list(state))
-        pairs = float(positives.sum()) * float(negatives.sum())
-        if not pairs or np.isnan(scores[-1]):
-            return float("nan")
-        below = np.cumsum(negatives) - negatives
-        won = (positives.astype(np.float64) * (below + negatives / 2)).sum()
-        return float(won / pairs)
+    def value(self, state: torch.Tensor) -> float:
+        count, _, spread, errors = state
+        return float(self.figure(count, spread, errors).mean())
 
-    def is_empty(self, state: tuple[ScoreRun, ...]) -> bool:
-        return not state
-
-
-def _scores(output: torch.Tensor) -> np.ndarray:
-    """Return one float64 score for each sample, shape (B,)."""
-    if output.ndim == 2 and output.shape[1] == 2:
-        output = output.double()
-        return (output[:, 1] - output[:, 0]).numpy()
-    if output.ndim == 1 or (output.ndim == 2 and output.shape[1] == 1):
-        return output.reshape(-1).double().numpy()
-    raise ValueError("AUC needs one score for each sample, or two, whose difference it takes")
+    def is_empty(self, state: torch.Tensor | None) -> bool:
+        return state is None
 
 
-def _run(scores: np.ndarray, positives: np.ndarray) -> ScoreRun:
-    """Return the run of one batch; ``positives`` is 0 or 1 for each score."""
-    return _sum_equal(scores, positives, 1 - positives)
+def _r2(count: torch.Tensor, spread: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    """Return the coefficients of determination; where labels are all alike, 1 without an error and 0
+    with one, as in scikit-learn."""
+    alike = torch.where(errors > 0, 0.0, 1.0)
+    shares = torch.where(spread > 0, 1 - errors / spread.clamp(min=1e-300), alike.double())
+    return torch.where(count > 1, shares, torch.nan)
 
 
-def _join(runs: list[ScoreRun]) -> ScoreRun:
-    return _sum_equal(*(np.concatenate(parts) for parts in zip(*runs, strict=True)))
-
-
-def _sum_equal(scores: np.ndarray, positives: np.ndarray, negatives: np.ndarray) -> ScoreRun:
-    unique, place = np.unique(scores, return_inverse=True)
-    counts = []
-    for count in (positives, negatives):
-        total = np.zeros(len(unique), np.int64)
-        np.add.at(total, place.reshape(-1), count)
-        counts.append(total)
-    return ScoreRun(unique, *counts)
-
-
-def _settled(runs: list[ScoreRun]) -> tuple[ScoreRun, ...]:
-    """Join runs from the end until each is more than twice as long as the one after it."""
-    settled: list[ScoreRun] = []
-    for run in runs:
-        while settled and len(settled[-1].scores) <= 2 * len(run.scores):
-            run = _join([settled.pop(), run])
-        settled.append(run)
-    return tuple(settled)
+def _root_mean(count: torch.Tensor, spread: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    return (errors / count).sqrt()
 
 
 def top_k(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
@@ -235,29 +211,6 @@ Metrics: TypeAlias = Iterable[Any] | Mapping[str, Any]
 """The type of the argument of :func:`resolve`."""
 
 
-def _accuracy(
-    output: torch.Tensor,
-    target: torch.Tensor,
-    threshold: float = 0.0,
-    classes: bool = False,
-    ignored: int | None = None,
-) -> torch.Tensor:
-    """Return whether each prediction is right.
-
-    Classes are the argmax over dimension 1. One output for each sample is a logit, positive for
-    class 1. See :class:`Judging` for the other parameters.
-    """
-    if output.ndim <= 2:
-        output, target = _without_ones(output, target)
-    if classes and output.ndim > 1 and output.shape == target.shape:
-        return output.argmax(dim=1) == target.argmax(dim=1)
-    if output.ndim == target.ndim + 1:
-        output = output.argmax(dim=1)
-        right = output == _same_shape(output, target)
-        return right if ignored is None else right[target != ignored]
-    return (output > threshold) == (_same_shape(output, target) > 0.5)
-
-
 def _absolute_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return _difference(output, target).abs()
 
@@ -266,42 +219,61 @@ def _squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return _difference(output, target).square()
 
 
+def _relative_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Return the absolute errors as shares of the labels, which count as at least 2.2e-16."""
+    return _absolute_error(output, target) / without_ones(output, target)[1].double().abs().clamp(
+        min=EPSILON
+    )
+
+
 def _difference(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Return the difference in float64: booleans have none, and that of small integers wraps
     around."""
-    output, target = _without_ones(output, target)
-    target = _same_shape(output, target)
+    output, target = without_ones(output, target)
+    target = same_shape(output, target)
     return output - target if output.is_complex() else output.double() - target.double()
-
-
-def _without_ones(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reshape (B, 1) to (B,), in either: torch would broadcast (B, 1) and (B,) to (B, B)."""
-    pair = [
-        one.reshape(-1) if one.ndim == 2 and one.shape[1] == 1 else one for one in (output, target)
-    ]
-    return pair[0], pair[1]
-
-
-def _same_shape(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return ``target``, or raise ValueError if its shape is not that of ``output``."""
-    if output.shape != target.shape:
-        raise ValueError("the label must have one value for each value of the output")
-    return target
 
 
 def _mean_at(name: str, function: Callable[..., torch.Tensor], k: int) -> MeanMetric:
     """Return the mean of ``function``, which looks at the best ``k`` of each sample."""
+    if k < 1:
+        raise ParameterError(f'metric "{name}": k must be at least 1.')
     return MeanMetric(name, partial(function, k=k))
 
 
+def _of_class(name: str, kind: str, k: int) -> ClassRatio:
+    """Return a metric of the class ``k``, counted from 0."""
+    return ClassRatio(name, kind=kind, number=k)
+
+
+_RATIOS = ("f1", "precision", "recall")
+
+
 METRICS: dict[str, Callable[..., Metric]] = {
-    "accuracy": partial(MeanMetric, "accuracy", _accuracy),
-    "top1": partial(MeanMetric, "top1", _accuracy),
+    "accuracy": partial(MeanMetric, "accuracy", accuracy),
+    "top1": partial(MeanMetric, "top1", accuracy),
     "top5": partial(_mean_at, "top5", top_k, 5),
     "top@k": partial(_mean_at, function=top_k),
     "mae": partial(MeanMetric, "mae", _absolute_error, higher_is_better=False),
     "mse": partial(MeanMetric, "mse", _squared_error, higher_is_better=False),
+    "rmse": partial(Regression, "rmse", _root_mean, higher_is_better=False),
+    "mape": partial(MeanMetric, "mape", _relative_error, higher_is_better=False),
+    "r2": partial(Regression, "r2", _r2),
     "auc": AUC,
+    "average_precision": AveragePrecision,
+    **{name: partial(ClassRatio, name, kind=name) for name in _RATIOS},
+    **{
+        f"{name}_{average}": partial(ClassRatio, f"{name}_{average}", kind=name, average=average)
+        for name in _RATIOS
+        for average in AVERAGES
+    },
+    **{f"{name}_class@k": partial(_of_class, kind=name) for name in _RATIOS},
+    "log_loss": partial(MeanMetric, "log_loss", log_loss, higher_is_better=False),
+    "calibration_error": partial(CalibrationError, "calibration_error"),
+    "calibration_curve": partial(CalibrationCurve, "calibration_curve"),
+    "confusion_matrix": partial(ConfusionMatrix, "confusion_matrix"),
+    "roc_curve": RocCurve,
+    "precision_recall_curve": PrecisionRecallCurve,
     "hit_ratio": partial(_mean_at, "hit_ratio", hit_ratio, 10),
     "hit_ratio@k": partial(_mean_at, function=hit_ratio),
     "ndcg": partial(_mean_at, "ndcg", ndcg, 10),
@@ -309,6 +281,11 @@ METRICS: dict[str, Callable[..., Metric]] = {
 }
 """The metrics that have a name: a function that makes the metric. A name that ends in ``@k`` stands
 for every number in place of the ``k``; its function takes the whole ``name`` and ``k``."""
+
+
+def scalar_names(metrics: Metrics) -> list[str]:
+    """Return the names of what validations compare: the loss, and the metrics that are one number."""
+    return ["loss", *(metric.name for metric in resolve(metrics) if metric.scalar)]
 
 
 def resolve(metrics: Metrics) -> list[Metric]:
@@ -341,47 +318,24 @@ def resolve(metrics: Metrics) -> list[Metric]:
     return list(resolved.values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judging:
-    """The interpretation of output and label by an accuracy: that of the loss. A saved model,
-    which has no loss, stores this.
-    """
-
-    threshold: float = 0.0  # an output above it means class 1
-    classes: bool = False  # a label with the output's shape is a probability of each class
-    ignored: int | None = None
-
-    @staticmethod
-    def of(loss: Any) -> Judging:
-        """Return the interpretation of a loss.
-
-        BCELoss takes a probability; CrossEntropyLoss and NLLLoss take classes and may ignore one.
-        """
-        function, _ = unwrapped(loss)
-        if isinstance(function, nn.BCELoss) or function is nn.functional.binary_cross_entropy:
-            return Judging(threshold=0.5)
-        of_classes = ClassLoss.of(loss)
-        return (
-            Judging() if of_classes is None else Judging(classes=True, ignored=of_classes.ignored)
-        )
-
-
 def suited(
     metrics: Iterable[Metric], loss: Any, judging: Judging | None = None
 ) -> tuple[Metric, ...]:
-    """Return ``metrics`` with the accuracies among them set to interpret output and label as
+    """Return ``metrics`` with those of classes among them set to interpret output and label as
     ``loss`` does.
 
     Without a loss, ``judging`` says how.
     """
-    judging = judging or Judging()
-    how = vars(judging if loss is None else Judging.of(loss))
-    return tuple(
-        replace(one, function=partial(_accuracy, **how))
-        if how != vars(Judging()) and isinstance(one, MeanMetric) and one.function is _accuracy
-        else one
-        for one in metrics
-    )
+    how = (judging or AS_LOGITS) if loss is None else Judging.of(loss)
+    return tuple(_judged(one, how) for one in metrics) if how != AS_LOGITS else tuple(metrics)
+
+
+def _judged(one: Metric, how: Judging) -> Metric:
+    if isinstance(one, MeanMetric) and one.function in (accuracy, log_loss):
+        return replace(one, function=partial(one.function, judging=how))
+    if isinstance(one, (ClassCounted, ScoreMetric)):
+        return replace(one, judging=how)
+    return one
 
 
 def _metric(one: Any) -> Metric:
@@ -416,8 +370,6 @@ def _of_name(name: str) -> Metric:
         return METRICS[name]()
     stem, _, k = name.partition("@")
     if f"{stem}@k" in METRICS and k.isdecimal():
-        if int(k) < 1:
-            raise ParameterError(f'metric "{name}": k must be at least 1.')
         return METRICS[f"{stem}@k"](name=name, k=int(k))
     known = ["loss", *METRICS]
     raise ParameterError(

@@ -5,14 +5,16 @@ A metric of one output and one label, for a model that has several of them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from sparkdl.errors import ModelError, ParameterError, nearest, raise_all
-from sparkdl.metrics.base import Metric
+from sparkdl.metrics.base import MeanMetric, Metric
 from sparkdl.metrics.named import resolve
 from sparkdl.model.loss import Loss, loss_of, masses_of, output_of, weighted_mean
 from sparkdl.model.recipe import Part, described, for_example, on_device, part_of, problems_of_part
@@ -28,7 +30,7 @@ class MetricOf(Metric):
     metric: Any
     """The metric: a name, a :class:`Metric`, a ``torchmetrics.Metric``, or a pair (name, metric)."""
     label: str
-    """The label column."""
+    """The label column, or one value of a label that is an array: "label[0]"."""
     output: Part
     """The part of the output, as ``Trainer.output``."""
 
@@ -38,6 +40,7 @@ class MetricOf(Metric):
         object.__setattr__(self, "metric", metric)
         object.__setattr__(self, "name", f"{self.label}/{metric.name}")
         object.__setattr__(self, "higher_is_better", metric.higher_is_better)
+        object.__setattr__(self, "scalar", metric.scalar)
 
     def start(self) -> Any:
         return self.metric.start()
@@ -48,22 +51,37 @@ class MetricOf(Metric):
     def merge(self, one: Any, other: Any) -> Any:
         return self.metric.merge(one, other)
 
-    def value(self, state: Any) -> float:
+    def value(self, state: Any) -> Any:
         return self.metric.value(state)
 
     def is_empty(self, state: Any) -> bool:
         return self.metric.is_empty(state)
 
-    def place(self, labels: tuple[str, ...]) -> int:
-        """Return the place of its label among all. Raises :class:`ParameterError`."""
-        if self.label not in labels:
+    def target(self, targets: Sequence[torch.Tensor], labels: tuple[str, ...]) -> torch.Tensor:
+        """Return its label among all. Raises :class:`ParameterError`."""
+        if self.label in labels:
+            return targets[labels.index(self.label)]
+        match = _TASK.fullmatch(self.label)
+        name, number = match.groups() if match else ("", "")
+        if name not in labels:
             raise ParameterError(
                 f'MetricOf: "{self.label}" is no label.{nearest(self.label, labels)} The labels are: '
                 f"{', '.join(labels)}."
             )
-        return labels.index(self.label)
+        target = targets[labels.index(name)]
+        if target.ndim < 2 or int(number) >= target.shape[1]:
+            raise ParameterError(
+                f'MetricOf: label "{name}" has the shape {list(target.shape)} in a batch, and no value '
+                f"{number} in a row."
+            )
+        return target[:, int(number)]
 
 
+_TASK = re.compile(r"(.*)\[(\d+)\]")
+"""Matches one value of a label that is an array."""
+
+MOST_NUMBERS = 1 << 16
+"""The most numbers of a curve or a matrix in the history."""
 States: TypeAlias = list[Any]
 """[samples seen, (sum of the loss, sum of its weights), a state for each metric]; can be pickled."""
 
@@ -138,15 +156,18 @@ class Scorer:
             whole, common = output_of(returned), None
             for metric, state in zip(self.metrics, states[2:], strict=True):
                 if isinstance(metric, MetricOf):
-                    own = [targets[metric.place(self.labels)]]
+                    own = [metric.target(targets, self.labels)]
                     plain, target = self._plain(self._part(whole, metric.output, count), own)
                 else:
                     if common is None:
                         common = self._plain(self._part(whole, self.part, count), targets)
                     plain, target = common
                 try:
+                    plain, target = known_of(metric, plain, target)
                     with torch.autocast("cpu", enabled=False):  # validation may run under autocast
-                        updated.append(metric.update(state, plain, target))
+                        updated.append(
+                            metric.update(state, plain, target) if len(target) else state
+                        )
                 except Exception as error:
                     raise ParameterError(
                         f"{_failed(metric, error)}. The output is {_shape(plain)}, the label "
@@ -177,18 +198,18 @@ class Scorer:
         """Return whether no sample was seen."""
         return not states[0]
 
-    def values(self, states: States) -> dict[str, float]:
-        """Return the values by name, "loss" first if there is one. Metrics that saw no sample are
-        omitted.
+    def values(self, states: States) -> dict[str, Any]:
+        """Return the values by name, "loss" first if there is one: numbers, and curves and matrices
+        as lists and dictionaries. Metrics that saw no sample are omitted.
         """
-        values = {}
+        values: dict[str, Any] = {}
         total, mass = states[1]
         if mass:
             values["loss"] = total / mass
         for metric, state in zip(self.metrics, states[2:], strict=True):
             if states[0] and not metric.is_empty(state):
                 try:
-                    values[metric.name] = float(metric.value(state))
+                    values[metric.name] = _plain_value(metric.value(state))
                 except ParameterError:
                     raise
                 except Exception as error:
@@ -197,9 +218,10 @@ class Scorer:
 
     @property
     def higher_is_better(self) -> Mapping[str, bool]:
-        """Return whether more is better, by name, in the order of :meth:`values`."""
+        """Return whether more is better, by name, for the values that are one number."""
         loss = {} if self.loss is None else {"loss": False}
-        return loss | {metric.name: metric.higher_is_better for metric in self.metrics}
+        own = {metric.name: metric.higher_is_better for metric in self.metrics if metric.scalar}
+        return loss | own
 
     def check(self, output: Any, targets: Sequence[torch.Tensor]) -> None:
         """Try every metric on a preview batch: update, merge and value.
@@ -217,10 +239,17 @@ class Scorer:
                 problems.append(str(error))
                 continue
             try:
-                alone.values(merged)
+                value = alone.values(merged).get(metric.name, 0.0)
             except ParameterError as error:
                 if error.__cause__ is None:
                     problems.append(str(error))
+                continue
+            if (numbers := str(value).count(",")) >= MOST_NUMBERS:
+                problems.append(
+                    f'metric "{metric.name}" gives about {numbers:,} numbers, too many for the history '
+                    "to keep of each validation: use fewer thresholds or classes, or "
+                    "trained.evaluate after the training."
+                )
         raise_all(ParameterError, problems)
 
     def _plain(
@@ -239,6 +268,33 @@ class Scorer:
                 f"Say which part they should use: {for_example(output)}."
             )
         return _wide(output.detach().cpu()), targets[0].detach().cpu()
+
+
+def known_of(
+    metric: Metric, output: torch.Tensor, target: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output and the target without what is missing, NaN, in the target."""
+    missing = target.isnan() if target.is_floating_point() else None
+    if missing is None or not missing.any():
+        return output, target
+    if target.numel() == len(target):
+        rows = ~missing.reshape(-1)
+        return output[rows], target[rows]
+    own = metric.metric if isinstance(metric, MetricOf) else metric
+    if output.shape == target.shape and isinstance(own, MeanMetric):
+        return output[~missing], target[~missing]
+    raise ValueError(
+        "labels are missing, and it is no mean over single values: measure each task by itself, with "
+        'sparkdl.MetricOf(metric, label="label[0]", output=function)'
+    )
+
+
+def _plain_value(value: Any) -> Any:
+    """Return a metric's value as a float, or as plain lists and dictionaries."""
+    if isinstance(value, Mapping):
+        return {str(name): _plain_value(part) for name, part in value.items()}
+    many = isinstance(value, (list, tuple)) or bool(getattr(value, "ndim", False))
+    return np.asarray(value).tolist() if many else float(value)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:

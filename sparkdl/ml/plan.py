@@ -16,7 +16,7 @@ from sparkdl.data.fields import NO_ROWS
 from sparkdl.errors import DataError, ParameterError, kind_of
 from sparkdl.loop.triggers import max_epoch
 from sparkdl.loop.validation import Validation
-from sparkdl.metrics.named import Judging
+from sparkdl.metrics.classes import Judging
 from sparkdl.ml.params import FIELD_OF_PARAM, TrainingParams
 from sparkdl.ml.rows import are_valid, as_classes, column, label_names, mistake
 from sparkdl.model.loss import unwrapped
@@ -189,7 +189,8 @@ class FitPlan:
         trainer = self.trainer
         names = [*trainer.feature_columns, *trainer.label_columns]
         names += [name for name in (trainer.weight, self.indicator) if name is not None]
-        return data.where(are_valid(data.schema, names))
+        missing = {name for name, spec in trainer.columns.items() if spec.takes_missing}
+        return data.where(are_valid(data.schema, [name for name in names if name not in missing]))
 
     def _prepared(self, data: DataFrame) -> DataFrame:
         """Convert the label."""

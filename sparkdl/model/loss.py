@@ -129,6 +129,58 @@ class PerReplica:
         return self.loss(*given, **named)
 
 
+@dataclass(frozen=True)
+class MaskedLoss:
+    """``loss=sparkdl.MaskedLoss(loss)``: the mean of ``loss`` over the labels that are there.
+
+    A label is missing that is NaN or, of whole numbers, -100: see :class:`sparkdl.Masked`. Several
+    labels are compared with the columns of one output, or each with its member of a tuple of outputs.
+    """
+
+    loss: Callable[..., Any]
+    """A loss of torch, or a function with ``reduction``, that gives one value for each label."""
+
+    def __call__(self, output: Any, target: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sums of the losses of each row, and the numbers of its labels."""
+        if not isinstance(target, tuple):
+            return self._sums(output, target)
+        if isinstance(output, torch.Tensor):
+            return self._sums(output, torch.stack(target, 1))
+        pairs = [self._sums(*pair) for pair in zip(output, target, strict=True)]
+        return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)  # type: ignore[return-value]
+
+    def _sums(
+        self, output: torch.Tensor, target: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        how = ClassLoss.of(self.loss)
+        missing = target.isnan() if target.is_floating_point() else target == IGNORED
+        if how is not None and not target.is_floating_point():
+            missing |= target == how.ignored
+        filled = target.masked_fill(missing, 0)
+        if output.ndim == target.ndim + 1 and output.shape[-1] == 1 and how is None:
+            output = output.squeeze(-1)
+        values = call_loss(unreduced(self.loss), output, [filled])
+        if not isinstance(values, torch.Tensor) or values.shape != target.shape:
+            shown = list(values.shape) if isinstance(values, torch.Tensor) else kind_of(values)
+            raise ModelError(
+                f"MaskedLoss: the loss gave {shown} for labels {list(target.shape)}, and one value for "
+                "each label is needed: give MSELoss, BCEWithLogitsLoss, CrossEntropyLoss or the like, "
+                "or mask the labels in a loss of your own, which returns (sum, count)."
+            )
+        counts = (~missing).double()
+        if how is not None and how.weight is not None and not target.is_floating_point():
+            counts *= how.weight.to(counts)[filled]
+        rows = len(target)
+        known = values.masked_fill(missing, 0.0)
+        return known.reshape(rows, -1).sum(1), counts.reshape(rows, -1).sum(1)
+
+
+def unmasked(loss: Any) -> Any:
+    """Return the loss inside a :class:`MaskedLoss`; return any other loss itself."""
+    loss = inner(loss)
+    return loss.loss if isinstance(loss, MaskedLoss) else loss
+
+
 def inner(loss: Any) -> Any:
     """Return the loss inside a :class:`PerReplica`; return any other loss itself."""
     return loss.loss if isinstance(loss, PerReplica) else loss

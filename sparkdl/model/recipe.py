@@ -28,7 +28,7 @@ from torch import nn
 from sparkdl.errors import ModelError, kind_of, nearest, shown
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import FlatModule
-from sparkdl.model.loss import OwnLoss, PerReplica, inner, is_own_loss
+from sparkdl.model.loss import MaskedLoss, OwnLoss, PerReplica, inner, is_own_loss
 from sparkdl.model.preparation import (
     freeze,
     modes_of,
@@ -404,9 +404,9 @@ def on_device(
 
     If they are there already, return ``loss`` itself.
     """
-    if isinstance(loss, PerReplica):
+    if isinstance(loss, (PerReplica, MaskedLoss)):
         moved_loss = on_device(loss.loss, device)
-        return loss if moved_loss is loss.loss else PerReplica(moved_loss)
+        return loss if moved_loss is loss.loss else type(loss)(moved_loss)
     if isinstance(loss, partial):
         given = {
             name: value.to(device) if isinstance(value, torch.Tensor) else value

@@ -100,8 +100,8 @@ class TrainerSpec:
     """The column with the weight of each sample, at least 0. The loss is then the weighted mean."""
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
     """The conversion of columns to tensors, by column name, if the column's type does not determine
-    it: :class:`sparkdl.Image`, :class:`sparkdl.Sequence`, :class:`sparkdl.Text` or
-    :class:`sparkdl.Convert`."""
+    it: :class:`sparkdl.Image`, :class:`sparkdl.Sequence`, :class:`sparkdl.Text`,
+    :class:`sparkdl.Masked` or :class:`sparkdl.Convert`."""
     augment: Callable[..., Any] | None = field(default=None, metadata=rules.AUGMENT)
     """A function that changes one sample (NumPy arrays) each time the sample is trained on:
     ``augment(*features, rng)`` returns the features. With features by keyword it is called as

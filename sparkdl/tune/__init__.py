@@ -11,15 +11,18 @@ from sparkdl.tune.record import Score, TrialRecord
 from sparkdl.tune.result import SearchResult
 from sparkdl.tune.search import search
 from sparkdl.tune.space import choice, integers, loguniform, uniform
+from sparkdl.tune.sweep import Threshold, threshold
 
 __all__ = [
     "Optuna",
     "Score",
     "SearchResult",
+    "Threshold",
     "TrialRecord",
     "choice",
     "integers",
     "loguniform",
     "search",
+    "threshold",
     "uniform",
 ]

@@ -20,7 +20,7 @@ from sparkdl.gang.slots import SLOT_SECONDS, task_slots
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import none_added
 from sparkdl.loop.interrupt import INTERRUPTED, Interrupt, interruptible
-from sparkdl.metrics.named import resolve
+from sparkdl.metrics.named import resolve, scalar_names
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import is_whole, plain
 from sparkdl.session import SessionFacts
@@ -328,7 +328,7 @@ def _problems_of_search(
             "Trainer(validation=sparkdl.Validation(df, metrics=[...]))."
         )
     else:
-        names = ["loss", *(one.name for one in resolve(trainer.validation.metrics))]
+        names = scalar_names(trainer.validation.metrics)
         if metric not in names:
             yield (
                 f'metric="{metric}" is not in the validation, which has {", ".join(names)}.'

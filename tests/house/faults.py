@@ -185,7 +185,7 @@ FAULTS = {
         "unit/checkpoint/test_checkpoint_manifest.py",
     ),
     "equal scores count as won": Fault(
-        "metrics/named.py",
+        "metrics/scores.py",
         "(below + negatives / 2)",
         "(below + negatives)",
         "unit/metrics/test_ranking.py",

@@ -104,6 +104,82 @@ def test_a_sum_and_its_count(case, cut):
     as_plain_torch(trainer, Parts.of(sizes, tagged), mean_of(loss), tolerance=tolerance)
 
 
+def with_gaps(generator):
+    """Numbers of three tasks, of which some are missing, and a weight."""
+    labels = generator.normal(size=CLASSES)
+    labels[generator.random(CLASSES) < 0.4] = math.nan
+    return sparkdl.Sample(generator.normal(size=WIDTH), labels, float(generator.gamma(2.0)))
+
+
+def two_tasks(generator):
+    """A number and a class, of which one or both may be missing."""
+    number, label = float(generator.normal()), int(generator.integers(CLASSES))
+    number = None if generator.random() < 0.4 else number
+    label = IGNORED if generator.random() < 0.4 else label
+    return sparkdl.Sample(generator.normal(size=WIDTH), (number, label))
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Linear(WIDTH, 1 + CLASSES, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.layers(x).split([1, CLASSES], dim=1)
+
+
+def of_tasks(module, part):
+    (target,), output = part.targets, module(*part.inputs)
+    known, weights = ~target.isnan(), part.weights
+    each = known * (output - target.nan_to_num()).square()
+    if weights is None:
+        return each.sum() / known.sum()
+    return (each * weights[:, None]).sum() / (known * weights[:, None]).sum()
+
+
+def of_classes(module, part):
+    return F.cross_entropy(module(*part.inputs).movedim(-1, 1), *part.targets)
+
+
+def of_heads(module, part):
+    numbers, labels = part.targets
+    first, classes = module(*part.inputs)
+    known = ~numbers.isnan()
+    total = (known * F.smooth_l1_loss(first[:, 0], numbers.nan_to_num(), reduction="none")).sum()
+    each = F.cross_entropy(classes, labels, reduction="none")
+    return (total + each.sum()) / (known.sum() + (labels != IGNORED).sum())
+
+
+def several(output, target):
+    """One loss for each kind of label."""
+    known = F.cross_entropy if not target.is_floating_point() else F.smooth_l1_loss
+    return known(output, target, reduction="none")
+
+
+def last_classes(output, target, reduction="mean"):
+    return F.cross_entropy(output.movedim(-1, 1), target, reduction=reduction)
+
+
+MISSING = {
+    "numbers": ({"loss": nn.MSELoss()}, with_gaps, of_tasks),
+    "weighted": ({"loss": nn.MSELoss(), "weight": "weight"}, with_gaps, of_tasks),
+    "accumulated": ({"loss": nn.MSELoss(), "accumulate": 3}, with_gaps, of_tasks),
+    "classes": ({"loss": last_classes, "model": of_words}, tagged, of_classes),
+    "heads": ({"loss": several, "model": Heads}, two_tasks, of_heads),
+}
+
+
+@pytest.mark.parametrize(("case", "cut"), in_turn(MISSING, SIZES), ids=str)
+def test_labels_that_are_missing(case, cut):
+    (changes, make, loss), (sizes, slices) = MISSING[case], cut
+    parts = Parts.of(sizes, make)
+    parts.num_labels = 2 if case == "heads" else 1
+    given = {**changes, "loss": sparkdl.MaskedLoss(changes["loss"])}
+    columns = {"label[0]" if case == "heads" else "label": sparkdl.Masked()}
+    trainer = trainer_of(sizes, slices, columns=columns, **given)
+    as_plain_torch(trainer, parts, loss)
+
+
 def token_mean(output, target):
     total, count = words(output, target)
     return total / count

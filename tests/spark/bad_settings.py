@@ -16,6 +16,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl import CheckpointError, DataError, ModelError, ParameterError
+from sparkdl.metrics.named import METRICS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -399,9 +400,8 @@ PARAMETERS = [
         "metric of the validation",
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good(), metrics=["acuracy"])),
         ParameterError,
-        'unknown metric "acuracy". Did you mean "accuracy"? Known: loss, accuracy, top1, '
-        "top5, top@k, mae, mse, auc, hit_ratio, hit_ratio@k, ndcg, ndcg@k, or a sparkdl.Metric or "
-        "torchmetrics.Metric.",
+        'unknown metric "acuracy". Did you mean "accuracy"? '
+        f"Known: {', '.join(['loss', *METRICS])}, or a sparkdl.Metric or torchmetrics.Metric.",
     ),
     Mistake(
         "best of no metric",

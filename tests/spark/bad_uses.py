@@ -12,6 +12,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl import DataError, ModelError, ParameterError
+from sparkdl.metrics.named import METRICS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -93,8 +94,7 @@ USES = [
         lambda t: t.model.evaluate(t.good(), metrics=["acuracy"]),
         ParameterError,
         'unknown metric "acuracy". Did you mean "accuracy"? '
-        "Known: loss, accuracy, top1, top5, top@k, mae, mse, auc, hit_ratio, hit_ratio@k, "
-        "ndcg, ndcg@k, or a sparkdl.Metric or torchmetrics.Metric.",
+        f"Known: {', '.join(['loss', *METRICS])}, or a sparkdl.Metric or torchmetrics.Metric.",
     ),
     Mistake(
         "evaluate without the label",

@@ -16,6 +16,32 @@ class Several(nn.Module):
         return {"total": x.sum(1), "doubled": 2 * x, "note": "no tensor", "mean": x.mean()}
 
 
+class Boxes(nn.Module):
+    """A detector: a mapping for each row, of as many boxes as the row's number says, modulo 3."""
+
+    def forward(self, number: torch.Tensor) -> list[dict[str, Any]]:
+        if (number == 13).any():
+            raise RuntimeError("no thirteen")
+        return [
+            {
+                "boxes": n.half() * torch.ones(int(n) % 3, 4),
+                "count": int(n) % 3,
+                "name": f"row {n:g}",
+            }
+            for n in number
+        ]
+
+
+def late(found: list[dict[str, Any]]) -> list[Any]:
+    """Entities of the rows, of which only those from 20 on have any."""
+    return [
+        [{"text": one["name"], "span": (i, i + 1)} for i in range(one["count"])]
+        if float(one["name"][4:]) >= 20
+        else []
+        for one in found
+    ]
+
+
 class Pair(NamedTuple):
     low: torch.Tensor
     high: torch.Tensor

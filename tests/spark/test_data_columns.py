@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,18 @@ from pyspark import RDD, StorageLevel, cloudpickle
 from torch import nn
 from trained import trained_model
 
-from sparkdl import Convert, Image, Sequence
+from sparkdl import (
+    Convert,
+    Image,
+    Masked,
+    MaskedLoss,
+    MetricOf,
+    ModelError,
+    Sequence,
+    Trainer,
+    load,
+    max_iteration,
+)
 from sparkdl.data.fields import Field
 from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.ragged import Padding, Ragged, concatenate
@@ -409,6 +422,37 @@ def test_a_damaged_image_in_predictions(reader: Reader) -> None:
     found = scoring(nn.Flatten(), Output((1,), "float32"), {"photo": Image()}).transform(data)
     with pytest.raises(Exception, match=r'column "photo", row 0 of partition \d: is not an image'):
         found.collect()
+
+
+def test_labels_that_are_missing(reader: Reader, tmp_path: Path) -> None:
+    """Trained, measured, saved and loaded; without the specification the row is named."""
+    data = reader.spark.range(60).selectExpr(
+        "array(sin(id), cos(id)) AS features",
+        "IF(id % 3 = 0, NULL, sin(id)) AS y",
+        "IF(id % 4 = 0, double('NaN'), cos(id)) AS z",
+    )
+    tasks = ["y", "z"]
+    trainer = Trainer(
+        model=partial(nn.Linear, 2, 2), loss=MaskedLoss(nn.MSELoss()), label=tasks, replicas=2,
+        optimizer=partial(torch.optim.SGD, lr=0.5), batch_size=60, stop=max_iteration(40),
+        columns=dict.fromkeys(tasks, Masked()),
+    )  # fmt: skip
+    trained = trainer.fit(data)
+    assert trained.history.losses[-1] < 1e-4 < trained.history.losses[0]
+    metrics = [
+        MetricOf("mae", label=task, output=partial(torch.select, dim=1, index=i))
+        for i, task in enumerate(tasks)
+    ]
+    loaded = load(trained.save(tmp_path / "model"), model=partial(nn.Linear, 2, 2))
+    for model in (trained, loaded):
+        found = model.evaluate(data, metrics=metrics)
+        assert max(found["y/mae"], found["z/mae"]) < 1e-2
+    assert loaded.columns == trainer.columns
+    assert loaded.transform(data.select("features")).count() == 60
+    with pytest.raises(DataError, match=r'column "y", row \d+ of partition \d+: is null'):
+        replace(trainer, columns={"z": Masked()}).fit(data)
+    with pytest.raises(ModelError, match=r"Labels are missing.*MaskedLoss\(loss\) does"):
+        replace(trainer, loss=lambda x, y: (x - torch.stack(y, 1)).square().mean()).fit(data)
 
 
 # A column type that nothing but its own class knows

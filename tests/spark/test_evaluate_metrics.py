@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -163,7 +163,61 @@ def test_metrics_that_cannot_be_are_refused_before_any_job(
     assert num_jobs() == before
 
 
-def test_a_metric_of_several_numbers(table: Any, classes: Any) -> None:
+def test_matrices_and_curves_of_validations(table: Any, tmp_path: Any) -> None:
+    """They are in the history, in that of a checkpoint too, and no figure that can be the best."""
     several = tm.F1Score("multiclass", num_classes=4, average=None)
-    with pytest.raises(ParameterError, match=r'"f1" gives a tensor of shape .* average="macro"'):
-        classes.evaluate(table, {"f1": several})
+    metrics = ["f1_macro", "confusion_matrix", ("each", several)]
+    trainer = sparkdl.Trainer(
+        model=partial(nn.Linear, 2, 4),
+        loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        features="x",
+        label="c",
+        engine="local",
+        checkpoint=sparkdl.Checkpoint(tmp_path / "run"),
+        validation=sparkdl.Validation(table, metrics, best="f1_macro"),
+        stop=sparkdl.max_epoch(2),
+    )
+    trained = trainer.fit(table)
+    found = trained.evaluate(table, metrics)
+    last = trained.history.validations[-1]
+    assert last["metrics"] == pytest.approx({name: found[name] for name in ("loss", "f1_macro")})
+    assert last["arrays"] == {name: found[name] for name in ("confusion_matrix", "each")}
+    assert np.sum(found["confusion_matrix"]) == 40
+    trained.history.save(tmp_path / "history.json")
+    longer = replace(trainer, stop=sparkdl.max_epoch(3)).fit(table, resume="latest").history
+    for history in (sparkdl.History.load(tmp_path / "history.json"), longer):
+        assert history.validations[:2] == trained.history.validations
+    for name in ("confusion_matrix", "each"):
+        with pytest.raises(ParameterError, match=f'best="{name}"'):  # the second one during the fit
+            _with_best(trainer, name).fit(table)
+
+
+def _with_best(trainer: sparkdl.Trainer, name: str) -> sparkdl.Trainer:
+    assert trainer.validation is not None
+    return replace(trainer, validation=replace(trainer.validation, best=name), checkpoint=None)
+
+
+def test_the_threshold_of_a_classifier(table: Any) -> None:
+    """Above it are the rows that make the metric highest, for either form of output."""
+    for outputs, loss in ((1, nn.BCEWithLogitsLoss()), (2, nn.CrossEntropyLoss())):
+        data = table.selectExpr("x", "array(b) as y" if outputs == 1 else "int(b) as y", "b")
+        model = fitted(data, outputs, "y", loss)
+        best = sparkdl.tune.threshold(model, data)
+        rows = model.transform(data, postprocess=best).collect()
+        truth = [row.b for row in rows]
+        assert f1_score(truth, [row.prediction for row in rows]) == pytest.approx(best.value)
+        scores = [
+            float(row.prediction) for row in model.transform(data, postprocess=_sure).collect()
+        ]
+        values = [f1_score(truth, np.array(scores) >= cut) for cut in scores]
+        assert best.value == pytest.approx(max(values))
+        dear = sparkdl.tune.threshold(model, data, lambda tp, fp, fn, tn: -(50 * fp + fn))
+        assert dear.value >= -truth.count(1.0)
+        assert dear.threshold >= best.threshold
+    with pytest.raises(ParameterError, match="give one of f1, accuracy"):
+        sparkdl.tune.threshold(model, data, "f2")
+
+
+def _sure(output: torch.Tensor) -> torch.Tensor:
+    return output[:, 0].sigmoid() if output.shape[1] == 1 else output.softmax(1)[:, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import re
 import sys
+import textwrap
 import traceback
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guide"
 README = ROOT / "README.md"
 PAGES = sorted(page.name for page in GUIDE.glob("*.md"))
+COMING = "../coming/torch_distributor.md"
+OTHERS = ["../start.md", *sorted(f"../coming/{page.name}" for page in GUIDE.glob("../coming/*.md"))]
+"""Pages beside the guide that have programs; one is always run."""
 LONG = [
     "checkpoints.md",
     "connect.md",
@@ -49,6 +53,8 @@ LONG = [
 ]
 """Pages that take six seconds and more soak."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+EXAMPLE = re.compile(r"^   \.\. code-block:: python\n\n((?: {6}.*\n|\n)+)", re.MULTILINE)
+"""A block in the description of a public name."""
 
 
 @pytest.fixture
@@ -66,10 +72,11 @@ def run_page(page: Path, module: ModuleType) -> None:
     """Run the page's blocks in order; a failure names the page and its line."""
     text = page.read_text()
     linecache.cache[str(page)] = (len(text), None, text.splitlines(keepends=True), str(page))
-    for block in BLOCK.finditer(text):
+    for block in sorted([*BLOCK.finditer(text), *EXAMPLE.finditer(text)], key=re.Match.start):
         line = text.count("\n", 0, block.start(1))
+        code = textwrap.dedent(block[1])
         try:
-            exec(compile("\n" * line + block[1], str(page), "exec"), vars(module))
+            exec(compile("\n" * line + code, str(page), "exec"), vars(module))
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             at = next((f.lineno for f in reversed(frames) if f.filename == str(page)), None)
@@ -81,12 +88,28 @@ def run_page(page: Path, module: ModuleType) -> None:
             )
 
 
-@pytest.mark.parametrize("page", soak_but([page for page in PAGES if page not in LONG], PAGES))
+@pytest.mark.parametrize(
+    "page", soak_but([COMING, *(page for page in PAGES if page not in LONG)], [*PAGES, *OTHERS])
+)
 def test_page_runs(
     page: str, namespace: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run_page(GUIDE / page, namespace)
+
+
+@pytest.mark.soak
+def test_the_examples_of_the_reference(
+    namespace: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each page goes on with what the index has defined."""
+    monkeypatch.chdir(tmp_path)
+    index = ROOT / "docs" / "api" / "index.md"
+    run_page(index, namespace)
+    defined = dict(vars(namespace))
+    for page in sorted(index.parent.glob("*.md")):
+        vars(namespace).update(defined)
+        run_page(page, namespace)
 
 
 def test_the_program_of_the_readme(

@@ -17,7 +17,18 @@ import small_text
 import torch
 import transformers
 from launch import soak_but
-from scored_models import Columns, Elements, Ends, Fails, Plus, Several, Tokenized, word_lengths
+from scored_models import (
+    Boxes,
+    Columns,
+    Elements,
+    Ends,
+    Fails,
+    Plus,
+    Several,
+    Tokenized,
+    late,
+    word_lengths,
+)
 from torch import nn
 
 import sparkdl
@@ -189,6 +200,42 @@ def test_outputs_become_columns(
     whole["prediction"] = whole["total" if isinstance(model, Several) else "high"]
     for name in columns:
         same(values(scored, name), whole[name])
+
+
+def test_a_varying_number_of_results_a_row(spark: SparkSession, tmp_path: Path) -> None:
+    """Boxes, entities and texts; kept rows, an RDD, and a file; the first rows may have none."""
+    data = spark.range(0, 30, 1, 2).selectExpr("id AS number", "float(id) AS x")
+    named = sparkdl.predict(data, Boxes(), "x", handle_invalid="keep", batch_size=7)
+    types = ["array<array<float>>", "bigint", "string", "string"]
+    assert [field.dataType.simpleString() for field in named.schema.fields[2:]] == types
+    for n, row in enumerate(sorted(named.collect(), key=lambda row: row.number)):
+        if n == 13:
+            assert (row.boxes, row["count"], row.name) == (None, None, None)
+            assert "no thirteen" in row.error
+        else:
+            assert (row.boxes, row["count"]) == ([[float(n)] * 4] * (n % 3), n % 3)
+            assert row.name == f"row {n}"
+    outputs = {"found": late, "both": lambda rows: rows, "count": "count"}
+    data = data.where("number != 13")
+    scored = sparkdl.predict(data, Boxes(), "x", outputs=outputs, path=tmp_path / "found")
+    assert [field.dataType.simpleString() for field in scored.schema.fields[2:]] == [
+        "array<struct<text:string,span:array<bigint>>>",
+        "struct<boxes:array<array<float>>,count:bigint,name:string>",
+        "bigint",
+    ]
+    rows = {row.number: row for row in scored.collect()}
+    assert rows[23].found == [("row 23", [0, 1]), ("row 23", [1, 2])]
+    assert (rows[2].found, rows[21].found, rows[23].both.boxes) == ([], [], [[23.0] * 4] * 2)
+    records = data.rdd.map(lambda row: row.x)
+    (*_, last) = sparkdl.predict(records, Boxes(), outputs=outputs).collect()
+    assert (last.found, last["count"]) == (
+        [{"text": "row 29", "span": [i, i + 1]} for i in (0, 1)],
+        2,
+    )
+    with pytest.raises(sparkdl.ModelError, match=r"no row .* has a result.* pass example="):
+        sparkdl.predict(data.where("number < 20"), Boxes(), "x", outputs={"found": late})
+    with pytest.raises(sparkdl.ParameterError, match=r'"e": a column cannot hold .*complex'):
+        sparkdl.predict(data, Boxes(), "x", outputs={"e": lambda rows: [1j for _ in rows]})
 
 
 NUMBERS: dict[str, Callable[[Any], int]] = {

@@ -37,6 +37,7 @@ class ColumnSpec(ABC):
     Attributes:
         kind: Its name in saved models.
         grows: A tensor may be much larger than the value in the column, so few rows are read at once.
+        takes_missing: Null and NaN are values like others.
         for_records: A field of an RDD's records may have this specification too.
         records_hold_tensors: An RDD's records hold the finished tensor where a DataFrame has such a
             column. If this and ``for_records`` are False, a model of such a column takes no records.
@@ -44,6 +45,7 @@ class ColumnSpec(ABC):
 
     kind: ClassVar[str]
     grows: ClassVar[bool] = False
+    takes_missing: ClassVar[bool] = False
     for_records: ClassVar[bool] = False
     records_hold_tensors: ClassVar[bool] = False
 

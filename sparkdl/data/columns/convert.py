@@ -80,8 +80,13 @@ class Convert(ColumnSpec):
         return NamedFunction(name=values["function"], make=cls)
 
 
-def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> np.ndarray:
-    """Return a value as a finite array: floats in ``float_dtype``, integers and booleans as is."""
+def as_array(
+    value: Any, name: str, row: int, float_dtype: str, remedy: str, missing: bool = False
+) -> np.ndarray:
+    """Return a value as a finite array: floats in ``float_dtype``, integers and booleans as is.
+
+    If values may be ``missing``, NaN is allowed.
+    """
     if masked(value):
         raise RowError(name, row, "holds a masked value", remedy)
     try:
@@ -94,7 +99,7 @@ def as_array(value: Any, name: str, row: int, float_dtype: str, remedy: str) -> 
     if array.dtype.kind == "f":
         with np.errstate(over="ignore"):
             array = array.astype(float_dtype, copy=False)
-        if np.isnan(array).any():
+        if not missing and np.isnan(array).any():
             raise RowError(name, row, "holds NaN", remedy)
         if np.isinf(array).any():
             raise RowError(name, row, "holds inf", finite(float_dtype))

@@ -119,7 +119,7 @@ def to_numpy(array: pa.Array, column: Column, first_row: int = 0) -> Rows:
     if not len(array):
         return np.zeros((0,) * (1 + column.depth), column.dtype)
     with np.errstate(over="ignore"):  # what is too large becomes inf, which is reported below
-        values = (_vectors if column.vector else _nested)(array, column, first_row)
+        values = (_vectors if column.vector else nested)(array, column, first_row)
     if column.weight:
         check_weights(values, column.name, first_row)
     _check_finite(values, column, first_row)
@@ -157,10 +157,16 @@ def check_weights(values: np.ndarray, name: str, first_row: int) -> None:
         )
 
 
-def _nested(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
+def nested(
+    array: pa.Array, column: Column, first_row: int, missing: float | None = None
+) -> np.ndarray:
+    """Return numbers, or arrays of them that have one shape; ``missing`` takes the place of nulls."""
     shape: list[int] = []
     rows_per_item = 1  # how many items of the current level make one row
     for level in range(column.depth + 1):
+        if level == column.depth and missing is not None:
+            kind = pa.int64() if isinstance(missing, int) else pa.float64()
+            array = array.cast(kind).fill_null(missing)
         if array.null_count:
             item = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
             row = first_row + item // rows_per_item

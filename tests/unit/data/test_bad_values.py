@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pyspark.sql import types as sql
 from pyspark.sql.pandas.types import to_arrow_type
 
-from sparkdl import Sequence
+from sparkdl import Masked, Sequence
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.record_tasks import WriteRecords
@@ -61,7 +61,7 @@ def test_any_column_becomes_tensors_or_a_sentence(
         check_problem(problem, range(7, 7 + len(array)))
     else:
         assert len(rows) == len(array)
-        check_numbers(rows)
+        check_numbers(rows, missing=isinstance(spec, Masked))
 
 
 def check_problem(problem: BadRow, rows: range) -> None:
@@ -70,10 +70,10 @@ def check_problem(problem: BadRow, rows: range) -> None:
     assert problem.remedy.endswith(".")
 
 
-def check_numbers(rows: Rows) -> None:
+def check_numbers(rows: Rows, missing: bool = False) -> None:
     plain = rows.values if isinstance(rows, Ragged) else rows
     assert plain.dtype.kind in "fiub"
-    assert plain.dtype.kind != "f" or np.isfinite(plain).all()
+    assert plain.dtype.kind != "f" or (~np.isinf(plain) if missing else np.isfinite(plain)).all()
 
 
 RECORD_VALUES: st.SearchStrategy[Any] = st.recursive(
@@ -107,12 +107,16 @@ RECORD_VALUES: st.SearchStrategy[Any] = st.recursive(
 
 
 @many
-@given(st.lists(RECORD_VALUES, max_size=3), st.booleans(), st.booleans(), st.booleans())
+@given(
+    st.lists(RECORD_VALUES, max_size=3),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([{}, {"features": Sequence()}, {"features": Masked()}]),
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_any_record_becomes_tensors_or_a_sentence(
-    records: list[Any], labelled: bool, weighted: bool, varying: bool
+    records: list[Any], labelled: bool, weighted: bool, specs: Any
 ) -> None:
-    specs = {"features": Sequence()} if varying else {}
     task = WriteRecords(None, labelled, "float32", specs, weighted)  # type: ignore[arg-type]
     waiting: list[list[np.ndarray]] = []
     names: list[str] = []
@@ -130,7 +134,7 @@ def test_any_record_becomes_tensors_or_a_sentence(
         check_problem(problem, range(len(records)))
     else:
         for field in fields:
-            check_numbers(field)
+            check_numbers(field, missing=any(isinstance(s, Masked) for s in specs.values()))
 
 
 MASKED = np.ma.masked_equal([1.0, 9.0], 9.0)

@@ -19,7 +19,7 @@ from pyspark.sql import types as sql
 from trained import trained_model
 
 import sparkdl
-from sparkdl import Convert, Image, Sequence, Text
+from sparkdl import Convert, Image, Masked, Sequence, Text
 from sparkdl.data.columns.base import (
     Column,
     ColumnSpec,
@@ -104,7 +104,7 @@ def test_specifications_beside_the_other_parameters() -> None:
         ({"photo": Image}, 'columns["photo"] is the class Image: give an instance of it.'),
         (
             {"photo": (32, 32)},
-            'columns["photo"] is a tuple: give a sparkdl.Convert, sparkdl.Image, '
+            'columns["photo"] is a tuple: give a sparkdl.Convert, sparkdl.Image, sparkdl.Masked, '
             "sparkdl.Sequence or sparkdl.Text.",
         ),
         (
@@ -116,6 +116,11 @@ def test_specifications_beside_the_other_parameters() -> None:
             {"tags": Sequence(lengths=True)},
             'columns["tags"] has lengths=True, which is for features only: the loss gets no '
             "lengths.",
+        ),
+        (
+            {"photo": Masked()},
+            'columns["photo"] is a sparkdl.Masked, which is for labels: a model gets no missing '
+            "value. Fill the column with df.fillna, or with pyspark.ml.feature.Imputer.",
         ),
         (
             {"w": Convert(float)},
@@ -130,6 +135,7 @@ def test_specifications_that_do_not_go_with_the_others(specs: object, text: str)
 @settings(deadline=None, max_examples=50)
 @given(
     st.one_of(
+        st.just(Masked()),
         st.builds(
             Image,
             size=st.none() | st.tuples(st.integers(1, 999), st.integers(1, 999)),

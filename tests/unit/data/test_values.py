@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import decimal
 import io
+import math
 import sys
 import zlib
 from struct import pack as struct_of
@@ -12,12 +14,16 @@ import numpy as np
 import PIL.Image
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyspark.sql import types as sql
+from pyspark.sql.pandas.types import to_arrow_type
 
-from sparkdl import Convert, Image, Sequence
+from sparkdl import Convert, Image, Masked, Sequence
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
+from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.row_errors import INSIDE_ARRAYS, SAME_SHAPE, BadRow, RowError
 
@@ -262,6 +268,68 @@ def test_a_mistake_in_a_sequence_names_its_row(
 
 def converted(values: list[Any], function: Any, kind: pa.DataType | None = None) -> Any:
     return to_numpy(pa.array(values, kind), Column("x", "float32", spec=Convert(function)), 10)
+
+
+MISSING = {
+    "double": sql.DoubleType(),
+    "int": sql.IntegerType(),
+    "boolean": sql.BooleanType(),
+    "array<double>": sql.ArrayType(sql.DoubleType()),
+    "array<decimal>": sql.ArrayType(sql.DecimalType(5, 1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "dtype", "wanted"),
+    [
+        ("double", [1.5, None, math.nan], "float32", [1.5, math.nan, math.nan]),
+        ("int", [3, None], "int32", [3, -100]),
+        ("int", [3, None], "float64", [3.0, math.nan]),
+        ("boolean", [True, None, False], "float32", [1.0, math.nan, 0.0]),
+        (
+            "array<double>",
+            [[1.0, None], [math.nan, 2.0]],
+            "float64",
+            [[1, math.nan], [math.nan, 2]],
+        ),
+        ("array<decimal>", [[decimal.Decimal(1), None]], "float32", [[1.0, math.nan]]),
+        ("double", [1.0, math.inf], "float32", "is inf"),
+        ("array<double>", [[1.0, 2.0], [1.0, -math.inf]], "float32", "holds inf"),
+        ("array<double>", [[1.0], None], "float32", "is null"),
+        ("array<double>", [[1.0], [1.0, 2.0]], "float32", "has 2 values where row 7 has 1"),
+    ],
+    ids=str,
+)
+def test_labels_that_are_missing(kind: str, values: Any, dtype: str, wanted: Any) -> None:
+    trained = Field("y", dtype, ())
+    column = Masked().resolve("y", MISSING[kind], dtype.replace("int", "float"), trained)
+    assert isinstance(column, Column)
+    array = pa.array(values, to_arrow_type(MISSING[kind]))
+    if isinstance(wanted, str):
+        with pytest.raises(RowError, match=wanted) as caught:
+            to_numpy(array, column, 7)
+        assert caught.value.problem.row == 8
+    else:
+        found = to_numpy(array, column, 7)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (None, math.nan),
+        ([1.0, None], [1.0, math.nan]),
+        (np.array([math.nan, 2.0]), [math.nan, 2.0]),
+        (torch.tensor([1.0, math.nan]), [1.0, math.nan]),
+        ([3, -100], [3, -100]),
+    ],
+    ids=str,
+)
+def test_labels_that_are_missing_in_records(value: Any, wanted: Any) -> None:
+    found = Masked().from_record(value, "label", 0, "float32")
+    assert found.dtype.name in ("float32", "int64")
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_function_of_each_value() -> None:

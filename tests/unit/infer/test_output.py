@@ -13,6 +13,7 @@ from sparkdl import Convert
 from sparkdl.data.columns.base import Column
 from sparkdl.infer import outputs as output_module
 from sparkdl.infer.forward import ShippedModule
+from sparkdl.infer.nested import common_type, sql_type, to_nested, type_of
 from sparkdl.infer.outputs import Output, OutputColumn, as_numpy, offsets, pieces, to_arrow
 from sparkdl.infer.read import ReadColumns
 from sparkdl.infer.score import ScoreColumns
@@ -105,3 +106,44 @@ def test_an_output_in_another_memory_order_and_with_gradients() -> None:
 @pytest.mark.parametrize(("output", "kind"), [((torch.ones(1),), "a tuple"), (None, "None")])
 def test_what_is_no_tensor(output: object, kind: str) -> None:
     assert message_of(TypeError, as_numpy, output) == f"the model returned {kind}, not a tensor"
+
+
+NESTED: dict[str, tuple[list[object], list[object] | None, str]] = {
+    "boxes": (
+        [torch.ones(2, 4), torch.zeros(0, 4)], [[[1.0] * 4] * 2, []], "array<array<float>>"
+    ),
+    "arrays of other shapes": (
+        [torch.ones(1, 2).half(), torch.ones(2, 1).half()],
+        [[[1.0, 1.0]], [[1.0], [1.0]]], "array<array<float>>",
+    ),
+    "numbers": ([torch.tensor(3), torch.tensor(4)], [3, 4], "bigint"),
+    "NumPy": ([np.float32(0.5), np.float32(1)], [0.5, 1.0], "float"),
+    "bytes of images": ([np.arange(2, dtype=np.uint8)], [[0, 1]], "array<smallint>"),
+    "texts": ([["a", "b"], [], None], [["a", "b"], [], None], "array<string>"),
+    "whole and other numbers": ([[1], [0.5], []], [[1.0], [0.5], []], "array<double>"),
+    "tensors and lists": ([torch.ones(2), [2.0]], [[1.0, 1.0], [2.0]], "array<double>"),
+    "entities": (
+        [[{"of a": "x", "at": torch.tensor([1, 2])}], [{"of a": "y"}], []],
+        [[{"of a": "x", "at": [1, 2]}], [{"of a": "y", "at": None}], []],
+        "array<struct<`of a`:string,`at`:array<bigint>>>",
+    ),
+    "a struct that is null": ([None, {"a": True}], [None, {"a": True}], "struct<`a`:boolean>"),
+    "texts and numbers": (["a", 1], None, "it is string in one row and int64 in another"),
+    "lists and numbers": ([[1], 1], None, "in one row and int64 in another"),
+    "objects": ([object()], None, "a column cannot hold an object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("row", NESTED)
+def test_values_by_row(row: str) -> None:
+    values, expected, sql = NESTED[row]
+    if expected is None:
+        with pytest.raises(TypeError, match=sql):
+            common_type(map(type_of, values))
+        return
+    kind = common_type(map(type_of, values))
+    assert sql_type(kind) == sql
+    found = to_nested(values, kind)
+    assert found.type == kind
+    assert found.to_pylist() == expected
+    assert to_nested(values[:0], kind).to_pylist() == []

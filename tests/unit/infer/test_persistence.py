@@ -36,7 +36,8 @@ from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import save
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
-from sparkdl.metrics.named import Judging, resolve, suited
+from sparkdl.metrics.classes import Judging
+from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.preparation import start_from
 from sparkdl.model.recipe import Signature

@@ -101,7 +101,7 @@ def full_history() -> History:
             history.append_validation(
                 Validated(iteration=i + 1, epoch=(i + 1) // 2, metrics=metrics)
             )
-    history.stopped = "interrupted"
+    history.stopped, history.ended_by = "interrupted", "MaxEpoch(epochs=3)"
     return history
 
 
@@ -230,6 +230,7 @@ def test_the_file_is_json_for_anyone_and_brings_everything_back(
         "timings": {name: [row.get(name) for row in timings] for name in names},
         "start": {"samples": 0, "seconds": 0.0, "skipped": 0},
         "stopped": history.stopped,
+        "ended_by": history.ended_by,
     }
     assert same(content, expected)
     for loaded in (History.load(str(path)), History.from_bytes(history.to_bytes())):
@@ -261,7 +262,9 @@ def test_any_history_comes_back_from_any_format(rows: list[Any]) -> None:
         )
         history.append(state, i)
         if metrics:
-            history.append_validation(Validated(iteration=i, epoch=i, metrics=metrics))
+            arrays = {"matrix": [[1, 2], [3, i]]} if i % 2 else {}
+            record = Validated(iteration=i, epoch=i, metrics=metrics, arrays=arrays)
+            history.append_validation(record)
     for back in (
         History.from_json_bytes(history.to_json_bytes()),
         History.from_bytes(history.to_bytes()),

@@ -73,6 +73,7 @@ def test_the_loop_trains_over_an_engine_of_tensors() -> None:
     assert (end.epoch, end.iteration, end.position, end.samples) == (2, 6, 0, 24)
     assert len(history) == 6
     assert history.losses[-1] < history.losses[0]
+    assert history.ended_by == "MaxEpoch(epochs=2)"
     assert engine.weight.item() == pytest.approx(2, abs=0.5)
     epoch = ["epoch_start", *["iteration_start", "iteration_end"] * 3, "epoch_end"]
     assert heard.events == ["fit_start", *epoch * 2, "fit_end"]
@@ -86,4 +87,15 @@ def test_a_callback_ends_the_training() -> None:
 
     _, end, history = run(sparkdl.max_epoch(2), [Enough()])
     assert end.iteration == 2
-    assert history.stopped == "callback: enough"
+    assert (history.stopped, history.ended_by) == ("callback: enough", None)
+
+
+def test_the_history_names_the_trigger_that_was_true() -> None:
+    stop = (
+        sparkdl.max_epoch(9) | sparkdl.max_iteration(8) & sparkdl.every(2) | sparkdl.min_loss(9e9)
+    )
+    for trigger, reason in (
+        (stop, "MinLoss(loss=9000000000.0)"),
+        (~~sparkdl.max_epoch(1), "MaxEpoch(epochs=1)"),
+    ):
+        assert run(trigger, [])[2].ended_by == reason

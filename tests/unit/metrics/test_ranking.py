@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import ndcg_score, roc_auc_score
 
-from sparkdl.metrics.named import AUC, hit_ratio, ndcg, resolve, top_k
+from sparkdl.metrics.named import hit_ratio, ndcg, resolve, top_k
+from sparkdl.metrics.scores import AUC
 
 COARSE = st.integers(-3, 3).map(float)
 FINE = st.floats(-1e6, 1e6, width=32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,13 +15,17 @@ from fork_server import run_fresh
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mistakes import message_of
+from sklearn import metrics as sk
+from sklearn.calibration import calibration_curve
 from sklearn.metrics import roc_auc_score
 from torch import nn
 
 from sparkdl.errors import ParameterError
 from sparkdl.metrics.base import MeanMetric
-from sparkdl.metrics.named import resolve
-from sparkdl.metrics.scorer import Scorer, States
+from sparkdl.metrics.classes import BINS
+from sparkdl.metrics.named import resolve, suited
+from sparkdl.metrics.scorer import MetricOf, Scorer, States
+from sparkdl.model.loss import MaskedLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric .Spearman")
 
@@ -67,6 +72,130 @@ def test_any_cut_gives_what_one_pass_gives(parts: Any) -> None:
     assert binary.values(folded(binary, VALUES, BINARY, parts))["auc"] == pytest.approx(
         roc_auc_score(BINARY, VALUES), abs=1e-12
     )
+
+
+ONE, TWO = VALUES.double(), torch.stack([torch.zeros(ROWS), VALUES], 1).double()
+SURE, CHANCES = ONE.sigmoid(), SCORES.double().softmax(1)
+MANY = torch.randn(ROWS, CLASSES, generator=GENERATOR).double()
+TAGS = (torch.randn(ROWS, CLASSES, generator=GENERATOR) > 0).long()
+TAGS[:, 2] = 0  # a label that no row has
+RARE = LABELS.clamp(max=1)  # no row has the class 2, though some are taken for it
+GAPS = torch.where(torch.arange(ROWS) % 4 == 0, -100, LABELS)
+HAS = GAPS >= 0
+WORTH = torch.randn(ROWS, 2, generator=GENERATOR).double()
+GUESS = (WORTH + torch.randn(ROWS, 2, generator=GENERATOR)).float()
+FLAT = torch.ones(ROWS, 2).double()
+CHOSEN, DECIDED = SCORES.argmax(1), (ONE > 0).long()
+CE, BCE, LOGITS = nn.CrossEntropyLoss(), nn.BCELoss(), nn.BCEWithLogitsLoss()
+
+
+def ratios(row: str, target: Any, predicted: Any, *averages: str | None) -> dict[str, float]:
+    """Precision, recall and F1 by scikit-learn; without an average those of class 1."""
+    functions = {"precision": sk.precision_score, "recall": sk.recall_score, "f1": sk.f1_score}
+    return {
+        f"{name}_{average}" if average else name: function(
+            target, predicted, average=average or row, zero_division=0
+        )
+        for name, function in functions.items()
+        for average in averages
+    }
+
+
+AVERAGED = (None, "macro", "micro", "weighted")
+SKLEARN: dict[str, tuple[Any, torch.Tensor, torch.Tensor, dict[str, Any]]] = {
+    "three classes": (
+        CE, SCORES, LABELS,
+        ratios("macro", LABELS, CHOSEN, *AVERAGED)
+        | {
+            "f1_class@0": sk.f1_score(LABELS, CHOSEN, average=None)[0],
+            "recall_class@2": sk.recall_score(LABELS, CHOSEN, average=None)[2],
+            "log_loss": sk.log_loss(LABELS, CHANCES),
+            "confusion_matrix": sk.confusion_matrix(LABELS, CHOSEN).tolist(),
+        },
+    ),
+    "a class without rows": (CE, SCORES, RARE, ratios("macro", RARE, CHOSEN, *AVERAGED)),
+    "labels that are ignored": (
+        CE, SCORES, GAPS,
+        ratios("macro", GAPS[HAS], CHOSEN[HAS], *AVERAGED)
+        | {
+            "accuracy": sk.accuracy_score(GAPS[HAS], CHOSEN[HAS]),
+            "log_loss": sk.log_loss(GAPS[HAS], CHANCES[HAS]),
+            "confusion_matrix": sk.confusion_matrix(GAPS[HAS], CHOSEN[HAS]).tolist(),
+        },
+    ),
+    "labels side by side": (
+        LOGITS, MANY, TAGS, ratios("macro", TAGS, (MANY > 0).long(), *AVERAGED)
+    ),
+    **{
+        name: (
+            loss, output, BINARY,
+            ratios("binary", BINARY, DECIDED, *AVERAGED)
+            | {
+                "log_loss": sk.log_loss(BINARY, SURE),
+                "average_precision": sk.average_precision_score(BINARY, ONE),
+                "confusion_matrix": sk.confusion_matrix(BINARY, DECIDED).tolist(),
+                "roc_curve": dict(
+                    zip(
+                        ("false_positive_rate", "true_positive_rate", "threshold"),
+                        map(list, sk.roc_curve(BINARY, SURE, drop_intermediate=False)),
+                        strict=True,
+                    )
+                ),
+                "precision_recall_curve": dict(
+                    zip(
+                        ("precision", "recall", "threshold"),
+                        map(list, sk.precision_recall_curve(BINARY, SURE)),
+                        strict=True,
+                    )
+                ),
+                "calibration_curve": dict(
+                    zip(
+                        ("true", "predicted"),
+                        map(list, calibration_curve(BINARY, SURE, n_bins=BINS)),
+                        strict=True,
+                    )
+                ),
+                "calibration_error": float(tm.CalibrationError("binary", BINS)(SURE, BINARY)),
+            },
+        )
+        for name, loss, output in (
+            ("logits", LOGITS, ONE), ("two scores", CE, TWO), ("probabilities", BCE, SURE[:, None])
+        )
+    },
+    "numbers": (
+        nn.MSELoss(), GUESS, WORTH,
+        {
+            "r2": sk.r2_score(WORTH, GUESS),
+            "rmse": sk.root_mean_squared_error(WORTH, GUESS),
+            "mape": sk.mean_absolute_percentage_error(WORTH, GUESS),
+        },
+    ),
+    "numbers that are alike": (nn.MSELoss(), GUESS, FLAT, {"r2": sk.r2_score(FLAT, GUESS)}),
+    "numbers without an error": (nn.MSELoss(), FLAT, FLAT, {"r2": 1.0, "rmse": 0.0}),
+}  # fmt: skip
+
+
+def close(value: Any) -> Any:
+    """Numbers within rounding, also in the columns of a curve; a matrix is exact."""
+    if isinstance(value, dict):
+        return {name: close(part) for name, part in value.items()}
+    whole = isinstance(value, list) and isinstance(value[0], list)
+    return value if whole else pytest.approx(value, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("row", SKLEARN)
+@settings(deadline=None, max_examples=6)
+@given(parts=cuts())
+def test_values_are_those_of_scikit_learn(row: str, parts: Any) -> None:
+    loss, output, target, expected = SKLEARN[row]
+    scorer = Scorer(None, suited(resolve(list(expected)), loss))
+    found = scorer.values(folded(scorer, output, target, parts))
+    if "roc_curve" in found:
+        assert found["precision_recall_curve"]["threshold"].pop() == math.inf
+        assert sum(found["calibration_curve"].pop("count")) == ROWS
+    for name, value in found.items():
+        assert value == close(expected[name]), name
+    assert list(found) == list(expected)
 
 
 CASES = {
@@ -169,15 +298,30 @@ def test_torchmetrics_that_cannot_merge(metric: Any, message: str) -> None:
         resolve({"it": metric})
 
 
-def test_a_torchmetric_of_several_numbers() -> None:
-    metric = tm.F1Score("multiclass", num_classes=CLASSES, average=None)
-    scorer = Scorer(None, tuple(resolve([("f1", metric)])))
-    message = 'metric "f1" gives a tensor of shape (3,), not one number: use a reduced metric'
-    for use in (
-        lambda: scorer.check(SCORES, [LABELS]),
-        lambda: scorer.values(folded(scorer, SCORES, LABELS, WHOLE)),
-    ):
-        assert message_of(ParameterError, use).startswith(message)
+def test_torchmetrics_of_several_numbers() -> None:
+    matrix = tm.ConfusionMatrix("multiclass", num_classes=CLASSES)
+    curve = tm.ROC("binary", thresholds=4)
+    scorer = Scorer(None, tuple(resolve([("matrix", matrix)])))
+    found = scorer.values(folded(scorer, SCORES, LABELS, WHOLE))
+    assert found == {"matrix": sk.confusion_matrix(LABELS, CHOSEN).tolist()}
+    scorer = Scorer(None, tuple(resolve([("curve", curve)])))
+    found = scorer.values(folded(scorer, VALUES.sigmoid(), BINARY, WHOLE))
+    assert [len(column) for column in found["curve"]] == [4, 4, 4]
+    many = tm.ConfusionMatrix("multiclass", num_classes=300)
+    message = message_of(
+        ParameterError,
+        Scorer(None, tuple(resolve([("m", many)]))).check,
+        SCORES.repeat(1, 100),
+        [LABELS],
+    )
+    assert "too many for the history" in message
+    message = message_of(
+        ParameterError,
+        Scorer(None, tuple(resolve(["confusion_matrix"]))).check,
+        SCORES.repeat(1, 100),
+        [LABELS],
+    )
+    assert "a confusion matrix of 300 classes is too large to keep" in message
 
 
 def test_torchmetrics_is_not_imported_for_others() -> None:
@@ -293,6 +437,36 @@ def test_what_a_metric_cannot_measure(metric: Any, output: Any, labels: int, mes
     assert message in message_of(ParameterError, scorer.update, scorer.start(), output, targets)
     with pytest.raises(ParameterError):
         scorer.check(output, targets)
+
+
+GAPS = torch.rand(ROWS, CLASSES, generator=GENERATOR) < 0.4
+
+
+def test_labels_that_are_missing_count_in_no_metric() -> None:
+    each, gaps = (SCORES > 0.2).float(), GAPS[:, 1]
+    labels = each.masked_fill(GAPS, math.nan)
+    tasks = [
+        MetricOf("auc", label="y[1]", output=partial(torch.select, dim=1, index=1)),
+        MetricOf(("rank", tm.AUROC("binary")), label="y[1]", output=lambda x: x[:, 1].sigmoid()),
+    ]
+    loss = MaskedLoss(nn.BCEWithLogitsLoss())
+    metrics = suited(resolve(["mae", "accuracy", *tasks]), loss)
+    scorer = Scorer(loss, metrics, labels=("y",))
+    found = scorer.values(folded(scorer, SCORES, labels, [[(0, 7), (7, 8)], [(8, ROWS)]]))
+    area = roc_auc_score(each[~gaps, 1], SCORES[~gaps, 1])
+    assert found == pytest.approx({
+        "loss": float(nn.functional.binary_cross_entropy_with_logits(SCORES[~GAPS], each[~GAPS])),
+        "mae": float((SCORES - each)[~GAPS].abs().mean()),
+        "accuracy": float(((SCORES > 0) == (each > 0))[~GAPS].float().mean()),
+        "y[1]/auc": area,
+        "y[1]/rank": area,
+    }, rel=1e-5)  # fmt: skip
+    for name, text in [("y[3]", "no value 3 in a row"), ("z[0]", '"z[0]" is no label')]:
+        wrong = Scorer(None, (MetricOf("mae", label=name, output=None),), labels=("y",))
+        assert text in message_of(ParameterError, wrong.update, wrong.start(), SCORES, [labels])
+    whole = Scorer(None, tuple(resolve([tm.MeanSquaredError()])))
+    text = "labels are missing, and it is no mean over single values"
+    assert text in message_of(ParameterError, whole.update, whole.start(), SCORES, [labels])
 
 
 def test_check_lists_every_problem_and_passes_what_works() -> None:
