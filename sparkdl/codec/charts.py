@@ -428,7 +428,7 @@ border-left:4px solid #d99a2b;background:var(--raised)}
 .cards div{padding:8px 12px;overflow-wrap:anywhere;
 background:var(--raised);border-radius:6px;font-size:.82em;color:var(--soft)}
 .cards b{display:block;font-size:1.4em;color:var(--ink);white-space:nowrap}
-.charts{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(min(100%,480px),1fr))}
+.charts{display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(min(100%,480px),1fr))}
 figure{margin:0;min-width:0}figcaption{font-weight:600;font-size:.92em;margin:.4em 0}
 .keys{display:inline-flex;flex-wrap:wrap;margin-left:8px}.keys button{all:unset;cursor:pointer;
 font-weight:400;font-size:.9em;margin-right:12px;overflow-wrap:anywhere}

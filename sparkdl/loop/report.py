@@ -114,7 +114,7 @@ def _add_summary(page: Page, history: Any) -> None:
 
 
 def _add_arrays(page: Page, validations: Sequence[Mapping[str, Any]]) -> None:
-    """Add the matrices and curves of a validation: the first column of a curve is its horizontal axis."""
+    """Add matrices and curves of a validation; the first column of a curve is its horizontal axis."""
     for name, value in (validations[0].get("arrays", {}) if validations else {}).items():
         title = f"{name} of the last validation"
         if isinstance(value, Mapping):
@@ -130,9 +130,8 @@ def _add_arrays(page: Page, validations: Sequence[Mapping[str, Any]]) -> None:
                     across=across,
                 )
             )
-        elif isinstance(value, list) and all(isinstance(row, list) for row in value):
-            if len({len(row) for row in value}) == 1:
-                page.matrix(title, np.asarray(value, np.float64))
+        elif len({len(row) if isinstance(row, list) else 0 for row in value} - {0}) == 1:
+            page.matrix(title, np.asarray(value, np.float64))
 
 
 def _last_values(history: Any) -> Mapping[str, Any]:
