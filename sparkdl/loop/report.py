@@ -130,7 +130,10 @@ def _add_arrays(page: Page, validations: Sequence[Mapping[str, Any]]) -> None:
                     across=across,
                 )
             )
-        elif len({len(row) if isinstance(row, list) else 0 for row in value} - {0}) == 1:
+        elif (
+            len({len(row) if isinstance(row, list) else 0 for row in value}) == 1
+            and np.ndim(value) == 2
+        ):
             page.matrix(title, np.asarray(value, np.float64))
 
 
