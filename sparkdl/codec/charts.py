@@ -210,64 +210,42 @@ class Page:
         check_bokeh()
         from bokeh.document import Document
         from bokeh.embed.util import standalone_docs_json_and_render_items
-        from bokeh.models import Range1d
         from bokeh.resources import Resources
 
         panels = [part for part in self._parts if isinstance(part, Panel)]
         count = sum(len(panel.lines) for panel in panels) or 1
         points = max(20, min(LINE_POINTS, PAGE_POINTS // count))
-        ranges: dict[str, Any] = {}
-        for across in {panel.across for panel in panels}:
-            ends = [
-                line.thinned(2)[:, 0]
-                for panel in panels
-                for line in panel.lines
-                if panel.across == across
-            ]
-            every = np.concatenate(ends)
-            low, high = float(every.min()), float(every.max())
-            margin = 0.02 * (high - low) or 0.5
-            ranges[across] = Range1d(low - margin, high + margin)
-        document, drawn = Document(), []
+        document, ranges, body, inside = Document(), _ranges(panels), [], False
         for part in self._parts:
-            if not isinstance(part, str):
-                made = (
-                    _panel_figure(part, ranges[part.across], points)
-                    if isinstance(part, Panel)
-                    else _parallel_figure(part)
-                )
-                drawn.append(made)
-                document.add_root(made[0])
-        script, body = "", []
-        if drawn:
-            documents, items = standalone_docs_json_and_render_items([f for f, _ in drawn])
-            places = {root.id: place for root, place in items[0].roots._roots.items()}
-            data = json.dumps([documents, [item.to_json() for item in items]])
+            if isinstance(part, str) == inside:
+                inside = not inside
+                body.append('<div class="charts">' if inside else "</div>")
+            if isinstance(part, str):
+                body.append(part)
+                continue
+            if isinstance(part, Panel):
+                figure, head = _panel_figure(part, ranges[part.across], points)
+                style = kind = ""
+            else:
+                figure, head = _parallel_figure(part), ""
+                kind, style = "whole wide", f"min-width:{120 * (1 + len(part.names))}px"
+            document.add_root(figure)
+            body.append(
+                f'<figure class="{kind}"><figcaption>{head}</figcaption>'
+                f'<div style="{style}" id="{figure.id}" data-root-id="{figure.id}"></div></figure>'
+            )
+        body.append("</div>" if inside else "")
+        script = ""
+        if document.roots:
+            documents, (item,) = standalone_docs_json_and_render_items(document.roots)
+            places = {"roots": {root.id: root.id for root in document.roots}}
+            data = json.dumps([documents, [item.to_json() | places]])
             bokeh = "\n".join(Resources(mode="inline", components=["bokeh"], minified=True).js_raw)
             script = (
                 f"<script>{bokeh}</script>"
                 f'<script type="application/json" id="charts">{_in_script(data)}</script>'
                 f"<script>{_SCRIPT}</script>"
             )
-        figures, inside = iter(drawn), False
-        for part in self._parts:
-            if isinstance(part, str):
-                body += ["</div>" if inside else "", part]
-                inside = False
-                continue
-            wide = isinstance(part, Parallel)
-            figure, keys = next(figures)
-            body.append("" if inside else f'<div class="{"wide" if wide else "charts"}">')
-            inside = True
-            style = (
-                f"min-width:{120 * (1 + len(part.names))}px" if isinstance(part, Parallel) else ""
-            )
-            title = "" if isinstance(part, Parallel) else _text(part.title)
-            body.append(
-                f'<figure style="{style}"><figcaption>{title}{keys}</figcaption>'
-                f'<div id="{places[figure.id]}" data-root-id="{figure.id}"></div></figure>'
-            )
-        body.append("</div>" if inside else "")
         return (
             '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -295,6 +273,21 @@ def _in_script(data: str) -> str:
     return data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
+def _ranges(panels: Sequence[Panel]) -> dict[str, Any]:
+    """Return the range of each horizontal axis, which panels share: they are zoomed together."""
+    from bokeh.models import Range1d
+
+    every: dict[str, list[np.ndarray]] = {}
+    for panel in panels:
+        every.setdefault(panel.across, []).extend(line.thinned(2)[:, 0] for line in panel.lines)
+    ranges = {}
+    for across, ends in every.items():
+        low, high = float(np.concatenate(ends).min()), float(np.concatenate(ends).max())
+        margin = 0.02 * (high - low) or 0.5
+        ranges[across] = Range1d(low - margin, high + margin)
+    return ranges
+
+
 def _new_figure(height: int, **options: Any) -> Any:
     from bokeh.plotting import figure
 
@@ -317,8 +310,8 @@ def _new_figure(height: int, **options: Any) -> Any:
 
 
 def _panel_figure(panel: Panel, across: Any, points: int) -> tuple[Any, str]:
-    """Return the figure of a panel, and the keys of its lines as HTML."""
-    from bokeh.models import HoverTool, NumeralTickFormatter, Span
+    """Return the figure of a panel, and its title with the keys of its lines as HTML."""
+    from bokeh.models import HoverTool, NumeralTickFormatter, PlainText, Span
 
     figure = _new_figure(
         240,
@@ -331,7 +324,8 @@ def _panel_figure(panel: Panel, across: Any, points: int) -> tuple[Any, str]:
     figure.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     if panel.from_zero:
         figure.y_range.start = 0
-    figure.xaxis.axis_label = panel.across
+    unit = without_credentials(panel.across)
+    figure.xaxis.axis_label = PlainText(text=unit)  # a string may be taken for a formula
     keys = []
     for line in panel.lines:
         values = line.thinned(points)
@@ -345,13 +339,13 @@ def _panel_figure(panel: Panel, across: Any, points: int) -> tuple[Any, str]:
             "alpha": 0.6 if line.width == 1 else 1.0,
         }
         names.append(figure.line("x", "y", source=source, **style))
-        label = panel.title if line.name == panel.title else f"{panel.title}, {line.name}"
+        label = line.name if line.name == panel.title else f"{panel.title}, {line.name}"
         figure.add_tools(
             HoverTool(
                 renderers=names[:1],
-                tooltips=[(label, f"@y{{%.6g}} at {panel.across} @x{{0,0.[00]}}")],
+                tooltips=[(without_credentials(label), "@y{%.6g}"), (unit, "@x{0,0.[00]}")],
                 formatters={"@y": "printf"},
-                mode="vline" if len(panel.lines) <= 4 else "mouse",
+                mode="vline" if len(panel.lines) == 1 else "mouse",
                 visible=False,
             )
         )
@@ -364,15 +358,16 @@ def _panel_figure(panel: Panel, across: Any, points: int) -> tuple[Any, str]:
             Span(location=place, dimension="height", line_color=_FAULT, line_dash="dashed")
         )
     named = [line.name for line in panel.lines] != [panel.title]
-    return figure, f'<span class="keys">{"".join(keys)}</span>' if named else ""
+    shown = f'<span class="keys">{"".join(keys)}</span>' if named else ""
+    return figure, _text(panel.title) + shown
 
 
-def _parallel_figure(chart: Parallel) -> tuple[Any, str]:
-    """Return the figure of parallel coordinates, and no keys."""
+def _parallel_figure(chart: Parallel) -> Any:
+    """Return the figure of parallel coordinates."""
     from bokeh.models import ColumnDataSource, HoverTool
     from bokeh.palettes import Viridis256
 
-    count = len(chart.names)
+    names, count = [without_credentials(name) for name in chart.names], len(chart.names)
     figure = _new_figure(
         380, x_range=(-0.6, count - 0.6), y_range=(-0.08, 1.16), tools="reset,save"
     )
@@ -391,27 +386,27 @@ def _parallel_figure(chart: Parallel) -> tuple[Any, str]:
             "ys": [[float(place) for place in row] for row in chart.places],
             "colour": colours,
             "width": [4.0 if n == chart.best else 1.5 for n in range(len(chart.places))],
-            **{f"t{n}": [row[n] for row in chart.texts] for n in range(count)},
+            **{f"t{n}": [without_credentials(row[n]) for row in chart.texts] for n in range(count)},
         }
     )
     lines = figure.multi_line("xs", "ys", color="colour", width="width", alpha=0.85, source=source)
     for n, ticks in enumerate(chart.ticks):
         figure.line([n, n], [0, 1], color=_INK, width=1)
         style = {"text_color": _INK, "text_font_size": "11px", "background_fill_color": _PAPER}
-        figure.text([n], [1.06], [chart.names[n]], text_align="center", **style)
+        figure.text([n], [1.06], [names[n]], text_align="center", **style)
         for place, label in ticks:
             figure.text(
                 [n],
                 [place],
-                [label],
+                [without_credentials(label)],
                 text_align="right",
                 text_baseline="middle",
                 x_offset=-5,
                 **style,
             )
-    tips = [(name, f"@t{n}") for n, name in enumerate(chart.names)]
+    tips = [(name, f"@t{n}") for n, name in enumerate(names)]
     figure.add_tools(HoverTool(renderers=[lines], tooltips=tips, visible=False))
-    return figure, ""
+    return figure
 
 
 _STYLE = """
@@ -429,7 +424,8 @@ border-left:4px solid #d99a2b;background:var(--raised)}
 background:var(--raised);border-radius:6px;font-size:.82em;color:var(--soft)}
 .cards b{display:block;font-size:1.4em;color:var(--ink);white-space:nowrap}
 .charts{display:grid;gap:12px;grid-template-columns:repeat(auto-fill,minmax(min(100%,480px),1fr))}
-figure{margin:0;min-width:0}figcaption{font-weight:600;font-size:.92em;margin:.4em 0}
+figure{margin:0;min-width:0}.whole{grid-column:1/-1}
+figcaption{font-weight:600;font-size:.92em;margin:.4em 0}
 .keys{display:inline-flex;flex-wrap:wrap;margin-left:8px}.keys button{all:unset;cursor:pointer;
 font-weight:400;font-size:.9em;margin-right:12px;overflow-wrap:anywhere}
 .keys button:focus-visible{outline:2px solid #3b82c4}
