@@ -1,8 +1,8 @@
 PYTHON ?= python3
 BIN    := .venv/bin
 STAMP  := .venv/.setup-stamp
-# Java's classes of a Spark session, for the many that tests start.
-ARCHIVE := .venv/spark-classes.jsa
+# Java's classes of a Spark session are in an archive, for the many that tests start, and for users'.
+ARCHIVE := .venv/.archive-stamp
 # Two processes, a file of tests at a time: each has a Spark session of two cores, and waits a lot.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -21,7 +21,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
-setup: $(STAMP)  ## build .venv, with Spark set up in it
+setup: $(ARCHIVE)  ## build .venv, with Spark set up in it
 	@:
 
 # Spark's own script would look for itself by PYSPARK_PYTHON, and cannot where that has a blank.
@@ -48,8 +48,9 @@ lint: $(STAMP)  ## check format, style, types and rooms
 docs: $(STAMP)  ## build the documentation, as build/site/index.html
 	@$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/site
 
-check: lint docs $(ARCHIVE)  ## what CI runs: lint, the documentation, then the tests
-	@$(PYTEST)
+check: $(STAMP)  ## what CI runs: lint and, beside it, the documentation; then the tests
+	@$(MAKE) --no-print-directory -j 2 lint docs
+	@$(MAKE) --no-print-directory test
 
 bench: $(STAMP)  ## measure everything beside its baselines: half an hour
 	@$(BIN)/python benchmarks/suite.py
@@ -81,7 +82,6 @@ $(STAMP): pyproject.toml constraints.txt conf/spark-defaults.conf conf/log4j2.pr
 	    spark.pyspark.python '$(CURDIR)/$(BIN)/python'; } > "$$home/conf/spark-defaults.conf"
 	@touch $@
 
-# Without the old one: Java makes none on top of another.
 $(ARCHIVE): $(STAMP)
-	@rm -f $@
-	@PYTHONPATH=tests $(BIN)/python tests/archive_classes.py $@
+	@$(BIN)/python -m sparkdl archive
+	@touch $@

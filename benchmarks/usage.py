@@ -145,12 +145,13 @@ def cpu_seconds() -> float:
     return sum(_processor(process) for process in _descendants(os.getpid()))
 
 
-def cpu_by_kind() -> dict[str, float]:
+def cpu_by_kind(ended: bool = False) -> dict[str, float]:
     """Likewise, for each of ``KINDS``, for the JVMs of executors that have one of their own, and for
-    the compilers in all JVMs, which are counted nowhere else."""
+    the compilers in all JVMs, which are counted nowhere else. With ``ended``, processes that have
+    ended count for the one that started them."""
     found = dict.fromkeys((*KINDS, EXECUTOR, COMPILERS), 0.0)
     for process in _descendants(os.getpid()):
-        kind, seconds = _kind(process), _processor(process)
+        kind, seconds = _kind(process), _processor(process, ended=ended)
         if kind == KINDS[1]:
             kind = EXECUTOR if _kind(_parent(process)) == KINDS[1] else kind
             compilers = _compilers(process)
@@ -160,14 +161,15 @@ def cpu_by_kind() -> dict[str, float]:
     return found
 
 
-def _processor(process: int, under: str = "") -> float:
-    """Of a process, or of the thread of it that is ``under`` its directory in /proc."""
+def _processor(process: int, under: str = "", ended: bool = False) -> float:
+    """Of a process, or of the thread of it that is ``under`` its directory in /proc. With ``ended``,
+    also of its children that have ended."""
     try:
         stat = Path(f"/proc/{process}/{under}stat").read_text()
     except OSError:
         return 0.0
-    submissions = sum(map(int, stat.rpartition(")")[2].split()[11:13]))
-    return submissions / os.sysconf("SC_CLK_TCK")
+    ticks = sum(map(int, stat.rpartition(")")[2].split()[11 : 15 if ended else 13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _compilers(process: int) -> float:

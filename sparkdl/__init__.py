@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from sparkdl.data.columns.masked import Masked
     from sparkdl.data.columns.sequence import Sequence
     from sparkdl.data.columns.text import Text
+    from sparkdl.data.sampling import Balanced, Weighted
     from sparkdl.diagnosis import diagnose
     from sparkdl.errors import (
         CheckpointError,
@@ -71,6 +72,7 @@ __all__ = [
     "DDP",
     "FSDP",
     "Asynchronous",
+    "Balanced",
     "Callback",
     "Checkpoint",
     "CheckpointError",
@@ -116,6 +118,7 @@ __all__ = [
     "UserError",
     "Validated",
     "Validation",
+    "Weighted",
     "all_rows",
     "classify",
     "collectives",
@@ -154,6 +157,7 @@ _NAMES = {
     "sparkdl.data.columns.masked": "Masked",
     "sparkdl.data.columns.sequence": "Sequence",
     "sparkdl.data.columns.text": "Text",
+    "sparkdl.data.sampling": "Balanced Weighted",
     "sparkdl.diagnosis": "diagnose",
     "sparkdl.errors": "CheckpointError DamagedCheckpoint DataError ModelError ParameterError "
     "SessionError SparkdlError StalledError StateLostError TrainingError "

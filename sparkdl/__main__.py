@@ -1,7 +1,8 @@
 """``python -m sparkdl``: versions, devices, Java and what is set, to be pasted into a report.
 
 ``python -m sparkdl session`` says what a session of Spark can train with, and ``python -m sparkdl
-report`` writes the reports of runs.
+archive`` makes the archive of Java's classes that later sessions start faster with, and ``python -m
+sparkdl report`` writes the reports of runs.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ import argparse
 import importlib.metadata
 import os
 import platform
-import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+from sparkdl import archive
 from sparkdl.codec.describe import REDACTED, is_secret, without_credentials
 from sparkdl.settings import DISTRIBUTION, NEEDED_FOR_SPEED, PREFIX, __version__
 
@@ -27,12 +32,12 @@ LIBRARIES = (
 VARIABLES = (
     "JAVA_HOME", "SPARK_HOME", "SPARK_CONF_DIR", "SPARK_LOCAL_IP", "SPARK_REMOTE", "SPARK_LOCAL_DIRS",
     "PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "PYSPARK_SUBMIT_ARGS", "PYTHONPATH", "VIRTUAL_ENV",
-    "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MLFLOW_TRACKING_URI",
+    archive.SWITCH, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "MLFLOW_TRACKING_URI",
 )  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the report, or what a session can train with."""
+    """Print the report, or what a session can train with, or make the archive of Java's classes."""
     parser = argparse.ArgumentParser(prog="python -m sparkdl")
     commands = parser.add_subparsers(dest="command")
     about = "start a session, and say which engines can train in it and how fast"
@@ -46,7 +51,12 @@ def main(arguments: list[str] | None = None) -> None:
         "folders", nargs="+", metavar="FOLDER", help="of a run, a model or a search"
     )
     command.add_argument("--output", help="the file; else report.html there, or comparison.html")
+    about = "archive Java's classes of a session of Spark, so that later sessions start faster"
+    commands.add_parser("archive", help=about, description=about)
     options = parser.parse_args(arguments)
+    if options.command == "archive":
+        _archive_classes()
+        return
     if options.command == "report":
         from sparkdl import reports
 
@@ -82,6 +92,67 @@ def _print_diagnosis(master: str | None, remote: str | None, settings: dict[str,
         print(sparkdl.diagnose(spark))
     finally:
         spark.stop()
+
+
+def _archive_classes() -> None:
+    """Let a JVM write the classes of a session and a fit into the archive, in place of older ones."""
+    from pyspark import SparkContext
+
+    import sparkdl
+
+    path, began = archive.archive_path(archive.spark_home()), time.monotonic()
+    if path is None:
+        raise sparkdl.SessionError(f"there is no archive without Java: {_java()}.")
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_suffix(".draft")
+    draft.unlink(missing_ok=True)  # Java writes none on top of another
+    local = {"spark.driver.bindAddress": "127.0.0.1", "spark.sparkdl.progress": "false"}
+    with archive.recorded(draft):
+        spark = sparkdl.session("local[2]", **local)
+    gateway: Any = SparkContext._gateway
+    try:
+        _use_what_programs_use(spark)
+    finally:
+        spark.stop()
+        gateway.shutdown()
+        gateway.proc.stdin.close()  # which is what ends the JVM
+        gateway.proc.wait(timeout=600)
+    if not draft.exists():
+        raise sparkdl.SessionError(f"Java wrote no archive to {path.parent}: its reason is above.")
+    draft.replace(path)
+    for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*.jsa"):
+        if other != path:
+            other.unlink()
+    size, seconds = path.stat().st_size / 1e6, time.monotonic() - began
+    print(f"{path}: {size:.0f} MB, made in {seconds:.0f} s. sparkdl.session starts Java with it.")
+
+
+def _use_what_programs_use(spark: Any) -> None:
+    """Data from the driver and from files, a fit, an evaluation, predictions."""
+    import torch
+    from torch import nn
+
+    import sparkdl
+
+    frame = spark.createDataFrame(
+        [([0.5, float(i)], i % 2) for i in range(64)], "x array<float>, y int"
+    )
+    points = spark.range(4).selectExpr("rand(1) AS x", "id AS y").randomSplit([0.5, 0.5], seed=1)
+    points[0].show()
+    with tempfile.TemporaryDirectory() as folder:
+        frame.repartition(4).write.parquet(f"{folder}/data")
+        read = spark.read.parquet(f"{folder}/data")
+        trained = sparkdl.Trainer(
+            model=partial(nn.Linear, 2, 2),
+            loss=nn.CrossEntropyLoss(),
+            optimizer=partial(torch.optim.Adam, lr=1e-3),
+            features="x",
+            label="y",
+            batch_size=16,
+            stop=sparkdl.max_epoch(1),
+        ).fit(read)
+        trained.evaluate(read)
+        trained.transform(read).groupBy("y").count().collect()
 
 
 def report() -> dict[str, list[tuple[str, str]]]:
@@ -120,12 +191,12 @@ def _system() -> Iterator[tuple[str, str]]:
         pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         yield "memory", f"{pages / 2**30:.1f} GiB"
     yield "Java", _java()
+    yield "Java's classes", str(archive.found() or "no archive: python -m sparkdl archive makes it")
 
 
 def _java() -> str:
     """Return the version and path of the Java that Spark would start."""
-    home = os.environ.get("JAVA_HOME")
-    path = os.path.join(home, "bin", "java") if home else shutil.which("java")
+    path = archive.java()
     if path is None:
         return "not found: install Java 17 or newer, on PATH or in JAVA_HOME"
     try:
@@ -152,9 +223,7 @@ def _spark_settings() -> Iterator[tuple[str, str]]:
     """Yield the settings of this package and those for speed in Spark's properties file."""
     folder = os.environ.get("SPARK_CONF_DIR")
     if folder is None:
-        from pyspark.find_spark_home import _find_spark_home
-
-        folder = os.path.join(_find_spark_home(), "conf")
+        folder = str(archive.spark_home() / "conf")
     path = Path(folder, "spark-defaults.conf")
     if not path.is_file():
         yield "spark-defaults.conf", f"none in {folder}"

@@ -26,10 +26,14 @@ import atexit
 import ctypes
 import gc
 import importlib
+import mmap
 import os
 import shutil
 import signal
+import warnings
+import zlib
 from pathlib import Path
+from typing import Any
 
 from sparkdl.process.system import longest_socket_path
 from sparkdl.slab.root import marked_directory
@@ -48,7 +52,6 @@ MODULES = (
     "sparkdl.infer.evaluate",
     "sparkdl.optim",
     "sparkdl.train.trainer",  # what models and callbacks of users refer to
-    "torch._dynamo",  # the first optimizer of a process imports it
 )
 
 
@@ -129,6 +132,23 @@ def give_workers_sessions() -> None:
     atexit.register(os._exit, 1)
 
 
+def show_warnings_once() -> None:
+    """Show each of Python's warnings once, whichever of the processes forked from now on raises it.
+
+    Replicas run the same code, so each would show what a library warns of.
+    """
+    seen, show = mmap.mmap(-1, 1 << 16), warnings.showwarning  # shared with the forks
+
+    def show_once(message: Any, category: Any, filename: str, lineno: int, *more: Any) -> None:
+        text = f"{category.__name__} {filename} {lineno} {message}"
+        place = zlib.crc32(text.encode("utf-8", "replace")) % len(seen)
+        if not seen[place]:
+            seen[place] = 1
+            show(message, category, filename, lineno, *more)
+
+    warnings.showwarning = show_once  # type: ignore[assignment]
+
+
 if __name__ == "__main__":
     from pyspark.daemon import manager
 
@@ -136,5 +156,6 @@ if __name__ == "__main__":
     preload()
     quiet_hang_ups()
     give_workers_sessions()
+    show_warnings_once()
     use_private_directory()
     manager()

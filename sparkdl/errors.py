@@ -8,6 +8,7 @@ retried. Every other error is a *fault* of the run, which Spark retries first.
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import itertools
 import os
@@ -16,8 +17,9 @@ import reprlib
 import sysconfig
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+Class = TypeVar("Class")
 _VOWEL_SOUND = re.compile("[aeioAEIO]|[FHLMNRSX][A-Z]|ndarray")
 """Matches the names of types that begin with a vowel sound: int, LRScheduler, ndarray."""
 _OF_PANDAS = {"pandas": "spark.createDataFrame(df)", "pyspark.pandas": "df.to_spark()"}
@@ -256,6 +258,101 @@ def nearest(name: str, known: Iterable[str]) -> str:
     begun = sorted((k for k in names if len(name) > 2 and k.startswith(name)), key=len)
     close = begun or difflib.get_close_matches(name, names, n=1)
     return f' Did you mean "{close[0]}"?' if close else ""
+
+
+_MEANT = (
+    ("maxEpochs={}", "epochs numepochs nepochs"),
+    ("stop=sparkdl.max_epoch({})", "epochs maxepochs numepochs nepochs"),
+    ("stop=sparkdl.max_iteration({})", "iterations maxiterations maxsteps numsteps steps"),
+    ('stop=sparkdl.max_epoch(10) | sparkdl.plateau("loss", 3)', "earlystopping patience"),
+    ("every=sparkdl.every({})", "everyiterations everysteps savesteps frequency"),
+    ("learningRate={}", "lr"),
+    ("optimizer=partial(torch.optim.Adam, lr={})", "lr learningrate"),
+    (
+        "validation=sparkdl.Validation(data, metrics=[...])",
+        "metric metrics evalmetrics validationdata valdata evalset evaldata",
+    ),
+    ('trainerArgs={{"validation": {{"metrics": [...]}}}}', "metric metrics evalmetrics"),
+    ("batch_size={}", "bs globalbatchsize trainbatchsize"),
+    ("batchSize={}", "bs globalbatchsize trainbatchsize"),
+    ("replicas={}", "workers numworkers numreplicas worldsize numprocesses nprocs"),
+    ("loss={}", "criterion lossfn lossfunction objective"),
+    ("model={}", "net network module"),
+    ("optimizer={}", "optim opt"),
+    ("schedule={}", "scheduler lrscheduler"),
+    ("accumulate={}", "gradientaccumulationsteps accumulategradbatches accumulationsteps"),
+    ("clip_norm={}", "maxgradnorm gradclip gradientclipval clipgradnorm"),
+    ("precision={}", "mixedprecision amp dtype"),
+    ("features={}", "x inputs inputcols featurescol featurecols"),
+    ("featuresCol={}", "x inputs inputcols featurecols"),
+    ("label={}", "y target targets labels labelcol"),
+    ("labelCol={}", "y target targets labels"),
+    ("weight={}", "sampleweight weightcol"),
+    ("checkpoint=sparkdl.Checkpoint({})", "checkpointdir checkpointpath ckptpath"),
+    ("seed={}", "randomstate randomseed"),
+)
+"""The arguments that names of other libraries, without case and underscores, mean; a row counts where a
+class has its argument."""
+
+
+def unknown_argument(
+    who: str, name: str, value: object, known: Sequence[str], others: Sequence[str] = ()
+) -> str:
+    """Return the message about an argument that ``who`` does not have; ``others`` have it."""
+    plain = name.replace("_", "").lower()
+    alike = [one for one in known if one.replace("_", "").lower() == plain]
+    meant = [remedy for remedy, words in _MEANT if plain in words.split()]
+    meant = [remedy for remedy in meant if remedy.partition("=")[0] in known]
+    if alike:
+        hint = f' Did you mean "{alike[0]}"?'
+    elif meant:
+        hint = f" Give {meant[0].format(shown(value))}."
+    elif others:
+        hint = f" {' and '.join(others)} ha{'s' if len(others) == 1 else 've'} it."
+    else:
+        hint = nearest(name, known)
+    if not hint and len(known) <= MOST_ARGUMENTS:
+        hint = f" It takes {', '.join(known) or 'none'}."
+    return f'{who} has no argument "{name}".{hint}'
+
+
+MOST_ARGUMENTS = 12
+"""The most arguments that a message lists."""
+
+
+def known_arguments(kind: type[Class]) -> type[Class]:
+    """Let the constructor of a class name the argument that is meant by one that it does not have.
+
+    It raises :class:`ParameterError` then; a decorator, above that of a dataclass.
+    """
+    init = kind.__init__  # type: ignore[misc]
+    code = inspect.unwrap(init).__code__
+    known = code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs:
+            if name not in known:
+                has = _siblings(kind, name)
+                raise ParameterError(
+                    unknown_argument(kind.__name__, name, kwargs[name], known, has)
+                )
+        init(self, *args, **kwargs)
+
+    kind.__init__ = checked  # type: ignore[method-assign, misc]
+    return kind
+
+
+def _siblings(kind: type, name: str) -> list[str]:
+    """Return the classes of this package that extend what ``kind`` does and have such an argument."""
+    beside: list[type[Any]] = []
+    for base in kind.__bases__:
+        beside += [] if base is object else type.__subclasses__(base)
+    return [
+        f"sparkdl.{one.__name__}"
+        for one in beside
+        if one.__module__.startswith("sparkdl.") and name in inspect.signature(one).parameters
+    ]
 
 
 def raise_all(kind: type[UserError], problems: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sparkdl import archive
 from sparkdl.errors import NEEDS_SPARK_4, SessionError, shown, wrong_data
 from sparkdl.plain import plain
 from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SPARK_SETTINGS, Settings
@@ -35,6 +37,17 @@ _MASTER = re.compile(
     r"|local-cluster\[(\s*\d+\s*,){2}\s*\d+\s*\]|yarn|[a-z][a-z0-9+.-]*://.+"
 )
 """Matches the masters that Spark knows, and URLs of any cluster manager that may be plugged into it."""
+
+
+_TELLTALES = (
+    "TaskContextImpl",
+    "executor.Executor",
+    "scheduler.TaskSetManager",
+    "sql.execution.datasources.FileFormatWriter",
+    "sql.execution.datasources.v2.AppendDataExec",
+    "sql.execution.datasources.v2.OverwriteByExpressionExec",
+    "util.Utils",
+)
 
 
 def session(master: str | None = None, **settings: Any) -> SparkSession:
@@ -80,7 +93,7 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
         else str(value)
         for key, value in plain(settings).items()
     }
-    conf = _launched(given)
+    conf = _launched(given, master)
     python = given.get("spark.pyspark.python") or conf.get("spark.pyspark.python")
     os.environ.setdefault("PYSPARK_PYTHON", python or sys.executable)
     if sys.platform == "darwin":  # the workers are forked, with torch imported
@@ -100,10 +113,18 @@ def session(master: str | None = None, **settings: Any) -> SparkSession:
     spark = builder.getOrCreate()
     if running is not None and spark.sparkContext is running:
         _tell_what_is_kept(spark, given if master is None else {"spark.master": master, **given})
-    spark.sparkContext.setLogLevel(
-        given.get("spark.log.level", conf.get("spark.log.level") or "ERROR")
-    )
+    level = given.get("spark.log.level", conf.get("spark.log.level"))
+    spark.sparkContext.setLogLevel(level or "ERROR")
+    if "spark.log.level" not in given and level in (None, "ERROR"):
+        _hush(spark.sparkContext)
     return spark
+
+
+def _hush(context: SparkContext) -> None:
+    """Silence what logs the stack of a failed task, which comes as an exception anyway."""
+    log4j: Any = context._jvm.org.apache.logging.log4j  # type: ignore[union-attr]
+    for name in _TELLTALES:
+        log4j.core.config.Configurator.setLevel(f"org.apache.spark.{name}", log4j.Level.OFF)
 
 
 def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
@@ -128,17 +149,20 @@ def _tell_what_is_kept(spark: SparkSession, asked: Mapping[str, str]) -> None:
         )
 
 
-def _launched(given: dict[str, str]) -> SparkConf:
+def _launched(given: dict[str, str], master: str | None) -> SparkConf:
     """Return what ``spark-submit`` and Spark's properties file set, which only the JVM knows.
 
-    If no JVM runs, one is started with ``given`` (its memory, for example).
+    If no JVM runs, one is started with ``given`` (its memory, for example), and with the archive of
+    Java's classes if there is one.
     """
     from pyspark import SparkConf, SparkContext
 
     launch = SparkConf()
     for key, value in given.items():
         launch.set(key, value)
-    SparkContext._ensure_initialized(conf=launch)
+    starts = SparkContext._gateway is None
+    with archive.used(master or given.get("spark.master")) if starts else contextlib.nullcontext():
+        SparkContext._ensure_initialized(conf=launch)
     return SparkConf()
 
 

@@ -22,11 +22,13 @@ import pytest
 import torch
 from fork_server import PATHS
 
+from sparkdl import archive
+
 RESULT = "RESULT "
 EXECUTOR_SECONDS = 120.0
 ROOT = Path(__file__).resolve().parents[1]
-ARCHIVE = Path(sys.prefix) / "spark-classes.jsa"
-"""Made by ``make test``, see ``archive_classes.py``; without it JVMs start slower."""
+ARCHIVE = archive.found(Path(pyspark.__file__).parent)
+"""Made by ``make test``, as by ``python -m sparkdl archive``; without it JVMs start slower."""
 NO_CONFIGURATION = str(ROOT / "tests" / "no-configuration")
 """A configuration directory of Spark's that is not there."""
 SHORT_LIVES = shlex.join(
@@ -35,10 +37,8 @@ SHORT_LIVES = shlex.join(
         "-XX:+UseSerialGC",
         "-XX:+UnlockDiagnosticVMOptions",
         "-XX:-BytecodeVerificationRemote",
-        "-Xlog:cds=off",
-        "-Xlog:cds+dynamic=off",
         f"-Dlog4j2.configurationFile={(ROOT / 'conf' / 'log4j2.properties').as_uri()}",
-        *([f"-XX:SharedArchiveFile={ARCHIVE}"] if ARCHIVE.exists() else []),
+        *([] if ARCHIVE is None else archive.options_with(ARCHIVE)),
     ]
 )
 """For JVMs of tests: a session that plans one query takes a third of the processor time."""

@@ -71,6 +71,17 @@ class Partitions:
     def getNumPartitions(self) -> int:
         return len(self.frames)
 
+    @property
+    def ctx(self) -> Any:
+        """A context that runs a job here."""
+
+        def run(rdd: Partitions, task: Any) -> list[Any]:
+            return [result for frame in rdd.frames for result in task([frame])]
+
+        return SimpleNamespace(
+            runJob=run, getLocalProperty=lambda key: None, setLocalProperty=lambda key, value: None
+        )
+
     def zipped(self, other: Partitions) -> Partitions:
         """As :func:`sparkdl.spark.frames.zip_frames` does."""
         return Partitions(list(zip(self.frames, other.frames, strict=True)), self.slab)

@@ -19,6 +19,7 @@ from torch import nn
 
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.consistency.base import Consistency
+from sparkdl.data.sampling import Sampling
 from sparkdl.data.schema import check_specs
 from sparkdl.errors import counted, in_quotes, kind_of, nearest, shown
 from sparkdl.infer.model import TrainedModel
@@ -140,8 +141,17 @@ def _column_names(name: str, value: Any) -> Iterator[str]:
         yield "features is empty: name at least one column."
 
 
+BALANCED = "balanced"
+"""The class weights that the rows of the data decide."""
+
+
 def _class_weights(name: str, weights: Any) -> Iterator[str]:
-    remedy = "give a list with the weight of each class, or a mapping {class: weight}, all >= 0."
+    if isinstance(weights, str) and weights == BALANCED:
+        return
+    remedy = (
+        'give "balanced", a list with the weight of each class, or a mapping {class: weight}, all of '
+        "at least 0."
+    )
     if isinstance(weights, (str, bytes)) or not isinstance(weights, (Mapping, list, tuple)):
         yield f"{name} is {kind_of(weights)}: {remedy}"
         return
@@ -211,6 +221,11 @@ PATTERNS = rule(
     'give a list of names or patterns, such as ["encoder.*"]', fits=_are_names, plain=plain_list
 )
 COLUMNS = rule(problems=_column_names, plain=plain_list)
+SAMPLING = rule(
+    'give sparkdl.Balanced("label"), sparkdl.Weighted("column"), or None',
+    kind=Sampling,
+    instance=True,
+)
 CLASS_WEIGHTS = rule(problems=_class_weights, plain=plain)
 OPTIMIZER = rule(
     "give a torch.optim class, or a partial of one such as partial(torch.optim.Adam, lr=1e-3)",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 from dataclasses import KW_ONLY, dataclass
 
-from sparkdl.errors import ParameterError, raise_all, shown
+from sparkdl.errors import ParameterError, known_arguments, raise_all, shown
 from sparkdl.loop.triggers import EveryEpoch, Trigger, no_trigger
 from sparkdl.plain import make_plain
 
 EVERY_EPOCH = EveryEpoch()
 
 
+@known_arguments
 @dataclass(frozen=True)
 class Checkpoint:
     """The settings of a run's checkpoints: where and when it stores its state.

@@ -26,7 +26,7 @@ MANIFEST = "manifest.json"
 INCOMPLETE = "it has no manifest, so it was never completed"
 FORMAT = "sparkdl-checkpoint"
 VERSION = 1
-CONSTANTS = ("replicas", "batch_size", "local_steps", "consistency", "seed")
+CONSTANTS = ("replicas", "batch_size", "local_steps", "consistency", "seed", "sampling")
 """The constants that a resumed run must have in common with the checkpoint."""
 FEW = 5
 """The number of differences that are listed; the others are counted."""
@@ -275,6 +275,7 @@ class Manifest:
     local_steps: int = 1
     consistency: str = "Synchronous()"
     """The consistency model as text, see :func:`consistency_text`."""
+    sampling: str = "None"
     layout: ModelIdentity
     data: DataIdentity
     optimizers: tuple[str, ...] = ()

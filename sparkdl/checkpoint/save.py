@@ -228,6 +228,7 @@ class Checkpointer:
             local_steps=own["local_steps"],
             consistency=own.get("consistency", "Synchronous()"),
             seed=own["seed"],
+            sampling=own.get("sampling", "None"),
             layout=self._identity.model,
             data=self._identity.data,
             optimizers=self._identity.optimizers,

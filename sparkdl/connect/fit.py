@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import pickle
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,7 @@ from sparkdl.gang.connect import check_slots_of, hosts_of, in_tasks, run_led, sl
 from sparkdl.gang.led import RESULT, LedTask
 from sparkdl.loop.callbacks import added_callbacks
 from sparkdl.loop.interrupt import interruptible
+from sparkdl.loop.progress import Progress, progress_of
 from sparkdl.model.preparation import dumps
 from sparkdl.session import SessionFacts
 from sparkdl.settings import Settings
@@ -64,43 +66,54 @@ def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
 
     A replay is only checked, since a gang decides nothing.
     """
-    session = facts.session
-    with end_of_session_explained(session):
+    with end_of_session_explained(facts.session):
         settings = facts.settings
         if request.quiet:
             settings = replace(settings, progress=HIDDEN)
-        trainer = for_gang(request.trainer)
-        check_replay(trainer, request.replay)
-        check_validation_data(trainer, facts)
-        model = prepare(trainer, request.start)
-        if request.kept is not None:
-            request.kept.check(ModelIdentity.of(model.layout), model.optimizers)
-        if (checkpoint := trainer.checkpoint) is not None:
-            checkpoint = replace(checkpoint, path=_absolute(checkpoint.path))
-            trainer = replace(trainer, checkpoint=checkpoint)
-        resume = None if request.resume is None else _absolute(request.resume)
-        request = replace(request, trainer=trainer, resume=resume)
-        newest = NewestCheckpoint.seen(session, request, resume)
-        ranks = trainer.replicas or newest.replicas
-        if isinstance(data, PersistedSamples):
-            data.check(trainer, model.float_dtype)
-            ranks = data.replicas
-        ranks = ranks or slots_of(session, trainer.resource_profile)
-        check_sizes(trainer, model.layout, ranks, None, settings.slab_dir)
-        check_mesh(trainer, model, ranks)
-        _check_result(request, model)
-        check_slots_of(session, ranks, trainer.resource_profile)
-        slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
-        if isinstance(data, PersistedSamples):
-            rows = data.rows.into(slab)
-        else:
-            rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
-        callbacks = (*trainer.callbacks, *added_callbacks(trainer.callbacks))
-        request = replace(request, trainer=replace(trainer, callbacks=callbacks))
-        order = sent_bytes(_order(request, model, settings), "fit", session)
-        columns = len(trainer.feature_columns), trainer.weight is not None
-        fit = LedFit(slab, rows.write, *columns, order, resume, MAX_ROWS_BYTES)
-        end = Submissions(request, session, settings, rows.frame, ranks, fit, newest).end()
+        progress = progress_of(settings.progress, "", time.monotonic(), request.one_pass)
+        with contextlib.closing(progress):
+            return _run(data, request, facts, settings, progress)
+
+
+def _run(
+    data: Any, request: FitRequest, facts: SessionFacts, settings: Settings, progress: Progress
+) -> CarriedRun:
+    session = facts.session
+    trainer = for_gang(request.trainer)
+    check_replay(trainer, request.replay)
+    check_validation_data(trainer, facts)
+    progress.doing("building the model")
+    model = prepare(trainer, request.start)
+    progress.doing("starting workers")
+    if request.kept is not None:
+        request.kept.check(ModelIdentity.of(model.layout), model.optimizers)
+    if (checkpoint := trainer.checkpoint) is not None:
+        checkpoint = replace(checkpoint, path=_absolute(checkpoint.path))
+        trainer = replace(trainer, checkpoint=checkpoint)
+    resume = None if request.resume is None else _absolute(request.resume)
+    request = replace(request, trainer=trainer, resume=resume)
+    newest = NewestCheckpoint.seen(session, request, resume)
+    ranks = trainer.replicas or newest.replicas
+    if isinstance(data, PersistedSamples):
+        data.check(trainer, model.float_dtype)
+        ranks = data.replicas
+    ranks = ranks or slots_of(session, trainer.resource_profile)
+    check_sizes(trainer, model.layout, ranks, None, settings.slab_dir)
+    check_mesh(trainer, model, ranks)
+    _check_result(request, model)
+    check_slots_of(session, ranks, trainer.resource_profile)
+    slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
+    if isinstance(data, PersistedSamples):
+        rows = data.rows.into(slab)
+    else:
+        rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
+    callbacks = (*trainer.callbacks, *added_callbacks(trainer.callbacks))
+    request = replace(request, trainer=replace(trainer, callbacks=callbacks))
+    order = sent_bytes(_order(request, model, settings), "fit", session)
+    columns = len(trainer.feature_columns), trainer.weight is not None
+    fit = LedFit(slab, rows.write, *columns, order, resume, MAX_ROWS_BYTES)
+    progress.doing("starting the gang and reading rows")
+    end = Submissions(request, session, settings, rows.frame, ranks, fit, newest, progress).end()
     if end is None:
         raise DataError(NO_ROWS)
 
@@ -215,6 +228,7 @@ class Submissions:
     ranks: int
     fit: LedFit
     before: NewestCheckpoint  # the newest before the run
+    progress: Progress
 
     def end(self) -> LedEnd | None:
         """Return the end of the fit, with its weights; None if there were no rows.
@@ -224,9 +238,9 @@ class Submissions:
         session, settings, trainer = self.session, self.settings, self.request.trainer
         fit, losses, last = self.fit, 0, self.before
         while True:
-            control, one_pass = ControlClient(session, hosts_of(session)), self.request.one_pass
+            control = ControlClient(session, hosts_of(session))
             task = LedTask(replace(fit, control=control.address), timeout=settings.timeout)
-            follower = FollowedFit(control, trainer, self.ranks, settings, one_pass)
+            follower = FollowedFit(control, trainer, self.ranks, settings, self.progress)
             try:
                 with (
                     interruptible(ready=follower.trains) as interrupt,

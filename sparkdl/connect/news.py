@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from sparkdl.connect.control import ControlClient
 from sparkdl.gang.connect import tell_line
 from sparkdl.loop.interrupt import Interrupt
-from sparkdl.loop.progress import Progress, log_line, progress_of, shows_bar
+from sparkdl.loop.progress import Progress, log_line, shows_bar
 from sparkdl.loop.state import TrainState
 from sparkdl.settings import Settings
 from sparkdl.train.spec import TrainerSpec
@@ -36,6 +36,7 @@ class News:
     facts: str  # "" before training
     state: TrainState | None  # without histograms; None before training
     log: Sequence[tuple[int, str]]  # level and text of further lines
+    doing: str = ""  # before training
 
 
 class ReportedProgress(Progress):
@@ -46,9 +47,12 @@ class ReportedProgress(Progress):
     def __init__(self, log: Sequence[tuple[int, str]]) -> None:
         """Take the lines that rank 0 logs, a list that grows."""
         self.interrupt = Interrupt()
-        self._log, self._facts = log, ""
+        self._log, self._facts, self._doing = log, "", ""
         self._state: TrainState | None = None
         self._heard: float | None = None
+
+    def doing(self, what: str, detail: Callable[[], str] | None = None) -> None:
+        self._doing = what
 
     def describe(self, facts: str) -> None:
         self._facts = facts
@@ -59,7 +63,8 @@ class ReportedProgress(Progress):
         if question.end:
             self.interrupt.asked = True
         state, log = self._state, list(self._log[question.known :])
-        return News(self._facts, None if state is None else replace(state, histograms=None), log)
+        known = None if state is None else replace(state, histograms=None)
+        return News(self._facts, known, log, self._doing)
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._state = state
@@ -94,13 +99,13 @@ class FollowedFit:
         trainer: TrainerSpec,
         ranks: int,
         settings: Settings,
-        one_pass: bool,
+        progress: Progress,
     ) -> None:
         self._control = control
-        self._trainer, self._ranks, self._one_pass = trainer, ranks, one_pass
+        self._trainer, self._ranks = trainer, ranks
         self._mode, self._awaited = settings.progress, settings.client_seconds is not None
-        self._interrupt, self._began = Interrupt(), time.monotonic()
-        self._progress: Progress | None = None
+        self._interrupt, self._follows, self._doing = Interrupt(), False, ""
+        self._progress = progress
         self.known, self.training = 0, False  # lines of the log; whether rank 0 trains
 
     def trains(self) -> bool:
@@ -124,9 +129,12 @@ class FollowedFit:
             tell_line(level, text)
         self.known += len(news.log)
         if news.state is not None:
-            if self._progress is None:
-                self._progress = progress_of(self._mode, news.facts, self._began, self._one_pass)
+            self._progress.describe(news.facts)
             self._progress.follow(self._trainer, news.state)
+            self._follows = True
+        elif news.doing not in ("", self._doing):
+            self._doing = news.doing
+            self._progress.doing(news.doing)
         return True
 
     def waiting(self, seconds: float, begun: bool) -> None:
@@ -136,15 +144,10 @@ class FollowedFit:
 
     def ended(self, state: TrainState) -> None:
         """Show the end of the run."""
-        if self._progress is None and shows_bar(self._mode):
-            self._progress = progress_of(self._mode, "", self._began, self._one_pass)
-        if self._progress is not None:
+        if self._follows or shows_bar(self._mode):
             self._progress.follow(self._trainer, state)
             self._progress.on_fit_end(self._trainer, state)
 
     def close(self) -> None:
-        """End the questions, and release the terminal's line."""
+        """End the questions."""
         self._control.close()
-        if self._progress is not None:
-            self._progress.close()
-            self._progress = None

@@ -114,7 +114,7 @@ class LedFit:
         model = prepare(trainer, request.start)
         resuming = request.checkpoints(self.again)
         gang.come_together()
-        samples = self._samples(gang, training, 0)
+        samples = self._samples(gang, training, 0, trainer.sampling is not None)
         tell_of_shares(samples.handles)
         validation = None
         if trainer.validation is not None:
@@ -157,7 +157,9 @@ class LedFit:
         check_validation(samples, found)
         return found
 
-    def _samples(self, gang: LedGang, handles: list[SampleHandle], part: int) -> SampleSet:
+    def _samples(
+        self, gang: LedGang, handles: list[SampleHandle], part: int, sampled: bool = False
+    ) -> SampleSet:
         repeated = RepeatedRows.of(handles)
         if repeated is not None:
             one_of_each = repeated.preview()
@@ -167,7 +169,8 @@ class LedFit:
         preview = Preview.of(handles)
         read = gang.call(_ReadPreview(preview, part), "looking at the first samples")
         rows = preview.join([read[partition] for partition in preview.rows])
-        return sample_set(None, handles, self.num_features, self.weighted, rows)
+        weighted = self.weighted
+        return sample_set(None, handles, self.num_features, weighted, rows, sampled=sampled)
 
 
 def _attributes(callback: Callback) -> bytes:

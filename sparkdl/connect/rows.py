@@ -159,14 +159,18 @@ class ConnectedRows:
         """Return the rows of ``data``, and those of the validation of ``trainer``."""
         training: Source = source(trainer, data, ranks, float_dtype, slab)
         chosen, columns = chosen_columns(training)
+        drawn = len(trainer.feature_columns) + len(trainer.label_columns)
+        drawn = drawn if trainer.sampling is not None else -1
         write, other = WriteBoth(WriteDataFrame(slab, columns), None), None
         if trainer.validation is not None:
             # where a rank reads the validation rows, it does not know the fields of the training yet
             fields: list[Any] = [
-                Field(c.name, c.dtype, ()) if c.spec is None else None for c in columns
+                Field(c.name, c.dtype, ()) if c.spec is None else None
+                for i, c in enumerate(columns)
+                if i != drawn
             ]
             held = in_session_of(data, trainer.validation.data)
-            theirs = replace(training, data=held, fields=tuple(fields))
+            theirs = replace(training, data=held, fields=tuple(fields), sampling=None)
             try:
                 other, columns = chosen_columns(theirs)
             except DataError as error:

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from sparkdl.consistency.base import MOST, Consistency, largest_staleness, problems_of_delay
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.errors import ParameterError, counted, shown
+from sparkdl.errors import ParameterError, counted, known_arguments, shown
 from sparkdl.plain import is_whole, make_plain
 from sparkdl.replica.iteration import COMMITS, STALENESS, Decisions, Iteration, IterationRows
 
@@ -263,6 +263,7 @@ def repeated_commits(
 SCALES = ("auto", "root", "share", None)
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Asynchronous(Consistency):
     """Groups of replicas compute gradients at their own pace; each is applied as it arrives.

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from sparkdl.consistency.base import FEWEST_PARTS, Consistency, share_problems
-from sparkdl.errors import shown
+from sparkdl.errors import known_arguments, shown
 from sparkdl.plain import is_whole, make_plain
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 """The outer optimizer of the paper."""
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(Consistency):
     """Each replica takes ``inner_steps`` steps by itself; an outer optimizer applies their mean.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sparkdl.consistency.base import Consistency
-from sparkdl.errors import nearest, shown
+from sparkdl.errors import known_arguments, nearest, shown
 from sparkdl.model.buffers import MEAN
 from sparkdl.model.flat import Layout
 
@@ -18,6 +18,7 @@ DISTANCE = "replica_distance"
 """The name of the distance between replicas among the named losses of an iteration."""
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Gossip(Consistency):
     """Each replica steps by itself, then averages its weights with those of some others.

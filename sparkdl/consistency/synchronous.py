@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from sparkdl.consistency.base import FEWEST_PARTS, MOST, Consistency, Dispatch, share_problems
-from sparkdl.errors import shown
+from sparkdl.errors import known_arguments, shown
 from sparkdl.plain import make_plain
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Synchronous(Consistency):
     """Replicas compute on the newest version, as one process does.
@@ -67,6 +68,7 @@ class Synchronous(Consistency):
             )
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class StaleSynchronous(Consistency):
     """Replicas compute on the version of the weights that is ``staleness`` steps old.

@@ -279,6 +279,10 @@ def partitions_of_rdds(data: DataFrame) -> int | None:
     if is_connected(data):
         return None
     execution = data._jdf.queryExecution()
+    leaves = execution.withCachedData().collectLeaves()  # before the query is planned
+    kinds = {leaves.apply(i).getClass().getSimpleName() for i in range(leaves.size())}
+    if not kinds <= {"LogicalRDD", "InMemoryRelation"}:
+        return None
     return execution.toRdd().getNumPartitions() if _of_rdds(execution.executedPlan()) else None
 
 

@@ -26,14 +26,16 @@ from sparkdl.process.determinism import steadily
 
 if TYPE_CHECKING:
     from sparkdl.data.partition_reader import MappedPartition
+    from sparkdl.data.sampling import Draws
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSpec:
     """Constants of a run that say how the fields of samples become the arrays of a mini-batch.
 
-    The fields of a sample are ``num_features`` inputs, ``num_labels`` labels and, if ``weighted``, the
-    weight. The padding rule of a field of varying length is in the field itself.
+    The fields of a sample are ``num_features`` inputs, ``num_labels`` labels, the field that decides
+    about ``draws`` and, if ``weighted``, the weight. The padding rule of a field of varying length is
+    in the field itself.
     """
 
     num_features: int
@@ -44,6 +46,7 @@ class BatchSpec:
     bucketing: int | None = None  # rows of a window; None: any rows go together
     float_dtype: str = "float32"  # of floats that augment returns for an integer feature
     seed: int = 0
+    draws: Draws | None = None  # None: an epoch has each row once
 
 
 @dataclass(frozen=True)
@@ -61,41 +64,52 @@ def visit_order(
 ) -> np.ndarray:
     """Return the order (int64) in which ``replica`` visits the rows of its partition in ``epoch``.
 
-    The order is a seeded permutation. With bucketing it is cut into windows, each with as many whole
-    chunks of ``share`` rows (about the replica's part of a global batch) as ``bucketing`` holds.
+    The order is a seeded permutation, or what the replica draws. With bucketing it is cut into windows,
+    each with as many whole chunks of ``share`` rows (about the replica's part of a global batch) as
+    ``bucketing`` holds.
     The rows of a window are sorted by length, and the chunks are shuffled. The rows that do not
     fill a chunk come last.
     """
-    seed, count = batch_spec.seed, len(partition.order)
+    seed, draws, rows_here = batch_spec.seed, batch_spec.draws, len(partition.order)
+
+    def drawn_rows() -> np.ndarray:
+        if draws is None:
+            return drawn(seed, epoch, replica, rows_here)
+        return draws.order(partition, seed, epoch, replica)
+
     if batch_spec.bucketing is None or not any(field.ragged for field in partition.fields):
-        return permutation(seed, epoch, replica, count)
+        if draws is None:
+            return permutation(seed, epoch, replica, rows_here)
+        return remembered((seed, epoch, replica, draws, partition.name), drawn_rows)
     share = max(1, share)
     window = share * max(1, batch_spec.bucketing // share)
 
     def draw() -> np.ndarray:
-        order = drawn(seed, epoch, replica, count)
-        lengths = partition.lengths()
+        order = drawn_rows()
+        lengths, count = partition.lengths(), len(order)
         assert lengths is not None
         for start in range(0, count, window):
             rows = order[start : start + window]
-            order[start : start + window] = rows[np.argsort(lengths[rows], kind="stable")]
+            by_length = np.argsort(lengths[rows % rows_here], kind="stable")
+            order[start : start + window] = rows[by_length]
         chunks = count // share
         whole = order[: chunks * share].reshape(chunks, share)
         whole[:] = whole[generator(seed, "buckets", epoch, replica).permutation(chunks)]
         return order
 
-    return remembered((seed, epoch, replica, count, window, share, partition.name), draw)
+    return remembered((seed, epoch, replica, draws, window, share, partition.name), draw)
 
 
 def training_rows(
     batch_spec: BatchSpec, partition: MappedPartition, rows: np.ndarray, epoch: int, replica: int
 ) -> list[Rows]:
-    """Return the fields of ``rows`` (numbers in canonical order), augmented, before padding.
+    """Return the fields of ``rows`` of :func:`visit_order`, augmented, before padding.
 
     The random numbers of a row depend only on (seed, epoch, replica, row), including those that
     ``augment`` draws from global generators, so they are the same in any mini-batch.
     """
-    return _at_place(batch_spec, lambda: partition.gather(rows), (rows, epoch, replica))
+    here = rows if batch_spec.draws is None else rows % len(partition.order)
+    return _at_place(batch_spec, lambda: partition.gather(here), (rows, epoch, replica))
 
 
 def plain_batch(batch_spec: BatchSpec, partition: MappedPartition, rows: np.ndarray) -> Batch:
@@ -127,7 +141,7 @@ def input_fields(batch_spec: BatchSpec, fields: Sequence[Field]) -> list[Field]:
 def fields_to_batch(batch_spec: BatchSpec, fields: Sequence[Rows]) -> Batch:
     """Return the rows of each field as a mini-batch."""
     labels = batch_spec.num_features + batch_spec.num_labels
-    weights = fields[labels] if batch_spec.weighted else None
+    weights = fields[-1] if batch_spec.weighted else None
     assert not isinstance(weights, Ragged)
     features, targets = fields[: batch_spec.num_features], fields[batch_spec.num_features : labels]
     lengths = [*padded_lengths(features), *padded_lengths(targets, labels=True)]

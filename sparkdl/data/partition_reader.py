@@ -240,12 +240,20 @@ class MappedPartition:
         ragged = [column.lengths() for column in self.columns if column.padding is not None]
         return sum(ragged[1:], start=ragged[0])[self.order] if ragged else None
 
+    def values(self, field: int) -> Rows:
+        """Return one field of all rows, in canonical order."""
+        return self.columns[field].take(*self._located(self.order))
+
     def _take(self, places: np.ndarray) -> list[Rows]:
-        files = None
-        if len(self.starts) > 1:
-            files = np.searchsorted(self.starts, places, side="right") - 1
-            places = places - self.starts[files]
-        return [column.take(files, places) for column in self.columns]
+        located = self._located(places)
+        return [column.take(*located) for column in self.columns]
+
+    def _located(self, places: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+        """Return the file of each place, None if there is one only, and the place in it."""
+        if len(self.starts) <= 1:
+            return None, places
+        files = np.searchsorted(self.starts, places, side="right") - 1
+        return files, places - self.starts[files]
 
 
 _MAX_OPEN = 64

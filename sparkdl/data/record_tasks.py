@@ -23,6 +23,7 @@ from sparkdl.data.records import (
     stack_records,
 )
 from sparkdl.data.row_errors import RowError
+from sparkdl.data.sampling import Sampling
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.worker import finish_task
 
@@ -44,6 +45,7 @@ class WriteRecords:
     weighted: bool = False
     fields: Sequence[Field] = ()
     names: Names = _PAIRS
+    sampling: Sampling | None = None
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
         writer = PartitionWriter(self.config, weighted=self.weighted)
@@ -73,6 +75,7 @@ class WriteRecords:
         finish_task()
 
     def _parts(self, record: Any, row: int) -> list[tuple[str, np.ndarray]]:
+        given = record
         record = self.names.sample(record, row, 0 if self.labelled else None)
         features, label = split_record(record, self.labelled, row)
         features = self.names.in_order(features, row)
@@ -81,6 +84,10 @@ class WriteRecords:
             (name, record_field(value, name, row, self.float_dtype, self.specs, field))
             for (name, value), field in with_fields(values, self.fields)
         ]
+        if self.sampling is not None:
+            value = self.names.value(self.sampling.column, given, label, row)
+            array = self.sampling.spec.from_record(value, "sampling", row, self.float_dtype)
+            parts.append(("sampling", array))
         if self.weighted:
             parts.append(("weight", record_weight(record, row, self.float_dtype)))
         return parts

@@ -86,6 +86,20 @@ class Names:
             "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
         )
 
+    def value(self, name: str, record: Any, label: Any, row: int) -> Any:
+        """Return one value of a record as it was given: by name, or the ``label`` that it has."""
+        values = _named_values(record) or {}
+        if name in values:
+            return values[name]
+        if name in self.label:
+            return label[self.label.index(name)] if len(self.label) > 1 else label
+        raise RowError(
+            "record",
+            row,
+            f'has no value "{name}" to draw rows by',
+            "Give records whose values have names, such as Row, or draw by the label.",
+        )
+
 
 def _named_values(record: Any) -> Mapping[Any, Any] | None:
     """Return the values of a record by name, or None if it has no names."""

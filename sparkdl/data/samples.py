@@ -34,7 +34,8 @@ from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.records import Names
 from sparkdl.data.row_errors import BadRow
-from sparkdl.data.schema import read_schema
+from sparkdl.data.sampling import Draws, Sampling
+from sparkdl.data.schema import read_schema, sampling_column
 from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
@@ -60,17 +61,28 @@ class SampleSet:
 
     rdd: RDD | None  # pickled handles, one frame a partition; None: samples of this process
     handles: tuple[SampleHandle, ...]
-    fields: tuple[Field, ...]  # inputs, labels and, if weighted, the weight
+    fields: tuple[
+        Field, ...
+    ]  # inputs, labels, the field to draw by and the weight, as far as given
     num_features: int
     preview: list[Rows]
     num_labels: int = 0
     weighted: bool = False
     more: list[Rows] = field(default_factory=list)  # those of preview and some others
+    draws: Draws | None = None
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Return the rows of each partition."""
+        """Return the rows of an epoch in each partition."""
+        if self.draws is not None:
+            return self.draws.counts
         return tuple(handle.num_rows for handle in self.handles)
+
+    @property
+    def model_fields(self) -> tuple[Field, ...]:
+        """Return the fields without that to draw by."""
+        end = self.num_features + self.num_labels
+        return (*self.fields[:end], *(self.fields[-1:] if self.weighted else ()))
 
 
 def fields_of_handles(handles: Sequence[SampleHandle]) -> tuple[Field, ...]:
@@ -85,12 +97,16 @@ def sample_set(
     weighted: bool,
     rows: tuple[list[Rows], list[Rows]],
     noun: str = "column",
+    sampled: bool = False,
 ) -> SampleSet:
-    """Return the description of samples in place; ``rows`` are its preview and ``more``."""
+    """Return the description of samples in place; ``rows`` are its preview and ``more``.
+
+    If ``sampled``, there is a field to draw by.
+    """
     fields = fields_of_handles(handles)
     if weighted:
         check_total_weight(handles, len(fields) - 1, f'{noun} "{fields[-1].name}"')
-    num_labels = len(fields) - num_features - weighted
+    num_labels = len(fields) - num_features - weighted - sampled
     preview, more = rows
     return SampleSet(rdd, tuple(handles), fields, num_features, preview, num_labels, weighted, more)
 
@@ -109,6 +125,7 @@ class Source:
     weight: str | None = None
     fields: tuple[Field, ...] = ()
     inputs: tuple[str, ...] = ()
+    sampling: Sampling | None = None
 
     @property
     def records_task(self) -> WriteRecords:
@@ -120,6 +137,7 @@ class Source:
             self.weight is not None,
             self.fields,
             Names(self.features, self.label, self.weight, self.inputs),
+            self.sampling,
         )
 
     @property
@@ -160,9 +178,7 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
             forget_last_shuffle(rdd)  # so that a recomputed partition writes its own files
         check_handles(handles, source.noun, source.place_of)
         preview = Preview.of(handles)
-        with stage_name(rdd.ctx, "look at the first samples"):
-            parts = rdd.ctx.runJob(rdd, preview, list(preview.rows))
-        return _sample_set(source, rdd, handles, preview.join(parts))
+        return _sample_set(source, rdd, handles, preview.join(_previewed(rdd, preview, handles)))
 
     for _ in range(MAX_READINGS):
         try:
@@ -172,6 +188,19 @@ def materialize(source: Source, persist: Callable[[RDD], RDD]) -> SampleSet:
             logger.warning("%s. The data is read again.", str(lost).partition("\n")[0].rstrip("."))
             compute_again(rdd)
     raise deleted_without_end("reading the data", source.slab)
+
+
+def _previewed(
+    rdd: RDD, preview: Preview, handles: Sequence[SampleHandle]
+) -> Sequence[Sequence[Rows]]:
+    """Return the rows of a preview by partition; in local mode the driver reads the files itself."""
+    if not is_local(rdd.ctx):
+        with stage_name(rdd.ctx, "look at the first samples"):
+            return rdd.ctx.runJob(rdd, preview, list(preview.rows))
+    try:
+        return [preview.read(partition, handles[partition]) for partition in preview.rows]
+    except (StaleReferenceError, FileNotFoundError) as gone:
+        raise StateLostError(f"looking at the first samples: {gone}") from None
 
 
 def _handles(rdd: RDD) -> list[SampleHandle]:
@@ -270,7 +299,8 @@ def _sample_set(
                 f'columns names "{unknown[0]}", which is not a field of the records. They have: '
                 f"{', '.join(f.name for f in fields)}."
             )
-    return sample_set(rdd, handles, num_features, weighted, rows, source.noun)
+    sampled = source.sampling is not None
+    return sample_set(rdd, handles, num_features, weighted, rows, source.noun, sampled)
 
 
 def _check_specs(source: Source) -> None:
@@ -345,7 +375,9 @@ def chosen_columns(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
         source.columns,
         source.fields,
     )
-    columns = (*inputs, *labels, *weights)
+    how = source.sampling
+    drawn = () if how is None else (sampling_column(data.schema, how.column, how.spec),)
+    columns = (*inputs, *labels, *drawn, *weights)
     return select_columns(data, columns), columns
 
 

@@ -80,6 +80,19 @@ def read_schema(
     return tuple(found[0]), tuple(found[1]), tuple(found[2])
 
 
+def sampling_column(schema: StructType, name: str, spec: ColumnSpec) -> Column:
+    """Return the column by which rows are drawn. Raises DataError."""
+    if name not in schema.names:
+        raise DataError(
+            f'sampling column "{name}" is missing.{_hint(name, schema)} The DataFrame has: '
+            f"{', '.join(schema.names) or 'no columns'}."
+        )
+    column = spec.resolve(name, schema[name].dataType, "float64", None)
+    if isinstance(column, str):
+        raise DataError(f'sampling column "{name}" {column}')
+    return column
+
+
 def _hint(name: str, schema: StructType) -> str:
     """Return a hint at what may be meant by a name that no column has."""
     outer, _, inner = name.partition(".")

@@ -14,7 +14,6 @@ from sparkdl.data.batches import preview_batch
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
-from sparkdl.engines.gang.engine import GangEngine, gang_of_rdds
 from sparkdl.engines.local.groups import local_engine
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.resources import FitResources
@@ -117,6 +116,8 @@ def _shuffle(inputs: EngineInputs) -> TrainingEngine:
 
 
 def _gang(inputs: EngineInputs) -> TrainingEngine:
+    from sparkdl.engines.gang.engine import GangEngine  # imports what other engines do not need
+
     run, samples, recipe = inputs.run, inputs.samples, inputs.recipe
     how = replace(run.batch_spec, augment=recipe.augment)
     with seeded(run.seed):
@@ -144,6 +145,8 @@ def _gang(inputs: EngineInputs) -> TrainingEngine:
 
 
 def _gang_of_rdds(inputs: EngineInputs) -> tuple[StartableGroup, Callable[[int], None]]:
+    from sparkdl.engines.gang.engine import gang_of_rdds
+
     assert inputs.resources is not None
     found = [inputs.samples, *([] if inputs.validation is None else [inputs.validation.samples])]
     rdds = [samples.rdd for samples in found if samples.rdd is not None]

@@ -15,7 +15,7 @@ from pyspark.errors import PySparkException
 
 from sparkdl.data.partition_reader import lies_here
 from sparkdl.data.samples import MAX_READINGS, deleted_without_end
-from sparkdl.errors import StateLostError, TrainingError
+from sparkdl.errors import StateLostError, TrainingError, counted
 from sparkdl.loop.interrupt import interrupts_held
 from sparkdl.slab.pool import clean_here
 from sparkdl.slab.root import SlabConfig, open_root
@@ -208,9 +208,38 @@ class FitResources:
             with name, executor_awaited(self.context):
                 self.context.runJob(task_per_executor(self.context, places), CleanNode(self.slab))
 
+    def rows_read(self) -> str:
+        """Return how far the jobs that read have come: rows, or tasks if Spark counts no rows."""
+        sc: Any = self.context._jsc.sc()  # type: ignore[union-attr]
+        tracker, store = self.context.statusTracker(), sc.statusStore()
+        jobs = map(tracker.getJobInfo, sorted(tracker.getJobIdsForGroup(self.slab.name)))
+        told = ""
+        for number in (stage for job in jobs if job for stage in job.stageIds):
+            with contextlib.suppress(Py4JError):  # Spark has not started this stage
+                stage = store.lastStageAttempt(number)
+                rows, tasks, ended = (
+                    stage.inputRecords(),
+                    stage.numTasks(),
+                    stage.numCompleteTasks(),
+                )
+                if rows or not told:
+                    told = _how_far(rows, tasks, ended)
+        return told
+
     def _any_job(self) -> bool:
         """Return whether tasks of the fit, including failed ones, may have written something."""
         return bool(self.context.statusTracker().getJobIdsForGroup(self.slab.name))
+
+
+def _how_far(rows: int, tasks: int, ended: int) -> str:
+    """Return ``1.2 of about 4.0 M``; how many rows there are follows from the tasks that have ended."""
+    if not rows:
+        return f"in {counted(tasks, 'task')}, {ended} ended"
+    whole = rows * tasks / ended if ended else 0.0
+    unit, sign = next((u for u in ((1e6, " M"), (1e3, " k")) if max(rows, whole) >= u[0]), (1, ""))
+    digits = 0 if unit == 1 else 1
+    about = f" of about {whole / unit:.{digits}f}" if tasks > ended > 0 else ""
+    return f"{rows / unit:.{digits}f}{about}{sign}"
 
 
 class CleanNode:

@@ -120,6 +120,11 @@ def too_few_slots(ranks: int, slots: int, min_slots: int | None = None) -> str:
     )
 
 
+def too_few(slots: int, ranks: int) -> str:
+    """Return the message that there are fewer task slots than ranks."""
+    return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
+
+
 def check_profile(profile: ResourceProfile, local: bool) -> None:
     """Check that a profile requests no executors of its own, and that the session is not local."""
     if profile.executorResources:

@@ -180,6 +180,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     "augment": _bound,
     "columns": _each(_made),
     "consistency": _made,
+    "sampling": _made,
     "compression": _instance,
     "strategy": _word_or(Component.made),
     "buffers": _each(_word_or(Component.bound)),

@@ -38,7 +38,8 @@ class DataSection:
     features: str | list[str] | dict[str, str] = "features"
     label: str | list[str] | None = "label"
     weight: str | None = None
-    class_weights: list[float] | dict[int, float] | None = None
+    class_weights: list[float] | dict[int, float] | str | None = None
+    sampling: Spec | None = None
     columns: dict[str, Spec] = field(default_factory=dict)
     augment: Spec | None = None
     bucketing: int | None = None

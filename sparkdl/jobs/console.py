@@ -97,8 +97,6 @@ def session(
     submitted = _submitted_master()
     with told("Spark cannot start"):
         spark = sparkdl.session(None if submitted else master, **given)
-    if "spark.log.level" not in given:
-        _hush(spark)
     _leave_interrupts_to_python(spark)
     signal.signal(signal.SIGINT, _quietly(signal.getsignal(signal.SIGINT)))
     try:
@@ -133,18 +131,6 @@ def _quietly(interrupt: Any) -> Callable[..., None]:
     return quiet
 
 
-# They log the stack of a failed task, which comes to us as an exception anyway.
-_TELLTALES = (
-    "TaskContextImpl",
-    "executor.Executor",
-    "scheduler.TaskSetManager",
-    "sql.execution.datasources.FileFormatWriter",
-    "sql.execution.datasources.v2.AppendDataExec",
-    "sql.execution.datasources.v2.OverwriteByExpressionExec",
-    "util.Utils",
-)
-
-
 def hush_pyspark() -> None:
     """Silence PySpark's own log of an exception, with the stack of Java, before it is told."""
     with contextlib.suppress(ImportError):  # Spark 3.5 has none
@@ -152,14 +138,6 @@ def hush_pyspark() -> None:
 
         for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
             PySparkLogger.getLogger(name).disabled = True
-
-
-def _hush(spark: SparkSession) -> None:
-    jvm = spark.sparkContext._jvm
-    assert jvm is not None
-    log4j = jvm.org.apache.logging.log4j
-    for name in _TELLTALES:
-        log4j.core.config.Configurator.setLevel(f"org.apache.spark.{name}", log4j.Level.OFF)
 
 
 def _submitted_master() -> str | None:

@@ -1,15 +1,22 @@
-"""The progress of a run: a bar, in notebooks also curves; without either, lines in the log."""
+"""The progress of a run: a bar, in notebooks also curves; without either, lines in the log.
+
+Before the first iteration one line says what the fit does, and for how long. Fits that run side by side
+in this process show a number: "fit 2: ...".
+"""
 
 from __future__ import annotations
 
 import contextlib
+import html
+import itertools
 import logging
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
@@ -20,6 +27,9 @@ logger = logging.getLogger("sparkdl")
 LOG_SECONDS = 30.0
 """The interval between log lines, in seconds. A fit that ends earlier logs none."""
 _REFRESH_SECONDS = 0.2
+OPENING_SECONDS = 10.0
+"""The time after which the log says what a fit does before its first iteration."""
+_MOVE_SECONDS = 0.5
 PICTURE_SECONDS = 1.0
 """The least time between two pictures of the curves."""
 
@@ -27,14 +37,109 @@ PICTURE_SECONDS = 1.0
 class Progress(Callback):
     """Base class that shows nothing. :meth:`close` is called even if the fit fails."""
 
+    def doing(self, what: str, detail: Callable[[], str] | None = None) -> None:
+        """Show what is done before the first iteration; ``detail`` says how far that is."""
+
     def describe(self, facts: str) -> None:
         """Take note of what is trained, in words."""
 
     def follow(self, trainer: Any, state: TrainState) -> None:
         """Show the state of a run whose hooks are called elsewhere, now and then."""
 
+    def advise(self, text: str) -> None:
+        """Show what would have made the run faster."""
+
     def close(self) -> None:
         """Release the terminal's line."""
+
+
+class Opening:
+    """What a fit does between its call and the end of its first iteration, in a line that moves.
+
+    A thread calls ``show`` twice a second, until :meth:`end`, with a function that returns the line.
+    """
+
+    def __init__(self, show: Callable[[Callable[[], str]], None]) -> None:
+        self.show = show
+        self._steps: list[tuple[str, float]] = []
+        self._detail: Callable[[], str] | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._move, name="sparkdl-opening", daemon=True)
+
+    def doing(self, what: str, detail: Callable[[], str] | None = None) -> None:
+        """Begin another step."""
+        self._steps.append((what, time.monotonic()))
+        self._detail = detail
+        if len(self._steps) == 1:
+            self._thread.start()
+
+    def line(self) -> str:
+        """Return the present step, how far it is, and how long the fit runs."""
+        (what, _), detail = self._steps[-1], self._detail
+        far = ""
+        if detail is not None:
+            with contextlib.suppress(Exception):  # Spark may have ended
+                far = detail()
+        seconds = time.monotonic() - self._steps[0][1]
+        return f"{what}{' ' if far else ''}{far}, {seconds:.0f} s"
+
+    def summary(self) -> str:
+        """Return all steps with their seconds."""
+        ends = [began for _, began in self._steps[1:]] + [time.monotonic()]
+        steps = [
+            f"{what} {end - began:.1f} s"
+            for (what, began), end in zip(self._steps, ends, strict=True)
+        ]
+        return f"training after {ends[-1] - self._steps[0][1]:.1f} s: {', '.join(steps)}"
+
+    def end(self) -> None:
+        """End the thread; a second call does nothing."""
+        self._ended.set()
+        self._thread.join()
+
+    def _move(self) -> None:
+        while not self._ended.wait(_MOVE_SECONDS):
+            with contextlib.suppress(Exception):  # a display that fails ends no fit
+                self.show(self.line)
+
+
+class _Shown(Progress):
+    """Progress that is shown. Its name is "fit 2: " while others run beside it, and from then on."""
+
+    _numbers = itertools.count(1)
+    _running: ClassVar[WeakSet[_Shown]] = WeakSet()
+
+    def __init__(self) -> None:
+        self._number, self._has_name = next(_Shown._numbers), False
+        _Shown._running.add(self)
+        self._opening: Opening | None = None  # until the first iteration has ended
+
+    @property
+    def name(self) -> str:
+        self._has_name = self._has_name or len(_Shown._running) > 1
+        return f"fit {self._number}: " if self._has_name else ""
+
+    def doing(self, what: str, detail: Callable[[], str] | None = None) -> None:
+        if self._opening is None:
+            self._opening = Opening(self._open)
+        self._opening.doing(what, detail)
+
+    def advise(self, text: str) -> None:
+        log_line(self.name + text)
+
+    def close(self) -> None:
+        self._end_opening()
+        _Shown._running.discard(self)
+
+    def _open(self, line: Callable[[], str]) -> None:
+        """Show the line before the first iteration; called in a thread of its own."""
+
+    def _end_opening(self) -> Opening | None:
+        """End the line before the first iteration, and return it if there was one."""
+        opening, self._opening = self._opening, None
+        if opening is not None:
+            opening.end()
+        return opening
 
 
 def progress_of(mode: str, facts: str, began: float, one_pass: bool = False) -> Progress:
@@ -54,31 +159,50 @@ def shows_bar(mode: str) -> bool:
     return mode == "true" or (mode == "auto" and (sys.stderr.isatty() or _in_notebook()))
 
 
-class ProgressBar(Progress):
+class ProgressBar(_Shown):
     """A tqdm bar with epoch, loss, samples/s, a metric of the last validation, and what training is
     waiting for (a validation, a checkpoint)."""
 
     def __init__(self, one_pass: bool = False) -> None:
+        super().__init__()
         self._one_pass = one_pass
         self._bar: Any = None
+        self._line: Any = None  # before the bar is there
         self._refreshed = 0.0
         self._previous = TrainState()
         self._own_line = contextlib.ExitStack()
 
-    def on_fit_start(self, trainer: Any, state: TrainState) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # without ipywidgets the bar is text
-            from tqdm.auto import tqdm
+    def _open(self, line: Callable[[], str]) -> None:
+        if self._bar is not None:
+            self._bar.refresh()  # its clock goes on
+        elif self._line is None:
+            self._line = _tqdm()(desc=self.name + line(), bar_format="{desc}", leave=False)
+            self._own_line.enter_context(_cleared_for_messages(self._line))
+        else:
+            self._line.set_description_str(self.name + line())
 
+    def _close_line(self) -> None:
+        self._own_line.close()
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+    def on_fit_start(self, trainer: Any, state: TrainState) -> None:
+        moves = self._end_opening() is not None
+        self._close_line()
         done, total = state.iteration, trainer.stop.limit(state.iterations_per_epoch)
         if self._one_pass:
             done, total = state.position, state.iterations_per_epoch
-        epoch = f"epoch {state.epoch + 1}"
-        self._bar = tqdm(total=total, initial=done, unit="it", dynamic_ncols=True, desc=epoch)
+        epoch = f"{self.name}epoch {state.epoch + 1}"
+        self._bar = _tqdm()(total=total, initial=done, unit="it", dynamic_ncols=True, desc=epoch)
         self._own_line.enter_context(_cleared_for_messages(self._bar))
         self._previous = state
+        if moves:  # until the first iteration has ended
+            self._bar.set_postfix_str(f"iteration {state.iteration + 1}")
+            self.doing("iteration 1")
 
     def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
+        self._end_opening()
         self._bar.update()
         validation = trainer.validation
         if validation is not None and validation.every(self._previous, state):
@@ -93,6 +217,8 @@ class ProgressBar(Progress):
     def follow(self, trainer: Any, state: TrainState) -> None:
         if self._bar is None:
             self.on_fit_start(trainer, state)
+        else:
+            self._end_opening()
         done = state.position if self._one_pass else state.iteration
         self._bar.update(done - self._bar.n)  # less than before if ranks were lost
         self._show(trainer, state)
@@ -112,7 +238,8 @@ class ProgressBar(Progress):
 
     def close(self) -> None:
         """Release the terminal's line; called even if the fit fails."""
-        self._own_line.close()
+        super().close()
+        self._close_line()
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -128,7 +255,7 @@ class ProgressBar(Progress):
 
     def _show(self, trainer: Any, state: TrainState, doing: str = "") -> None:
         running = state.position != 0
-        self._bar.set_description(f"epoch {state.epoch + running}", refresh=False)
+        self._bar.set_description(f"{self.name}epoch {state.epoch + running}", refresh=False)
         rate = state.samples / max(state.seconds, 1e-9)
         shown = [
             f"loss {state.loss:.4g}",
@@ -139,11 +266,39 @@ class ProgressBar(Progress):
         self._bar.set_postfix_str(", ".join(filter(None, shown)))
 
 
+def _tqdm() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without ipywidgets the bar is text
+        from tqdm.auto import tqdm
+    return tqdm
+
+
 class NotebookProgress(ProgressBar):
-    """The bar, and below it the curves of the run."""
+    """The bar, and below it the curves of the run. Above it stays, also in an exported notebook, how
+    long the fit took to its first iteration."""
+
+    _display: Any = None
+
+    def _open(self, line: Callable[[], str]) -> None:
+        if self._bar is not None:
+            super()._open(line)
+        else:
+            self._put(line())
+
+    def _put(self, text: str) -> None:
+        from IPython.display import HTML, display
+
+        picture = HTML(f"<div>{html.escape(self.name + text)}</div>")
+        if self._display is None:
+            self._display = display(picture, display_id=True)
+        else:
+            self._display.update(picture)
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
+        opening = self._opening
         super().on_fit_start(trainer, state)
+        if opening is not None:
+            self._put(opening.summary())
         self._curves = LiveCurves(state)
 
     def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
@@ -203,27 +358,49 @@ class LiveCurves:
             LiveCurves._cell = (cell, display(picture, display_id=True))
 
 
-class ProgressLog(Progress):
-    """Lines of the logger "sparkdl": what is trained, and every 30 seconds the progress.
+class ProgressLog(_Shown):
+    """Lines of the logger "sparkdl": what is trained, and every 30 seconds the progress. Before the
+    first iteration, after 10 seconds: what is done, again for each step and every 30 seconds.
 
     Their level is INFO. If logging is not configured they go to the standard error, as warnings do;
     otherwise they go where the configuration says.
     """
 
     def __init__(self, facts: str, began: float, one_pass: bool = False) -> None:
+        super().__init__()
         self._facts, self._one_pass = facts, one_pass
+        self._doing = self._step = ""
+        self._step_at = 0.0
         self._told_at, self._told_of = began, TrainState()
         self._begun, self._shown = False, False
 
     def describe(self, facts: str) -> None:
         self._facts = facts
 
+    def doing(self, what: str, detail: Callable[[], str] | None = None) -> None:
+        self._doing = what
+        super().doing(what, detail)
+
+    def _open(self, line: Callable[[], str]) -> None:
+        now = time.monotonic()
+        if now - self._told_at < OPENING_SECONDS:
+            return
+        if self._doing != self._step or now - self._step_at >= LOG_SECONDS:
+            self._step, self._step_at = self._doing, now
+            self._say(line())
+
+    def _say(self, text: str) -> None:
+        log_line(self.name + text)
+
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         self._told_of = state
+        if self._opening is not None:
+            self.doing(f"iteration {state.iteration + 1}")
         if self._due():  # placing the samples took long
             self._begin()
 
     def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
+        self._end_opening()
         if self._due():
             self._begin()
             self._tell(trainer, state)
@@ -231,6 +408,7 @@ class ProgressLog(Progress):
     def on_fit_end(self, trainer: Any, state: TrainState) -> None:
         if self._begun:
             self._tell(trainer, state, "training has ended: ")
+        self.close()
 
     def follow(self, trainer: Any, state: TrainState) -> None:
         if self._shown:
@@ -244,7 +422,7 @@ class ProgressLog(Progress):
 
     def _begin(self) -> None:
         if not self._begun:
-            log_line(f"training {self._facts}")
+            self._say(f"training {self._facts}")
             self._begun, self._told_at = True, time.monotonic()
 
     def _tell(self, trainer: Any, state: TrainState, what: str = "") -> None:
@@ -259,7 +437,7 @@ class ProgressLog(Progress):
         if state.samples > before.samples:
             rate = (state.samples - before.samples) / max(state.seconds - before.seconds, 1e-9)
             shown.append(f"{rate:,.0f} samples/s")
-        log_line(what + ", ".join([*shown, *_metric(trainer, state)]))
+        self._say(what + ", ".join([*shown, *_metric(trainer, state)]))
         self._told_at, self._told_of = time.monotonic(), state
 
 

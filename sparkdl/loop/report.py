@@ -79,8 +79,6 @@ def _add_summary(page: Page, history: Any) -> None:
     stopped, losses = history.stopped, np.asarray(history.losses)
     if stopped == "interrupted":
         page.line("The run was interrupted: the model is that of the last iteration.", "alert")
-    elif history.ended_by is not None and stopped is None:
-        page.line(f"It was ended by {history.ended_by}.")
     elif stopped is not None:
         page.line(f"The run ended before its stop trigger was true: {stopped}.", "alert")
     wrong = np.flatnonzero(~np.isfinite(losses))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.errors import ParameterError, raise_all, shown
+from sparkdl.errors import ParameterError, known_arguments, raise_all, shown
 from sparkdl.loop.engine import Engine
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState, Validated
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 EVERY_EPOCH = EveryEpoch()
 
 
+@known_arguments
 @dataclass(frozen=True)
 class Validation:
     """The data, the metrics and the times of validations.

@@ -10,7 +10,7 @@ from pyspark import keyword_only
 from pyspark.sql import Column, DataFrame
 from torch import nn
 
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, known_arguments
 from sparkdl.infer.outputs import ClassScores
 from sparkdl.ml.estimator import TorchEstimator
 from sparkdl.ml.model import TorchModel
@@ -69,6 +69,7 @@ class TorchClassificationModel(TorchModel, ClassParams):
         return {name: class_metadata(name, self._labels, self.numClasses)} if name else {}
 
 
+@known_arguments
 class TorchClassifier(TorchEstimator, ClassParams):
     """Trains a PyTorch module that classifies; ``fit`` returns a :class:`TorchClassificationModel`.
 

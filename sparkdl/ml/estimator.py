@@ -12,6 +12,7 @@ from pyspark.ml import Estimator
 from pyspark.ml.util import MLReadable, MLReader, MLWritable, MLWriter
 from pyspark.sql import DataFrame
 
+from sparkdl.errors import known_arguments
 from sparkdl.infer.model import TrainedModel
 from sparkdl.ml.model import TorchModel
 from sparkdl.ml.params import TrainingParams, arguments_of, trainer_args
@@ -21,6 +22,7 @@ from sparkdl.train.placed_samples import PlacedSamples, SharedSamples
 from sparkdl.train.trainer import Trainer
 
 
+@known_arguments
 class TorchEstimator(Estimator[Any], TrainingParams, MLReadable["TorchEstimator"], MLWritable):
     """Trains a PyTorch module on a DataFrame; ``fit`` returns a :class:`TorchModel`.
 

@@ -24,7 +24,7 @@ from pyspark.ml.param.shared import (
     HasWeightCol,
 )
 
-from sparkdl.errors import ParameterError, in_quotes, kind_of, nearest
+from sparkdl.errors import ParameterError, in_quotes, kind_of, nearest, unknown_argument
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.train.spec import TEN_EPOCHS
 from sparkdl.train.trainer import Trainer
@@ -68,9 +68,8 @@ def trainer_args(value: Any) -> dict[str, Any]:
         )
     for name in value:
         if name not in TRAINER_FIELDS:
-            raise ParameterError(
-                f'trainerArgs: Trainer has no argument "{name}".{nearest(str(name), TRAINER_FIELDS)}'
-            )
+            told = unknown_argument("Trainer", str(name), value[name], TRAINER_FIELDS)
+            raise ParameterError(f"trainerArgs: {told}")
     return dict(value)
 
 
@@ -99,6 +98,10 @@ def arguments_of(
 
     def decorate(method: Callable[..., Value]) -> Callable[Concatenate[Any, Arguments], Value]:
         def checked(self: Any, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Value:
+            known = tuple(inspect.signature(init).parameters)[1:]
+            for name in (name for name in kwargs if name not in known):
+                told = unknown_argument(method.__name__, name, kwargs[name], known)
+                raise ParameterError(told)
             inspect.signature(init).bind(self, *args, **kwargs)
             return method(self, **kwargs)
 

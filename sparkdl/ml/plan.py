@@ -86,7 +86,14 @@ class FitPlan:
         ours, theirs = self.trainer, other.trainer
         alike = all(
             getattr(ours, name) == getattr(theirs, name)
-            for name in ("feature_columns", "keywords", "label_columns", "weight", "replicas")
+            for name in (
+                "feature_columns",
+                "keywords",
+                "label_columns",
+                "weight",
+                "sampling",
+                "replicas",
+            )
         )
         if not alike or dict(ours.columns) != dict(theirs.columns):
             return False
@@ -188,7 +195,8 @@ class FitPlan:
             return data
         trainer = self.trainer
         names = [*trainer.feature_columns, *trainer.label_columns]
-        names += [name for name in (trainer.weight, self.indicator) if name is not None]
+        drawn = None if trainer.sampling is None else trainer.sampling.column
+        names += [name for name in (trainer.weight, self.indicator, drawn) if name is not None]
         missing = {name for name, spec in trainer.columns.items() if spec.takes_missing}
         return data.where(are_valid(data.schema, [name for name in names if name not in missing]))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from sparkdl.errors import known_arguments
 from sparkdl.ml.estimator import TorchEstimator
 from sparkdl.ml.model import TorchModel
 from sparkdl.ml.plan import NUMBERS
@@ -17,6 +18,7 @@ class TorchRegressionModel(TorchModel):
     """
 
 
+@known_arguments
 class TorchRegressor(TorchEstimator):
     """Trains a PyTorch module that predicts numbers; ``fit`` returns a :class:`TorchRegressionModel`.
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError, kind_of
+from sparkdl.errors import ModelError, kind_of, known_arguments
 
 Call = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
@@ -55,6 +55,7 @@ class OwnLoss(ABC):
         """Return the loss: a mean, or ``(sum, count)``."""
 
 
+@known_arguments
 @dataclass(frozen=True)
 class ModelLoss(OwnLoss):
     """``loss=sparkdl.ModelLoss()``: the model gets its labels and computes its own loss.

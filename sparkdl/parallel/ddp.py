@@ -8,11 +8,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from sparkdl.errors import ParameterError, shown
+from sparkdl.errors import ParameterError, known_arguments, shown
 from sparkdl.parallel.base import Mesh, ParallelStrategy, flag_problems
 from sparkdl.plain import is_number, make_plain
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class DDP(ParallelStrategy):
     """Data parallelism: every rank has the whole model.

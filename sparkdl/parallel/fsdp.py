@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError, in_quotes, nearest, shown
+from sparkdl.errors import ModelError, in_quotes, known_arguments, nearest, shown
 from sparkdl.model.buffers import PRECISIONS, TrainingOptions
 from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
@@ -27,6 +27,7 @@ UNIT_PARAMETERS = 100_000
 """The smallest number of parameters in a unit. Smaller blocks would not be worth a message."""
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class FSDP(ParallelStrategy):
     """Fully sharded data parallelism: ranks have shards of weights, gradients and optimizer state.

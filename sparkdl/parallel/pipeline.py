@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparkdl.errors import ModelError, ParameterError, in_quotes, shown
+from sparkdl.errors import ModelError, ParameterError, in_quotes, known_arguments, shown
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout
 from sparkdl.model.loss import is_own_loss
@@ -111,6 +111,7 @@ def micro_batches(rows: int, accumulate: int, count: int) -> list[tuple[int, int
 SCHEDULES = ("1f1b", "gpipe")
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(ParallelStrategy):
     """Pipeline parallelism: the model is split into stages, and micro-batches flow through them.

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from sparkdl.errors import ModelError, ParameterError, kind_of, nearest, shown
+from sparkdl.errors import ModelError, ParameterError, kind_of, known_arguments, nearest, shown
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
@@ -50,6 +50,7 @@ WAYS = ("column", "row")
 FEED_FORWARD = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Tensor(ParallelStrategy):
     """Tensor parallelism: layers are split, and each rank computes its part of every one of them.

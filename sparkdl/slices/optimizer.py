@@ -15,6 +15,7 @@ The learning rate of a step with a share of all gradients.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import math
 import re
@@ -25,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 from sparkdl.errors import ModelError, kind_of, nearest, shown
 from sparkdl.model.recipe import Recipe, optimizer_class
@@ -293,6 +295,61 @@ class _Rebuild:
         return self.kind(groups, **{k: v for k, v in self.defaults.items() if k in accepted})
 
 
+def take_step(optimizer: torch.optim.Optimizer, *closure: Callable[[], Any]) -> None:
+    """Step as ``optimizer.step(*closure)`` does, with the same bits.
+
+    torch's own steps import its compiler first, which takes a second of processor time in each process
+    that makes one, and then tell it of nothing. Where nobody has put a hook or a method of his own
+    around a step of torch, it is called without that.
+    """
+    step = None if _is_hooked(optimizer) else _computing(type(optimizer).step)
+    if step is None:
+        optimizer.step(*closure)
+        return
+    with torch.set_grad_enabled(optimizer.defaults["differentiable"]):
+        step(optimizer, *closure)
+
+
+def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    hooks = (
+        *(getattr(optimizer, f"_optimizer_step_{when}_hooks", True) for when in ("pre", "post")),
+        *(
+            getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", True)
+            for when in ("pre", "post")
+        ),
+    )
+    return any(hooks) or "step" in vars(optimizer)  # set on the instance by a schedule, say
+
+
+@functools.cache
+def _computing(step: Callable[..., Any]) -> Callable[..., Any] | None:
+    """Return the step that torch has wrapped for its profiler and its compiler; None: it has not."""
+    try:
+        profiled = torch.optim.Optimizer.profile_hook_step(_computing).__code__
+        compiled = torch_optimizer._use_grad_for_differentiable(_computing).__code__
+    except AttributeError:  # another version of torch does otherwise
+        return None
+    while getattr(step, "__code__", None) is profiled:
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    if getattr(step, "__code__", None) is not compiled:
+        return None
+    return step.__wrapped__  # type: ignore[attr-defined, no-any-return]
+
+
+def _build_without_compiler() -> None:
+    """Let the constructors of optimizers do without torch's compiler, as :func:`take_step` does.
+
+    torch asks it, once in a process, for a form of ``add_param_group`` that it does not compile.
+    """
+    add = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    if not hasattr(add, _UNCOMPILED):
+        setattr(add, _UNCOMPILED, add)
+
+
+_UNCOMPILED = "__dynamo_disable"
+_build_without_compiler()
+
+
 DECLARED = "update_depends_on"
 """The class attribute in which an optimizer declares its kind: "element", "tensor" or "all"."""
 
@@ -366,5 +423,5 @@ def _first_step(part: GroupSpec, factor: float) -> torch.Tensor:
         group["lr"] = 0.1
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.01 * factor)
-    optimizer.step()
+    take_step(optimizer)
     return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])

@@ -21,7 +21,14 @@ import torch
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import sparse_tables
 from sparkdl.process.determinism import seeded, torch_threads
-from sparkdl.slices.optimizer import KINDS, CutRule, GroupSpec, OptimizerSpec, declared
+from sparkdl.slices.optimizer import (
+    KINDS,
+    CutRule,
+    GroupSpec,
+    OptimizerSpec,
+    declared,
+    take_step,
+)
 from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss
 from sparkdl.slices.spec import Fragment, SliceSpec, SliceState
 
@@ -233,9 +240,9 @@ def _check_memory(plan: OptimizerSpec, shape: tuple[int, ...]) -> None:
             for n, tensor in tensors.items():
                 tensor.grad = gradients[n * 24 : (n + 1) * 24].view(shape).clone()
             if wants_loss(type(optimizer)):  # type: ignore[arg-type]
-                optimizer.step(_at_the_same_weights(plan, tensors))
+                take_step(optimizer, _at_the_same_weights(plan, tensors))
             else:
-                optimizer.step()
+                take_step(optimizer)
     # collected again, because the optimizer may have replaced their memory
     living = torch.cat([tensors[n].reshape(-1) for n in (0, 1)])
     if not _same(ours, living - drawn[0]):

@@ -6,16 +6,14 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sparkdl.codec.safe import mapped
 from sparkdl.errors import ModelError
+from sparkdl.slices.optimizer import OptimizerSpec, take_step
 from sparkdl.slices.spec import ARRAY_DTYPES, GROUP, Fragment, SliceSpec, SliceState
-
-if TYPE_CHECKING:
-    from sparkdl.slices.optimizer import OptimizerSpec
 
 SparseRows = tuple[torch.Tensor, torch.Tensor]
 """A sparse gradient of a fragment: row numbers (int64, [k]) and values ([k, width])."""
@@ -51,9 +49,9 @@ def step_slice(
             torch.sparse.check_sparse_tensor_invariants(False),  # else Adagrad's step warns
         ):
             if wants_loss(type(optimizer)):  # type: ignore[arg-type]
-                optimizer.step(evaluate_once(loss, type(optimizer).__name__))
+                take_step(optimizer, evaluate_once(loss, type(optimizer).__name__))
             else:
-                optimizer.step()
+                take_step(optimizer)
         counted = {id(g): _changed(g, before[id(g)]) for g in optimizer.param_groups}
         for tensor, number, group in ours:
             if made := optimizer.state.get(tensor):

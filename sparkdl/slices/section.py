@@ -55,7 +55,7 @@ from sparkdl.codec.packed import (
     open_packed,
     packed_nbytes,
 )
-from sparkdl.errors import ParameterError, shown
+from sparkdl.errors import ParameterError, known_arguments, shown
 from sparkdl.model.flat import Layout
 from sparkdl.plain import is_number, make_plain
 from sparkdl.slices.spec import Fragment, SliceSpec
@@ -91,6 +91,7 @@ Hook = Callable[[GradBucket], Tensors]
 """The type of ``Trainer.compression``."""
 
 
+@known_arguments
 @dataclass(frozen=True)
 class TopK:
     """Send the fraction ``ratio`` of each gradient's elements with the largest magnitude, and their
@@ -126,6 +127,7 @@ class TopK:
         return {"indices": indices.to(places), "values": flat[indices]}
 
 
+@known_arguments
 @dataclass(frozen=True)
 class PowerSGD:
     """Send each gradient matrix as two factors of rank ``rank``.

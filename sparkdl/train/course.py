@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from sparkdl.care.advice import ENOUGH_ITERATIONS, Spent, advice
+from sparkdl.care.rules import BALANCED
 from sparkdl.checkpoint.manifest import (
     DataIdentity,
     Manifest,
@@ -32,6 +34,7 @@ from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.registry import build_engine
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
 from sparkdl.errors import ParameterError, counted
+from sparkdl.gang.slots import slots_now
 from sparkdl.infer.saved import manifest_of_model
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.callbacks import Callback, added_callbacks
@@ -52,6 +55,7 @@ from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.request import FitRequest, begin_batch
 from sparkdl.train.result import FinishedFit, FitEnd, Rescue, result_maker, wanted_weights
 from sparkdl.train.spec import TrainerSpec
+from sparkdl.train.tallies import balanced_weights, with_draws
 
 logger = logging.getLogger("sparkdl")
 
@@ -167,12 +171,18 @@ def run_course(
     since it takes memory.
     """
     trainer, one_pass, before = request.trainer, request.one_pass, request.before
+    samples = with_draws(trainer, samples, site.gang)
+    if trainer.class_weights == BALANCED:
+        model.weigh_classes(balanced_weights(samples, site.gang))
     validation = validation_set(trainer, validation_samples, model.float_dtype)
+    site.progress.doing("trying the model")
     output, sums = preflight(trainer, model, samples, validation, one_pass, site.settings.care)
     validation = with_dimensions(validation, output)
     recorded = None if request.replay is None else request.replay.decisions
     inputs = engine_inputs(trainer, site, model, samples, validation, sums, recorded)
+    site.progress.doing("starting the gang" if trainer.engine == "gang" else "placing the weights")
     engine = build_engine(trainer.engine, inputs)
+    slices = inputs.run.slices
     del inputs  # its parts take memory
     settings = settings_of(trainer, len(samples.counts))
     facts = facts_of(trainer, site, model, samples)
@@ -218,6 +228,8 @@ def run_course(
         state = train(
             looped, config, engine, schedule, periodic, callbacks, state, history, interrupt
         )
+        for text in advice_of(trainer, slices, samples, history, site):
+            site.progress.advise(text)
         kinds = wanted_weights(trainer, state)
         wanted = trainer.keep_optimizer_state or one_pass
         packed = packed_state(engine, lose_it=not one_pass) if wanted else None
@@ -233,6 +245,21 @@ def run_course(
             schedule=schedule if one_pass else None,
         )
         yield FinishedFit(trainer, model, engine, end, own)
+
+
+def advice_of(
+    trainer: TrainerSpec, slices: int, samples: SampleSet, history: History, site: Site
+) -> Iterator[str]:
+    """Yield what would make such a run faster, if it was long enough to tell."""
+    if len(history) < ENOUGH_ITERATIONS or site.resources is None:
+        return
+    timings = {name: row["median"] for name, row in history.timings().items()}
+    rows, replicas, slots = (
+        sum(samples.counts),
+        len(samples.counts),
+        slots_now(site.resources.context),
+    )
+    yield from advice(Spent(trainer, timings, rows, replicas, slices, slots))
 
 
 def load_start(
@@ -284,6 +311,7 @@ def run_identity(
             "local_steps": trainer.options.local_steps,
             "consistency": consistency_text(describe(trainer.consistency_model)),
             "seed": trainer.seed,
+            "sampling": describe(trainer.sampling),
         },
         optimizers=model.optimizers,
         options=trainer.options,
@@ -361,5 +389,6 @@ def _facts(trainer: TrainerSpec, model: PreparedModel, samples: SampleSet) -> st
     """Return the model, the rows, the replicas and the engine in words, for the log."""
     kind = type(model.module).__name__
     size = counted(sum(parameter.numel() for parameter in model.module.parameters()), "parameter")
-    rows, replicas = counted(sum(samples.counts), "row"), counted(len(samples.counts), "replica")
+    rows = counted(sum(handle.num_rows for handle in samples.handles), "row")
+    replicas = counted(len(samples.counts), "replica")
     return f'{kind} of {size} on {rows}: {replicas}, engine="{trainer.engine}"'

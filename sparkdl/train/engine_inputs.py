@@ -121,6 +121,7 @@ def batch_spec(trainer: TrainerSpec, samples: SampleSet, float_dtype: str) -> Ba
         bucketing=trainer.bucketing,
         float_dtype=float_dtype,
         seed=trainer.seed,
+        draws=samples.draws,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from sparkdl.checkpoint.manifest import ModelIdentity
 from sparkdl.engines.resources import FitResources
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
-from sparkdl.loop.progress import progress_of
+from sparkdl.loop.progress import Progress, progress_of
 from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality, warming_up
@@ -62,11 +63,19 @@ def _fit(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
 
 def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     """Train in a classic session, and return the result and the state in which the run ended."""
-    began, trainer = time.monotonic(), request.trainer
+    progress = progress_of(facts.settings.progress, "", time.monotonic(), request.one_pass)
+    with contextlib.closing(progress):
+        return _run(data, request, facts, progress)
+
+
+def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress) -> CarriedRun:
+    trainer = request.trainer
     placed = data if isinstance(data, PlacedSamples) else None
     context, settings = facts.context, facts.settings
     check_validation_data(trainer, facts)
+    progress.doing("building the model")
     model = prepare(trainer, request.start)
+    progress.doing("starting workers")
     if request.kept is not None:
         request.kept.check(ModelIdentity.of(model.layout), model.optimizers)
     resuming = request.checkpoints()
@@ -88,14 +97,9 @@ def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
         FitResources(context, slab, settings.timeout) as resources,
     ):
         if placed is None:
+            progress.doing("reading rows", resources.rows_read)
             placed = PlacedSamples.within(resources, trainer, data, replicas, model.float_dtype)
-        site = Site(
-            settings,
-            slab,
-            threads,
-            progress_of(settings.progress, "", began, request.one_pass),
-            resources,
-        )
+        site = Site(settings, slab, threads, progress, resources)
         samples, validation = placed.training, placed.validation
         with run_course(request, model, samples, validation, resuming, site) as finished:
             return finished.carried()

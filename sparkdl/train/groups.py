@@ -17,6 +17,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 
 from sparkdl.care.hints import check_labels
+from sparkdl.care.rules import BALANCED
 from sparkdl.compat import apply_in_arrow
 from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
 from sparkdl.data.columns.base import Column
@@ -27,7 +28,7 @@ from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.samples import SampleSet, materialize_here
-from sparkdl.data.schema import columns_of, quoted, read_schema
+from sparkdl.data.schema import columns_of, quoted, read_schema, sampling_column
 from sparkdl.engines.local.groups import local_engine
 from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data
 from sparkdl.infer.forward import run_batches
@@ -52,6 +53,7 @@ from sparkdl.train.preflight import preflight
 from sparkdl.train.prepare import PreparedModel, build_model, prepare
 from sparkdl.train.request import begin_batch
 from sparkdl.train.result import result_maker
+from sparkdl.train.tallies import balanced_weights, with_draws
 from sparkdl.train.trainer import Trainer
 from sparkdl.usercode import accompanied
 
@@ -212,7 +214,9 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         model.float_dtype,
         trainer.columns,
     )
-    columns = (*inputs, *labels, *weights)
+    how = trainer.sampling
+    drawn = () if how is None else (sampling_column(data.schema, how.column, how.spec),)
+    columns = (*inputs, *labels, *drawn, *weights)
     task: Callable[..., pa.Table] = accompanied(
         FitGroup(trainer, columns, len(inputs), tasks.slab, tasks.threads, Numerics.here())
     )
@@ -354,8 +358,12 @@ class FitGroup:
         self.numerics.use()
         trainer, model = self.trainer, self._model()
         weighted = self.columns[-1].weight
-        labels = len(self.columns) - self.num_features - weighted
+        labels = len(trainer.label_columns)
         samples = SampleSet(None, (handle,), handle.fields, self.num_features, [], labels, weighted)
+        samples = with_draws(trainer, samples)
+        if trainer.class_weights == BALANCED:
+            model = replace(model)
+            model.weigh_classes(balanced_weights(samples))
         check_labels(trainer.objective, samples)
         run = run_spec(trainer, model, samples, self.slab, self.threads)
         batch = trainer.batch_size * trainer.options.local_steps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
@@ -22,6 +23,7 @@ from sparkdl.engines.resources import FitResources
 from sparkdl.errors import DataError, ParameterError, SessionError, shown
 from sparkdl.gang.driver import is_one_to_one
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
+from sparkdl.loop.progress import progress_of
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.loss import is_own_loss
@@ -129,6 +131,7 @@ def _reading(trainer: TrainerSpec) -> dict[str, Any]:
         "label": trainer.label_columns,
         "weight": trainer.weight,
         "columns": dict(trainer.columns),
+        "sampling": trainer.sampling and (trainer.sampling.column, trainer.sampling.spec),
     }
 
 
@@ -182,12 +185,21 @@ class PlacedSamples(SharedSamples):
             return persisted
         facts = SessionFacts.of(data, "PlacedSamples.of")
         context, settings = facts.context, facts.settings
-        with warming_up(context), waiting_for_locality(context), contextlib.ExitStack() as stack:
+        progress = progress_of(settings.progress, "", time.monotonic())
+        with (
+            contextlib.closing(progress),
+            warming_up(context),
+            waiting_for_locality(context),
+            contextlib.ExitStack() as stack,
+        ):
             check_validation_data(trainer, facts)
+            progress.doing("building the model")
             model = prepare(trainer, None)
+            progress.doing("starting workers")
             replicas = replicas_of(trainer, facts, trainer.replicas)
             slab = SlabConfig.new(settings.slab_dir, context.applicationId)
             resources = stack.enter_context(FitResources(context, slab, settings.timeout))
+            progress.doing("reading rows", resources.rows_read)
             placed = cls.within(resources, trainer, data, replicas, model.float_dtype)
             stack.pop_all()
             resources.keep()
@@ -287,6 +299,7 @@ def source(
         columns=trainer.columns,
         weight=trainer.weight,
         inputs=trainer.keywords,
+        sampling=trainer.sampling,
     )
 
 
@@ -322,9 +335,8 @@ def place_validation(
     if validation is None:
         return None
     try:
-        placed = place(
-            trainer, replace(training, data=validation.data, fields=samples.fields), resources
-        )
+        theirs = replace(training, data=validation.data, fields=samples.model_fields, sampling=None)
+        placed = place(trainer, theirs, resources)
     except DataError as error:
         raise DataError(f"validation data: {error}") from None
     check_validation(samples, placed)
@@ -334,13 +346,13 @@ def place_validation(
 def check_validation(samples: SampleSet, validation: SampleSet) -> None:
     """Check that the validation samples are like those of the training."""
     inputs, here = samples.num_features, validation.num_features
-    labels, ours = len(samples.fields) - inputs, len(validation.fields) - here
+    labels, ours = len(samples.model_fields) - inputs, len(validation.fields) - here
     if (here, ours) != (inputs, labels):
         raise DataError(
             f"validation data: a sample has {here} inputs and {ours} labels, in the training data "
             f"{inputs} and {labels}."
         )
-    for one, other in zip(validation.fields, samples.fields, strict=True):
+    for one, other in zip(validation.fields, samples.model_fields, strict=True):
         alike = replace(one, name=other.name)  # fields of an RDD have names of their own
         if np.dtype(one.dtype).kind == np.dtype(other.dtype).kind == "i":  # int64 in a mini-batch
             alike = replace(alike, dtype=other.dtype)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import gc
-import importlib
 import logging
 import math
 import os
@@ -55,6 +53,12 @@ class PreparedModel:
     optimizer: OptimizerSpec
     schedule: Schedule
     outer: OptimizerSpec | None = None  # of the slices, if replicas take the steps of ``optimizer``
+
+    def weigh_classes(self, table: tuple[float, ...]) -> None:
+        """Set the weight of each class, which the rows of the data decide."""
+        options = replace(self.recipe.options, class_weights=table)
+        self.recipe = replace(self.recipe, options=options)
+        self.payload = pickled(self.recipe)
 
     def drop_module(self) -> None:
         """Free the memory of the module, once nothing more is tried on it."""
@@ -123,7 +127,6 @@ def prepare(
     built = {} if trainer.engine == "local" else describe(module)
     check_options(options, module, layout)
     check_compression(recipe, layout)
-    _import_compiler()
     outer = None
     if options.outer:
         outer = plan_optimizer(recipe.for_slices, module, trainer.slices, "outer_optimizer")
@@ -160,21 +163,6 @@ def _tell_of_compilation(trainer: TrainerSpec) -> None:
                     where,
                 )
                 return
-
-
-def _import_compiler() -> None:
-    """Import torch's compiler, which the first optimizer of a process does anyway.
-
-    The garbage collector is off meanwhile: it would scan all objects again and again, for a third of
-    the time.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        importlib.import_module("torch._dynamo")
-    finally:
-        if collects:
-            gc.enable()
 
 
 def _weights_file(trainer: TrainerSpec) -> Mapping[str, torch.Tensor] | None:

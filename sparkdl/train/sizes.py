@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 from pyspark import SparkContext
 
 from sparkdl.care.rules import problems_of_min_ranks
-from sparkdl.engines.gang.engine import too_few
 from sparkdl.errors import ParameterError, counted, raise_all
-from sparkdl.gang.slots import check_slots
+from sparkdl.gang.slots import check_slots, too_few
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.process.memory import left_for_files, left_to_process
 from sparkdl.slab.root import SHARED_MEMORY

@@ -17,6 +17,7 @@ from sparkdl.codec.describe import describe, describe_trainer, titled, two_colum
 from sparkdl.consistency.base import Consistency
 from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.columns.base import ColumnSpec
+from sparkdl.data.sampling import Sampling
 from sparkdl.errors import ParameterError, raise_all
 from sparkdl.infer.new_forward import input_names
 from sparkdl.loop.callbacks import Callback
@@ -109,11 +110,14 @@ class TrainerSpec:
     sample and epoch. The generators of torch, NumPy and ``random`` are seeded likewise."""
     bucketing: int | None = field(default=None, metadata=rules.COUNT)
     """Sort windows of this many rows by length, so that a batch holds samples of similar length."""
-    class_weights: Sequence[float] | Mapping[int, float] | None = field(
+    sampling: Sampling | None = field(default=None, metadata=rules.SAMPLING)
+    """The way in which the rows of an epoch are drawn: :class:`sparkdl.Balanced` or
+    :class:`sparkdl.Weighted`. None: an epoch has each row once."""
+    class_weights: Sequence[float] | Mapping[int, float] | str | None = field(
         default=None, metadata=rules.CLASS_WEIGHTS
     )
     """The weight of each class: a list, array or tensor, or a mapping or Series from class number to
-    weight.
+    weight. "balanced" counts the rows of the data: all classes together count the same.
 
     Each sample counts as much as its class. A mapping must name the last class; a lower class that
     it does not name counts 1."""
@@ -354,8 +358,10 @@ def _default(one: Field[Any]) -> Any:
     return one.default if one.default_factory is MISSING else one.default_factory()
 
 
-def _table(weights: Sequence[float] | Mapping[int, float] | None) -> tuple[float, ...] | None:
-    """Return the weight of every class, in the order of the class numbers."""
+def _table(weights: Sequence[float] | Mapping[int, float] | str | None) -> tuple[float, ...] | None:
+    """Return the weight of every class, in the order of the class numbers; None: it is not known."""
+    if isinstance(weights, str):
+        return None
     if isinstance(weights, Mapping):
         return tuple(float(weights.get(i, 1.0)) for i in range(int(max(weights)) + 1))
     return None if weights is None else tuple(float(w) for w in weights)

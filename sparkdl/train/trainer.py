@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pyspark import RDD
 from pyspark.sql import DataFrame
 
+from sparkdl.errors import known_arguments
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.train.request import FitRequest, PassSeries
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from sparkdl.train.placed_samples import SharedSamples
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Trainer(TrainerSpec):
     """A description of a training run: the model, the columns, and how to train; :meth:`fit` trains.

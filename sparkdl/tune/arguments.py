@@ -14,7 +14,7 @@ from sparkdl.errors import ParameterError, kind_of, nearest
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.space import Domain
 
-READING = ("features", "label", "weight", "columns", "replicas", "validation")
+READING = ("features", "label", "weight", "columns", "sampling", "replicas", "validation")
 """The fields of a trainer that say how the data is read; each of their values needs samples of its
 own."""
 FIXED = {

@@ -1,10 +1,11 @@
-"""Docstrings name what is there: the arguments of a section are parameters, or fields of a class."""
+"""Docstrings name what is there, and the documentation has every public name and page."""
 
 from __future__ import annotations
 
 import ast
 import re
 
+from launch import ROOT
 from test_sizes import modules
 
 SECTION = re.compile(r"^(Args|Attributes):\n((?:[ ]{4}.*\n?|\n)+)", re.M)
@@ -52,3 +53,34 @@ def test_the_names_in_sections_are_there() -> None:
                 unknown = entries - names_of(node, classes)
                 wrong += [f"{name}.{node.name}: {each}" for each in sorted(unknown)]
     assert wrong == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    """A page of ``docs/api`` has its docstring; the modules among them have pages of their own."""
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in ROOT.glob("docs/api/*.md"))
+    documented = re.findall(
+        r"^\.\. auto(?:class|function):: (sparkdl[\w.]+)(?:\(\))?$", pages, re.M
+    )
+    elsewhere = {"sparkdl.gang.Communicator"}  # that of sparkdl.collectives
+    names = set()
+    for module in ("", ".ml", ".tune", ".gang", ".collectives", ".summaries", ".optim", ".mlflow"):
+        path = ROOT / f"sparkdl{module.replace('.', '/')}"
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                names |= {f"sparkdl{module}.{name}" for name in ast.literal_eval(node.value)}
+    modules_of_ours = {name for name in names if (ROOT / name.replace(".", "/")).is_dir()}
+    private = {name for name in names if name.rpartition(".")[2].startswith("_")}
+    expected = names - modules_of_ours - private - elsewhere - {"sparkdl.optim"}
+    assert set(documented) == expected
+    assert len(documented) == len(expected)
+
+
+def test_every_page_is_in_the_contents() -> None:
+    listed = (ROOT / "docs/contents.md").read_text(encoding="utf-8").split()
+    pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md"), ROOT / "docs/api/index.md"]
+    names = {str(page.relative_to(ROOT).with_suffix("")) for page in pages}
+    assert names - {"docs/contents"} == {name for name in listed if name.startswith("docs/")} - {
+        "docs/coming/index",
+        "docs/internals/index",
+    }

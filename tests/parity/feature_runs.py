@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -27,6 +28,7 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data.epoch import EpochPlan, derive_seed, permutation
+from sparkdl.data.sampling import Draws
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.model.flat import Layout, layout_of
@@ -206,9 +208,25 @@ class Part:
         return Part([t[rows] for t in self.inputs], [t[rows] for t in self.targets], weights)
 
 
+def draws_of(trainer: sparkdl.Trainer, parts: Parts) -> Draws | None:
+    """How replicas draw their rows, from counts of these."""
+    how, field = trainer.sampling, parts.num_features + parts.num_labels
+    if how is None:
+        return None
+    fields = [np.zeros(0, np.int64) if rows is None else rows[field] for rows in parts.rows]
+    if isinstance(how, sparkdl.Balanced):
+        return how.draws(field, [np.unique(values, return_counts=True) for values in fields])
+    numbers = [np.array([np.count_nonzero(values), len(values)]) for values in fields]
+    return how.draws(
+        field, [(np.array([v.sum()]), n) for v, n in zip(fields, numbers, strict=True)]
+    )
+
+
 def parts_of(trainer: sparkdl.Trainer, parts: Parts, t: int) -> list[Part | None]:
     """What each replica works on in iteration ``t``; None where it has no row."""
-    plan = EpochPlan(parts.counts, trainer.batch_size * trainer.local_steps)
+    draws = draws_of(trainer, parts)
+    counts = parts.counts if draws is None else draws.counts
+    plan = EpochPlan(counts, trainer.batch_size * trainer.local_steps)
     epoch, batch = divmod(t, plan.num_iterations)
     found: list[Part | None] = []
     for m, (start, stop) in enumerate(plan.rows(batch)):
@@ -216,10 +234,14 @@ def parts_of(trainer: sparkdl.Trainer, parts: Parts, t: int) -> list[Part | None
         if rows is None or start == stop:
             found.append(None)
             continue
-        order = permutation(trainer.seed, epoch, m, parts.counts[m])[start:stop]
+        if draws is None:
+            order = permutation(trainer.seed, epoch, m, parts.counts[m])[start:stop]
+        else:
+            here: Any = SimpleNamespace(values=rows.__getitem__)
+            order = draws.order(here, trainer.seed, epoch, m)[start:stop] % parts.counts[m]
         tensors = to_tensors([column[order] for column in rows], torch.device("cpu"))
         end = parts.num_features + parts.num_labels
-        weights = tensors[end] if trainer.weight is not None else None
+        weights = tensors[-1] if trainer.weight is not None else None
         found.append(
             Part(tensors[: parts.num_features], tensors[parts.num_features : end], weights)
         )

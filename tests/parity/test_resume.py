@@ -156,6 +156,7 @@ CASES: dict[str, dict] = {
         "columns": {"text": sparkdl.Sequence()},
         "augment": shuffled_words,
         "bucketing": 12,
+        "sampling": sparkdl.Balanced("label"),
         "class_weights": [1.0, 2.0, 0.5],
         "optimizer": partial(torch.optim.Adagrad, lr=0.1),
     },
@@ -187,7 +188,13 @@ def read_once(spark) -> Iterator[None]:
     kept: list[object] = []  # so that no two DataFrames have one id
 
     def read(source: Source) -> SampleSet:
-        key = (id(source.data), source.features, source.replicas, source.float_dtype)
+        key = (
+            id(source.data),
+            source.features,
+            source.replicas,
+            source.float_dtype,
+            source.sampling,
+        )
         if key not in made:
             kept.append(source.data)
             made[key] = materialize_here(replace(source, slab=slab))

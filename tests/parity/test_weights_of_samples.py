@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ from feature_runs import (
 )
 from launch import in_turn
 from mistakes import message_of
+from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
 import sparkdl
@@ -82,6 +84,59 @@ def test_class_weights_are_those_of_cross_entropy(sizes, slices, given):
         trainer, parts, lambda m, p: F.cross_entropy(m(*p.inputs), *p.targets, weight=TABLE)
     )
     assert differ(wanted, plainly(trainer, parts)[0])
+
+
+def rare(generator):
+    """Class 2 is rare, and so are rows with a name other than "a"."""
+    label = int(generator.choice(CLASSES, p=[0.7, 0.25, 0.05]))
+    return {
+        "features": generator.normal(size=WIDTH),
+        "label": label,
+        "name": "ab"[int(generator.random() < 0.2)],
+        "often": float(generator.gamma(2.0) * (generator.random() > 0.3)),
+        "weight": float(generator.gamma(2.0)),
+    }
+
+
+SAMPLINGS = {
+    "balanced": {"sampling": sparkdl.Balanced("label")},
+    "by a name": {"sampling": sparkdl.Balanced("name", rows=30), "weight": "weight"},
+    "fewer rows": {"sampling": sparkdl.Balanced("name", replacement=False), "accumulate": 2},
+    "weighted": {"sampling": sparkdl.Weighted("often", rows=60)},
+    "without replacement": {"sampling": sparkdl.Weighted("often", False, 20), "weight": "weight"},
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "cut"), in_turn(SAMPLINGS, [((40, 3), 1), ((30, 2, 0, 11), 3)]), ids=str
+)
+def test_rows_that_are_drawn(case, cut):
+    """As plain PyTorch on the same global batches, over several epochs."""
+    (sizes, slices), parts = cut, Parts.of(cut[0], rare)
+    trainer = trainer_of(sizes, slices, **SAMPLINGS[case])
+
+    def loss(module, part):
+        each = F.cross_entropy(module(*part.inputs), *part.targets, reduction="none")
+        weights = torch.ones_like(each) if part.weights is None else part.weights
+        return (each * weights).sum() / weights.sum()
+
+    seen, _ = as_plain_torch(trainer, parts, loss)
+    assert seen.states[-1].epoch >= 1
+
+
+def test_balanced_class_weights_are_those_of_scikit_learn():
+    parts = Parts.of((30, 2, 0, 11), rare)
+    trainer = trainer_of((30, 2, 0, 11), 3, class_weights="balanced")
+    labels = np.array([record["label"] for part in parts.records for record in part])
+    weights = compute_class_weight("balanced", classes=np.arange(CLASSES), y=labels)
+    table = torch.tensor(weights)
+    as_plain_torch(
+        trainer, parts, lambda m, p: F.cross_entropy(m(*p.inputs), *p.targets, weight=table)
+    )
+    numbers = replace(trainer, loss=nn.MSELoss(), model=partial(nn.Linear, WIDTH, 1), replicas=2)
+    text = 'class_weights="balanced" needs a label of class numbers, and "label" is float32'
+    with pytest.raises(sparkdl.DataError, match=text):
+        fit_here(numbers, Parts.of((4, 4), lambda g: sparkdl.Sample(g.normal(size=WIDTH), 0.5)))
 
 
 IGNORED = -7

@@ -269,6 +269,8 @@ CASES = {
         "model": smooth,
     },
     "weights": {"weight": "weight", "class_weights": [0.5, 2.0, 1.0]},
+    "sampling": {"sampling": sparkdl.Balanced("label"), "class_weights": "balanced"},
+    "sampling, weights": {"sampling": sparkdl.Weighted("weight", False, 20), "weight": "weight"},
     "labels that the loss ignores and weighs": {"loss": IGNORING, "batch_size": 3, "model": smooth},
     "a sum and its count, clip_norm": {
         "loss": counted,
@@ -324,7 +326,14 @@ SPARED = [
     *("written to", "clip_norm, N != M", "clip_norm, N == 1", "accumulate", "wire bf16"),
     *("compression PowerSGD", "skip, clip_norm", "precision bf16", "augment", "sequences"),
     *("a sum and its count, clip_norm", "a sum and its count, local_steps"),
-    *("regularisers", "weights", "wire fp16", "compression, tables", "clip_norm, N == M"),
+    *(
+        "sampling",
+        "regularisers",
+        "weights",
+        "wire fp16",
+        "compression, tables",
+        "clip_norm, N == M",
+    ),
     *("skip, compression", "a sum and its count, accumulate", "schedule-free, local_steps"),
     "inputs by keyword, an output of several fields",
 ]
@@ -332,6 +341,7 @@ SPARED = [
 SPARED_IN_A_GANG = [
     *("plain", "tables", "tables, clip_norm", "compression PowerSGD", "skip", "skip, clip_norm"),
     *("augment", "clip_value", "accumulate", "weights", "regularisers", "draws", "care"),
+    "sampling, weights",
 ]
 
 

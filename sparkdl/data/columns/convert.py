@@ -12,11 +12,12 @@ import pyarrow as pa
 from sparkdl.data.columns.base import Column, ColumnSpec, DataType, NamedFunction, name_of
 from sparkdl.data.fields import Field, dtype_as
 from sparkdl.data.row_errors import SAME_SHAPE, RowError, finite
-from sparkdl.errors import ParameterError, kind_of
+from sparkdl.errors import ParameterError, kind_of, known_arguments
 
 _MEND = "Fix the function of this column, or filter out such rows."
 
 
+@known_arguments
 @dataclass(frozen=True)
 class Convert(ColumnSpec):
     """A specification that applies ``function(value) -> number or array`` to each row on the executors.

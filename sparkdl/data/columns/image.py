@@ -13,7 +13,7 @@ import pyarrow as pa
 from sparkdl.data.columns.base import Column, ColumnSpec, DataType
 from sparkdl.data.fields import Field
 from sparkdl.data.row_errors import RowError, drop
-from sparkdl.errors import ParameterError, raise_all, shown
+from sparkdl.errors import ParameterError, known_arguments, raise_all, shown
 from sparkdl.plain import is_number, is_whole, make_plain
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class _BadImage(Exception):
         self.remedy = remedy
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Image(ColumnSpec):
     """A specification of images: encoded bytes (PNG, JPEG, ...), or structs of Spark's image source.

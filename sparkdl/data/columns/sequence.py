@@ -22,7 +22,7 @@ from sparkdl.data.row_errors import (
     RowError,
     drop,
 )
-from sparkdl.errors import ParameterError, raise_all, shown
+from sparkdl.errors import ParameterError, known_arguments, raise_all, shown
 from sparkdl.plain import is_number, is_whole, make_plain
 
 _INSIDE = {
@@ -34,6 +34,7 @@ _INSIDE = {
 """Problem of an item -> problem of the row that contains the item."""
 
 
+@known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Sequence(ColumnSpec):
     """A specification of rows of varying length.

@@ -15,13 +15,14 @@ from sparkdl.data.columns.convert import shorten
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import MEND_RECORDS, RowError, drop
-from sparkdl.errors import ParameterError, kind_of, raise_all, shown
+from sparkdl.errors import ParameterError, kind_of, known_arguments, raise_all, shown
 from sparkdl.plain import is_whole, make_plain
 
 DTYPE = "int32"
 """The dtype of the stored numbers of tokens; a mini-batch has int64."""
 
 
+@known_arguments
 @dataclass(frozen=True)
 class Text(ColumnSpec):
     """A specification of text: executors tokenize it, and each mini-batch is padded to its longest row.

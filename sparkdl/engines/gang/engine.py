@@ -45,6 +45,7 @@ from sparkdl.errors import StalledError, StateLostError, TrainingError, UserErro
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.oversubscribe import Oversubscription
 from sparkdl.gang.rank_group import RankGroup, StartableGroup
+from sparkdl.gang.slots import too_few
 from sparkdl.loop.engine import CURRENT, ReadResiduals, ReadState, StateWork, StateWorkResult
 from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.model.flat import Layout
@@ -250,11 +251,6 @@ class NodeHere:
         root = open_root(self.slab, create=True)
         assert root is not None
         return root.node_id
-
-
-def too_few(slots: int, ranks: int) -> str:
-    """Return the message that there are fewer task slots than ranks."""
-    return f"{slots} task slot{'s' * (slots > 1)} now do{'es' * (slots == 1)} the work of {ranks} ranks"
 
 
 def raise_first(results: Sequence[Exception | None]) -> None:

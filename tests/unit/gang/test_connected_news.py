@@ -48,6 +48,15 @@ def test_a_run_goes_on_while_its_client_asks_or_if_that_is_nothing_to_it() -> No
     assert not progress.interrupt.asked
 
 
+def test_the_client_hears_what_comes_before_the_first_iteration() -> None:
+    progress = ReportedProgress([])
+    assert progress.answer(Question(0, False)).doing == ""
+    progress.doing("trying the model")
+    progress.describe("Net")
+    news = progress.answer(Question(0, False))
+    assert (news.doing, news.facts, news.state) == ("trying the model", "Net", None)
+
+
 class SeveralArguments(Exception):
     """An exception with an ``__init__`` of its own."""
 

@@ -6,6 +6,7 @@ import logging
 import math
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -192,11 +193,15 @@ class Bar:
 
     said: list[Any]
 
-    def __init__(self, total: int, initial: int, desc: str, **_: Any) -> None:
-        self.said.append((initial, total, desc))
+    def __init__(self, total: int = 0, initial: int = 0, desc: str = "", **_: Any) -> None:
+        self.said.append((initial, total, desc) if total else desc)
+
+    def set_description_str(self, text: str) -> None:
+        self.said.append(text)
 
     def update(self) -> None: ...
     def close(self) -> None: ...
+    def refresh(self) -> None: ...
     def clear(self) -> None:
         self.said.append("clear")
 
@@ -391,6 +396,64 @@ def test_the_lines_are_seen_where_logging_is_not_configured(
     first, second, _ = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d sparkdl: training Net", first)
     assert second.endswith(" sparkdl: epoch 2, iteration 30 of 100, loss 0.1, 8 samples/s")
+
+
+def open_slowly(bar: progress.Progress, shown: Callable[[], list[Any]]) -> None:
+    """Two steps before a first iteration, each until it is shown, in a thread of the progress's own."""
+
+    def step(what: str, **how: Any) -> None:
+        bar.doing(what, **how)
+        while not any(what in str(line) for line in shown()):
+            time.sleep(0.01)
+
+    step("reading rows", detail=lambda: "1.2 of about 4.0 M")
+    step("trying the model", detail=lambda: 1 // 0)  # Spark may have ended
+    state = TrainState(iterations_per_epoch=25)
+    bar.on_fit_start(four_epochs(), state)
+    bar.on_iteration_end(four_epochs(), after(state, IterationResult(0.1, 8)))
+    bar.close()
+
+
+@pytest.fixture
+def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_MOVE_SECONDS", 0.01)
+    monkeypatch.setattr(progress, "OPENING_SECONDS", 0.0)
+
+
+def test_a_bar_says_what_comes_before_the_first_iteration(said: list[Any], quickly: None) -> None:
+    open_slowly(progress.progress_of("true", "", 0.0), lambda: said)
+    lines = [re.sub(r"\d+ s$", "0 s", text) for text in said if isinstance(text, str)]
+    assert list(dict.fromkeys(lines)) == [
+        "reading rows 1.2 of about 4.0 M, 0 s",
+        "trying the model, 0 s",
+        "iteration 1",
+        "epoch 1",
+        "…",
+    ]
+
+
+def test_a_notebook_keeps_how_long_the_start_took(
+    said: list[Any], shown: Display, quickly: None
+) -> None:
+    open_slowly(progress.NotebookProgress(), lambda: shown.pictures)
+    assert shown.handles == 1
+    times = r"<div>training after [\d.]+ s: reading rows [\d.]+ s, trying the model [\d.]+ s</div>"
+    assert re.fullmatch(times, shown.pictures[-1])
+
+
+def test_the_log_names_fits_that_run_side_by_side(
+    caplog: pytest.LogCaptureFixture, quickly: None
+) -> None:
+    caplog.set_level("INFO", "sparkdl")
+    one, other = (progress.progress_of("auto", "Net", time.monotonic()) for _ in range(2))
+    open_slowly(one, lambda: caplog.messages)
+    other.close()
+    first, second, *_ = (re.sub(r"\d+", "0", line) for line in caplog.messages)
+    assert (first, second) == (
+        "fit 0: reading rows 0.0 of about 0.0 M, 0 s",
+        "fit 0: trying the model, 0 s",
+    )
+    assert not progress.ProgressLog("Net", 0.0).name
 
 
 def test_what_was_not_measured_is_not_better() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from mistakes import message_of
 
 import sparkdl
-from sparkdl import errors
+from sparkdl import errors, ml
 from sparkdl.errors import (
     DataError,
     ParameterError,
@@ -162,3 +164,28 @@ def test_words_are_in_double_quotes() -> None:
     assert in_quotes("fast") == '"fast"'
     assert in_quotes(LAYERS) == "<Sequential object>"
     assert in_quotes(3) == "3"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: sparkdl.Trainer(epochs=3), "Give stop=sparkdl.max_epoch(3)."),  # type: ignore[call-arg]
+        (
+            lambda: sparkdl.Trainer(metrics=["auc"]),  # type: ignore[call-arg]
+            "Give validation=sparkdl.Validation(data, metrics=[...]).",
+        ),
+        (lambda: sparkdl.Trainer(batchsize=3), 'Did you mean "batch_size"?'),  # type: ignore[call-arg]
+        (lambda: ml.TorchClassifier(learning_rate=0.1), 'Did you mean "learningRate"?'),
+        (lambda: ml.TorchRegressor().setParams(epochs=3), "Give maxEpochs=3."),
+        (
+            lambda: sparkdl.Synchronous(staleness=1),  # type: ignore[call-arg]
+            "sparkdl.Asynchronous and sparkdl.StaleSynchronous have it.",
+        ),
+        (lambda: sparkdl.TopK(rank=2), "It takes ratio, error_feedback."),  # type: ignore[call-arg]
+    ],
+)
+def test_an_unknown_argument_names_the_one_that_is_meant(
+    make: Callable[[], object], message: str
+) -> None:
+    sparkdl.Asynchronous()  # is known once it was used
+    assert message_of(ParameterError, make).partition(". ")[2] == message

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from mistakes import message_of
 
 import sparkdl
+from sparkdl import archive
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.session import _MASTER
 from sparkdl.settings import (
@@ -136,3 +139,79 @@ def test_what_is_no_master_starts_no_jvm(master: str) -> None:
         f"master={master!r} is not a Spark master. Give local, local[2] or local[*], yarn, or a "
         "cluster's URL, such as spark://host:7077 or k8s://https://host:443."
     )
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Return the environment that a JVM would be started in, if there is an archive of classes."""
+    names = "SPARK_CONF_DIR", "SPARK_SUBMIT_OPTS", "PYSPARK_SUBMIT_ARGS"
+    for name in (*names, archive.SWITCH, "PYSPARK_GATEWAY_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    spark = tmp_path / "spark"
+    (spark / "jars").mkdir(parents=True)
+    (spark / "jars" / "a.jar").write_text("a", encoding="utf-8")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(archive, "spark_home", lambda: spark)
+    path = archive.archive_path(spark)
+    assert path is not None
+    path.parent.mkdir()
+    path.write_text("classes", encoding="utf-8")
+
+    def start(files: dict[str, str], master: str | None = None) -> list[str]:
+        (spark / "conf").mkdir(exist_ok=True)
+        for name, text in files.items():
+            (spark / "conf" / name).write_text(text, encoding="utf-8")
+        before = dict(os.environ)
+        with archive.used(master):
+            found = [os.environ.get(name, "") for name in names]
+        assert dict(os.environ) == before
+        return [text.replace(str(path), "ARCHIVE").replace(str(spark), "SPARK") for text in found]
+
+    return start
+
+
+def test_a_jvm_gets_the_archive_of_classes(started: Callable[..., list[str]]) -> None:
+    """Without the configuration directory, whose files it gets by name."""
+    files = {"spark-defaults.conf": "spark.master local[3]", "log4j2.properties": ""}
+    folder, options, arguments = started({**files, "spark-env.sh.template": ""})
+    assert not Path(folder).exists()
+    assert options.split() == [
+        "-XX:SharedArchiveFile=ARCHIVE",
+        *("-Xlog:cds=off", "-Xlog:cds+dynamic=off"),
+        "-Dlog4j2.configurationFile=file://SPARK/conf/log4j2.properties",
+    ]
+    assert arguments == "--properties-file SPARK/conf/spark-defaults.conf pyspark-shell"
+
+
+@pytest.mark.parametrize(
+    ("files", "master", "variables"),
+    [
+        ({"hive-site.xml": ""}, None, {}),
+        ({}, "yarn", {}),
+        ({"spark-defaults.conf": "spark.master=k8s://https://host"}, None, {}),
+        ({}, None, {archive.SWITCH: "off"}),
+        ({}, None, {"PYSPARK_SUBMIT_ARGS": "--packages a:b:1 pyspark-shell"}),
+        ({}, None, {"SPARK_SUBMIT_OPTS": "-XX:SharedArchiveFile=mine"}),
+    ],
+)
+def test_a_jvm_that_starts_otherwise_gets_no_archive(
+    files: dict[str, str],
+    master: str | None,
+    variables: dict[str, str],
+    started: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert "ARCHIVE" not in started(files, master)[1]
+
+
+def test_another_jar_is_another_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "jars").mkdir()
+    found = []
+    for text in ("a", "ab", "abc"):
+        (tmp_path / "jars" / "a.jar").write_text(text, encoding="utf-8")
+        found.append(archive.archive_path(tmp_path))
+    assert len(set(found)) == 3
+    assert archive.found(tmp_path) is None

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ import asks_for_gpus
 modules = set(sys.modules)
 from sparkdl.engines.shuffle import update_tasks
 from sparkdl.data import arrow_tasks, record_tasks
+from sparkdl.slices.optimizer import take_step
 parameter = torch.nn.Parameter(torch.zeros(3))
-torch.optim.Adam([parameter])
+parameter.grad = torch.ones(3)
+take_step(torch.optim.Adam([parameter]))
 print(json.dumps({
     "threads": threads, "frozen": gc.get_freeze_count(), "tracked": len(gc.get_objects()),
     "collecting": gc.isenabled(), "cuda": torch.cuda.is_initialized(),
@@ -40,6 +43,15 @@ print(json.dumps({
     "later": sorted(m for m in set(sys.modules) - modules if m.startswith(("sparkdl", "torch._dy"))),
 }))
 """
+
+
+def test_a_warning_is_shown_once_by_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *told: shown.append(told[2:]))
+    daemon.show_warnings_once()
+    for line in (1, 1, 2):
+        warnings.showwarning("old name", DeprecationWarning, "library.py", line)
+    assert shown == [("library.py", 1), ("library.py", 2)]
 
 
 def test_the_socket_is_in_a_private_directory(

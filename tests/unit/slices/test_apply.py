@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from sparkdl.model.flat import FlatModule
 from sparkdl.model.recipe import Recipe
 from sparkdl.slab.pool import Pool
 from sparkdl.slab.root import SlabConfig, open_root
-from sparkdl.slices.optimizer import OptimizerSpec
+from sparkdl.slices.optimizer import OptimizerSpec, take_step
 from sparkdl.slices.optimizer_step import _where_stepped, step_slice
 from sparkdl.slices.spec import Fragment, SliceSpec, SliceState, pack, slice_specs, unpack
 
@@ -256,3 +257,36 @@ def test_state_from_elsewhere_comes_to_the_weights(monkeypatch: pytest.MonkeyPat
     assert found["pair"][0].is_meta
     assert found["pair"][1] == 5
     assert _where_stepped(counting, parameter, others)["step"].is_meta
+
+
+STEPS = (
+    *(optim.SGD, optim.Adam, optim.AdamW, optim.RMSprop, optim.Adagrad, optim.Adadelta),
+    *(optim.NAdam, optim.RAdam, optim.Rprop, optim.ASGD, optim.Adamax),
+)
+
+
+@pytest.mark.parametrize("kind", STEPS, ids=lambda kind: kind.__name__)
+def test_a_step_of_torchs_is_the_same_without_its_compiler(
+    kind: type[optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [torch.linspace(-1, 1, 9).requires_grad_() for _ in range(2)]
+    whole, ours = (kind([each], lr=0.1) for each in weights)
+    for factor in (1.0, -0.3, 2.0):
+        for each in weights:
+            each.grad = factor * torch.linspace(-2, 3, 9)
+        whole.step()
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "torch._dynamo", None)  # importing it is an error
+            take_step(kind([torch.zeros(1)], lr=0.1))
+            take_step(ours)
+    assert torch.equal(*weights)
+    assert ours.param_groups[0]["lr"] == whole.param_groups[0]["lr"]
+
+
+def test_hooks_around_a_step_are_called() -> None:
+    weight, called = torch.ones(2, requires_grad=True), []
+    weight.grad = torch.ones(2)
+    optimizer = optim.SGD([weight], lr=0.5)
+    optimizer.register_step_post_hook(lambda *_: called.append(weight.tolist()))
+    take_step(optimizer)
+    assert called == [[0.5, 0.5]]

@@ -55,12 +55,15 @@ NUMBERS = (
         for value in (-1, 2**63)
     ]
 )
-_REMEDY = "give a list with the weight of each class, or a mapping {class: weight}, all >= 0."
+_REMEDY = (
+    'give "balanced", a list with the weight of each class, or a mapping {class: weight}, all of at '
+    "least 0."
+)
 _CLASSES = "classes are whole numbers, starting at 0."
 CLASS_WEIGHTS = [
     ({"class_weights": value}, f"class_weights{told}")
     for value, told in (
-        ("balanced", f" is a str: {_REMEDY}"),
+        ("even", f" is a str: {_REMEDY}"),
         (2.0, f" is a float: {_REMEDY}"),
         ([], f"=[]: {_REMEDY}"),
         ({}, f"={{}}: {_REMEDY}"),
@@ -215,6 +218,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"replicas": None, "slices": None, "bucketing": None, "clip_norm": None, "ema": None},
     {"clip_norm": 1, "clip_value": 1e-9, "ema": 0.999, "l1": {"*": 0.0}, "l2": {}, "seed": 2**63 - 1},
     {"class_weights": [0.0, 1], "compile": {"backend": "eager"}, "weights": {}},
+    {"class_weights": "balanced", "sampling": sparkdl.Balanced("shop", replacement=False)},
     {"buffers": {"*.codes": "first", "*": torch.amax}},
     {"class_weights": {0: 1.0, 7: 0}, "wire": "bf16", "precision": "fp16", "on_nan": "skip"},
     {"features": ("a", "b"), "label": None, "weight": "w", "freeze": ("a",), "callbacks": ()},
