@@ -125,7 +125,7 @@ def as_svg(panel: Panel) -> str:
 
 
 @dataclass(frozen=True)
-class Parallel:
+class ParallelCoordinates:
     """Parallel coordinates: an axis for each name, and a line for each row of texts.
 
     ``places`` are from 0 to 1 on each axis, NaN where there is none; ``shades`` colour the lines.
@@ -144,7 +144,7 @@ class Page:
     """A page of headings, tables and charts, in which all text is escaped and secrets are hidden."""
 
     title: str
-    _parts: list[str | Panel | Parallel] = field(default_factory=list)
+    _parts: list[str | Panel | ParallelCoordinates] = field(default_factory=list)
 
     def heading(self, text: str, note: str = "") -> None:
         self._parts.append(f"<h2>{_text(text)}</h2>" + (f"<p>{_text(note)}</p>" if note else ""))
@@ -194,9 +194,11 @@ class Page:
             f"</tr>{rows}</table></div></section>"
         )
 
-    def chart(self, chart: Panel | Parallel) -> None:
+    def chart(self, chart: Panel | ParallelCoordinates) -> None:
         """Add a chart, unless it has nothing to show."""
-        if isinstance(chart, Parallel) or any(len(line.thinned(2)) for line in chart.lines):
+        if isinstance(chart, ParallelCoordinates) or any(
+            len(line.thinned(2)) for line in chart.lines
+        ):
             self._parts.append(chart)
 
     def save(self, path: str | Path) -> Path:
@@ -325,7 +327,7 @@ def _panel_figure(panel: Panel, across: Any, points: int) -> tuple[Any, str]:
     if panel.from_zero:
         figure.y_range.start = 0
     unit = without_credentials(panel.across)
-    figure.xaxis.axis_label = PlainText(text=unit)  # a string may be taken for a formula
+    figure.xaxis.axis_label = PlainText(**{"text": unit})  # a string may be taken for a formula
     keys = []
     for line in panel.lines:
         values = line.thinned(points)
@@ -362,7 +364,7 @@ def _panel_figure(panel: Panel, across: Any, points: int) -> tuple[Any, str]:
     return figure, _text(panel.title) + shown
 
 
-def _parallel_figure(chart: Parallel) -> Any:
+def _parallel_figure(chart: ParallelCoordinates) -> Any:
     """Return the figure of parallel coordinates."""
     from bokeh.models import ColumnDataSource, HoverTool
     from bokeh.palettes import Viridis256

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparkdl.codec.charts import Page, Parallel
+from sparkdl.codec.charts import Page, ParallelCoordinates
 from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError, counted
 from sparkdl.infer.model import TrainedModel
@@ -174,7 +174,7 @@ def search_page(records: Sequence[TrialRecord], objective: Objective, title: str
         scales = [_Scale(values) for values in columns.values()]
         rows = list(zip(*columns.values(), strict=True))
         page.chart(
-            Parallel(
+            ParallelCoordinates(
                 names=list(columns),
                 ticks=[scale.ticks() for scale in scales],
                 places=[[s.place(v) for s, v in zip(scales, row, strict=True)] for row in rows],
