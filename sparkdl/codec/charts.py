@@ -326,6 +326,8 @@ def _panel_figure(panel: Panel, across: Any, points: int) -> tuple[Any, str]:
     figure.xaxis.formatter = NumeralTickFormatter(format="0,0.[00]")
     if panel.from_zero:
         figure.y_range.start = 0
+    highest = max(float(line.thinned(2)[:, 1].max(initial=0.0)) for line in panel.lines)
+    figure.y_range.default_span = 0.2 * abs(highest) or 1.0  # around lines that are constant
     unit = without_credentials(panel.across)
     figure.xaxis.axis_label = PlainText(**{"text": unit})  # a string may be taken for a formula
     keys = []
