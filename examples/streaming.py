@@ -55,7 +55,7 @@ def run(spark: SparkSession, folder: Path, batches: int) -> dict[str, float]:
         if batch.isEmpty():
             return
         # "latest" is read in the first call: a program that starts again goes on.
-        trained = trainer.partial_fit(batch, resume="latest")
+        trained = trainer.partial_fit(batch, resume="latest", batch=number)
         results.append(trained.evaluate(test, metrics=["accuracy"]))
         seen = sum(epoch["samples"] for epoch in trained.history.epochs())
         print(f"batch {number}: {seen} digits seen, accuracy {results[-1]['accuracy']:.3f}")

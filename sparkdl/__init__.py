@@ -35,8 +35,11 @@ if TYPE_CHECKING:
         TrustError,
         UserError,
     )
+    from sparkdl.infer.generate import generate
+    from sparkdl.infer.generation_engines import GenerationEngine, VllmEngine
     from sparkdl.infer.model import TrainedModel, load
-    from sparkdl.infer.predict import classify, embed, predict, register_function
+    from sparkdl.infer.predict import predict, register_function
+    from sparkdl.infer.texts import classify, embed, rerank
     from sparkdl.loop.callbacks import Callback, StopTraining
     from sparkdl.loop.history import History
     from sparkdl.loop.state import TrainState, Validated
@@ -57,6 +60,7 @@ if TYPE_CHECKING:
     from sparkdl.metrics.named import MeanMetric, Metric
     from sparkdl.metrics.scorer import MetricOf
     from sparkdl.model.loss import MaskedLoss, ModelLoss, PerReplica
+    from sparkdl.model.windows import Windows
     from sparkdl.parallel.ddp import DDP
     from sparkdl.parallel.fsdp import FSDP
     from sparkdl.parallel.pipeline import Pipeline
@@ -64,7 +68,7 @@ if TYPE_CHECKING:
     from sparkdl.replica.compute import all_rows
     from sparkdl.reports import compare
     from sparkdl.slices.section import GradBucket, PowerSGD, TopK
-    from sparkdl.train.groups import GroupModels, fit_groups
+    from sparkdl.train.groups import GroupModels, fit_groups, load_groups
     from sparkdl.train.placed_samples import PlacedSamples
     from sparkdl.train.trainer import Trainer
 
@@ -80,6 +84,7 @@ __all__ = [
     "DamagedCheckpoint",
     "DataError",
     "DiLoCo",
+    "GenerationEngine",
     "Gossip",
     "GradBucket",
     "GroupModels",
@@ -118,7 +123,9 @@ __all__ = [
     "UserError",
     "Validated",
     "Validation",
+    "VllmEngine",
     "Weighted",
+    "Windows",
     "all_rows",
     "classify",
     "collectives",
@@ -130,7 +137,9 @@ __all__ = [
     "every_seconds",
     "fit_groups",
     "gang",
+    "generate",
     "load",
+    "load_groups",
     "max_epoch",
     "max_iteration",
     "max_score",
@@ -140,6 +149,7 @@ __all__ = [
     "plateau",
     "predict",
     "register_function",
+    "rerank",
     "session",
     "several_iterations",
     "tune",
@@ -163,7 +173,10 @@ _NAMES = {
     "SessionError SparkdlError StalledError StateLostError TrainingError "
     "TrustError UserError",
     "sparkdl.infer.model": "TrainedModel load",
-    "sparkdl.infer.predict": "classify embed predict register_function",
+    "sparkdl.infer.generate": "generate",
+    "sparkdl.infer.generation_engines": "GenerationEngine VllmEngine",
+    "sparkdl.infer.predict": "predict register_function",
+    "sparkdl.infer.texts": "classify embed rerank",
     "sparkdl.loop.callbacks": "Callback StopTraining",
     "sparkdl.loop.history": "History",
     "sparkdl.loop.state": "TrainState Validated",
@@ -173,6 +186,7 @@ _NAMES = {
     "sparkdl.metrics.named": "MeanMetric Metric",
     "sparkdl.metrics.scorer": "MetricOf",
     "sparkdl.model.loss": "MaskedLoss ModelLoss PerReplica",
+    "sparkdl.model.windows": "Windows",
     "sparkdl.parallel.ddp": "DDP",
     "sparkdl.parallel.fsdp": "FSDP",
     "sparkdl.parallel.pipeline": "Pipeline",
@@ -180,7 +194,7 @@ _NAMES = {
     "sparkdl.replica.compute": "all_rows",
     "sparkdl.reports": "compare",
     "sparkdl.slices.section": "GradBucket PowerSGD TopK",
-    "sparkdl.train.groups": "GroupModels fit_groups",
+    "sparkdl.train.groups": "GroupModels fit_groups load_groups",
     "sparkdl.train.placed_samples": "PlacedSamples",
     "sparkdl.train.trainer": "Trainer",
 }

@@ -105,6 +105,7 @@ def _archive_classes() -> None:
         raise sparkdl.SessionError(f"there is no archive without Java: {_java()}.")
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_suffix(".draft")
+    print("archiving Java's classes of a session of Spark, a minute or two", file=sys.stderr)
     draft.unlink(missing_ok=True)  # Java writes none on top of another
     local = {"spark.driver.bindAddress": "127.0.0.1", "spark.sparkdl.progress": "false"}
     with archive.recorded(draft):

@@ -65,7 +65,7 @@ def found(spark: Path | None = None) -> Path | None:
         return None
     with contextlib.suppress(OSError, RuntimeError):  # no home directory, say
         path = archive_path(spark or spark_home())
-        if path is not None and path.stat().st_uid == os.getuid():
+        if path is not None and path.stat().st_uid in (0, os.getuid()):  # nobody else's
             return path
     return None
 

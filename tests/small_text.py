@@ -56,6 +56,31 @@ def classifier() -> Any:
     return model
 
 
+@functools.cache
+def language_model() -> Any:
+    """A model of two layers that writes texts of different lengths."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer()),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        bos_token_id=2,
+        eos_token_id=3,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    return model
+
+
 def saved(folder: Path) -> Path:
     """The folder with :func:`classifier` and :func:`tokenizer`."""
     classifier().save_pretrained(folder)

@@ -268,6 +268,7 @@ ENGINE = rule(choices=ENGINES)
 MESH = rule(plain=plain)
 RESOURCE_PROFILE = rule("give a pyspark.resource.ResourceProfile, or None", kind=ResourceProfile)
 ON_NAN = rule(choices=("raise", "skip"))
+HANDLE_INVALID = rule(choices=("error", "skip", "keep"))
 COMPRESSION = rule(
     "give sparkdl.TopK(), sparkdl.PowerSGD(), a function of a sparkdl.GradBucket, or None",
     kind=Callable,

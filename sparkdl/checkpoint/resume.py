@@ -78,6 +78,7 @@ class RestoredRun:
             best=self.best,
             higher_is_better=dict(manifest.extra.get("higher_is_better", {})),
             checkpoint=self.uri,
+            batch=manifest.extra.get("batch"),
         )
 
     @property

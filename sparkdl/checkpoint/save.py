@@ -113,7 +113,7 @@ class Checkpointer:
         yet."""
         if self._begun is not None:
             return self._settled(self._begun, state, again=True)
-        ends = not self._endless or self._history.stopped is not None
+        ends = not self._endless or self._history.stopped is not None or state.batch is not None
         if ends and self._last != state.iteration:
             state = replace(state, checkpoint=self.written(state))
         return state
@@ -246,6 +246,7 @@ class Checkpointer:
                 "scales_loss": self._identity.options.scales_loss,
                 "higher_is_better": dict(state.higher_is_better),
                 "compression": self._identity.compression,
+                **({} if state.batch is None else {"batch": state.batch}),
             },
         )
 

@@ -110,13 +110,13 @@ class WriteBoth:
         if self.validation is not None:
             parts.append(_Part.of(self.validation))
         for batch in batches:
-            names = [f"c{i}" for i in range(len(self.training.columns))]
+            names = self.training.names
             if self.validation is None:
                 parts[0].write(batch.select(names))
                 continue
             validates = batch.column(batch.schema.get_field_index(_VALIDATES))
             parts[0].write(batch.filter(pyarrow.compute.invert(validates)).select(names))
-            names = [_of_validation(f"c{i}") for i in range(len(self.validation.columns))]
+            names = [_of_validation(name) for name in self.validation.names]
             parts[1].write(batch.filter(validates).select(names))
         return [part.handle() for part in parts]
 
@@ -161,7 +161,8 @@ class ConnectedRows:
         chosen, columns = chosen_columns(training)
         drawn = len(trainer.feature_columns) + len(trainer.label_columns)
         drawn = drawn if trainer.sampling is not None else -1
-        write, other = WriteBoth(WriteDataFrame(slab, columns), None), None
+        write = WriteBoth(WriteDataFrame(slab, columns, training.handling), None)
+        other = None
         if trainer.validation is not None:
             # where a rank reads the validation rows, it does not know the fields of the training yet
             fields: list[Any] = [
@@ -175,7 +176,7 @@ class ConnectedRows:
                 other, columns = chosen_columns(theirs)
             except DataError as error:
                 raise DataError(f"validation data: {error}") from None
-            write = replace(write, validation=WriteDataFrame(slab, columns))
+            write = replace(write, validation=WriteDataFrame(slab, columns, theirs.handling))
         return ConnectedRows(both_parts(chosen, other, ranks), write, ranks)
 
     def into(self, slab: SlabConfig) -> ConnectedRows:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from py4j.protocol import Py4JError
 from pyspark import TaskContext
@@ -17,8 +19,16 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructT
 
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
-from sparkdl.data.partition_writer import PART_BYTES, PartitionWriter, WrittenRows, join_partition
-from sparkdl.data.row_errors import BadRow, RowError
+from sparkdl.data.fields import Field
+from sparkdl.data.partition_writer import (
+    PART_BYTES,
+    PartitionWriter,
+    WrittenRows,
+    field_of,
+    join_partition,
+)
+from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling, InvalidRow, RowError
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, in_quotes, raise_all
 from sparkdl.session import is_connected
@@ -36,6 +46,13 @@ class WriteDataFrame:
 
     config: SlabConfig
     columns: tuple[Column, ...]
+    handling: Handling = AS_ERRORS
+
+    @property
+    def names(self) -> list[str]:
+        """The columns of :func:`select_columns`."""
+        keys = [] if self.handling.key is None else [KEY]
+        return [*(f"c{i}" for i in range(len(self.columns))), *keys]
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         writer = PartitionWriter(self.config, weighted=self.columns[-1].weight)
@@ -50,25 +67,61 @@ class WriteDataFrame:
     def write(self, batches: Iterable[pa.RecordBatch], writer: PartitionWriter) -> None:
         """Write the rows of ``batches``.
 
-        If a batch has one column more than :attr:`columns`, that column has the partition of each row.
+        A batch may have more columns than :attr:`columns`: the keys of rows, if :attr:`handling` has a
+        column for them, and then the partition of each row.
         """
         names = [column.name for column in self.columns]
         labels = [i for i, column in enumerate(self.columns) if column.label]
+        place = len(names) + (self.handling.key is not None)
         for batch in batches:
             for part in self._parts(batch, writer):
-                split = part.num_columns > len(names)
-                partitions = part.column(len(names)).to_numpy() if split else None
+                partitions = part.column(place).to_numpy() if part.num_columns > place else None
+                first = writer.rows_read
                 try:
-                    arrays = [
-                        to_numpy(part.column(i), column, writer.num_rows)
-                        for i, column in enumerate(self.columns)
-                    ]
+                    arrays, kept = self._read(part, writer)
+                    if kept is not None and partitions is not None:
+                        partitions = partitions[kept]
                     writer.add(names, arrays, partitions, labels)
                 except RowError as error:
-                    name, row = error.problem.column, error.problem.row - writer.num_rows
+                    name, row = error.problem.column, error.problem.row - first
                     if name in names and row in range(part.num_rows):
                         error.note_value(part.column(names.index(name))[row].as_py())
                     raise
+
+    def _read(
+        self, part: pa.RecordBatch, writer: PartitionWriter
+    ) -> tuple[list[Rows], np.ndarray | None]:
+        """Return the tensors of rows, and which rows these are if some were left out."""
+        pairs = list(zip(part.columns, self.columns, strict=False))
+        if self.handling.way == "error":
+            return [to_numpy(array, column, writer.rows_read) for array, column in pairs], None
+        with contextlib.suppress(RowError):
+            return [to_numpy(array, column, writer.rows_read) for array, column in pairs], None
+        reasons = [dict(bad_rows(array, column)) for array, column in pairs]
+        keys = part.column(len(pairs)).to_pylist() if self.handling.key is not None else None
+        invalid = {
+            row: InvalidRow(
+                None if keys is None else keys[row],
+                *(column.name, reason, writer.rows_read + row),
+            )
+            for (_, column), found in zip(reversed(pairs), reversed(reasons), strict=True)
+            for row, reason in found.items()
+        }
+        skips = self.handling.way == "skip"
+        kept = np.setdiff1d(np.arange(part.num_rows), np.fromiter(invalid, np.int64))
+        if skips:
+            arrays = [
+                to_numpy(a.take(pa.array(kept)), column, writer.rows_read) for a, column in pairs
+            ]
+        else:
+            arrays = [
+                _with_zeros(array, column, found, field, writer.rows_read)
+                for (array, column), found, field in zip(
+                    pairs, reasons, writer.fields or [None] * len(pairs), strict=True
+                )
+            ]
+        writer.note_invalid([invalid[row] for row in sorted(invalid)], skips)
+        return arrays, kept if skips else None
 
     def _parts(self, batch: pa.RecordBatch, writer: PartitionWriter) -> Iterator[pa.RecordBatch]:
         """Cut the batch where its tensors may be much larger than its columns, as for images."""
@@ -80,6 +133,50 @@ class WriteDataFrame:
             part = batch.slice(start, max(1, rows))
             yield part
             start += part.num_rows
+
+
+def bad_rows(array: pa.Array, column: Column, first: int = 0) -> Iterator[tuple[int, str]]:
+    """Yield the number of each row that cannot be read by itself, and why."""
+    try:
+        to_numpy(array, column)
+    except RowError as error:
+        if len(array) == 1:
+            yield first, error.problem.text
+            return
+        half = len(array) // 2
+        yield from bad_rows(array.slice(0, half), column, first)
+        yield from bad_rows(array.slice(half), column, first + half)
+
+
+def _with_zeros(
+    array: pa.Array, column: Column, bad: Mapping[int, str], field: Field | None, first_row: int
+) -> Rows:
+    """Return the tensors of rows, with zeros for the bad ones; of varying length, one zero.
+
+    ``field`` is that of the rows before. A label or a weight has no such stand-in.
+    """
+    if not bad:
+        return to_numpy(array, column, first_row)
+    row = min(bad)
+    if column.label or column.weight:
+        remedy = 'A label has no zero to train with: use handle_invalid="skip".'
+        raise RowError(column.name, first_row + row, bad[row], remedy)
+    good = np.setdiff1d(np.arange(len(array)), np.fromiter(bad, np.int64))
+    if not len(good) and field is None:
+        remedy = 'No row before it shows the shape of the zeros: use handle_invalid="skip".'
+        raise RowError(column.name, first_row + row, bad[row], remedy)
+    read = to_numpy(array.take(pa.array(good)), column, first_row) if len(good) else None
+    field = field if read is None else field_of(column.name, read)
+    assert field is not None
+    if field.padding is None:
+        rows = np.zeros((len(array), *field.shape), field.dtype)
+        if read is not None:
+            rows[good] = read
+        return rows
+    each = [np.zeros((1, *field.shape), field.dtype)] * len(array)
+    for place, tensor in zip(good.tolist(), () if read is None else read, strict=True):
+        each[place] = tensor
+    return Ragged.of(each, field.padding)
 
 
 @dataclass(frozen=True)
@@ -137,8 +234,8 @@ class JoinParts:
         finish_task()
 
 
-def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
-    """Return the columns in this order, under generated names.
+def select_columns(data: DataFrame, columns: Sequence[Column], key: str | None = None) -> DataFrame:
+    """Return the columns in this order, under generated names, and the ``key`` of each row as text.
 
     The names are generated because one column may be both an input and a label.
     """
@@ -147,10 +244,33 @@ def select_columns(data: DataFrame, columns: Sequence[Column]) -> DataFrame:
             "the DataFrame is a stream, which never ends: write it to a table and pass that, or pass "
             "each of its batches, in writeStream.foreachBatch. Only predictions work on a stream."
         )
-    check_unambiguous(data, [column.name for column in columns])
-    return data.select(
-        *[functions.col(quoted(c.name)).alias(f"c{i}") for i, c in enumerate(columns)]
-    )
+    keys = [] if key is None else [key]
+    check_unambiguous(data, [*(name for column in columns for name in column.names), *keys])
+    named = [functions.col(quoted(name)).cast("string").alias(KEY) for name in keys]
+    return data.select(*numbered(columns), *named)
+
+
+def numbered(columns: Sequence[Column]) -> list[SparkColumn]:
+    """Return the columns as c0, c1, ...; one of several columns is a struct of them."""
+    found = []
+    for i, column in enumerate(columns):
+        first, *others = [functions.col(quoted(name)) for name in column.names]
+        found.append((functions.struct(first, *others) if others else first).alias(f"c{i}"))
+    return found
+
+
+def of_structs(arrays: Sequence[Any], columns: Sequence[Column]) -> list[Any]:
+    """Return an Arrow array for each of the columns, given those of :attr:`Column.names`."""
+    rest, found = iter(arrays), []
+    for column in columns:
+        first, *others = [next(rest) for _ in column.names]
+        names = [f"_{i}" for i, _ in enumerate(column.names)]
+        found.append(pa.StructArray.from_arrays([first, *others], names) if others else first)
+    return found
+
+
+KEY = "sparkdl_key"
+"""The column of keys, which name rows that cannot be read."""
 
 
 PATH = "path"
@@ -234,10 +354,11 @@ def ship_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def content_hash(data: DataFrame) -> SparkColumn:
     """Return a hash of whole rows.
 
-    Spark does not hash maps, so a map is hashed as the array of its entries.
+    Spark does not hash maps, so a map is hashed as the array of its entries. Keys do not count.
     """
+    fields = [field for field in data.schema if field.name != KEY]
     return functions.xxhash64(
-        *[_hashable(functions.col(quoted(field.name)), field.dataType) for field in data.schema]
+        *[_hashable(functions.col(quoted(field.name)), field.dataType) for field in fields]
     )
 
 

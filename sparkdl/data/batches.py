@@ -131,10 +131,13 @@ def input_fields(batch_spec: BatchSpec, fields: Sequence[Field]) -> list[Field]:
     found: list[Field] = []
     for field in fields[: batch_spec.num_features]:
         found.append(field)
-        if field.padding is not None and field.padding.lengths:
+        rule = field.padding
+        if rule is not None and rule.lengths:
             found.append(Field(f"lengths of {field.name}", "int64", ()))
-        if field.padding is not None and field.padding.mask:
+        if rule is not None and rule.mask:
             found.append(Field(f"mask of {field.name}", "int64", ()))
+        if rule is not None and rule.types:
+            found.append(Field(f"types of {field.name}", "int64", ()))
     return found
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from sparkdl.data.ragged import Padding
-from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow
+from sparkdl.data.row_errors import (
+    FIRST,
+    NONE_INVALID,
+    SAME_SHAPE,
+    SAME_TYPE,
+    BadRow,
+    InvalidRows,
+)
 from sparkdl.errors import DataError
 
 
@@ -95,6 +102,7 @@ class SampleHandle:
     extremes: tuple[Extreme, ...] = ()
     problem: BadRow | None = None
     repeats: tuple[tuple[int, int], ...] = ()  # (first, count) of equal rows, in the order
+    invalid: InvalidRows = NONE_INVALID
 
 
 NO_ROWS = "the data is empty: it has no rows."
@@ -114,7 +122,14 @@ def check_handles(
             raise DataError(problem.message(f"partition {number}{locate(problem)}", noun))
     filled = [(i, handle) for i, handle in enumerate(handles) if handle.num_rows]
     if not filled:
-        raise DataError(NO_ROWS)
+        invalid = invalid_in(handles)
+        if invalid is None:
+            raise DataError(NO_ROWS)
+        one = invalid["first"][0]
+        raise DataError(
+            f"none of the {invalid['count']:,} rows of the data can be read: {one['key']}, {noun} "
+            f'"{one["column"]}": {one["reason"]}.'
+        )
     first_partition, first = filled[0]
     for partition, handle in filled[1:]:
         names, wanted_names = ([field.name for field in h.fields] for h in (handle, first))
@@ -130,6 +145,28 @@ def check_handles(
                     f"0 of partition {first_partition} is {wanted}. "
                     f"{SAME_TYPE if found.shape == wanted.shape else SAME_SHAPE}"
                 )
+
+
+def invalid_in(handles: Sequence[SampleHandle]) -> dict[str, Any] | None:
+    """Return the number of all rows, of those that could not be read, and the first of these; None
+    if all could."""
+    count = sum(handle.invalid.count for handle in handles)
+    if not count:
+        return None
+    first = [row.record(i) for i, handle in enumerate(handles) for row in handle.invalid.first]
+    rows = sum(handle.num_rows + handle.invalid.left_out for handle in handles)
+    return {"rows": rows, "count": count, "first": first[:FIRST]}
+
+
+def told_of_invalid(role: str, found: Mapping[str, Any], way: str) -> str:
+    """Return what :func:`invalid_in` found, as one line for the log."""
+    done = "are left out" if way == "skip" else "are trained on with zeros in their place"
+    first = "; ".join(f'{o["key"]} ("{o["column"]}" {o["reason"]})' for o in found["first"])
+    more = "; ..." if found["count"] > len(found["first"]) else ""
+    return (
+        f"{role} data: {found['count']:,} of {found['rows']:,} rows cannot be read, and {done}: "
+        f"{first}{more}"
+    )
 
 
 def check_total_weight(handles: Sequence[SampleHandle], field: int, what: str) -> None:

@@ -19,7 +19,16 @@ import numpy as np
 from sparkdl.data.fields import Extreme, Field, RowFile, SampleHandle
 from sparkdl.data.partition_reader import MappedPartition, SegmentWriter, write_all
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, RowError
+from sparkdl.data.row_errors import (
+    FIRST,
+    NONE_INVALID,
+    SAME_SHAPE,
+    SAME_TYPE,
+    BadRow,
+    InvalidRow,
+    InvalidRows,
+    RowError,
+)
 from sparkdl.data.row_order import canonical_order, checksum, row_hashes, ties
 from sparkdl.errors import SlabFullError
 from sparkdl.slab.root import Root, SlabConfig, open_private, open_root, remove_root
@@ -50,6 +59,7 @@ class WrittenRows:
     row_bytes: int = 1
     problem: BadRow | None = None
     source: int = 0  # the number of the task
+    invalid: InvalidRows = NONE_INVALID
 
 
 def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHandle:
@@ -63,6 +73,7 @@ def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHa
     problem = next((part.problem for part in parts if part.problem), None) or _differing(parts)
     if problem is not None:
         return SampleHandle(root.node_id, (), "", 0, 0, (), problem=problem)
+    invalid = sum((part.invalid for part in parts), NONE_INVALID)
     parts = [part for part in parts if len(part.places)]
     segments = tuple(segment for part in parts for segment in part.segments)
     lengths = [sum(segment.num_rows for segment in part.segments) for part in parts]
@@ -92,6 +103,7 @@ def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHa
         fields=fields,
         extremes=tuple(replace(e, row=int(np.argmax(order == e.row))) for e in extremes.values()),
         repeats=repeats,
+        invalid=invalid,
     )
 
 
@@ -187,6 +199,22 @@ class PartitionWriter:
         self._extremes: Extremes = {}
         self._nbytes = self._unchecked = 0
         self.num_rows = 0
+        self.invalid = NONE_INVALID
+
+    @property
+    def rows_read(self) -> int:
+        """Return the number of rows so far, with those that were left out."""
+        return self.num_rows + self.invalid.left_out
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        """Return the fields of the rows; () before the first."""
+        return self._fields
+
+    def note_invalid(self, rows: Sequence[InvalidRow], left_out: bool) -> None:
+        """Note rows that could not be read, in their order."""
+        count = len(rows)
+        self.invalid += InvalidRows(count, count if left_out else 0, tuple(rows[:FIRST]))
 
     @property
     def row_bytes(self) -> int:
@@ -206,7 +234,7 @@ class PartitionWriter:
         """
         if len(columns[0]) == 0:
             return
-        fields = tuple(_field(name, column) for name, column in zip(names, columns, strict=True))
+        fields = tuple(field_of(name, column) for name, column in zip(names, columns, strict=True))
         self._fields = self._fields or fields
         for field, first in zip(fields, self._fields, strict=True):
             if field != first:
@@ -300,7 +328,8 @@ class PartitionWriter:
     def finish(self) -> SampleHandle:
         """Join all rows into one partition and return its handle."""
         hashes = self._close()
-        return join_partition(self._config, [self._part(np.arange(self.num_rows), hashes)])
+        part = self._part(np.arange(self.num_rows), hashes)
+        return join_partition(self._config, [replace(part, invalid=self.invalid)])
 
     def parts(self, count: int) -> Iterator[WrittenRows]:
         """Yield the rows of each of ``count`` partitions."""
@@ -311,7 +340,8 @@ class PartitionWriter:
         for partition, chosen in enumerate(np.split(places, ends)):
             part = self._part(chosen, hashes[chosen])
             mine = [e for e in part.extremes if partitions[e.row] == partition]
-            yield replace(part, extremes=tuple(mine))
+            invalid = self.invalid.of(self._source) if partition == 0 else NONE_INVALID
+            yield replace(part, extremes=tuple(mine), invalid=invalid)
 
     def fail(self, problem: BadRow) -> SampleHandle:
         """Remove what was written and return a failed handle; call it instead of :meth:`finish`."""
@@ -359,7 +389,8 @@ def _root_of_a_task(config: SlabConfig) -> Root:
     return root
 
 
-def _field(name: str, column: Rows) -> Field:
+def field_of(name: str, column: Rows) -> Field:
+    """Return the field of tensors."""
     if isinstance(column, Ragged):
         return Field(name, str(column.dtype), column.values.shape[1:], column.padding)
     return Field(name, str(column.dtype), column.shape[1:])

@@ -28,20 +28,28 @@ class Padding:
     a value, 0 where there is padding."""
     side: str = "right"
     """The side of the padding, "left" or "right"."""
+    types: bool = False
+    """Also give the model the types of the elements after these, of the shape of the padded input. Then
+    the last dimension of an item holds a value and its type."""
+    windows: bool = False
+    """An item is a window of elements. The last dimension of an item also tells, last, where the window
+    has none, and the mask is that of the elements."""
 
     def names(self, name: str) -> list[str]:
         """Return the names of the model's inputs that are made of the input ``name``.
 
         The mask of ``input_ids`` is ``attention_mask``, as in transformers; of another input ``NAME``
-        it is ``NAME_mask``.
+        it is ``NAME_mask``. The types of ``input_ids`` are ``token_type_ids``.
         """
-        mask = f"{name}_mask"
+        mask, types = f"{name}_mask", f"{name}_types"
         if name.endswith("input_ids"):
-            mask = f"{name.removesuffix('input_ids')}attention_mask"
+            before = name.removesuffix("input_ids")
+            mask, types = f"{before}attention_mask", f"{before}token_type_ids"
         return [
             name,
             *([f"{name}_lengths"] if self.lengths else []),
             *([mask] if self.mask else []),
+            *([types] if self.types else []),
         ]
 
 
@@ -139,10 +147,18 @@ class Ragged:
         padded, lengths = self.padded(), self.lengths
         if self.padding.length is not None:
             lengths = np.minimum(lengths, self.padding.length)
-        inputs = [padded, *([lengths] if self.padding.lengths else [])]
-        if self.padding.mask:
-            inputs.append(self.present(padded.shape[1]).astype(np.int64))
-        return inputs
+        rule, present = self.padding, self.present(padded.shape[1])
+        parts = [padded]
+        if rule.types or rule.windows:
+            there = present.reshape(*present.shape, *(1 for _ in padded.shape[2:-1]))
+            values, *others = np.moveaxis(padded, -1, 0)
+            if rule.windows:
+                present = there & (others.pop() == 0)
+            parts = [np.ascontiguousarray(values), *(other * there for other in others)]
+        inputs = [parts[0], *([lengths] if rule.lengths else [])]
+        if rule.mask:
+            inputs.append(present.astype(np.int64))
+        return inputs + parts[1:]
 
 
 Rows: TypeAlias = np.ndarray | Ragged
@@ -202,5 +218,5 @@ def padded_lengths(fields: Sequence[Rows], labels: bool = False) -> list[RowLeng
             own = RowLengths(rows.lengths, rows.padding.side == "left")
         found.append(own)
         if rule is not None and not labels:
-            found += [None] * rule.lengths + [own] * rule.mask
+            found += [None] * rule.lengths + [own] * (rule.mask + rule.types)
     return found

@@ -22,7 +22,7 @@ from sparkdl.data.records import (
     split_record,
     stack_records,
 )
-from sparkdl.data.row_errors import RowError
+from sparkdl.data.row_errors import AS_ERRORS, Handling, InvalidRow, RowError
 from sparkdl.data.sampling import Sampling
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.worker import finish_task
@@ -46,6 +46,7 @@ class WriteRecords:
     fields: Sequence[Field] = ()
     names: Names = _PAIRS
     sampling: Sampling | None = None
+    handling: Handling = AS_ERRORS
 
     def __call__(self, partition: int, records: Iterable[Any]) -> Iterator[bytes]:
         writer = PartitionWriter(self.config, weighted=self.weighted)
@@ -55,11 +56,19 @@ class WriteRecords:
         nbytes = 0  # bytes of the waiting records
         try:
             for record in records:
-                parts = self._parts(record, writer.num_rows + len(waiting))
+                row = writer.rows_read + len(waiting)
+                try:
+                    parts = self._parts(record, row)
+                except RowError as error:
+                    if self.handling.way == "error":
+                        raise
+                    key = self.names.key_of(record, self.handling.key)
+                    problem = InvalidRow(key, error.problem.column, error.problem.text, row)
+                    writer.note_invalid([problem], left_out=True)
+                    continue
                 if not names:
                     names = [name for name, _ in parts]
                     labels = [i for i, name in enumerate(names) if name.startswith("label")]
-                row = writer.num_rows + len(waiting)
                 check_alike(parts, waiting, row, self.specs, names)
                 waiting.append([value for _, value in parts])
                 nbytes += sum(value.nbytes for _, value in parts)

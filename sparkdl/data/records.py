@@ -58,6 +58,12 @@ class Names:
         found = tuple(features[name] for name in self.inputs)
         return found[0] if len(found) == 1 else found
 
+    @staticmethod
+    def key_of(record: Any, name: str | None) -> str | None:
+        """Return the key of a record whose values have names; None if it has none."""
+        key = None if name is None else (_named_values(record) or {}).get(name)
+        return None if key is None else str(key)
+
     def sample(self, record: Any, row: int, bare: int | None = 0) -> Any:
         """Return the :class:`Sample` of a record with these names, and nameless records unchanged.
 

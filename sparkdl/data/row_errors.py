@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
+from typing import Any
 
 SAME_SHAPE = "Every row must have the same shape: filter out, pad or truncate such rows."
 NO_VALUES = "Filter out such rows, or leave the column out."
@@ -44,6 +45,58 @@ class BadRow:
     def message(self, place: str, noun: str = "column") -> str:
         """Return one line for the user; ``noun`` says what :attr:`column` names."""
         return f'{noun} "{self.column}", row {self.row} of {place}: {self.text}. {self.remedy}'
+
+
+FIRST = 10
+"""The bad rows that are told of one by one."""
+
+
+@dataclass(frozen=True)
+class InvalidRow:
+    """A row that could not be read, and was left out or trained on with zeros."""
+
+    key: str | None  # its value in the key column
+    column: str
+    reason: str
+    row: int  # its number in its partition
+    partition: int | None = None  # in the data as read; None: the reporting partition
+
+    def record(self, partition: int) -> dict[str, Any]:
+        """Return the row for the history; ``partition`` reported it."""
+        number = partition if self.partition is None else self.partition
+        key = f"row {self.row} of partition {number}" if self.key is None else self.key
+        return {"key": key, "column": self.column, "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class InvalidRows:
+    """How many rows could not be read, and the first of them."""
+
+    count: int = 0
+    left_out: int = 0
+    first: tuple[InvalidRow, ...] = ()
+
+    def __add__(self, other: InvalidRows) -> InvalidRows:
+        first = (*self.first, *other.first)[:FIRST]
+        return InvalidRows(self.count + other.count, self.left_out + other.left_out, first)
+
+    def of(self, partition: int) -> InvalidRows:
+        """Return the rows as those of a partition of the data as read."""
+        return replace(self, first=tuple(replace(row, partition=partition) for row in self.first))
+
+
+NONE_INVALID = InvalidRows()
+
+
+@dataclass(frozen=True)
+class Handling:
+    """The way to handle rows that cannot be read."""
+
+    way: str = "error"  # "skip" leaves them out, "keep" trains on zeros
+    key: str | None = None  # the column that names a row in what is told
+
+
+AS_ERRORS = Handling()
 
 
 class RowError(Exception):

@@ -13,10 +13,12 @@ from pyspark import RDD
 from pyspark.sql import DataFrame, functions
 
 from sparkdl.data.arrow_tasks import (
+    PATH,
     JoinParts,
     WriteDataFrame,
     WriteParts,
     address_parts,
+    columns_named,
     content_hash,
     files_of,
     first_field,
@@ -33,10 +35,16 @@ from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.record_tasks import WriteRecords
 from sparkdl.data.records import Names
-from sparkdl.data.row_errors import BadRow
+from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling
 from sparkdl.data.sampling import Draws, Sampling
 from sparkdl.data.schema import read_schema, sampling_column
-from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError
+from sparkdl.errors import (
+    DataError,
+    StaleReferenceError,
+    StateLostError,
+    TrainingError,
+    nearest,
+)
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.frames import (
@@ -126,6 +134,19 @@ class Source:
     fields: tuple[Field, ...] = ()
     inputs: tuple[str, ...] = ()
     sampling: Sampling | None = None
+    handle_invalid: str = "error"
+    key: str | None = None
+
+    @property
+    def handling(self) -> Handling:
+        """Return the way to handle rows that cannot be read, with the column that names them."""
+        if self.handle_invalid == "error":
+            return AS_ERRORS
+        key = self.key
+        if key is None and isinstance(self.data, DataFrame):
+            kinds = {field.name: field.dataType.typeName() for field in self.data.schema}
+            key = PATH if kinds.get(PATH) == "string" else None
+        return Handling(self.handle_invalid, key)
 
     @property
     def records_task(self) -> WriteRecords:
@@ -138,6 +159,7 @@ class Source:
             self.fields,
             Names(self.features, self.label, self.weight, self.inputs),
             self.sampling,
+            self.handling,
         )
 
     @property
@@ -305,6 +327,11 @@ def _sample_set(
 
 def _check_specs(source: Source) -> None:
     """Raise :class:`DataError` for specifications that only a DataFrame's columns may have."""
+    if source.handle_invalid == "keep":
+        raise DataError(
+            'handle_invalid="keep" is for DataFrames, whose columns say what zeros a row can have: use '
+            '"skip", or mend the records with rdd.map.'
+        )
     for name, spec in source.columns.items():
         if not spec.for_records:
             raise DataError(
@@ -317,7 +344,7 @@ def _check_specs(source: Source) -> None:
 def _write_table(source: Source) -> tuple[RDD, bool]:
     """Return the RDD of a DataFrame's handles, and whether rows changed partitions."""
     chosen, columns = chosen_columns(source)
-    task = WriteDataFrame(source.slab, columns)
+    task = WriteDataFrame(source.slab, columns, source.handling)
     context = chosen.sparkSession._sc
     stay = partitions_of_rdds(chosen) == source.replicas
     if stay or not is_local(context):
@@ -348,7 +375,7 @@ def _bring_table(source: Source) -> tuple[list[SampleHandle], bool]:
     batches: dict[int, list[pa.RecordBatch]] = {}
     for row in shipped.collect():
         batches.setdefault(row[0], []).extend(pa.ipc.open_stream(bytes(row[1])))
-    task = WriteParts(WriteDataFrame(source.slab, columns), source.replicas)
+    task = WriteParts(WriteDataFrame(source.slab, columns, source.handling), source.replicas)
     parts: list[list[WrittenRows]] = [[] for _ in range(source.replicas)]
     for number, found in batches.items():
         for partition, part in enumerate(task.parts(number, found)):
@@ -378,7 +405,13 @@ def chosen_columns(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
     how = source.sampling
     drawn = () if how is None else (sampling_column(data.schema, how.column, how.spec),)
     columns = (*inputs, *labels, *drawn, *weights)
-    return select_columns(data, columns), columns
+    key = source.handling.key
+    if key is not None and not columns_named(data, key):
+        raise DataError(
+            f'the key column "{key}" is missing.{nearest(key, data.columns)} The DataFrame has: '
+            f"{', '.join(data.columns)}."
+        )
+    return select_columns(data, columns, key), columns
 
 
 def _redistribute(source: Source) -> RDD:

@@ -70,7 +70,17 @@ def read_schema(
                 )
                 continue
             spec = (specs or {}).get(name) if role != "weight" else None
-            column = _resolved(name, schema[name].dataType, float_dtype, spec, role, field)
+            beside = () if spec is None else spec.beside
+            if missing := [other for other in beside if other not in schema.names]:
+                problems.append(
+                    f'column "{missing[0]}", which columns["{name}"] names, is missing.'
+                    f"{_hint(missing[0], schema)} The DataFrame has: {', '.join(schema.names)}."
+                )
+                continue
+            kind: DataType = schema[name].dataType
+            if beside:
+                kind = type(schema)([schema[one] for one in (name, *beside)])
+            column = _resolved(name, kind, float_dtype, spec, role, field)
             if isinstance(column, str):
                 problems.append(f'{role} column "{name}" {column}')
             else:

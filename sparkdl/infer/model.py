@@ -18,6 +18,7 @@ from sparkdl.data.records import Names
 from sparkdl.data.schema import quoted
 from sparkdl.errors import ParameterError, counted, raise_all, shown, wrong_data
 from sparkdl.infer.evaluate import Evaluation, check_metrics, evaluate
+from sparkdl.infer.export import export
 from sparkdl.infer.forward import ShippedModule, sender_to
 from sparkdl.infer.manifest import ModelData
 from sparkdl.infer.new_forward import Around, fields_of, recipe_and_module, signature_of
@@ -300,6 +301,30 @@ class TrainedModel(ModelData):
             CheckpointError: The URI cannot be written to.
         """
         return save(self, path, overwrite)
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: str = "torch.export",
+        overwrite: bool = False,
+    ) -> Path:
+        """Write the module as a program that runs without its code, and return the path of the file.
+
+        It takes any number of rows, and any length of rows whose length varies. What it returns is what
+        the module returns. :func:`sparkdl.predict` takes the path of an exported program; its
+        columns must be said there.
+
+        Args:
+            path: A file of this machine, such as "model.pt2" or "model.onnx".
+            format: "torch.export", or "onnx", which needs the extra ``onnx``.
+            overwrite: Replace a file that is there.
+
+        Raises:
+            FileExistsError: The file is there, and ``overwrite`` is False.
+            ModelError: torch cannot make a program of the module.
+            ParameterError: The format is not known, or the extra is not installed.
+        """
+        return export(self, path, format, overwrite)
 
 
 def load(

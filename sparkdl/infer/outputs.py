@@ -95,7 +95,6 @@ class OutputColumn:
     part: Part
     output: Output
     by_element: bool = False  # the first dimension is the row's sequence: cut it to its length
-    labels: tuple[str, ...] = ()  # texts that the numbers stand for; (): the numbers stay
     finish: Finish = None  # makes the predictions of the part, on the CPU
     dimensions: int | None = None  # of a batch's part, if ``finish`` gets it
 
@@ -127,14 +126,14 @@ class OutputColumn:
                 f'output "{name}" is {described(value)} for a batch of {number}: it must be a tensor '
                 f"of shape [{rows}, ...]. Name another part, {for_example(value)}."
             )
-        column = OutputColumn(name, part, Output.of(value), False, (), finish, dimensions)
+        column = OutputColumn(name, part, Output.of(value), False, finish, dimensions)
         column.sql_type  # noqa: B018 - raises if there is none
         return column
 
     @property
     def sql_type(self) -> str:
         """The type of the column."""
-        return "string" if self.labels else self.output.sql_type
+        return self.output.sql_type
 
     @property
     def row_bytes(self) -> int:
@@ -160,8 +159,6 @@ class OutputColumn:
 
     def to_arrow(self, values: np.ndarray, sequences: Ragged | None) -> pa.Array:
         """Return predictions, (rows, ...), as an Arrow array; ``sequences`` if lengths vary."""
-        if self.labels:
-            return pa.array(self.labels).take(pa.array(values.reshape(-1)))
         if not self.by_element or sequences is None:
             return to_arrow(values)
         kept = sequences.present(values.shape[1])
@@ -170,8 +167,6 @@ class OutputColumn:
 
     def to_python(self, values: np.ndarray, sequences: Ragged | None) -> list[Any]:
         """Return predictions, (rows, ...), as a number, text or array for each row."""
-        if self.labels:
-            return [self.labels[number] for number in values.reshape(-1).tolist()]
         if self.by_element and sequences is not None:
             pairs = zip(values, sequences.present(values.shape[1]), strict=True)
             return [value[kept] for value, kept in pairs]
@@ -180,8 +175,6 @@ class OutputColumn:
     def nulls(self, rows: int) -> pa.Array:
         """Return the column of so many rows without a prediction."""
         shape = (0, *(1 for _ in self.output.shape))
-        if self.labels:
-            return pa.nulls(rows, pa.string())
         dtype = self.output.dtype.replace("bfloat16", "float32").replace("float16", "float32")
         return pa.nulls(rows, self.to_arrow(np.zeros(shape, dtype), None).type)
 
@@ -216,7 +209,7 @@ class RowsColumn(OutputColumn):
             )
         size = to_nested(rows, kind).nbytes // len(rows)
         unknown = Output((), "float32")
-        return RowsColumn(name, part, unknown, False, (), finish, None, kind, max(64, size))
+        return RowsColumn(name, part, unknown, False, finish, None, kind, max(64, size))
 
     @property
     def sql_type(self) -> str:

@@ -1,14 +1,12 @@
-"""Predictions with any model: :func:`predict`, and :func:`embed` and :func:`classify` for texts."""
+"""Predictions with any model: :func:`predict`, and :func:`register_function` for SQL."""
 
 from __future__ import annotations
 
 import inspect
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import FunctionType
 from typing import Any, TypeVar
 
@@ -20,9 +18,7 @@ from torch import nn
 from sparkdl.data.columns.base import KINDS, Column, ColumnSpec, padding_of
 from sparkdl.data.schema import check_specs
 from sparkdl.errors import (
-    ModelError,
     ParameterError,
-    kind_of,
     nearest,
     raise_all,
     shown,
@@ -32,12 +28,11 @@ from sparkdl.infer.outputs import named_parts
 from sparkdl.infer.score import Inference, Inputs, ModelSource, Options, prepare
 from sparkdl.infer.source import longest, read_model, tensors_of, tokenizer_of
 from sparkdl.infer.written import write_parts
-from sparkdl.model.recipe import Part, Signature, described
+from sparkdl.model.recipe import Signature
 from sparkdl.plain import plain
 from sparkdl.usercode.content import content_digest
 
 TEXT = ("string", "char", "varchar")
-POOLINGS = ("mean", "cls", "max", "last")
 Data = TypeVar("Data", DataFrame, RDD[Any])
 
 
@@ -120,7 +115,7 @@ def predict(
         weights=weights,
         example=example,
     )
-    return _computed(ready, data, path, partitions, overwrite)
+    return computed(ready, data, path, partitions, overwrite)
 
 
 def prepare_any(
@@ -139,7 +134,7 @@ def prepare_any(
 ) -> Inference:
     """Return the work that :func:`predict` does; see there for the arguments."""
     source = read_model(model, weights)
-    _check(data, prediction_col, example)
+    check_data(data, prediction_col, example)
     inputs = inputs_of(data, source, features, columns, tokenizer, max_length)
     parts = named_parts(outputs, prediction_col)
     if parts is None and source.part is not None:
@@ -147,7 +142,8 @@ def prepare_any(
     return prepare(data, source, inputs, parts, prediction_col, options, example=example)
 
 
-def _check(data: Any, prediction_col: Any, example: Any = None) -> None:
+def check_data(data: Any, prediction_col: Any, example: Any = None) -> None:
+    """Raise a UserError for what is no data, no example or no name of a column."""
     if not isinstance(data, (DataFrame, RDD)):
         raise wrong_data("predict", data, "a DataFrame or an RDD")
     if not isinstance(example, (DataFrame, type(None))):
@@ -156,7 +152,7 @@ def _check(data: Any, prediction_col: Any, example: Any = None) -> None:
         raise ParameterError(f"prediction_col={shown(prediction_col)}: give a column name.")
 
 
-def _computed(ready: Inference, data: Any, path: Any, partitions: int, overwrite: bool) -> Any:
+def computed(ready: Inference, data: Any, path: Any, partitions: int, overwrite: bool) -> Any:
     """Return the data with predictions: lazily, or as read from ``path`` once it is there."""
     if isinstance(data, RDD):
         if path is not None:
@@ -180,7 +176,7 @@ def _identity(ready: Inference) -> str:
     """Return a digest of model, columns and options, which is the same in another process."""
     task, options = ready.task, replace(ready.options, batch_size=1)
     columns = [(column.name, column.dtype, _spec(column)) for column in task.reader.columns]
-    outputs = [(column.name, column.part, column.labels) for column in task.outputs]
+    outputs = [(column.name, column.part) for column in task.outputs]
     return content_digest((ready.module, options, task.signature, columns, outputs))[:16]
 
 
@@ -201,9 +197,9 @@ def inputs_of(
     columns: Mapping[str, ColumnSpec] | None = None,
     tokenizer: Any = None,
     max_length: int | None = None,
-    padding_side: str | None = None,
+    text: Mapping[str, Any] | None = None,
 ) -> Inputs:
-    """Return the inputs of a model; ``padding_side`` None is that of the tokenizer."""
+    """Return the inputs of a model; ``text`` are further arguments of its :class:`sparkdl.Text`."""
     known = source.inputs
     if known is not None:
         if features != "features" and _names(features)[0] != known.names:
@@ -215,7 +211,8 @@ def inputs_of(
     names, keywords = _names(features)
     specs = dict(columns or {})
     raise_all(ParameterError, list(check_specs(specs, names, ())))
-    keywords = _add_text(data, source, names, keywords, specs, tokenizer, max_length, padding_side)
+    options = {"max_length": max_length, **(text or {})}
+    keywords = _add_text(data, source, names, keywords, specs, tokenizer, options)
     inputs: list[str] = []  # with the lengths and masks of sequences
     for keyword, name in zip(keywords, names, strict=False):
         padding = padding_of(specs, name)
@@ -248,8 +245,7 @@ def _add_text(
     keywords: tuple[str, ...],
     specs: dict[str, Any],
     tokenizer: Any,
-    max_length: int | None,
-    side: str | None,
+    options: Mapping[str, Any],
 ) -> tuple[str, ...]:
     """Give text columns without a specification one, and return the keywords of the features."""
     schema = data.schema if isinstance(data, DataFrame) else ()
@@ -262,9 +258,9 @@ def _add_text(
         )
     if texts and (tokenizer is not None or source.folder is not None or _of_transformers(source)):
         found = tokenizer_of(tokenizer, source.folder, texts[0])
-        limit = max_length or longest(source.module, found)
+        limit = options["max_length"] or longest(source.module, found)
         text: Any = KINDS["text"]
-        specs |= {name: text(found, max_length=limit, padding_side=side) for name in texts}
+        specs |= {name: text(found, **{**options, "max_length": limit}) for name in texts}
     if not keywords and len(names) == 1 and _of_transformers(source):
         return ("input_ids",)
     return keywords
@@ -273,233 +269,6 @@ def _add_text(
 def _of_transformers(source: ModelSource) -> bool:
     """Return whether the model is called as those of transformers are, with ``input_ids``."""
     return getattr(source.module, "main_input_name", None) == "input_ids"
-
-
-class Embedder(nn.Module):
-    """A model whose last hidden states become one vector a text.
-
-    ``pooling`` takes the "mean" or "max" of the tokens, the first ("cls") or the "last" one.
-    """
-
-    main_input_name = "input_ids"
-
-    def __init__(self, model: nn.Module, pooling: str, normalize: bool) -> None:
-        super().__init__()
-        self.model, self.pooling, self.normalize = model, pooling, normalize
-        self.config = getattr(model, "config", None)
-
-    def extra_repr(self) -> str:
-        """Return the options."""
-        return f"pooling={self.pooling!r}, normalize={self.normalize}"
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        """Return the vectors, (rows, width), in float32."""
-        returned = self.model(input_ids=input_ids, attention_mask=attention_mask)
-        hidden = getattr(returned, "last_hidden_state", None)
-        if hidden is None:
-            raise ModelError(
-                f"the model returns {described(returned)}, without last_hidden_state: embed takes a "
-                "model without a head, as transformers.AutoModel."
-            )
-        hidden, mask = hidden.float(), attention_mask[..., None].to(torch.bool)
-        if self.pooling == "mean":
-            pooled = (hidden * mask).sum(1) / mask.sum(1)
-        elif self.pooling == "max":
-            pooled = hidden.masked_fill(~mask, -torch.inf).amax(1)
-        elif self.pooling == "cls":
-            pooled = hidden[:, 0]
-        else:
-            rows = torch.arange(len(hidden), device=hidden.device)
-            pooled = hidden[rows, attention_mask.sum(1) - 1]
-        return nn.functional.normalize(pooled, dim=1) if self.normalize else pooled
-
-
-def _score(several: bool, returned: Any) -> torch.Tensor:
-    """Return the probabilities of a model's logits: a softmax, or sigmoids for several labels."""
-    logits = returned["logits"].float()
-    return torch.sigmoid(logits) if several else torch.softmax(logits, 1)
-
-
-def _best(several: bool, returned: Any) -> torch.Tensor:
-    return _score(several, returned).argmax(1)
-
-
-def _best_score(several: bool, returned: Any) -> torch.Tensor:
-    return _score(several, returned).amax(1)
-
-
-def embed(
-    data: DataFrame,
-    model: Any,
-    text: str = "text",
-    *,
-    pooling: str | None = None,
-    normalize: bool = True,
-    tokenizer: Any = None,
-    max_length: int | None = None,
-    output_col: str = "embedding",
-    batch_size: int = 64,
-    precision: str = "fp32",
-    quantize: str | None = None,
-    handle_invalid: str = "error",
-    error_col: str = "error",
-    path: str | os.PathLike[str] | None = None,
-    partitions: int = 32,
-    overwrite: bool = False,
-) -> DataFrame:
-    """Return ``data`` with a vector for each text, by a model of transformers.
-
-    Args:
-        data: A DataFrame with a column of text.
-        model: The folder of the model and its tokenizer, or the model.
-        text: The column of text.
-        pooling: The vector of a text: "mean" or "max" of its tokens' vectors, that of the first token
-            ("cls") or of the last ("last"). None is what a folder of sentence-transformers says, else
-            "mean".
-        normalize: Scale each vector to length 1, so that products are cosines.
-        tokenizer: The tokenizer or its folder; None is that in the model's folder.
-        max_length: The most tokens of a text; None is the limit of model and tokenizer.
-        output_col: The name of the new column, an ``array<float>``.
-        batch_size: The number of texts of a forward pass.
-        precision: See :func:`sparkdl.predict`, also for the arguments that follow.
-
-    Raises:
-        UserError: The data, an argument or the model does not fit.
-    """
-    options = Options(batch_size, precision, quantize, handle_invalid, error_col)
-    ready = prepare_embedding(
-        data, model, text, pooling, normalize, tokenizer, max_length, output_col, options
-    )
-    return _computed(ready, data, path, partitions, overwrite)
-
-
-def prepare_embedding(
-    data: DataFrame,
-    model: Any,
-    text: str,
-    pooling: str | None,
-    normalize: bool,
-    tokenizer: Any,
-    max_length: int | None,
-    output_col: str,
-    options: Options,
-) -> Inference:
-    """Return the work that :func:`embed` does; see there for the arguments."""
-    source = read_model(model, head="none")
-    chosen = pooling or _pooling_of(source.folder)
-    if chosen not in POOLINGS:
-        raise ParameterError(f"pooling={shown(chosen)}: use one of {', '.join(POOLINGS)}.")
-    _check_text(data, text, output_col)
-    embedder = Embedder(source.module, chosen, bool(normalize)).eval()
-    given = replace(source, module=embedder, build=embedder, inner=source.module)
-    # on the right: a text's vector does not depend on the others of its batch
-    inputs = inputs_of(data, given, text, None, tokenizer, max_length, "right")
-    return prepare(data, given, inputs, None, output_col, options)
-
-
-def classify(
-    data: DataFrame,
-    model: Any,
-    text: str = "text",
-    *,
-    tokenizer: Any = None,
-    max_length: int | None = None,
-    prediction_col: str = "prediction",
-    score_col: str = "score",
-    scores_col: str | None = None,
-    batch_size: int = 64,
-    precision: str = "fp32",
-    quantize: str | None = None,
-    handle_invalid: str = "error",
-    error_col: str = "error",
-    path: str | os.PathLike[str] | None = None,
-    partitions: int = 32,
-    overwrite: bool = False,
-) -> DataFrame:
-    """Return ``data`` with the class of each text and its probability, by a model of transformers.
-
-    Args:
-        data: A DataFrame with a column of text.
-        model: The folder of a model that classifies sequences and of its tokenizer, or the model.
-        text: The column of text.
-        tokenizer: The tokenizer or its folder; None is that in the model's folder.
-        max_length: The most tokens of a text; None is the limit of model and tokenizer.
-        prediction_col: The name of the new column with the name of the most likely class.
-        score_col: The name of the new column with its probability.
-        scores_col: The name of a column with the probabilities of all classes, or None for none.
-        batch_size: The number of texts of a forward pass.
-        precision: See :func:`sparkdl.predict`, also for the arguments that follow.
-
-    Raises:
-        UserError: The data, an argument or the model does not fit.
-    """
-    options = Options(batch_size, precision, quantize, handle_invalid, error_col)
-    ready = prepare_classes(
-        data, model, text, tokenizer, max_length, prediction_col, score_col, scores_col, options
-    )
-    return _computed(ready, data, path, partitions, overwrite)
-
-
-def prepare_classes(
-    data: DataFrame,
-    model: Any,
-    text: str,
-    tokenizer: Any,
-    max_length: int | None,
-    prediction_col: str,
-    score_col: str,
-    scores_col: str | None,
-    options: Options,
-) -> Inference:
-    """Return the work that :func:`classify` does; see there for the arguments."""
-    source = read_model(model, head="classes")
-    config = getattr(source.module, "config", None)
-    labels = getattr(config, "id2label", None)
-    if not isinstance(labels, Mapping) or not labels:
-        raise ModelError(
-            f"the model is {kind_of(source.module)} whose configuration names no classes (id2label): "
-            "classify takes a model of transformers that classifies sequences; for others use predict."
-        )
-    _check_text(data, text, prediction_col)
-    several = getattr(config, "problem_type", None) == "multi_label_classification"
-    outputs: dict[str, Part] = {
-        prediction_col: partial(_best, several),
-        score_col: partial(_best_score, several),
-    }
-    if scores_col is not None:
-        outputs[scores_col] = partial(_score, several)
-    names = tuple(str(labels[number]) for number in sorted(labels))
-    inputs = inputs_of(data, source, text, None, tokenizer, max_length, "right")
-    parts, texts = named_parts(outputs, prediction_col), {prediction_col: names}
-    return prepare(data, source, inputs, parts, prediction_col, options, labels=texts)
-
-
-def _check_text(data: Any, text: Any, column: Any) -> None:
-    """Raise a UserError for no DataFrame, no names, or a column that is there and is no text."""
-    if not isinstance(data, DataFrame):
-        raise wrong_data("predict", data, "a DataFrame")
-    _check(data, column)
-    if not isinstance(text, str):
-        raise ParameterError(f"text={shown(text)}: give the name of a column.")
-    kinds = {field.name: field.dataType for field in data.schema}
-    if text in kinds and kinds[text].typeName() not in TEXT:
-        raise ParameterError(
-            f'column "{text}" is of type {kinds[text].simpleString()}, not text: for numbers '
-            "use sparkdl.predict."
-        )
-
-
-def _pooling_of(folder: Path | None) -> str:
-    """Return the pooling that a folder of sentence-transformers says, else "mean"."""
-    try:
-        assert folder is not None
-        told = json.loads((folder / "1_Pooling" / "config.json").read_text(encoding="utf-8"))
-    except (AssertionError, OSError, ValueError):
-        return "mean"
-    names = {"cls": "cls_token", "max": "max_tokens", "last": "lasttoken"}
-    return next(
-        (ours for ours, theirs in names.items() if told.get(f"pooling_mode_{theirs}")), "mean"
-    )
 
 
 def register_function(
@@ -523,8 +292,8 @@ def register_function(
             types of the function's arguments.
         features: The columns of ``example`` that are the arguments of the function, in order: as for
             ``use``, whose default this is.
-        use: What the function does: :func:`sparkdl.predict`, :func:`sparkdl.embed` or
-            :func:`sparkdl.classify`.
+        use: What the function does: :func:`sparkdl.predict`, :func:`sparkdl.embed`,
+            :func:`sparkdl.classify`, :func:`sparkdl.rerank` or :func:`sparkdl.generate`.
         arguments: Further arguments of that, except for those on writing; of ``handle_invalid`` only
             "error" and "keep".
 
@@ -538,8 +307,9 @@ def register_function(
         raise ParameterError(f"name={shown(name)}: give a name of letters, digits and underscores.")
     if not isinstance(example, DataFrame):
         raise wrong_data("register_function", example, "a DataFrame as example")
-    if use not in _PREPARED:
-        raise ParameterError("use: give sparkdl.predict, sparkdl.embed or sparkdl.classify.")
+    if use not in PREPARED:
+        names = ", ".join(f"sparkdl.{function.__name__}" for function in PREPARED)
+        raise ParameterError(f"use: give one of {names}.")
     if arguments.get("handle_invalid") == "skip":
         raise ParameterError(
             'handle_invalid="skip": a function of SQL cannot leave out rows. Use "keep".'
@@ -549,6 +319,7 @@ def register_function(
         parameter.name: parameter.default
         for parameter in inspect.signature(use).parameters.values()
         if parameter.name not in _NO_ARGUMENTS
+        and parameter.kind is not inspect.Parameter.VAR_KEYWORD
     }
     for unknown in arguments.keys() - defaults.keys():
         raise ParameterError(
@@ -556,17 +327,14 @@ def register_function(
             f"{nearest(unknown, defaults)}"
         )
     if features is not None:
-        arguments["features" if use is predict else "text"] = features
+        arguments[next(iter(defaults))] = features
     if use is predict:
         defaults["example"] = example
-    ready = _PREPARED[use](example, model, options=options, **{**defaults, **arguments})
+    ready = PREPARED[use](example, model, options=options, **{**defaults, **arguments})
     return example.sparkSession.udf.register(name, ready.function(example))
 
 
 _OPTIONS = {"batch_size", "precision", "quantize", "handle_invalid", "error_col"}
 _NO_ARGUMENTS = {"data", "model", "example", "path", "partitions", "overwrite", *_OPTIONS}
-_PREPARED: dict[Any, Callable[..., Inference]] = {
-    predict: prepare_any,
-    embed: prepare_embedding,
-    classify: prepare_classes,
-}
+PREPARED: dict[Any, Callable[..., Inference]] = {predict: prepare_any}
+"""The preparation of each function that predicts; other modules add theirs."""

@@ -24,6 +24,7 @@ from sparkdl.infer.new_forward import build_around
 from sparkdl.model.preparation import plain
 from sparkdl.model.recipe import Signature, problems_of_part
 from sparkdl.model.squared_error import SquaredError
+from sparkdl.model.windows import Windows
 from sparkdl.process.determinism import seeded
 from sparkdl.process.system import reports_silenced
 
@@ -32,7 +33,7 @@ REMEDY = (
     "built by its name."
 )
 
-_OF_SPARKDL = (build_around, SquaredError)
+_OF_SPARKDL = (build_around, SquaredError, Windows)
 _OF_THE_EXAMPLE = "sparkdl.jobs.digits:convnet"
 
 

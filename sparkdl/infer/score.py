@@ -16,8 +16,13 @@ from pyspark.sql.pandas.types import to_arrow_type
 from torch import nn
 
 from sparkdl.compat import arrow_udf
-from sparkdl.data.arrow_tasks import check_new_columns, check_unambiguous
-from sparkdl.data.columns.base import Specs
+from sparkdl.data.arrow_tasks import (
+    check_new_columns,
+    check_unambiguous,
+    numbered,
+    of_structs,
+)
+from sparkdl.data.columns.base import Specs, names_read
 from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.records import Names
 from sparkdl.data.schema import columns_of, quoted
@@ -111,7 +116,7 @@ class Inputs:
         columns, _ = columns_of(
             data.schema, self.names, (), self.float_dtype, self.specs, self.fields
         )
-        check_unambiguous(data, self.names)
+        check_unambiguous(data, names_read(self.names, self.specs))
         for column, trained in with_fields(columns, self.fields):
             if column.spec is None and another_form(column.depth + column.vector, trained):
                 kind = data.schema[column.name].dataType.simpleString()
@@ -239,7 +244,10 @@ class ScoreColumns(Score):
         return "struct<" + ",".join(f"`{n.replace('`', '``')}`:{t}" for n, t in fields) + ">"
 
     def __call__(self, batches: Iterator[tuple[pa.Array, ...] | pa.Array]) -> Iterator[pa.Array]:
-        arrays = (batch if isinstance(batch, tuple) else (batch,) for batch in batches)
+        arrays = (
+            of_structs(batch if isinstance(batch, tuple) else (batch,), self.reader.columns)
+            for batch in batches
+        )
         with mistakes_told_briefly():
             for window, scored in self.scored(arrays):
                 groups = window.groups if self.by_length else ()
@@ -324,13 +332,18 @@ class Inference:
 
     def udf(self, example: DataFrame) -> Any:
         """Return the work as a function of columns of the types that ``example`` has."""
-        types = [example.schema[column.name].dataType for column in self.task.reader.columns]
+        types = [example.schema[name].dataType for name in self._names()]
         return arrow_udf(accompanied(self.task), types, self.task.sql_type)
+
+    def _names(self) -> list[str]:
+        """Return the columns of the DataFrame that are read."""
+        return [name for column in self.task.reader.columns for name in column.names]
 
     def function(self, example: DataFrame) -> Any:
         """Return :meth:`udf` for SQL, where columns may be of types that ``example`` does not have."""
         reader = self.task.reader
-        kinds = [to_arrow_type(example.schema[column.name].dataType) for column in reader.columns]
+        schema = example.select(*numbered(reader.columns)).schema
+        kinds = [to_arrow_type(field.dataType) for field in schema]
         reader = replace(reader, forms=tuple(map(form_of, kinds)))
         return replace(self, task=replace(self.task, reader=reader)).udf(example)
 
@@ -341,7 +354,7 @@ class Inference:
         fields = [*names, *([self.options.error_col] if keep else [])]
         how = "=" if self.task.alone else "=, outputs= or error_col="
         check_new_columns(data, fields, f" with prediction_col{how}")
-        inputs = [functions.col(quoted(column.name)) for column in self.task.reader.columns]
+        inputs = [functions.col(quoted(name)) for name in self._names()]
         # not deterministic: Spark would compute it again for each filter on a prediction
         computed = self.udf(data).asNondeterministic()(*inputs)
         if self.task.alone:
@@ -366,15 +379,15 @@ def prepare(
     options: Options,
     *,
     example: DataFrame | None = None,
-    labels: Mapping[str, tuple[str, ...]] | None = None,
+    columns: Sequence[OutputColumn] | None = None,
     exact: bool = False,
     finish: Finish = None,
 ) -> Inference:
     """Return predictions, checked and tried; ``example`` are rows to try in place of made-up ones.
 
-    ``labels`` are texts that the numbers of an output column stand for. If ``exact``, batches are rows
-    in their order, and the module stays as it is. If not, it may get a faster layout and smaller
-    batches, and rows are sorted by length.
+    ``columns`` are what the outputs become, if they are known; then nothing is tried. If ``exact``,
+    batches are rows in their order, and the module stays as it is. If not, it may get a faster layout
+    and smaller batches, and rows are sorted by length.
     """
     module, fixed = source.module, getattr(source.module, "fixed_rows", None)
     rows = fixed or options.batch_size
@@ -389,17 +402,18 @@ def prepare(
     elif example is None and isinstance(data, DataFrame) and isinstance(reader, ReadColumns):
         made = made_up(reader.columns, [data.schema[name].dataType for name in inputs.names])
     keep = options.handle_invalid != "error"
-    tried = data if example is None else example
-    found, unit_bytes = Trial(forward, parts, prediction_col, finish, known).run(
-        made, rows_to_try(tried, reader, keep), lambda: rows_to_try(tried, reader, keep, LOOKED_AT)
-    )
+    if columns is None:
+        tried = data if example is None else example
+        found, unit_bytes = Trial(forward, parts, prediction_col, finish, known).run(
+            made,
+            rows_to_try(tried, reader, keep),
+            lambda: rows_to_try(tried, reader, keep, LOOKED_AT),
+        )
+    else:
+        found, unit_bytes = tuple(columns), 0
     if exact or fixed:
         unit_bytes = 0
-    shown = labels or {}
-    outputs = tuple(
-        replace(one, by_element=one.by_element and not exact, labels=shown.get(one.name, ()))
-        for one in found
-    )
+    outputs = tuple(replace(one, by_element=one.by_element and not exact) for one in found)
     shipped = ShippedModule.of(
         module,
         sender_to(data),
@@ -407,8 +421,9 @@ def prepare(
         source.seed,
         (source.inner or source.module, None if exact else (options.quantize, "fast")),
     )
+    on_cpu = options.quantize or getattr(module, "on_cpu", False)
     task: dict[str, Any] = {
-        "module": replace(shipped, on_cpu=True) if options.quantize else shipped,
+        "module": replace(shipped, on_cpu=True) if on_cpu else shipped,
         "outputs": outputs,
         "signature": inputs.signature,
         "batch_size": rows,

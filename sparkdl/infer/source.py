@@ -248,7 +248,7 @@ def tokenizer_of(given: Any, folder: Path | None, where: str) -> Any:
         ) from error
 
 
-def longest(module: nn.Module, tokenizer: Any) -> int | None:
+def longest(module: Any, tokenizer: Any) -> int | None:
     """Return the most tokens that model and tokenizer name as their limit, or None."""
     config = getattr(module, "config", None)
     limits = [

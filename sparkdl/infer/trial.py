@@ -14,7 +14,7 @@ from pyspark import RDD
 from pyspark.sql import DataFrame
 from torch import nn
 
-from sparkdl.data.arrow_tasks import select_columns, ship_batches
+from sparkdl.data.arrow_tasks import of_structs, select_columns, ship_batches
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
@@ -177,7 +177,7 @@ def made_up(columns: Sequence[Column], types: Sequence[Any]) -> list[Rows] | Non
     arrays = []
     for column, kind in zip(columns, types, strict=True):
         if kind.typeName() == "string":
-            array = pa.array(["a", "a a"])
+            (array,) = of_structs([pa.array(["a", "a a"])] * len(column.names), [column])
         elif column.depth == 0 and column.spec is None:
             array = pa.array(np.zeros(ROWS, column.dtype))
         else:

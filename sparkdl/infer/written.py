@@ -101,7 +101,7 @@ def write_parts(
     if others:
         folder.write(_REPLACING, json.dumps([row.name for row in written]).encode())
         _replace(folder)
-    return data.sparkSession.read.schema(schema).parquet(_as_read(folder))
+    return data.sparkSession.read.schema(schema).parquet(as_read(folder))
 
 
 def _finished(
@@ -156,7 +156,7 @@ def _replace(folder: Folder) -> None:
     new.delete_empty()
 
 
-def _as_read(folder: Folder) -> str:
+def as_read(folder: Folder) -> str:
     """Return the path by which Spark reads a folder: on this file system, and without patterns."""
     uri = folder.uri if "://" in folder.uri else f"file://{folder.uri}"
     return _PATTERN.sub(r"\\\g<0>", uri)

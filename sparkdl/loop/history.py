@@ -17,6 +17,7 @@ import safetensors.numpy
 
 from sparkdl.codec.files import parse_json, parse_tensors
 from sparkdl.consistency.asynchronous import commits_of
+from sparkdl.data.row_errors import FIRST
 from sparkdl.errors import ParameterError
 from sparkdl.loop import history_tables
 from sparkdl.loop.history_tables import (
@@ -68,6 +69,7 @@ class History:
         self._validated = 0
         self._start: dict[str, Any] = {"samples": 0, "seconds": 0.0, "skipped": 0}
         self._settings: dict[str, int] = {}
+        self._invalid: dict[str, Any] = {}
         self._facts: dict[str, list[list[str]]] = {}
         self._events: list[dict[str, Any]] = []
 
@@ -105,6 +107,24 @@ class History:
         """Record the :attr:`settings` of the run that goes on with this history."""
         self._settings = dict(settings)
 
+    @property
+    def invalid(self) -> dict[str, Any]:
+        """Return what could not be read of the data, where ``Trainer(handle_invalid=)`` allows that.
+
+        By "training" and "validation": the number of ``rows``, the ``count`` of those that could not be
+        read, and ``first``, the key, the column and the reason of the first ten. A part that could all
+        be read is not there.
+        """
+        return dict(self._invalid)
+
+    def note_invalid(self, role: str, found: Mapping[str, Any], further: bool = False) -> None:
+        """Record what could not be read of a part of the data; ``further``: beside what was before."""
+        before = self._invalid.get(role) if further else None
+        if before is not None:
+            counts = {name: before[name] + found[name] for name in ("rows", "count")}
+            found = {**counts, "first": [*before["first"], *found["first"]][:FIRST]}
+        self._invalid = {**self._invalid, role: dict(found)}
+
     @staticmethod
     def after(state: TrainState) -> History:
         """Return an empty history of a run that continues from ``state``, with the validations so
@@ -124,6 +144,7 @@ class History:
         history._table, history._length = dict(self._table), self._length
         history._validations, history._validated = self._validations, self._validated
         history._start, history._settings = dict(self._start), self._settings
+        history._invalid = self._invalid
         history._facts, history._events = self._facts, list(self._events)
         return history
 
@@ -450,6 +471,7 @@ class History:
             "decisions": decided,
             "start": self._start,
             "settings": self._settings,
+            "invalid": self._invalid,
             "stopped": self.stopped,
             "facts": self._facts,
             "events": self._events,
@@ -526,6 +548,7 @@ class History:
             **({"decisions": decided} if decided else {}),
             "start": dict(self._start),
             **({"settings": self.settings} if self._settings else {}),
+            **({"invalid": self.invalid} if self._invalid else {}),
             **({"facts": self._facts} if self._facts else {}),
             **({"events": self._events} if self._events else {}),
             "stopped": self.stopped,
@@ -578,6 +601,7 @@ class History:
         for name, before in self._start.items():
             self._start[name] = type(before)(content.get("start", {}).get(name, before))
         self.note_settings({str(k): int(v) for k, v in content.get("settings", {}).items()})
+        self._invalid = dict(content.get("invalid", {}))
         for title, rows in content.get("facts", {}).items():
             self._facts[str(title)] = [[str(cell) for cell in row] for row in rows]
         for event in content.get("events", []):

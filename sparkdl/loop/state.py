@@ -77,6 +77,14 @@ class TrainState:
     """For each metric of the validation, whether more is better."""
     checkpoint: str | None = None
     """The last checkpoint that was committed."""
+    batch: int | None = None
+    """The number of the last batch of a stream, if ``partial_fit`` is given such numbers."""
+
+    def has_seen(self, batch: int | None) -> bool:
+        """Return whether a batch of a stream was trained on to its end."""
+        if batch is None or self.batch is None:
+            return False
+        return batch < self.batch or (batch == self.batch and self.position == 0)
 
     @property
     def staleness(self) -> int:

@@ -15,6 +15,7 @@ from pyspark.sql import Column, DataFrame, functions
 from torch import nn
 
 from sparkdl.data.arrow_tasks import check_new_columns
+from sparkdl.data.columns.base import names_read
 from sparkdl.errors import ParameterError
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
@@ -129,7 +130,7 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
         how = self.getOrDefault(self.handleInvalid)
         rows = dataset
         if how == "skip":
-            rows = rows.where(are_valid(dataset.schema, trained.features))
+            rows = rows.where(are_valid(dataset.schema, self._read()))
         if how == "keep":
             rows = self._with_zeros(rows, trained, valid)
         rows = trained.transform(rows, prediction_col=scores, postprocess=self._postprocess())
@@ -180,7 +181,7 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
 
     def _with_zeros(self, rows: DataFrame, trained: TrainedModel, valid: str) -> DataFrame:
         """Put zeros in place of invalid values; the original columns are kept beside."""
-        rows = rows.withColumn(valid, are_valid(rows.schema, trained.features))
+        rows = rows.withColumn(valid, are_valid(rows.schema, self._read()))
         for name, field in zip(trained.features, trained.fields, strict=False):
             if name in rows.columns:  # else transform says that it is missing
                 value = column(name)
@@ -194,6 +195,11 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
         for name in trained.features:
             rows = rows.withColumn(name, column(f"{valid}_{name}"))
         return rows
+
+    def _read(self) -> list[str]:
+        """Return the columns that the model reads."""
+        trained = self._renamed()
+        return names_read(trained.features, trained.columns)
 
     def _renamed(self) -> TrainedModel:
         """Return the trained model, reading ``featuresCol`` if that was changed."""

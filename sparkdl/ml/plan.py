@@ -12,6 +12,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as sql
 from torch import nn
 
+from sparkdl.data.columns.base import names_read
 from sparkdl.data.fields import NO_ROWS
 from sparkdl.errors import DataError, ParameterError, kind_of
 from sparkdl.loop.triggers import max_epoch
@@ -194,7 +195,8 @@ class FitPlan:
         if not self.filters:
             return data
         trainer = self.trainer
-        names = [*trainer.feature_columns, *trainer.label_columns]
+        features_and_labels = (*trainer.feature_columns, *trainer.label_columns)
+        names = names_read(features_and_labels, trainer.columns)
         drawn = None if trainer.sampling is None else trainer.sampling.column
         names += [name for name in (trainer.weight, self.indicator, drawn) if name is not None]
         missing = {name for name, spec in trainer.columns.items() if spec.takes_missing}

@@ -16,6 +16,7 @@ import pyspark
 import torch
 from pyspark.sql import DataFrame
 
+from sparkdl.data.columns.base import names_read
 from sparkdl.errors import ParameterError, kind_of
 from sparkdl.infer.model import TrainedModel, load
 from sparkdl.settings import DISTRIBUTION, __version__
@@ -189,7 +190,7 @@ def check_model(what: str, trained: Any) -> None:
 
 def _example(trained: TrainedModel, rows: DataFrame | pd.DataFrame) -> pd.DataFrame:
     """Return the first rows of the features as a table of pandas. Raises ParameterError."""
-    names = list(trained.features)
+    names = names_read(trained.features, trained.columns)
     if isinstance(rows, DataFrame):
         return rows.select(*names).limit(EXAMPLE_ROWS).toPandas()
     if not isinstance(rows, pd.DataFrame) or not {*names} <= {*rows.columns}:

@@ -10,6 +10,8 @@ import pandas as pd
 import pyarrow as pa
 from pyspark.sql.pandas.types import from_arrow_schema
 
+from sparkdl.data.arrow_tasks import of_structs
+from sparkdl.data.columns.base import names_read
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import columns_of
@@ -49,7 +51,9 @@ class PyFunc:
         for start in range(0, batch.num_rows, BATCH_SIZE):
             part = batch.slice(start, BATCH_SIZE)
             try:
-                arrays = [to_numpy(part.column(c.name), c, start) for c in columns]
+                read = [part.column(name) for column in columns for name in column.names]
+                pairs = zip(of_structs(read, columns), columns, strict=True)
+                arrays = [to_numpy(array, column, start) for array, column in pairs]
             except RowError as error:
                 raise DataError(error.problem.message("the table")) from None
             known = None if trained.output is None else trained.output.dimensions
@@ -60,7 +64,7 @@ class PyFunc:
 
 def _table(trained: TrainedModel, model_input: Any) -> pd.DataFrame:
     """Return the feature columns of the input. Raises DataError."""
-    names = list(trained.features)
+    names = names_read(trained.features, trained.columns)
     if isinstance(model_input, np.ndarray) and len(names) == 1:
         return pd.DataFrame({names[0]: list(model_input)})
     table = model_input if isinstance(model_input, pd.DataFrame) else pd.DataFrame(model_input)

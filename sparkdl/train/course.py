@@ -27,7 +27,7 @@ from sparkdl.codec.describe import describe, describe_trainer
 from sparkdl.consistency.asynchronous import Asynchronous
 from sparkdl.consistency.base import check_replicas, largest_staleness
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.fields import SampleHandle
+from sparkdl.data.fields import SampleHandle, invalid_in, told_of_invalid
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.recovery import RecoveringEngine
@@ -193,7 +193,15 @@ def run_course(
     state, history = load_start(request, engine, identity, resuming, site)
     history.note_settings(settings)
     history.note_facts(facts)
-    looped = trainer if not one_pass else replace(trainer, stop=MaxEpoch(state.epoch + 1))
+    for role, placed in (("training", samples), ("validation", validation_samples)):
+        found = None if placed is None else invalid_in(placed.handles)
+        if found is not None:
+            logger.warning("%s", told_of_invalid(role, found, trainer.handle_invalid))
+            history.note_invalid(role, found, further=one_pass and role == "training")
+    seen = state.has_seen(request.batch)
+    if one_pass and not seen:
+        state = replace(state, batch=request.batch)
+    looped = trainer if not one_pass else replace(trainer, stop=MaxEpoch(state.epoch + (not seen)))
     if before is not None and before.schedule is not None:
         schedule = before.schedule
         schedule.after(schedule.at, state)
@@ -278,6 +286,18 @@ def load_start(
     restored = None if resuming is None else resuming.restore(engine, identity)
     if restored is not None:
         state = replace(restored.state, iterations_per_epoch=per_epoch)
+        if state.has_seen(request.batch):
+            return state, restored.history
+        if request.batch is not None and request.batch == state.batch:  # was under way
+            anew = restored.manifest.data != identity.data
+            if anew:
+                logger.warning(
+                    "batch %d of the stream has other rows than when it was begun: those that were "
+                    "trained on until iteration %d count twice. A source that can be replayed has the "
+                    "same.",
+                    request.batch,
+                    state.iteration,
+                )
         if anew or not restored.midway:
             state = begin_batch(state, per_epoch, each_an_epoch=anew)
         return state, restored.history

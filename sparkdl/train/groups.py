@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import secrets
+import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -12,14 +17,16 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import torch
-from pyspark.sql import DataFrame, functions
+from pyspark.sql import DataFrame, SparkSession, functions
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 
 from sparkdl.care.hints import check_labels
 from sparkdl.care.rules import BALANCED
+from sparkdl.checkpoint.files import Folder
+from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, parse_json, with_checksum
 from sparkdl.compat import apply_in_arrow
-from sparkdl.data.arrow_tasks import check_unambiguous, columns_named
+from sparkdl.data.arrow_tasks import check_unambiguous, columns_named, numbered, of_structs
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import SampleHandle, check_total_weight
@@ -30,10 +37,19 @@ from sparkdl.data.row_errors import RowError
 from sparkdl.data.samples import SampleSet, materialize_here
 from sparkdl.data.schema import columns_of, quoted, read_schema, sampling_column
 from sparkdl.engines.local.groups import local_engine
-from sparkdl.errors import DataError, ParameterError, UserError, nearest, raise_all, wrong_data
+from sparkdl.errors import (
+    DataError,
+    ModelError,
+    ParameterError,
+    UserError,
+    nearest,
+    raise_all,
+    wrong_data,
+)
 from sparkdl.infer.forward import run_batches
-from sparkdl.infer.model import TrainedModel
+from sparkdl.infer.model import TrainedModel, load
 from sparkdl.infer.outputs import as_numpy, to_arrow
+from sparkdl.infer.written import as_read
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.history import History
@@ -41,6 +57,7 @@ from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.loop import train
 from sparkdl.loop.schedule import Schedule
 from sparkdl.model.flat import filled
+from sparkdl.model.preparation import dumps
 from sparkdl.model.recipe import Signature
 from sparkdl.process.determinism import Numerics
 from sparkdl.process.system import label_output
@@ -67,6 +84,7 @@ LOOKS = 3
 """The most groups on which it is tried."""
 _NOT_BY_GROUP = (
     "validation", "checkpoint", "callbacks", "histograms", "ema", "keep_optimizer_state",
+    "handle_invalid", "key",
 )  # fmt: skip
 
 
@@ -81,10 +99,10 @@ class GroupModels:
     """
 
     def __init__(
-        self, table: DataFrame, by: tuple[str, ...], model: PreparedModel, template: TrainedModel
+        self, table: DataFrame, by: tuple[str, ...], payload: bytes, template: TrainedModel
     ) -> None:
         self.table, self.by = table, by
-        self._model, self._template = model, template
+        self._payload, self._template = payload, template  # the pickled recipe of a model
 
     def __repr__(self) -> str:
         kind = type(self._template.module).__name__
@@ -115,8 +133,8 @@ class GroupModels:
             reason = "there is no such group" if row is None else f"its fit failed: {row.error}"
             text = f"no model of {', '.join(map(repr, key))}: {reason}"
             raise ParameterError(f"{text.rstrip('.')}.")
-        flat = torch.from_numpy(np.frombuffer(row.weights, self._model.float_dtype).copy())
-        return self._trained(filled(build_model(self._model.payload), flat))
+        flat = torch.from_numpy(np.frombuffer(row.weights, self._template.float_dtype).copy())
+        return self._trained(filled(build_model(self._payload), flat))
 
     def _trained(self, module: torch.nn.Module) -> TrainedModel:
         """Return a trained model like the template with another module."""
@@ -154,8 +172,8 @@ class GroupModels:
         kind = _parse_datatype_string(template.output.sql_type)
         task: PredictGroup = accompanied(
             PredictGroup(
-                self._model.payload,
-                self._model.float_dtype,
+                self._payload,
+                template.float_dtype,
                 features,
                 template.signature,
                 template.output.dimensions,
@@ -173,9 +191,111 @@ class GroupModels:
         schema = StructType([*data.schema.fields]).add(prediction_col, kind)
         return apply_in_arrow(predict, schema, keys, data, models)
 
+    def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> str:
+        """Write the table and the models of all groups into a folder, and return it.
+
+        :func:`load_groups` reads it. The table lies there as Parquet, written by Spark. Where models
+        are replaced, the old ones can be read until the new ones are complete.
+
+        Args:
+            path: A folder that executors reach, too, or the URI of one.
+            overwrite: Replace models of groups that are there.
+
+        Raises:
+            FileExistsError: The folder holds models of groups, and ``overwrite`` is False.
+            UserError: The model cannot be saved.
+        """
+        folder, mark = Folder.of(path), secrets.token_hex(4)
+        before = folder.entries()
+        if GROUPS in before and not overwrite:
+            raise FileExistsError(
+                f"{folder} already holds models of groups: pass overwrite=True to replace them."
+            )
+        frozen = [
+            name
+            for name, one in build_model(self._payload).named_parameters()
+            if not one.requires_grad
+        ]
+        content = {
+            **{"by": list(self.by), "frozen": frozen},
+            **{"table": f"table-{mark}", "model": f"model-{mark}"},
+        }
+        self._template.save(folder.folder(f"model-{mark}").uri)
+        with reading_explained("saving the models of the groups"):
+            table = folder.folder(f"table-{mark}").uri
+            self.table.write.parquet(table if "://" in table else f"file://{table}")
+        folder.write(GROUPS, json.dumps(with_checksum(content), indent=1).encode())
+        for name in before:
+            if _PART_OF_GROUPS.fullmatch(name):
+                _remove_folder(folder.folder(name))
+        return str(folder)
+
     def unpersist(self) -> None:
         """Release the table's memory; what uses it afterwards trains the groups again."""
         self.table.unpersist()
+
+
+def _remove_folder(folder: Folder) -> None:
+    """Delete a folder of files; that of a local one has hidden ones, too, by Hadoop."""
+    if "://" not in folder.uri:
+        shutil.rmtree(folder.uri, ignore_errors=True)
+        return
+    for name in folder.entries():
+        folder.delete(name)
+    folder.delete_empty()
+
+
+GROUPS = "groups.json"
+_PART_OF_GROUPS = re.compile(r"(table|model)-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """The recipe of models that were saved: a module whose weights are replaced."""
+
+    module: torch.nn.Module
+
+    def build(self, reported: bool = False) -> torch.nn.Module:
+        """Return the module, a new one each time that this was unpickled."""
+        return self.module
+
+
+def load_groups(
+    path: str | os.PathLike[str],
+    model: Callable[[], torch.nn.Module] | torch.nn.Module | None = None,
+    loss: Callable[..., Any] | None = None,
+    trust: bool = False,
+    session: SparkSession | None = None,
+) -> GroupModels:
+    """Load the models of groups that :meth:`sparkdl.GroupModels.save` wrote.
+
+    Args:
+        path: The folder, or its URI.
+        model: A module, or a function that builds it, as for :func:`sparkdl.load`.
+        loss: The loss for ``evaluate`` of a group's model, which is not saved.
+        trust: Allow the folder to run code of its own choice, as for :func:`sparkdl.load`.
+        session: The session whose executors predict; None is the active one.
+
+    Returns:
+        The table of the groups, which is read from there, and their models.
+
+    Raises:
+        FileNotFoundError: There are no models of groups in the folder.
+        UserError: The folder is damaged, or would run code, and ``trust`` is False.
+    """
+    folder = Folder.of(path)
+    if GROUPS not in folder.entries():
+        raise FileNotFoundError(f"{folder} holds no models of groups ({GROUPS} is missing).")
+    content = parse_json(folder.read(GROUPS, MAX_JSON_BYTES))
+    if is_changed(content):
+        raise ModelError(f"{folder}/{GROUPS} is damaged: its checksum differs.")
+    template = load(folder.folder(content["model"]).uri, model, loss, trust)
+    for name, parameter in template.module.named_parameters():
+        parameter.requires_grad_(name not in content["frozen"])
+    spark = session or SparkSession.active()
+    table = spark.read.parquet(as_read(folder.folder(content["table"])))
+    payload = dumps(accompanied(_Recipe(template.module)))
+    return GroupModels(table, tuple(content["by"]), payload, template)
 
 
 def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> GroupModels:
@@ -226,7 +346,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
 
     keys = [f"k{i}" for i in range(len(names))]
     chosen = [functions.col(quoted(n)).alias(k) for n, k in zip(names, keys, strict=True)]
-    chosen += [functions.col(quoted(c.name)).alias(f"c{i}") for i, c in enumerate(columns)]
+    chosen += numbered(columns)
     schema = StructType(
         [StructField(k, data.schema[n].dataType) for n, k in zip(names, keys, strict=True)]
         + _parse_datatype_string(RESULT).fields  # type: ignore[attr-defined]
@@ -244,7 +364,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         except BaseException:
             table.unpersist()
             raise
-    return GroupModels(table, names, model, template)
+    return GroupModels(table, names, model.payload, template)
 
 
 def _problems_of(trainer: Trainer, by: Sequence[str]) -> Iterator[str]:
@@ -444,8 +564,10 @@ def arrays_of(rows: pa.Table, columns: Sequence[Column], names: bool = False) ->
 
     Raises RowError.
     """
-    found = []
-    for i, column in enumerate(columns):
-        chunks: Any = rows.column(column.name if names else f"c{i}").combine_chunks()
-        found.append(to_numpy(chunks, column))
-    return found
+    there = [f"c{i}" for i, _ in enumerate(columns)]
+    if names:
+        there = [name for column in columns for name in column.names]
+    arrays: list[Any] = [rows.column(name).combine_chunks() for name in there]
+    if names:
+        arrays = of_structs(arrays, columns)
+    return [to_numpy(array, column) for array, column in zip(arrays, columns, strict=True)]

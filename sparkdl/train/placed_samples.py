@@ -131,6 +131,7 @@ def _reading(trainer: TrainerSpec) -> dict[str, Any]:
         "label": trainer.label_columns,
         "weight": trainer.weight,
         "columns": dict(trainer.columns),
+        "handle_invalid": trainer.handle_invalid,
         "sampling": trainer.sampling and (trainer.sampling.column, trainer.sampling.spec),
     }
 
@@ -299,6 +300,8 @@ def source(
         columns=trainer.columns,
         weight=trainer.weight,
         inputs=trainer.keywords,
+        handle_invalid=trainer.handle_invalid,
+        key=trainer.key,
         sampling=trainer.sampling,
     )
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 from sparkdl.care.rules import problems_of_start
 from sparkdl.checkpoint.resume import ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.errors import ParameterError, raise_all
+from sparkdl.errors import ParameterError, raise_all, shown
 from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.saved import StoredState
 from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest
+from sparkdl.plain import plain
 from sparkdl.train.spec import TrainerSpec
 
 
@@ -41,6 +43,7 @@ class FitRequest:
     before: CarriedRun | None = None  # the pass before this one
     one_pass: bool = False  # over a part of all data: ``stop`` has no effect
     quiet: bool = False  # no progress is shown
+    batch: int | None = None  # the number of the pass's rows in their stream
 
     @staticmethod
     def of(
@@ -91,6 +94,18 @@ class FitRequest:
             if resuming is None and self.before is None and not again:
                 store.tell_of_another_run(where.keep)
         return resuming
+
+
+def checked_batch(batch: Any) -> int | None:
+    """Return the number of a batch. Raises ParameterError for what is none."""
+    number = plain(batch)
+    if number is not None and (
+        isinstance(number, bool) or not isinstance(number, int) or number < 0
+    ):
+        raise ParameterError(
+            f"batch={shown(batch)}: give the number of the batch, which foreachBatch passes second."
+        )
+    return number
 
 
 class PassSeries:

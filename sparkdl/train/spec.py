@@ -103,6 +103,13 @@ class TrainerSpec:
     """The conversion of columns to tensors, by column name, if the column's type does not determine
     it: :class:`sparkdl.Image`, :class:`sparkdl.Sequence`, :class:`sparkdl.Text`,
     :class:`sparkdl.Masked` or :class:`sparkdl.Convert`."""
+    handle_invalid: str = field(default="error", metadata=rules.HANDLE_INVALID)
+    """The way to handle rows that cannot be read (a damaged image, a null, NaN): "error" ends the fit,
+    "skip" leaves them out, "keep" trains on zeros in place of such a feature. The log and
+    ``history.invalid`` tell how many there were, and the first ten."""
+    key: str | None = field(default=None, metadata=rules.WEIGHT)
+    """The column that names a row in what ``handle_invalid`` tells. None is the column "path", if there
+    is one, as in Spark's binary files; else the row's number."""
     augment: Callable[..., Any] | None = field(default=None, metadata=rules.AUGMENT)
     """A function that changes one sample (NumPy arrays) each time the sample is trained on:
     ``augment(*features, rng)`` returns the features. With features by keyword it is called as

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark import RDD
@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame
 from sparkdl.errors import known_arguments
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
-from sparkdl.train.request import FitRequest, PassSeries
+from sparkdl.train.request import FitRequest, PassSeries, checked_batch
 from sparkdl.train.spec import TrainerSpec
 
 if TYPE_CHECKING:
@@ -84,7 +84,11 @@ class Trainer(TrainerSpec):
         return fit(data, request).trained
 
     def partial_fit(
-        self, data: DataFrame | RDD[Any], *, resume: str | os.PathLike[str] | None = None
+        self,
+        data: DataFrame | RDD[Any],
+        *,
+        resume: str | os.PathLike[str] | None = None,
+        batch: int | None = None,
     ) -> TrainedModel:
         """Make one pass over ``data``, continuing from the last ``partial_fit`` of this trainer.
 
@@ -97,6 +101,10 @@ class Trainer(TrainerSpec):
             data: The rows of this pass, as in :meth:`fit`.
             resume: In the first call, a checkpoint of earlier calls to continue from: "latest" or a
                 path.
+            batch: The number of the batch, as ``foreachBatch`` gives it. A batch that was trained on
+                changes nothing, also one of an earlier program whose checkpoint is resumed; one that
+                was under way goes on where its checkpoint was written. A checkpoint is written at the
+                end of each batch.
 
         Returns:
             The model after this pass.
@@ -106,4 +114,5 @@ class Trainer(TrainerSpec):
         """
         from sparkdl.train.fit import fit_pass
 
-        return fit_pass(self._passes, data, FitRequest.of(self, resume))
+        request = FitRequest.of(self, resume)
+        return fit_pass(self._passes, data, replace(request, batch=checked_batch(batch)))

@@ -11,15 +11,17 @@ from sparkdl.tune.record import Score, TrialRecord
 from sparkdl.tune.result import SearchResult
 from sparkdl.tune.search import search
 from sparkdl.tune.space import choice, integers, loguniform, uniform
-from sparkdl.tune.sweep import Threshold, threshold
+from sparkdl.tune.sweep import LearningRates, Threshold, find_lr, threshold
 
 __all__ = [
+    "LearningRates",
     "Optuna",
     "Score",
     "SearchResult",
     "Threshold",
     "TrialRecord",
     "choice",
+    "find_lr",
     "integers",
     "loguniform",
     "search",

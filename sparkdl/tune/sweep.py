@@ -1,20 +1,33 @@
-"""Values that one sweep finds: the threshold of a classifier."""
+"""Values that one sweep finds: the threshold of a classifier, the learning rate of a trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from pyspark import RDD
 from pyspark.sql import DataFrame
+from torch.optim.lr_scheduler import LambdaLR
 
+from sparkdl.codec.charts import THICK, Line, Page, Panel, as_svg
+from sparkdl.codec.describe import two_columns
+from sparkdl.codec.files import path_here
 from sparkdl.errors import DataError, ParameterError, nearest, shown
 from sparkdl.infer.model import TrainedModel
+from sparkdl.loop.callbacks import Callback, StopTraining
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.triggers import max_iteration
 from sparkdl.metrics.classes import Judging
 from sparkdl.metrics.scores import OBJECTIVES, BestThreshold
 from sparkdl.model.recipe import Part
+from sparkdl.plain import is_whole
+from sparkdl.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -77,3 +90,144 @@ def threshold(
     if found["threshold"] != found["threshold"]:
         raise DataError("a threshold needs rows of both classes, and scores that are numbers.")
     return Threshold(found["threshold"], found["value"], trained.judging)
+
+
+SMOOTHING = 0.95
+"""The weight of the losses before in the smoothed loss."""
+DIVERGED = 4.0
+"""The multiple of the lowest smoothed loss at which a sweep of learning rates ends."""
+
+
+@dataclass(frozen=True)
+class LearningRates:
+    """The losses of a sweep of learning rates, see :func:`find_lr`.
+
+    Attributes:
+        rates: The rate of each iteration.
+        losses: The smoothed loss after it.
+        suggestion: The rate at which the loss falls fastest; nan if it never falls.
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    suggestion: float
+
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write a page of HTML with the losses over the rates, and return its path.
+
+        Raises:
+            ParameterError: The extra ``report`` is not installed.
+        """
+        page = Page("Learning rates")
+        page.figures({"suggestion": f"{self.suggestion:.3g}"})
+        page.chart(self._panel())
+        return page.save(path_here(path))
+
+    def _panel(self) -> Panel:
+        points = [
+            (math.log10(rate), loss) for rate, loss in zip(self.rates, self.losses, strict=True)
+        ]
+        marks = [math.log10(self.suggestion)] if self.suggestion > 0 else []
+        return Panel("smoothed loss", [Line("loss", points, THICK)], marks, "log10 of the rate")
+
+    def _repr_html_(self) -> str:
+        """Return the view in a notebook: the curve, and the suggestion."""
+        return two_columns({"suggestion": f"{self.suggestion:.3g}"}) + as_svg(self._panel())
+
+
+def find_lr(
+    trainer: Trainer,
+    data: Any,
+    *,
+    start: float = 1e-7,
+    end: float = 10.0,
+    iterations: int = 100,
+) -> LearningRates:
+    """Train with learning rates that grow from iteration to iteration, and suggest one.
+
+    It is the range test of L. N. Smith, "Cyclical learning rates for training neural networks", WACV
+    2017. The sweep ends where the loss has become four times its lowest value. Nothing is validated,
+    checkpointed or kept, and the trainer stays as it is.
+
+    Args:
+        trainer: The trainer; the learning rates of its optimizer's groups keep their ratios.
+        data: The training data, as for ``Trainer.fit``.
+        start: The first learning rate.
+        end: The last one.
+        iterations: The number of rates between them.
+
+    Raises:
+        UserError: The data, the trainer or an argument cannot work.
+        TrainingError: An iteration failed for good.
+    """
+    if not 0 < start < end < math.inf or not is_whole(iterations, 2):
+        raise ParameterError(
+            f"start={shown(start)}, end={shown(end)}, iterations={shown(iterations)}: give rates "
+            "above 0 that grow, and at least 2 iterations."
+        )
+    swept = replace(
+        trainer,
+        schedule=partial(_growing, start, end, iterations),
+        schedule_per="iteration",
+        schedule_metric=None,
+        stop=max_iteration(iterations),
+        on_nan="skip",
+        callbacks=[_Divergence()],
+        validation=None,
+        checkpoint=None,
+        histograms=None,
+        ema=None,
+    )
+    history = swept.fit(data).history
+    rates = [row["learning_rate"] for row in history]
+    losses = smoothed(history.losses)
+    count = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), len(losses))
+    rates, losses = rates[:count], losses[:count]
+    lowest = losses.index(min(losses)) if losses else 0
+    falls = [losses[i + 1] - losses[i - 1] for i in range(1, lowest)]
+    steepest = 1 + falls.index(min(falls)) if falls else 0
+    found = rates[steepest] if falls and min(falls) < 0 else math.nan
+    return LearningRates(tuple(rates), tuple(losses), found)
+
+
+def _growing(start: float, end: float, count: int, optimizer: torch.optim.Optimizer) -> LambdaLR:
+    """Return the schedule whose first group has these rates, evenly by their logarithm."""
+    first = float(optimizer.param_groups[0]["lr"])
+    if not first:
+        raise ParameterError(
+            "find_lr: the optimizer's learning rate is 0, and grows by a factor: set lr=."
+        )
+    return LambdaLR(optimizer, _Factor(start / first, (end / start) ** (1 / (count - 1))))
+
+
+@dataclass
+class _Factor:
+    """The factor of the learning rate after so many iterations."""
+
+    first: float
+    growth: float
+
+    def __call__(self, iterations: int) -> float:
+        return self.first * self.growth**iterations
+
+
+def smoothed(losses: Sequence[float]) -> list[float]:
+    """Return the moving averages of losses, as if each had begun with the first one."""
+    found, average = [], 0.0
+    for i, loss in enumerate(losses, start=1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        found.append(average / (1 - SMOOTHING**i))
+    return found
+
+
+class _Divergence(Callback):
+    """Ends the sweep once the loss has grown far beyond its lowest value."""
+
+    def __init__(self) -> None:
+        self._losses: list[float] = []
+
+    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
+        self._losses.append(state.loss)
+        found = smoothed(self._losses)
+        if not math.isfinite(state.loss) or found[-1] > DIVERGED * min(found):
+            raise StopTraining("the loss diverges")

@@ -355,6 +355,49 @@ def test_a_new_trainer_goes_on_from_the_checkpoint(frame, tmp_path):
     assert 'parameter "0.weight" is [9, 5] here and [8, 5] in the checkpoint' in said
 
 
+class _Crash(sparkdl.Callback):
+    """Ends the process, as far as the run can tell, after an iteration."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def on_epoch_start(self, trainer, state) -> None:
+        if state.iteration == self.iteration:
+            raise KeyboardInterrupt
+
+    def on_iteration_start(self, trainer, state) -> None:
+        self.on_epoch_start(trainer, state)
+
+
+def test_each_batch_of_a_stream_is_trained_on_once(frame, tmp_path, caplog):
+    """Whether the crash came after a batch, or within one; in the same program, too."""
+    expected = passes(online(batch_size=7), frame, range(3))
+    kept = {
+        "batch_size": 7,
+        "checkpoint": sparkdl.Checkpoint(tmp_path, every=sparkdl.every(2)),
+    }
+    first = online(**kept)
+    for _ in range(2):
+        first.partial_fit(frame(20, 0), resume="latest", batch=0)
+    crashing = online(**kept, callbacks=[_Crash(5)])  # 3 iterations a batch; the checkpoint is of 4
+    with pytest.raises(KeyboardInterrupt):
+        crashing.partial_fit(frame(20, 1), resume="latest", batch=1)
+    for _ in range(2):  # the second time, the batch is done
+        restarted = online(**kept)
+        trained = restarted.partial_fit(frame(20, 1), resume="latest", batch=1)
+    trained = restarted.partial_fit(frame(20, 2), resume="latest", batch=2)
+    assert bits(trained) == bits(expected)
+    assert trained.history.losses == expected.history.losses
+    with pytest.raises(KeyboardInterrupt):
+        online(**kept, callbacks=[_Crash(11)]).partial_fit(frame(20, 3), resume="latest", batch=3)
+    assert "count twice" not in caplog.text
+    online(**kept).partial_fit(frame(20, 4), resume="latest", batch=3)
+    assert "batch 3 of the stream has other rows" in caplog.text
+    assert "foreachBatch passes second" in mistake(
+        lambda: online().partial_fit(frame(8), batch="1")
+    )
+
+
 def test_latest_of_nothing_is_the_beginning(frame, tmp_path):
     run = online(checkpoint=sparkdl.Checkpoint(tmp_path / "run"))
     assert bits(run.partial_fit(frame(12), resume="latest")) == bits(

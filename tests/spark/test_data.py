@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import innards
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from launch import soak_but
@@ -24,6 +25,8 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data import samples as module
+from sparkdl.data.arrow_tasks import _with_zeros, bad_rows
+from sparkdl.data.columns.base import Column
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import close_partitions, open_partition
 from sparkdl.data.records import Sample
@@ -701,3 +704,85 @@ def test_the_preview_has_the_extreme_integers(reader: Reader) -> None:
 def test_the_preview_of_one_row_repeats_it(reader: Reader) -> None:
     samples = reader.samples(numbers(reader.spark, 1, count=1), replicas=1, here=True)
     assert [len(array) for array in samples.preview] == [2, 2]
+
+
+def _fit(data: Any, engine: str = "local", **how: Any) -> sparkdl.TrainedModel:
+    how = {"replicas": 2, "key": "id", "handle_invalid": "skip", **how}
+    return sparkdl.Trainer(
+        model=functools.partial(nn.Linear, 2, 1),
+        loss=nn.MSELoss(),
+        optimizer=functools.partial(torch.optim.SGD, lr=0.1),
+        batch_size=10,
+        engine=engine,
+        stop=sparkdl.max_epoch(2),
+        **how,
+    ).fit(data)
+
+
+BAD_ROWS = {3: ("features", "is null"), 11: ("features", "holds NaN"), 20: ("label", "is null")}
+PARTLY_BAD = "IF(id = 3, NULL, array(id / 40f, IF(id = 11, float('NaN'), 1f))) AS features"
+
+
+@pytest.mark.parametrize("engine", ["local", "shuffle"])
+def test_rows_that_cannot_be_read_are_left_out(spark: Any, engine: str, caplog: Any) -> None:
+    """The fit is that of the other rows, bit by bit; the log and the history tell of them."""
+    data = spark.range(40).selectExpr(
+        "id", PARTLY_BAD, "IF(id = 20, NULL, array(id / 40f)) AS label"
+    )
+    good = data.where("id NOT IN (3, 11, 20)")
+    validation = sparkdl.Validation(data.where("id > 15"))
+    left_out = _fit(data, engine, validation=validation)
+    other = _fit(good, engine)
+    assert torch.equal(left_out.module.weight, other.module.weight)
+    found = left_out.history.invalid
+    assert {role: (one["count"], one["rows"]) for role, one in found.items()} == {
+        "training": (3, 40), "validation": (1, 24)
+    }  # fmt: skip
+    told = {int(row["key"]): (row["column"], row["reason"]) for row in found["training"]["first"]}
+    assert told == BAD_ROWS
+    assert "3 of 40 rows cannot be read, and are left out: " in caplog.text
+    assert sparkdl.History.from_bytes(left_out.history.to_bytes()).invalid == found
+    assert other.history.invalid == {}
+    records = data.rdd.repartition(2)
+    by_record = _fit(records, engine, features=["features"], label=["label"])
+    assert {row["key"] for row in by_record.history.invalid["training"]["first"]} == {
+        "3",
+        "11",
+        "20",
+    }
+    with pytest.raises(
+        sparkdl.DataError, match=r'none of the 1 rows .*: 3, column "features": is null'
+    ):
+        _fit(data.where("id = 3"), engine)
+    with pytest.raises(sparkdl.DataError, match=r'the key column "ID2" is missing'):
+        _fit(data, engine, key="ID2")
+
+
+def test_rows_that_cannot_be_read_are_zeros(spark: Any) -> None:
+    """Arrays, and sequences of one element; a label has no such stand-in."""
+    data = spark.range(30).selectExpr(
+        "id", "IF(id = 3, NULL, array(id / 40f, 1f)) AS features", "array(id / 40f) AS label"
+    )
+    zeros = data.withColumn("features", functions.expr("coalesce(features, array(0f, 0f))"))
+    how: dict[str, Any] = {"replicas": 1}
+    kept, other = _fit(data, handle_invalid="keep", **how), _fit(zeros, **how)
+    assert torch.equal(kept.module.weight, other.module.weight)
+    assert (
+        kept.history.invalid["training"]["count"],
+        kept.history.invalid["training"]["rows"],
+    ) == (1, 30)
+    bad_label = data.withColumn("label", functions.expr("IF(id = 4, NULL, label)"))
+    with pytest.raises(
+        sparkdl.DataError, match=r'column "label", row 4 .*use handle_invalid="skip"'
+    ):
+        _fit(bad_label, handle_invalid="keep", **how)
+    with pytest.raises(sparkdl.DataError, match='"keep" is for DataFrames'):
+        _fit(data.rdd, handle_invalid="keep", **how)
+
+
+def test_sequences_that_cannot_be_read_are_one_zero() -> None:
+    column = Column("ids", "int64", 1, spec=sparkdl.Sequence())
+    array = pa.array([[1, 2], None, [3]], pa.list_(pa.int64()))
+    assert dict(bad_rows(array, column)).keys() == {1}
+    found = _with_zeros(array, column, {1: "is null"}, None, 0)
+    assert [row.tolist() for row in found] == [[1, 2], [0], [3]]

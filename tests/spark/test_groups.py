@@ -41,6 +41,7 @@ def trainer() -> sparkdl.Trainer:
         features="x",
         label="y",
         batch_size=16,
+        freeze=["2.bias"],
         stop=sparkdl.max_epoch(2),
     )
 
@@ -77,6 +78,34 @@ def test_the_bits_are_those_of_a_fit(
     wanted = {tuple(row.x): row.prediction for row in alone.transform(mine).collect()}
     assert {tuple(row.x): row.prediction for row in scored} == pytest.approx(wanted)
     assert scored[0].asDict().keys() == {"series", "part 2", "x", "y", "prediction"}
+
+
+def test_saved_models_are_the_same(
+    series: Any, trainer: sparkdl.Trainer, models: sparkdl.GroupModels, tmp_path: Any
+) -> None:
+    """A folder that is written twice holds the second ones, whose frozen weights come along."""
+    for overwrite in (False, True):
+        models.save(tmp_path / "all of them", overwrite=overwrite)
+    assert len(list((tmp_path / "all of them").iterdir())) == 3
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        models.save(tmp_path / "all of them")
+    loaded = sparkdl.load_groups(tmp_path / "all of them", model=trainer.model)
+    assert sorted(map(tuple, loaded.errors.collect())) == sorted(
+        map(tuple, models.errors.collect())
+    )
+    for one, other in zip(
+        loaded.model("b").module.parameters(), models.model("b").module.parameters(), strict=True
+    ):
+        assert torch.equal(one, other)
+    found, expected = (
+        {tuple(row.x): row.prediction for row in some.transform(series).collect()}
+        for some in (loaded, models)
+    )
+    assert found == expected
+    with pytest.raises(sparkdl.TrustError):
+        sparkdl.load_groups(tmp_path / "all of them")
+    with pytest.raises(FileNotFoundError, match="holds no models of groups"):
+        sparkdl.load_groups(tmp_path)
 
 
 def test_groups_without_a_model_have_no_predictions(

@@ -36,6 +36,7 @@ LONG = [
     "continuing.md",
     "data.md",
     "gang.md",
+    "generate.md",
     "gradients.md",
     "groups.md",
     "inference.md",

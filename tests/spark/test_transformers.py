@@ -111,6 +111,66 @@ TRAINER = sparkdl.Trainer(
 )
 NEXT = sparkdl.Text(tokenizer(), max_length=8, padding=-100)
 CAUSAL = replace(TRAINER, model=causal, label="next", columns={**TRAINER.columns, "next": NEXT})
+STARTS = [" ".join(text.split()[-2:]) for text in TEXTS]
+LONG = {"max_length": 7, "stride": 2, "text_pair": "next"}
+PAIRS = replace(
+    TRAINER,
+    model=partial(sparkdl.Windows, encoder),
+    loss=nn.CrossEntropyLoss(),
+    output=None,
+    columns={"text": sparkdl.Text(tokenizer(), **LONG)},
+)
+"""Pairs of texts, the second of which is divided into windows where it is long."""
+
+
+def pooled(module: nn.Module) -> torch.Tensor:
+    """The scores of pairs as a user of transformers makes them: window by window, their mean."""
+    rows = []
+    for first, second in zip(STARTS, TEXTS, strict=True):
+        batch = tokenizer()(
+            [first],
+            [second],
+            truncation="only_second",
+            max_length=LONG["max_length"],
+            stride=LONG["stride"],
+            return_overflowing_tokens=True,
+            return_token_type_ids=True,
+            padding=True,
+            return_tensors="pt",
+        )
+        batch.pop("overflow_to_sample_mapping")
+        rows.append(module(**batch).logits.mean(0))
+    return torch.stack(rows)
+
+
+@pytest.mark.gang
+@pytest.mark.parametrize(
+    "engine",
+    soak_but([{"engine": "shuffle"}], [{"engine": name} for name in ("local", "shuffle", "gang")]),
+    ids=lambda given: given["engine"],
+)
+def test_pairs_in_windows_train_as_in_a_plain_loop(
+    spark: SparkSession, engine: dict[str, str], tmp_path: Path
+) -> None:
+    """Also saved, loaded without trust, and applied to the same columns."""
+    rows = list(zip(STARTS, TEXTS, LABELS, range(len(TEXTS)), strict=True))
+    pairs = spark.createDataFrame(rows, "text string, next string, label bigint, number int")
+    module, losses = encoder().train(), []
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(pooled(module), torch.tensor(LABELS))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    trained = replace(PAIRS, **engine).fit(pairs)
+    assert trained.history.losses == pytest.approx(losses, rel=1e-4)
+    trained.save(tmp_path / "model")
+    loaded = sparkdl.load(tmp_path / "model", model=partial(sparkdl.Windows, encoder))
+    with torch.no_grad():
+        expected = pooled(module.eval())
+    for row in loaded.transform(pairs).collect():
+        assert row.prediction == pytest.approx(expected[row.number].tolist(), abs=2e-3)
 
 
 def plain_loop(module: nn.Module, labels: torch.Tensor | None = None) -> list[float]:

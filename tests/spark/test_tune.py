@@ -542,3 +542,22 @@ def test_a_search_is_a_run_of_mlflow_with_nested_runs(
         again = [run for run in client.search_runs(["0"]) if run.info.run_name == "trial 0"]
         assert len(again) == 2
         assert again[0].data.metrics["validation/accuracy"] == result.best.value
+
+
+def test_a_sweep_of_learning_rates(
+    frames: tuple[DataFrame, DataFrame], trainer: sparkdl.Trainer, tmp_path: Path
+) -> None:
+    """The rates grow evenly by their logarithm; a loss that explodes ends the sweep."""
+    plain = replace(trainer, engine="local", validation=None, stop=sparkdl.max_epoch(1))
+    found = tune.find_lr(plain, frames[0], start=1e-4, end=1, iterations=30)
+    assert found.rates == pytest.approx(np.geomspace(1e-4, 1, 30)[: len(found.rates)])
+    assert found.rates[0] < found.suggestion < found.rates[-1]
+    assert "smoothed loss" in found.report(tmp_path / "rates.html").read_text(encoding="utf-8")
+    assert "<svg" in found._repr_html_()
+    steep = replace(
+        plain, optimizer=partial(torch.optim.SGD, lr=0.1), model=partial(nn.Linear, 2, 2)
+    )
+    found = tune.find_lr(steep, frames[0], start=1e-2, end=1e9, iterations=60)
+    assert len(found.rates) < 60
+    with pytest.raises(sparkdl.ParameterError, match="rates above 0 that grow"):
+        tune.find_lr(plain, frames[0], start=1, end=1)

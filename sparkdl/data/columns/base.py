@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, TypeAlias
 
@@ -63,6 +63,11 @@ class ColumnSpec(ABC):
     def rule(self) -> Padding | None:
         """The padding of its mini-batches if rows vary in length, else None."""
         return None
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """The other columns that make the tensor together with its own; it is given a struct of all."""
+        return ()
 
     def problems(self, role: str) -> Iterator[str]:
         """Yield what is wrong with this specification for a "feature" or "label", without its name."""
@@ -143,6 +148,11 @@ class Column:
     label: bool = field(default=False, compare=False)
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The columns of the DataFrame that it is made of; several are read as a struct."""
+        return (self.name, *(self.spec.beside if self.spec is not None else ()))
+
+    @property
     def grows(self) -> bool:
         """Return whether the tensor may be much larger than the column."""
         return self.vector or (self.spec is not None and self.spec.grows)
@@ -152,6 +162,11 @@ def default_spec(data_type: DataType) -> ColumnSpec | None:
     """Return the specification of features of this type that are given none, or None."""
     found = (kind.default(data_type) for kind in KINDS.values())
     return next((spec for spec in found if spec is not None), None)
+
+
+def names_read(names: Iterable[str], specs: Specs) -> list[str]:
+    """Return these columns, each followed by those that its specification reads beside it."""
+    return [n for name in names for n in (name, *(specs[name].beside if name in specs else ()))]
 
 
 def padding_of(specs: Specs | None, name: str) -> Padding | None:

@@ -29,7 +29,8 @@ class Text(ColumnSpec):
 
     The model gets the numbers of the tokens, int64 (B, T), and directly after them a mask of the same
     shape: 1 for tokens, 0 for padding. By keyword the mask is ``attention_mask`` beside ``input_ids``,
-    else ``KEYWORD_mask``.
+    else ``KEYWORD_mask``. The types of the tokens, if asked for, come last: ``token_type_ids`` or
+    ``KEYWORD_types``.
 
     A fast tokenizer of transformers becomes the ``tokenizers.Tokenizer`` inside it, which is all that
     executors and saved models need.
@@ -55,10 +56,20 @@ class Text(ColumnSpec):
     padding_side: str | None = None
     """The side on which shorter rows are filled up, "left" or "right"; None: that of the tokenizer, or
     "right". A language model that generates needs "left", so that it goes on after the last token."""
+    text_pair: str | None = None
+    """The column with the second text of each pair, whose first is in the column itself: both become
+    one row of tokens, as of ``tokenizer(text, text_pair)``. In an RDD, a value is a list of the two."""
+    token_types: bool | None = None
+    """Give the model the types of the tokens; None: for pairs, if the tokenizer gives the second text
+    another type than the first, and does not say that its model takes none."""
+    stride: int | None = None
+    """A longer row becomes windows of ``max_length`` tokens, each of which begins with this many of the
+    one before. The model gets numbers, mask and types of shape (B, windows, T), as
+    :class:`sparkdl.Windows` takes them. Of a pair, only the second text is divided."""
 
     def __post_init__(self) -> None:
         problems = []
-        make_plain(self, "max_length", "padding", "mask", "lengths", "pad_to_max")
+        make_plain(self, "max_length", "padding", "mask", "lengths", "pad_to_max", "stride")
         if self.max_length is not None and not is_whole(self.max_length, 1):
             problems.append(
                 f"max_length={shown(self.max_length)}: give a whole number of at least 1."
@@ -70,6 +81,10 @@ class Text(ColumnSpec):
                 problems.append(f"{name}={shown(getattr(self, name))}: give True or False.")
         if self.padding_side not in (None, "left", "right"):
             problems.append(f'padding_side={shown(self.padding_side)}: give "left" or "right".')
+        if self.token_types not in (None, True, False):
+            problems.append(f"token_types={shown(self.token_types)}: give True, False or None.")
+        if not isinstance(self.text_pair, (str, type(None))):
+            problems.append(f"text_pair={shown(self.text_pair)}: give the name of a column.")
         if self.pad_to_max is True and self.max_length is None:
             problems.append("pad_to_max=True: give max_length, which it pads to.")
         if not callable(self.tokenizer) and not hasattr(self.tokenizer, "encode_batch"):
@@ -77,18 +92,39 @@ class Text(ColumnSpec):
                 f"tokenizer is {kind_of(self.tokenizer)}: give a tokenizer of transformers or "
                 "tokenizers, or a function of a list of texts."
             )
+        problems += [] if problems or self.stride is None else self._problems_of_stride()
         raise_all(ParameterError, [f"Text: {problem}" for problem in problems])
+
+    def _problems_of_stride(self) -> Iterator[str]:
+        tokenizer = getattr(self.tokenizer, "backend_tokenizer", self.tokenizer)
+        if not is_whole(self.stride, 0):
+            yield f"stride={shown(self.stride)}: give a whole number of at least 0."
+        elif self.max_length is None or self.pad_to_max:
+            yield "stride divides rows into windows of max_length: give it, without pad_to_max."
+        elif not hasattr(tokenizer, "encode_batch"):
+            yield f"stride needs a fast tokenizer, and tokenizer is {kind_of(self.tokenizer)}."
+        else:
+            room = self.max_length - tokenizer.num_special_tokens_to_add(self.text_pair is not None)
+            if self.stride >= room:
+                yield f"stride={self.stride}: a window has room for {room} tokens: give fewer."
 
     def __getstate__(self) -> dict[str, Any]:
         """Travel without the libraries of the tokenizer that the user gave."""
         return {**vars(self), "tokenizer": self._prepared[0], "_prepared": self._prepared}
 
     @functools.cached_property
-    def _prepared(self) -> tuple[Any, int, str]:
-        """The tokenizer that executors run, the number that fills up shorter rows, and the side."""
-        encoder, padding, side = _prepared(self.tokenizer, self.max_length)
+    def _prepared(self) -> tuple[Any, int, str, bool]:
+        """The tokenizer that executors run, the number that fills up shorter rows, the side, and
+        whether the types are given."""
+        types = self.token_types
+        if types is None:
+            types = self.text_pair is not None and _types_pairs(self.tokenizer)
+        only_second = self.text_pair is not None and self.stride is not None
+        strategy = "only_second" if only_second else "longest_first"
+        cut = {"stride": self.stride or 0, "strategy": strategy}
+        encoder, padding, side = _prepared(self.tokenizer, self.max_length, cut)
         padding = padding if self.padding is None else self.padding
-        return encoder, padding, self.padding_side or side
+        return encoder, padding, self.padding_side or side, types
 
     @property
     def rule(self) -> Padding:
@@ -98,8 +134,15 @@ class Text(ColumnSpec):
             length=self.max_length if self.pad_to_max else None,
             lengths=self.lengths,
             mask=self.mask,
-            side=self._prepared[2],
+            side=self._prepared[2] if self.stride is None else "right",  # that of the windows
+            types=self._prepared[3],
+            windows=self.stride is not None,
         )
+
+    @property
+    def beside(self) -> tuple[str, ...]:
+        """Return the column of second texts, if there is one."""
+        return () if self.text_pair is None else (self.text_pair,)
 
     def problems(self, role: str) -> Iterator[str]:
         """Yield a problem if a label has no padding of its own, or is to give its lengths."""
@@ -110,32 +153,46 @@ class Text(ColumnSpec):
             )
         if role == "label" and self.lengths:
             yield "has lengths=True, which is for features: the loss gets none."
+        for name in ("text_pair", "token_types", "stride"):
+            if role == "label" and getattr(self, name) not in (None, False):
+                yield f"has {name}={shown(getattr(self, name))}, which is for features only."
 
     def resolve(
         self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
     ) -> Column | str:
         """Return the column, or an error text if it is no text."""
-        if data_type.typeName() not in ("string", "char", "varchar"):
-            return (
-                f"is of type {data_type.simpleString()}, which is no text: read numbers of tokens with "
-                "sparkdl.Sequence(mask=True), or cast the column to string."
-            )
+        kinds = [("is", data_type)]
+        if self.text_pair is not None:
+            first, second = (one.dataType for one in data_type.fields)
+            kinds = [("is", first), (f'has a text_pair, "{self.text_pair}", that is', second)]
+        for verb, kind in kinds:
+            if kind.typeName() not in ("string", "char", "varchar"):
+                return (
+                    f"{verb} of type {kind.simpleString()}, which is no text: read numbers of tokens "
+                    "with sparkdl.Sequence(mask=True), or cast the column to string."
+                )
         return Column(name, DTYPE, 1, spec=self)
 
     def convert(self, array: pa.Array, column: Column, first_row: int) -> Ragged:
         """Tokenize the texts, all at once."""
-        if array.null_count:
-            row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-            raise RowError(column.name, first_row + row, "is null", drop(column.name))
-        texts = array.to_pylist()
-        rows = self._rows(texts, column.name, first_row)
-        return Ragged.of(rows or [np.zeros(0, DTYPE)], self.rule)[: len(texts)]
+        several = array.flatten() if self.text_pair is not None else [array]
+        for name, one in zip(column.names, several, strict=True):
+            if one.null_count:
+                row = int(np.flatnonzero(one.is_null().to_numpy(zero_copy_only=False))[0])
+                text = "is null" if name == column.name else f'has no text_pair: "{name}" is null'
+                raise RowError(column.name, first_row + row, text, drop(name))
+        texts = [one.to_pylist() for one in several]
+        rows = self._rows(list(zip(*texts, strict=True)), column.name, first_row)
+        return Ragged.of(rows or [self._row([np.zeros((0, 2), DTYPE)])], self.rule)[: len(array)]
 
     def from_record(self, value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
-        """Tokenize the text of a record."""
-        if not isinstance(value, str):
-            raise RowError(name, row, f"is {kind_of(value)}, not a text", MEND_RECORDS)
-        return self._rows([value], name, row)[0]
+        """Tokenize the text, or the list of two, of a record."""
+        texts = (value,) if self.text_pair is None else value
+        count = 1 if self.text_pair is None else 2
+        if not isinstance(texts, (list, tuple)) or [type(one) for one in texts] != [str] * count:
+            what = "a text" if count == 1 else "a list of two texts"
+            raise RowError(name, row, f"is {kind_of(value)}, not {what}", MEND_RECORDS)
+        return self._rows([tuple(texts)], name, row)[0]
 
     def to_json(self, name: str) -> dict[str, Any]:
         """Return the fields; a ``tokenizers.Tokenizer`` is its own JSON, a function is its name."""
@@ -146,8 +203,11 @@ class Text(ColumnSpec):
             "lengths": self.lengths,
             "pad_to_max": self.pad_to_max,
             "padding_side": self.padding_side,
+            "text_pair": self.text_pair,
+            "token_types": self.token_types if self.text_pair is None else self._prepared[3],
+            "stride": self.stride,
         }
-        encoder, _, side = self._prepared
+        encoder, _, side, _ = self._prepared
         if hasattr(encoder, "to_str"):
             return {**values, "padding_side": side, "tokenizer": encoder.to_str()}
         try:
@@ -170,33 +230,134 @@ class Text(ColumnSpec):
         except Exception as error:  # of no narrower type
             raise ValueError(f"its tokenizer cannot be read ({error})") from error
 
-    def _rows(self, texts: Sequence[str], name: str, first_row: int) -> list[np.ndarray]:
-        """Return the numbers of the tokens of each text."""
+    def _rows(
+        self, texts: Sequence[tuple[str, ...]], name: str, first_row: int
+    ) -> list[np.ndarray]:
+        """Return the tokens of each text or pair."""
+        if not texts:
+            return []
+        encoder, _, _, types = self._prepared
         try:
-            found = _tokenized(self._prepared[0], texts, self.max_length)
-            rows = [np.asarray(row, DTYPE).reshape(-1) for row in found]
+            found = _tokenized(encoder, texts, self.max_length, types, self.stride is not None)
+            rows = [self._row(windows) for windows in found]
             if len(rows) != len(texts):
                 raise ValueError(f"it returned {len(rows)} lists of numbers")
-            rows = [row[: self.max_length] for row in rows]
-        except Exception as error:
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise  # tokenizers panics if the first text of a pair leaves no room in a window
             raise RowError(
                 name,
                 first_row,
                 f"the tokenizer of this column raised {type(error).__name__}: {error}",
-                f"It was given {len(texts)} texts, the first {shorten(texts[0])}.",
+                f"It was given {len(texts)} texts, the first {_shown(texts[0])}.",
             ) from None
-        for row, numbers in enumerate(rows, start=first_row):
-            if not len(numbers):
+        for row, tokens in enumerate(rows, start=first_row):
+            if not len(tokens) or (self.stride is not None and tokens[0, :, -1].all()):
                 raise RowError(
                     name,
                     row,
-                    f"is {shorten(texts[row - first_row])}, which has no token",
+                    f"is {_shown(texts[row - first_row])}, which has no token",
                     "Filter such rows, or let the tokenizer add special tokens.",
                 )
         return rows
 
+    def _row(self, windows: Sequence[np.ndarray]) -> np.ndarray:
+        """Return a row as it is stored, given the numbers and types of the tokens of its windows."""
+        _, padding, side, types = self._prepared
+        if self.stride is None:
+            tokens = windows[0][: self.max_length]
+            return tokens if types else tokens[:, 0]
+        stored = np.zeros((len(windows), self.max_length or 0, 2 + types), DTYPE)
+        stored[..., 0], stored[..., -1] = padding, 1
+        for row, tokens in zip(stored, windows, strict=True):
+            place = slice(len(row) - len(tokens), None) if side == "left" else slice(len(tokens))
+            row[place, : 1 + types] = tokens[:, : 1 + types]
+            row[place, -1] = 0
+        return stored
 
-def _prepared(tokenizer: Any, max_length: int | None) -> tuple[Any, int, str]:
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A function of chats, lists of messages, that returns the numbers of the tokens of each."""
+
+    tokenizer: Any
+
+    def __call__(self, chats: Sequence[Sequence[Any]]) -> list[list[int]]:
+        return [self._tokens([dict(message) for message in chat]) for chat in chats]
+
+    def _tokens(self, chat: list[dict[str, Any]]) -> list[int]:
+        found = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)
+        return found["input_ids"] if isinstance(found, Mapping) else found
+
+
+@dataclass(frozen=True)
+class Prompts(Text):
+    """The column of prompts, or of chats if its tokenizer is a :class:`ChatTemplate`."""
+
+    limit: int | None = None
+    """The most tokens of a prompt; a longer one is a bad row."""
+    most: int = 0
+    """The tokens that may follow it."""
+
+    def resolve(
+        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
+    ) -> Column | str:
+        """Return the column, or an error text if it is no text, or no chats."""
+        if not isinstance(self.tokenizer, ChatTemplate):
+            return super().resolve(name, data_type, float_dtype, trained)
+        message = data_type.elementType if data_type.typeName() == "array" else data_type
+        struct = {"role", "content"} <= {*getattr(message, "names", ())}
+        if data_type is message or not (struct or message.typeName() == "map"):
+            return (
+                f"is of type {data_type.simpleString()}, which is neither text nor an array of "
+                "messages: make array(named_struct('role', 'user', 'content', question))."
+            )
+        return Column(name, DTYPE, 1, spec=self)
+
+    def convert(self, array: pa.Array, column: Column, first_row: int) -> Ragged:
+        """Tokenize the prompts."""
+        rows = super().convert(array, column, first_row)
+        for row, length in enumerate(rows.lengths, start=first_row):
+            if self.limit is not None and length > self.limit:
+                raise RowError(
+                    column.name,
+                    row,
+                    f"has {length:,} tokens, and the model takes {self.limit:,} before the "
+                    f"{self.most:,} that it may write",
+                    "Shorten it, cut prompts with max_length=, or give a smaller max_new_tokens=.",
+                )
+        return rows
+
+    def to_json(self, name: str) -> dict[str, Any]:
+        """Return the fields, with the template of chats."""
+        if not isinstance(self.tokenizer, ChatTemplate):
+            return {**super().to_json(name), "limit": self.limit}
+        told = self.tokenizer.tokenizer
+        return {
+            "template": told.chat_template,
+            "vocabulary": sorted(told.get_vocab().items()),
+            "limit": self.limit,
+        }
+
+
+def _shown(texts: tuple[str, ...]) -> str:
+    return shorten(texts[0] if len(texts) == 1 else texts)
+
+
+def _types_pairs(tokenizer: Any) -> bool:
+    """Return whether a tokenizer has a type for the second text of a pair, which its model takes."""
+    names = getattr(tokenizer, "model_input_names", None)
+    if type(tokenizer).__name__ in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+        names = None  # it is that of any model
+    encoder = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not hasattr(encoder, "encode_batch"):
+        return "token_type_ids" in (names or ())
+    return (names is None or "token_type_ids" in names) and 1 in encoder.encode("a", "a").type_ids
+
+
+def _prepared(
+    tokenizer: Any, max_length: int | None, cut: Mapping[str, Any]
+) -> tuple[Any, int, str]:
     """Return a tokenizer that pads nothing and cuts to ``max_length``, and the number and the side of
     its padding."""
     padding, side = getattr(tokenizer, "pad_token_id", None), None
@@ -214,20 +375,41 @@ def _prepared(tokenizer: Any, max_length: int | None) -> tuple[Any, int, str]:
     if side is None:
         side = "right" if own.truncation is None else own.truncation["direction"]
     if max_length is not None:
-        own.enable_truncation(max_length, direction=side)
+        own.enable_truncation(max_length, direction=side, **cut)
     else:
         own.no_truncation()
     return own, padding or 0, padding_side or "right"
 
 
-def _tokenized(tokenizer: Any, texts: Sequence[str], max_length: int | None) -> Any:
+def _tokenized(
+    tokenizer: Any,
+    texts: Sequence[tuple[str, ...]],
+    max_length: int | None,
+    types: bool,
+    windows: bool,
+) -> Iterator[list[np.ndarray]]:
+    """Yield the windows of each text or pair: numbers of tokens (T, 1), or also their types (T, 2)."""
     if hasattr(tokenizer, "encode_batch"):
-        return [encoding.ids for encoding in tokenizer.encode_batch(texts)]
+        whole = texts if len(texts[0]) > 1 else [text for (text,) in texts]
+        for first in tokenizer.encode_batch(whole):
+            parts = [first, *first.overflowing] if windows else [first]
+            yield [_columns(one.ids, one.type_ids if types else None) for one in parts]
+        return
     given: dict[str, Any] = {}
     if hasattr(tokenizer, "pad_token_id"):  # a tokenizer of transformers in Python
         given = {"truncation": max_length is not None, "max_length": max_length, "verbose": False}
-    found = tokenizer(texts, **given)
-    return found["input_ids"] if isinstance(found, Mapping) else found
+        given |= {"return_token_type_ids": True} if types else {}
+    found = tokenizer(*map(list, zip(*texts, strict=True)), **given)
+    numbers = found["input_ids"] if isinstance(found, Mapping) else found
+    others = found["token_type_ids"] if types else [None] * len(numbers)
+    for pair in zip(numbers, others, strict=True):
+        yield [_columns(*pair)]
+
+
+def _columns(*values: Any) -> np.ndarray:
+    """Return the numbers of tokens, and their types if these are given, side by side."""
+    arrays = [np.asarray(one, DTYPE).reshape(-1) for one in values if one is not None]
+    return np.stack(arrays, 1)
 
 
 def _library() -> Any:

@@ -70,6 +70,16 @@ FUNCTION = "give a function of one value that returns a number or an array."
             "Text: padding=0.5: give a whole number, or None.",
         ),
         (Text, {"tokenizer": len, "pad_to_max": True}, f"Text: pad_to_max=True: {TO_MAX}"),
+        (
+            Text,
+            {"tokenizer": len, "stride": 2},
+            "Text: stride divides rows into windows of max_length: give it, without pad_to_max.",
+        ),
+        (
+            Text,
+            {"tokenizer": len, "stride": 2, "max_length": 9},
+            "Text: stride needs a fast tokenizer, and tokenizer is a builtin_function_or_method.",
+        ),
     ],
 )
 def test_a_wrong_value_is_told(kind: type[ColumnSpec], given: dict[str, Any], text: str) -> None:

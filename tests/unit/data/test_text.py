@@ -11,6 +11,7 @@ import pytest
 from pyspark.sql import types as sql
 
 from sparkdl import Sequence, Text
+from sparkdl.data.arrow_tasks import of_structs
 from sparkdl.data.columns.base import (
     ColumnSpec,
     NamedFunction,
@@ -19,7 +20,7 @@ from sparkdl.data.columns.base import (
 )
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import RowError
-from sparkdl.data.schema import check_specs
+from sparkdl.data.schema import check_specs, columns_of
 
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
@@ -114,6 +115,64 @@ def test_the_inputs_of_a_model() -> None:
     assert mask.tolist() == [[0, 1, 1], [1, 1, 1]]
 
 
+PAIRS = [("good film", "bad"), ("bad", "a very good film , a film to see"), ("a", "a")]
+
+
+def inputs_of_pairs(spec: Text, pairs: list[tuple[str, str]] = PAIRS) -> list[np.ndarray]:
+    schema = sql.StructType().add("review", "string").add("other", "string")
+    columns, _ = columns_of(schema, ["review"], (), "float32", {"review": spec})
+    assert columns[0].names == ("review", "other")
+    texts = [pa.array([pair[i] for pair in pairs]) for i in range(2)]
+    (array,) = of_structs(texts, columns)
+    rows = spec.convert(array, columns[0], 0)
+    assert [row.tolist() for row in rows] == [
+        spec.from_record(list(pair), "features", 0, "float32").tolist() for pair in pairs
+    ]
+    return rows.inputs()
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    "divided", [{}, {"max_length": 7}, {"max_length": 7, "stride": 1}], ids=str
+)
+def test_pairs_and_windows_are_those_of_the_tokenizer(side: str, divided: dict[str, Any]) -> None:
+    own = fast_tokenizer(padding_side=side)
+    spec = Text(own, text_pair="other", **divided)
+    saved = specs_from_json(specs_to_json({"review": spec}))["review"]
+    for one in (spec, pickle.loads(pickle.dumps(spec)), saved):
+        assert isinstance(one, Text)
+        found = inputs_of_pairs(one)
+        for number, pair in enumerate(PAIRS):
+            how = {"truncation": bool(divided)}
+            if "stride" in divided:
+                how = {"truncation": "only_second", "return_overflowing_tokens": True}
+            told = own([pair[0]], [pair[1]], return_token_type_ids=True, **how, **divided)
+            ids, mask, types = (x[number].reshape(-1, x.shape[-1]) for x in found)
+            for window, numbers in enumerate(told["input_ids"]):
+                there = mask[window].astype(bool)
+                assert ids[window][there].tolist() == numbers
+                assert types[window][there].tolist() == told["token_type_ids"][window]
+                assert not types[window][~there].any()
+                assert there[-1 if side == "left" else 0]
+            assert mask.any(1).sum() == len(told["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "given", "types"),
+    [
+        (word_tokenizer, {}, True),
+        (fast_tokenizer, {}, True),
+        (fast_tokenizer, {"token_types": False}, False),
+        (lambda: transformers.RobertaTokenizer(), {}, False),
+        (lambda: transformers.BertTokenizer(), {}, True),
+        (lambda: letters, {}, False),
+    ],
+    ids=["tokenizers", "fast", "told", "roberta", "bert", "function"],
+)
+def test_the_types_that_a_model_takes(tokenizer: Any, given: dict[str, Any], types: bool) -> None:
+    assert Text(tokenizer(), text_pair="other", **given).rule.types is types
+
+
 @pytest.mark.parametrize(
     ("rule", "name", "names"),
     [
@@ -125,6 +184,8 @@ def test_the_inputs_of_a_model() -> None:
             ["decoder_input_ids", "decoder_attention_mask"],
         ),
         (Padding(mask=True, lengths=True), "text", ["text", "text_lengths", "text_mask"]),
+        (Padding(types=True), "a_input_ids", ["a_input_ids", "a_token_type_ids"]),
+        (Padding(mask=True, types=True), "text", ["text", "text_mask", "text_types"]),
     ],
 )
 def test_names_of_the_inputs(rule: Padding, name: str, names: list[str]) -> None:
@@ -150,6 +211,22 @@ def test_rows_that_are_refused(tokenizer: Any, texts: list[str | None], text: st
         converted(Text(tokenizer), texts, first_row=3)
     problem = caught.value.problem
     assert text in problem.message("partition 2", "column")
+
+
+def test_a_bad_row_of_pairs() -> None:
+    room = Text(word_tokenizer(), text_pair="other", max_length=6, stride=2)
+    with pytest.raises(RowError, match="PanicException: `stride` must be strictly less"):
+        inputs_of_pairs(room, [("a a a a", "bad bad bad bad bad bad")])
+    with pytest.raises(RowError, match="is a str, not a list of two texts"):
+        room.from_record("ab", "features", 0, "float32")
+    with pytest.raises(RowError) as caught:
+        inputs_of_pairs(Text(letters_of_pairs, text_pair="other"), [("a", "b"), ("b", None)])
+    told = caught.value.problem.message("it", "column")
+    assert 'column "review", row 1 of it: has no text_pair: "other" is null.' in told
+
+
+def letters_of_pairs(texts: list[str], others: list[str]) -> list[list[int]]:
+    return letters([one + other for one, other in zip(texts, others, strict=True)])
 
 
 def test_a_label_says_what_fills_it() -> None:

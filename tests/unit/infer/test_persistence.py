@@ -29,6 +29,7 @@ from trained import trained_model
 
 import sparkdl
 from sparkdl.data.partition_writer import Field
+from sparkdl.data.ragged import Padding
 from sparkdl.errors import ModelError, ParameterError, TrustError
 from sparkdl.infer import remote, saved
 from sparkdl.infer.model import TrainedModel, load
@@ -906,3 +907,37 @@ def test_specifications_may_hold_numbers_of_numpy(tmp_path: Path) -> None:
         "a": sparkdl.Sequence(max_length=3, padding=2.0),
         "b": sparkdl.Image(size=(8, 8), scale=0.5),
     }
+
+
+class Pooled(nn.Module):
+    """A model of sequences, called by keyword, which returns a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: torch.Tensor, ids_lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"y": self.head(self.table(ids).sum(1) / ids_lengths[:, None])}
+
+
+class TwoRows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(2, 3)
+
+
+def test_an_exported_model_runs_without_its_code(tmp_path: Path) -> None:
+    """For other numbers of rows, and other lengths, than it was exported with."""
+    ids = Field("ids", "int64", (), Padding(lengths=True))
+    names = Signature(("ids", "ids_lengths"), "y")
+    model = trained_model(Pooled(), features=("ids",), fields=(ids,), signature=names)
+    path = model.export(tmp_path / "pooled.pt2")
+    module = torch.export.load(path).module()
+    batch = {"ids": torch.arange(5)[None].repeat(3, 1), "ids_lengths": torch.tensor([5, 4, 5])}
+    torch.testing.assert_close(module(**batch), model.module(**batch))
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        model.export(path)
+    with pytest.raises(ModelError, match="takes batches of 2 rows only"):
+        trained_model(TwoRows()).export(path, overwrite=True)
+    assert [file.name for file in tmp_path.iterdir()] == ["pooled.pt2"]
+    with pytest.raises(ParameterError, match=r"use one of torch\.export, onnx"):
+        model.export(path, "onxx")
