@@ -65,9 +65,12 @@ if TYPE_CHECKING:
     from sparkdl.parallel.fsdp import FSDP
     from sparkdl.parallel.pipeline import Pipeline
     from sparkdl.parallel.tensor import Tensor
+    from sparkdl.planner.cluster import Cluster
+    from sparkdl.planner.plan import Plan
     from sparkdl.replica.compute import all_rows
     from sparkdl.reports import compare
     from sparkdl.slices.section import GradBucket, PowerSGD, TopK
+    from sparkdl.train.fit import plan
     from sparkdl.train.groups import GroupModels, fit_groups, load_groups
     from sparkdl.train.placed_samples import PlacedSamples
     from sparkdl.train.trainer import Trainer
@@ -80,6 +83,7 @@ __all__ = [
     "Callback",
     "Checkpoint",
     "CheckpointError",
+    "Cluster",
     "Convert",
     "DamagedCheckpoint",
     "DataError",
@@ -101,6 +105,7 @@ __all__ = [
     "PerReplica",
     "Pipeline",
     "PlacedSamples",
+    "Plan",
     "PowerSGD",
     "Sample",
     "Sequence",
@@ -146,6 +151,7 @@ __all__ = [
     "max_time",
     "min_loss",
     "optim",
+    "plan",
     "plateau",
     "predict",
     "register_function",
@@ -191,9 +197,12 @@ _NAMES = {
     "sparkdl.parallel.fsdp": "FSDP",
     "sparkdl.parallel.pipeline": "Pipeline",
     "sparkdl.parallel.tensor": "Tensor",
+    "sparkdl.planner.cluster": "Cluster",
+    "sparkdl.planner.plan": "Plan",
     "sparkdl.replica.compute": "all_rows",
     "sparkdl.reports": "compare",
     "sparkdl.slices.section": "GradBucket PowerSGD TopK",
+    "sparkdl.train.fit": "plan",
     "sparkdl.train.groups": "GroupModels fit_groups load_groups",
     "sparkdl.train.placed_samples": "PlacedSamples",
     "sparkdl.train.trainer": "Trainer",

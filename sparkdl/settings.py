@@ -86,6 +86,13 @@ SETTINGS: dict[str, Setting] = {
         "is an error or a warning. 'off': one pass is made, which a fit needs to know the output.",
         choices=("on", "off"),
     ),
+    "spark.sparkdl.plan.cache": Setting(
+        default="on",
+        doc="Plans keep what an application costs on this master, and what fits took beside their "
+        "predictions, in sparkdl/plans.json of the user's cache directory ($XDG_CACHE_HOME, else "
+        "~/.cache), 200 rows at most. 'off': nothing is read from there or written.",
+        choices=("on", "off"),
+    ),
 }
 
 SPARK_SETTINGS: dict[str, tuple[str, str]] = {
@@ -137,6 +144,7 @@ class Settings:
         timeout: The bound on the time without progress, in seconds; None is no bound.
         client_seconds: The time that a fit waits for a sign of its client; None is no bound.
         care: The model is tried in a dry run.
+        plan_cache: Plans read and write the user's cache.
     """
 
     slab_dir: str = "auto"
@@ -146,6 +154,7 @@ class Settings:
     timeout: float | None = 1800.0
     client_seconds: float | None = None
     care: bool = True
+    plan_cache: bool = True
 
     @staticmethod
     def read(get: Callable[[str, str], str], keys: list[str]) -> Settings:
@@ -186,6 +195,7 @@ class Settings:
             timeout=_duration(values["spark.sparkdl.timeout.seconds"]),
             client_seconds=_duration(values["spark.sparkdl.client.seconds"]),
             care=values["spark.sparkdl.care"] == "on",
+            plan_cache=values["spark.sparkdl.plan.cache"] == "on",
         )
 
 

@@ -6,6 +6,7 @@ A field's rule is in its metadata, under :data:`RULE`. What fields must not have
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import textwrap
@@ -194,6 +195,8 @@ def trigger(example: str, *made_by: Any) -> dict[str, Rule]:
     return {RULE: Rule(problems=check)}
 
 
+AUTO = "auto"
+"""The word with which a fit decides a field by a plan."""
 ENGINES = ("local", "shuffle", "gang")
 COUNT = rule("give a whole number of at least 1", fits=is_count, plain=plain)
 FLAG = rule("give True or False", kind=bool, plain=plain)
@@ -264,7 +267,12 @@ SCHEDULE_PER = rule(choices=("iteration", "epoch"))
 SCHEDULE_METRIC = rule("give the name of a metric of the validation", kind=str)
 WEIGHT = rule("give the name of a column", kind=str)
 AUGMENT = rule("give a function of (*features, rng)", kind=Callable)
-ENGINE = rule(choices=ENGINES)
+ENGINE = rule(choices=(*ENGINES, AUTO))
+REPLICAS = rule(
+    "give a whole number of at least 1",
+    fits=lambda v: is_count(v) or (isinstance(v, str) and v == AUTO),
+    plain=plain,
+)
 MESH = rule(plain=plain)
 RESOURCE_PROFILE = rule("give a pyspark.resource.ResourceProfile, or None", kind=ResourceProfile)
 ON_NAN = rule(choices=("raise", "skip"))
@@ -385,8 +393,32 @@ COMBINATIONS: tuple[tuple[Callable[[Any], object], str], ...] = (
 """Combinations of fields that a trainer ``t`` must not have, each with the sentence that says so."""
 
 
+def decided_later(trainer: Any) -> list[str]:
+    """Return the fields of a trainer that a fit decides."""
+    names = ("engine", "strategy", "replicas")
+    return [n for n in names if isinstance(v := getattr(trainer, n), str) and v == AUTO]
+
+
+def settled_forms(trainer: Any) -> Iterator[Any]:
+    """Yield the forms of a trainer without "auto", the default first; they are not checked."""
+    later = decided_later(trainer)
+    for engine in ("shuffle", "gang") if "engine" in later else (trainer.engine,):
+        settled = copy.copy(trainer)
+        given = {"engine": engine, "strategy": "ddp", "replicas": None}
+        for name in later:
+            object.__setattr__(settled, name, given[name])
+        yield settled
+
+
 def problems_of(trainer: Any) -> Iterator[str]:
-    """Yield every problem of a trainer that can be found without the data."""
+    """Yield every problem of a trainer that can be found without the data.
+
+    One that leaves fields to a fit is right if one of its forms is.
+    """
+    if decided_later(trainer):
+        tried = [list(problems_of(form)) for form in settled_forms(trainer)]
+        yield from next((problems for problems in tried if not problems), tried[0])
+        return
     yield from problems_of_fields(trainer)
     parallel = list(problems_of_parallel(trainer.strategy, trainer.mesh))
     yield from parallel

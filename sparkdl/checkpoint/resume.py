@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +159,12 @@ class ResumeCandidates:
     def replicas(self) -> int | None:
         """Return M of the newest checkpoint, or None if there is none."""
         return self._found[0][1].replicas if self._found else None
+
+    @property
+    def plan(self) -> Mapping[str, Any] | None:
+        """Return the plan in the newest checkpoint, if its run had one."""
+        plan = self._found[0][1].extra.get("plan") if self._found else None
+        return plan if isinstance(plan, Mapping) else None
 
     def restore(self, access: StateAccess, identity: RunIdentity) -> RestoredRun | None:
         """Load the newest undamaged checkpoint into ``access``.

@@ -246,6 +246,7 @@ class Checkpointer:
                 "scales_loss": self._identity.options.scales_loss,
                 "higher_is_better": dict(state.higher_is_better),
                 "compression": self._identity.compression,
+                **({"plan": plan} if (plan := self._history.plan_record) else {}),
                 **({} if state.batch is None else {"batch": state.batch}),
             },
         )

@@ -93,7 +93,7 @@ def _run(
     resume = None if request.resume is None else _absolute(request.resume)
     request = replace(request, trainer=trainer, resume=resume)
     newest = NewestCheckpoint.seen(session, request, resume)
-    ranks = trainer.replicas or newest.replicas
+    ranks = trainer.number_of_replicas or newest.replicas
     if isinstance(data, PersistedSamples):
         data.check(trainer, model.float_dtype)
         ranks = data.replicas

@@ -39,6 +39,7 @@ _warned: set[str] = set()
 
 def for_gang(trainer: Spec) -> Spec:
     """Return the trainer with the engine that a session of Spark Connect has."""
+    trainer = (replace(trainer, engine="gang") if trainer.engine == "auto" else trainer).settled()
     if trainer.engine == "local":
         raise SessionError(
             'engine="local" trains in the process of a classic driver, which a Spark Connect session '
@@ -207,7 +208,7 @@ class PersistedSamples(SharedSamples):
             trainer = for_gang(trainer)
             check_validation_data(trainer, facts)
             model = prepare(trainer, None)
-            ranks = trainer.replicas or slots_of(session, trainer.resource_profile)
+            ranks = trainer.number_of_replicas or slots_of(session, trainer.resource_profile)
             check_slots_of(session, ranks, trainer.resource_profile)
             slab = SlabConfig.new(facts.settings.slab_dir, f"connect-{session.session_id}")
             rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)

@@ -185,6 +185,17 @@ def _summarize(
     }
 
 
+def plan(config: Config, arguments: Any) -> None:
+    """Print what an iteration of the training takes in each way to run it."""
+    trainer = building.trainer_of(config)
+    datasets.prepare(config.data)
+    with _session(f"plan {config.name}", config) as spark:
+        samples, _ = datasets.read_samples(spark, config)
+        ready = dataclasses.replace(trainer, validation=None, checkpoint=None)
+        with _columns_as_inputs(config, samples):
+            print(sparkdl.plan(ready, samples, trials=arguments.trials))
+
+
 def tune(config: Config, arguments: Any) -> None:
     """Search, write the run folder, evaluate the best model, and print the results."""
     trainer, search = building.trainer_of(config), building.search_of(config)

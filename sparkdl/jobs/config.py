@@ -54,7 +54,7 @@ class TrainerSection:
     max_seconds: float | None = None
     min_loss: float | None = None
     batch_size: int = 256
-    replicas: int | None = None
+    replicas: int | str | None = None
     min_ranks: int | None = None
     slices: int | None = None
     engine: str = "shuffle"

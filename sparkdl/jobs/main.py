@@ -22,6 +22,7 @@ from sparkdl.jobs import config
 COMMANDS = {
     "train": "train a model as a YAML file says",
     "tune": "search for good values as the section tune of the file says",
+    "plan": "what an iteration of the training takes by each engine, and trains nothing",
     "evaluate": "loss and metrics of a saved model on labelled data",
     "predict": "predictions of a saved model, as a column",
     "report": "the report of a run or search; several runs are compared: sparkdl report FOLDER ...",
@@ -32,9 +33,17 @@ COMMANDS = {
 _HELP = {
     "resume": "go on from a run folder; train also from a checkpoint or latest, with --config",
     "dry-run": "check configuration, data, model and sizes on the executors, and train nothing",
+    "trials": "run the best three for 30 iterations each, and rank them by that",
     "trust": "let the folder run code of its choice: its pickle, any function that it names",
     "overwrite": "replace what is at --output",
     "argmax": "the number of the highest output: the class",
+}
+_FLAGS: dict[str, tuple[str, ...]] = {
+    "train": ("dry-run",),
+    "tune": (),
+    "plan": ("trials",),
+    "evaluate": ("trust",),
+    "predict": ("overwrite", "argmax", "trust"),
 }
 
 
@@ -82,7 +91,7 @@ def _run(arguments: list[str]) -> None:
 
 
 def _run_job(name: str, arguments: list[str]) -> None:
-    from_file = name in ("train", "tune")
+    from_file = name in ("train", "tune", "plan")
     kind = config.Config if from_file else config.SAVED[name]
     parser = config.new_parser(
         prog=f"sparkdl {name}", description=COMMANDS[name], parser_mode="omegaconf"
@@ -91,14 +100,12 @@ def _run_job(name: str, arguments: list[str]) -> None:
         parser.add_argument(
             "--config", action="config", help="a YAML file; of several, the last counts"
         )
-        parser.add_argument("--resume", help=_HELP["resume"])
+        if name != "plan":
+            parser.add_argument("--resume", help=_HELP["resume"])
         arguments = config.with_file_of_run(arguments)
     parser.add_class_arguments(kind, None)
-    for flag in {"train": ["dry-run"], "predict": ["overwrite", "argmax", "trust"]}.get(
-        name, ["trust"]
-    ):
-        if name != "tune":
-            parser.add_argument(f"--{flag}", action="store_true", help=_HELP[flag])
+    for flag in _FLAGS[name]:
+        parser.add_argument(f"--{flag}", action="store_true", help=_HELP[flag])
     import jsonargparse
 
     hints = config.keys_of(kind)

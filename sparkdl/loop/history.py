@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import csv
 import json
 import math
@@ -34,6 +35,7 @@ from sparkdl.loop.history_tables import (
     with_prefix,
 )
 from sparkdl.loop.state import TrainState, Validated
+from sparkdl.parallel.plan import strategy_of
 from sparkdl.replica.iteration import INNER_STEPS, MICRO_BATCHES, STALENESS, Decisions
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ class History:
         self._validated = 0
         self._start: dict[str, Any] = {"samples": 0, "seconds": 0.0, "skipped": 0}
         self._settings: dict[str, int] = {}
+        self._plan: dict[str, Any] = {}
         self._invalid: dict[str, Any] = {}
         self._facts: dict[str, list[list[str]]] = {}
         self._events: list[dict[str, Any]] = []
@@ -96,6 +99,31 @@ class History:
         """Add to the :attr:`events`."""
         event = {"kind": kind, "iteration": iteration, "seconds": seconds, "text": text}
         self._events.append(event)
+
+    @property
+    def plan(self) -> dict[str, Any] | None:
+        """Return the plan by which the run was divided, if its trainer left that to a plan.
+
+        ``replace(trainer, **history.plan["fields"])`` runs so without measuring again. "seconds" and
+        "range" are those that were predicted for an iteration, "instead" is the best other engine.
+        """
+        if not self._plan:
+            return None
+        plan = copy.deepcopy(self._plan)
+        fields = plan["fields"]
+        parts = fields.pop("micro_batches", 0)
+        if "strategy" in fields:
+            fields["strategy"] = strategy_of(fields["strategy"], parts)
+        return plan
+
+    def note_plan(self, plan: Mapping[str, Any] | None) -> None:
+        """Record the plan of the run that goes on with this history, as plain values."""
+        self._plan = {} if plan is None else copy.deepcopy(dict(plan))
+
+    @property
+    def plan_record(self) -> dict[str, Any]:
+        """Return :attr:`plan` as plain values; it is empty where there is none."""
+        return copy.deepcopy(self._plan)
 
     @property
     def settings(self) -> dict[str, int]:
@@ -144,6 +172,7 @@ class History:
         history._table, history._length = dict(self._table), self._length
         history._validations, history._validated = self._validations, self._validated
         history._start, history._settings = dict(self._start), self._settings
+        history._plan = self._plan
         history._invalid = self._invalid
         history._facts, history._events = self._facts, list(self._events)
         return history
@@ -425,9 +454,9 @@ class History:
         ``.csv``.
 
         JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start",
-        "stopped", "ended_by" and, if there are any, "settings", "facts", "events", "losses" and
-        "decisions". The columns of CSV are the keys of a record, ``timings/NAME``, ``losses/NAME``,
-        the decisions of a consistency model, and ``validation/NAME``, which is filled at the
+        "stopped", "ended_by" and, if there are any, "settings", "plan", "facts", "events", "losses"
+        and "decisions". The columns of CSV are the keys of a record, ``timings/NAME``,
+        ``losses/NAME``, the decisions of a consistency model, and ``validation/NAME``, which is filled at the
         iterations that were validated.
         Decisions are ``staleness``, ``micro_batches/REPLICA`` and ``inner_steps/REPLICA`` (0 if the
         replica left nothing out), and ``commits/N``, an encoded number that :attr:`commits` decodes.
@@ -471,6 +500,7 @@ class History:
             "decisions": decided,
             "start": self._start,
             "settings": self._settings,
+            **({"plan": self._plan} if self._plan else {}),
             "invalid": self._invalid,
             "stopped": self.stopped,
             "facts": self._facts,
@@ -548,6 +578,7 @@ class History:
             **({"decisions": decided} if decided else {}),
             "start": dict(self._start),
             **({"settings": self.settings} if self._settings else {}),
+            **({"plan": self._plan} if self._plan else {}),
             **({"invalid": self.invalid} if self._invalid else {}),
             **({"facts": self._facts} if self._facts else {}),
             **({"events": self._events} if self._events else {}),
@@ -601,6 +632,8 @@ class History:
         for name, before in self._start.items():
             self._start[name] = type(before)(content.get("start", {}).get(name, before))
         self.note_settings({str(k): int(v) for k, v in content.get("settings", {}).items()})
+        plan = content.get("plan")
+        self.note_plan(plan if isinstance(plan, dict) and "fields" in plan else None)
         self._invalid = dict(content.get("invalid", {}))
         for title, rows in content.get("facts", {}).items():
             self._facts[str(title)] = [[str(cell) for cell in row] for row in rows]

@@ -279,6 +279,11 @@ class NotebookProgress(ProgressBar):
 
     _display: Any = None
 
+    def doing(self, what: str, detail: Callable[[], str] | None = None) -> None:
+        super().doing(what, detail)
+        if self._display is None and self._opening is not None:
+            self._put(self._opening.line())  # here: a cell owns what its own thread shows first
+
     def _open(self, line: Callable[[], str]) -> None:
         if self._bar is not None:
             super()._open(line)

@@ -52,6 +52,10 @@ def run_page(history: Any, title: str, folder: Path | None = None) -> Page:
     facts = history.facts
     if facts:
         page.heading("What was trained")
+    if history.plan is not None:
+        page.line(
+            f"A plan chose the engine: {1e3 * history.plan['seconds']:.3g} ms were predicted."
+        )
     for name, rows in facts.items():
         if name == "Environment":
             page.heading(name)

@@ -44,7 +44,7 @@ class TorchEstimator(Estimator[Any], TrainingParams, MLReadable["TorchEstimator"
         batchSize: The global batch size.
         maxEpochs: The most epochs to train for.
         seed: The seed of weights, order and every draw.
-        engine: "shuffle", "gang" or "local".
+        engine: "shuffle", "gang", "local", or "auto": a plan takes the faster of the first two.
         replicas: The number of replicas.
         trainerArgs: Further arguments of ``Trainer``, by name.
         trainer: A trainer whose arguments are taken; those given here besides count more.

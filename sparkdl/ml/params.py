@@ -163,7 +163,7 @@ class FitParams(
         typeConverter=TypeConverters.toInt,
     )
     engine: Param[str] = Param(
-        Params._dummy(), "engine", 'The engine: "shuffle", "gang" or "local".'
+        Params._dummy(), "engine", 'The engine: "shuffle", "gang", "local" or "auto".'
     )
     replicas: Param[int] = Param(
         Params._dummy(),

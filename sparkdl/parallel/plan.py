@@ -82,6 +82,17 @@ def parts_of(
     return found
 
 
+def strategy_of(words: Sequence[str], micro_batches: int) -> Any:
+    """Return the ``Trainer.strategy`` of these words, with the micro-batches where one has them."""
+    made = [
+        replace(STRATEGIES[word], micro_batches=micro_batches)  # type: ignore[type-var, call-arg]
+        if micro_batches and "micro_batches" in vars(STRATEGIES[word])
+        else word
+        for word in words
+    ]
+    return made if len(made) > 1 else made[0]
+
+
 def _made(strategy: str | ParallelStrategy) -> ParallelStrategy:
     return STRATEGIES[strategy] if isinstance(strategy, str) else strategy
 

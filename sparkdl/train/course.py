@@ -71,7 +71,7 @@ def check_replay(trainer: TrainerSpec, replay: History | None) -> None:
             f"replay: the history has {found}: train with the consistency= of the recorded run."
         )
     recorded = replay.decisions
-    if isinstance(model, Asynchronous) and (groups := model.groups or trainer.replicas):
+    if isinstance(model, Asynchronous) and (groups := model.groups or trainer.number_of_replicas):
         for number, decisions in recorded.items():
             model.check_recorded(number, decisions, groups)
     _check_recorded_parts(trainer, replay)
@@ -100,8 +100,8 @@ def _check_recorded_parts(trainer: TrainerSpec, replay: History) -> None:
             "replay: the history has replicas that left out steps of their own, which only those of "
             "DiLoCo do: train with the consistency= of the recorded run."
         )
-    if trainer.replicas is not None:
-        check_replicas(max(map(len, counts)), trainer.replicas)
+    if (replicas := trainer.number_of_replicas) is not None:
+        check_replicas(max(map(len, counts)), replicas)
     if trainer.engine == "gang":
         what = "micro-batches" if micro_batches else "steps of their own"
         raise ParameterError(
@@ -193,6 +193,7 @@ def run_course(
     state, history = load_start(request, engine, identity, resuming, site)
     history.note_settings(settings)
     history.note_facts(facts)
+    history.note_plan(request.plan)
     for role, placed in (("training", samples), ("validation", validation_samples)):
         found = None if placed is None else invalid_in(placed.handles)
         if found is not None:
@@ -226,7 +227,7 @@ def run_course(
     kept = rescue if site.rescues else contextlib.nullcontext()
     with asked as interrupt, kept, contextlib.closing(site.progress):
         own = [*trainer.callbacks, *added_callbacks(trainer.callbacks)]
-        callbacks: list[Callback] = [rescue, *own, site.progress]
+        callbacks: list[Callback] = [rescue, *own, *site.watches, site.progress]
         config = LoopConfig(
             stop=looped.stop,
             options=trainer.options,

@@ -20,6 +20,7 @@ from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import TrainingError, counted
 from sparkdl.gang.rank_group import StartableGroup
+from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.engine import Engine
 from sparkdl.loop.interrupt import Interrupt
 from sparkdl.loop.progress import Progress
@@ -53,6 +54,7 @@ class Site:
     gang: StartableGroup | None = None  # the ranks, if they are there already
     interrupt: Interrupt | None = None  # None: signals to this process
     rescues: bool = True  # a model is kept whose result cannot be had
+    watches: tuple[Callback, ...] = ()  # of the iterations, beside the user's callbacks
 
 
 def engine_inputs(

@@ -11,13 +11,18 @@ from typing import Any
 
 from sparkdl.checkpoint.manifest import ModelIdentity
 from sparkdl.engines.resources import FitResources
+from sparkdl.errors import SessionError
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.progress import Progress, progress_of
+from sparkdl.planner.cluster import Cluster
+from sparkdl.planner.follow import ScheduleShare, compare
+from sparkdl.planner.plan import Plan
 from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality, warming_up
 from sparkdl.spark.failures import reading_explained
+from sparkdl.train.chosen import Planner, decided
 from sparkdl.train.course import check_replay, run_course
 from sparkdl.train.engine_inputs import Site
 from sparkdl.train.placed_samples import (
@@ -39,6 +44,42 @@ def fit(data: Any, request: FitRequest) -> CarriedRun:
     return _fit(data, request, SessionFacts.of(data_of(data), "fit"))
 
 
+def plan(trainer: Any, data: Any, *, trials: bool = False, cluster: Cluster | None = None) -> Plan:
+    """Predict what an iteration of a fit takes in each way to run it, and rank these.
+
+    Only the ways that leave the mathematics as it is are ranked: the engine; the replicas where the
+    trainer does not say how many; a gang's strategy where that is "ddp" or "auto", its mesh and
+    micro-batches. The model is measured on a few rows and the session on a tiny model, for some
+    seconds; nothing else is trained. What a session costs is kept for the next plan
+    (``spark.sparkdl.plan.cache``), and so is what fits then took.
+
+    Args:
+        trainer: The trainer.
+        data: The data, as for ``Trainer.fit``.
+        trials: Run the best three for 30 iterations each, and rank them by that.
+        cluster: Machines that are not here, for which the same is computed and not run.
+
+    Returns:
+        The plan: ``print`` it, or call ``plan.trainer.fit(data)``.
+
+    Raises:
+        UserError: The data, the model or a parameter cannot work.
+    """
+    facts = SessionFacts.of(data_of(data), "plan")
+    if facts.context is None:
+        raise SessionError(
+            'a Spark Connect session trains with engine="gang" alone, so there is nothing to plan: '
+            "call sparkdl.plan in a classic session."
+        )
+    return Planner(trainer, data, facts, run).whole_plan(trials, cluster)
+
+
+def with_fields_decided(trainer: Any, data: Any) -> Any:
+    """Return the trainer with what it leaves to a plan decided, for several fits."""
+    facts = SessionFacts.of(data_of(data), "fit")
+    return decided(data, FitRequest(trainer=trainer), facts, run).trainer
+
+
 def fit_pass(passes: PassSeries, data: Any, request: FitRequest) -> TrainedModel:
     """Make one pass over the data; see :meth:`sparkdl.Trainer.partial_fit`."""
     facts = SessionFacts.of(data, "partial_fit")
@@ -55,6 +96,7 @@ def fit_pass(passes: PassSeries, data: Any, request: FitRequest) -> TrainedModel
 
 
 def _fit(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
+    request = decided(data, request, facts, run)
     if facts.context is None:
         connected: Callable[[Any, FitRequest, SessionFacts], CarriedRun] = resolve_name(CONNECTED)
         return connected(data, request, facts)
@@ -65,7 +107,8 @@ def _fit(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
 
 def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
     """Train in a classic session, and return the result and the state in which the run ended."""
-    progress = progress_of(facts.settings.progress, "", time.monotonic(), request.one_pass)
+    mode = "false" if request.quiet else facts.settings.progress
+    progress = progress_of(mode, "", time.monotonic(), request.one_pass)
     with contextlib.closing(progress):
         return _run(data, request, facts, progress)
 
@@ -87,13 +130,16 @@ def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress
         replicas, directory, beside = placed.replicas, placed.slab.directory, placed.slab.name
     else:
         checkpointed = None if resuming is None else resuming.replicas
-        replicas = replicas_of(trainer, facts, trainer.replicas or checkpointed)
+        replicas = replicas_of(trainer, facts, trainer.number_of_replicas or checkpointed)
     check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
     slab = SlabConfig.new(directory, context.applicationId, beside)
     profile = trainer.resource_profile if trainer.engine == "gang" else None
     if trainer.engine == "gang":
         check_gang(trainer, model, context, replicas)
     threads = cpus_of(context, profile)
+    shows = not request.quiet and settings.progress != "false"
+    watched = shows and trainer.engine == "shuffle" and request.plan is None
+    watches = (ScheduleShare(trainer, facts, replicas),) if watched else ()
     with (
         waiting_for_locality(context),
         FitResources(context, slab, settings.timeout) as resources,
@@ -101,7 +147,9 @@ def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress
         if placed is None:
             progress.doing("reading rows", resources.rows_read)
             placed = PlacedSamples.within(resources, trainer, data, replicas, model.float_dtype)
-        site = Site(settings, slab, threads, progress, resources)
+        site = Site(settings, slab, threads, progress, resources, watches=watches)
         samples, validation = placed.training, placed.validation
         with run_course(request, model, samples, validation, resuming, site) as finished:
-            return finished.carried()
+            carried = finished.carried()
+        compare(trainer, model.layout, facts, replicas, carried.trained.history)
+        return carried

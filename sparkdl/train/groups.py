@@ -322,7 +322,7 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     names = (by,) if isinstance(by, str) else tuple(by)
     raise_all(ParameterError, list(_problems_of(trainer, names)))
     names = _group_columns(data, names)
-    trainer = replace(trainer, engine="local", replicas=1, slices=1)
+    trainer = replace(trainer.settled(), engine="local", replicas=1, slices=1)
     tasks = PlainTasks.of(data)
     model = prepare(trainer, None)
     trainer = replace(trainer, weights=model.recipe.weights)  # not a path, which tasks may lack

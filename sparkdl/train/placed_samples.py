@@ -184,7 +184,7 @@ class PlacedSamples(SharedSamples):
         if is_connected(data):
             persisted: SharedSamples = resolve_name(PERSISTED).of(trainer, data)
             return persisted
-        facts = SessionFacts.of(data, "PlacedSamples.of")
+        facts, trainer = SessionFacts.of(data, "PlacedSamples.of"), trainer.settled()
         context, settings = facts.context, facts.settings
         progress = progress_of(settings.progress, "", time.monotonic())
         with (
@@ -197,7 +197,7 @@ class PlacedSamples(SharedSamples):
             progress.doing("building the model")
             model = prepare(trainer, None)
             progress.doing("starting workers")
-            replicas = replicas_of(trainer, facts, trainer.replicas)
+            replicas = replicas_of(trainer, facts, trainer.number_of_replicas)
             slab = SlabConfig.new(settings.slab_dir, context.applicationId)
             resources = stack.enter_context(FitResources(context, slab, settings.timeout))
             progress.doing("reading rows", resources.rows_read)

@@ -86,6 +86,7 @@ def prepare(
     start: TrainedModel | None,
 ) -> PreparedModel:
     """Build everything that needs no data, and check it."""
+    trainer = trainer.settled()
     if trainer.validation is not None:
         check_metrics(resolve(trainer.validation.metrics))
     weights = _weights_file(trainer) if start is None else start.module.state_dict()

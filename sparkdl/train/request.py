@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +44,7 @@ class FitRequest:
     before: CarriedRun | None = None  # the pass before this one
     one_pass: bool = False  # over a part of all data: ``stop`` has no effect
     quiet: bool = False  # no progress is shown
+    plan: Mapping[str, Any] | None = None  # by which fields were decided, as plain values
     batch: int | None = None  # the number of the pass's rows in their stream
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 import torch
 from pyspark.resource import ResourceProfile
@@ -133,10 +133,11 @@ class TrainerSpec:
     batch_size: int = field(default=256, metadata=rules.COUNT)
     """The global batch size: samples of all replicas together in one step. The last batch of an
     epoch may be smaller."""
-    replicas: int | None = field(default=None, metadata=rules.COUNT)
+    replicas: int | str | None = field(default=None, metadata=rules.REPLICAS)
     """M, the number of replicas. None is the number in the checkpoint, if the run resumes from one;
     else as many as tasks run at once on the present executors, by cores and GPUs, or fewer if
-    ``spark.default.parallelism`` is less (a gang ignores that setting)."""
+    ``spark.default.parallelism`` is less (a gang ignores that setting). "auto" is what a plan finds
+    fastest, see ``engine``."""
     min_ranks: int | None = field(default=None, metadata=rules.COUNT)
     """For a gang: the fewest task slots to continue with if executors are lost for good, or too few
     exist.
@@ -150,7 +151,9 @@ class TrainerSpec:
     engine: str = field(default="shuffle", metadata=rules.ENGINE)
     """The engine: "shuffle" (Spark jobs that can be retried, so nothing is lost), "gang" (all
     replicas run at once and exchange data by torch.distributed; for fast networks and short steps)
-    or "local" (in this process, for debugging)."""
+    or "local" (in this process, for debugging). "auto" measures for some seconds and takes the faster
+    of the first two, see :func:`sparkdl.plan`; ``history.plan`` has the choice, and a resumed run
+    keeps it."""
     strategy: str | ParallelStrategy | Sequence[str | ParallelStrategy] = "ddp"
     """For a gang: how the ranks share the work; other engines ignore it.
 
@@ -159,6 +162,7 @@ class TrainerSpec:
     - "fsdp": each rank also has its part of the weights and gradients only.
     - "tensor": each rank computes its part of each layer.
     - "pipeline": each rank computes some of the layers.
+    - "auto": what a plan finds fastest, see ``engine``.
 
     :class:`sparkdl.DDP`, :class:`sparkdl.FSDP`, :class:`sparkdl.Tensor` and
     :class:`sparkdl.Pipeline` have options. A list combines several of the last four."""
@@ -286,6 +290,18 @@ class TrainerSpec:
             for name, text in told.items()
             if defaults[name] is MISSING or text != describe(defaults[name])
         }
+
+    def settled(self) -> Self:
+        """Return the trainer with a default in place of each "auto": the first form that can work."""
+        if not rules.decided_later(self):
+            return self
+        forms = list(rules.settled_forms(self))
+        return next((form for form in forms if not list(rules.problems_of(form))), forms[0])
+
+    @property
+    def number_of_replicas(self) -> int | None:
+        """The number of replicas, where one is given."""
+        return None if isinstance(self.replicas, str) else self.replicas
 
     @property
     def feature_columns(self) -> tuple[str, ...]:

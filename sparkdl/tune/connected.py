@@ -47,8 +47,8 @@ class ConnectedTrials(FitsHere):
     ) -> None:
         self._data, self._session, trainer = data, data.sparkSession, for_gang(trainer)
         if parallel != 1:
-            trainer = replace(trainer, replicas=trainer.replicas or 1)
-            most = max(1, slots_of(self._session) // (trainer.replicas or 1))
+            trainer = replace(trainer, replicas=trainer.number_of_replicas or 1)
+            most = max(1, slots_of(self._session) // (trainer.number_of_replicas or 1))
             self.slots = min(most, parallel or most)
         super().__init__(None, trainer, space, objective, None)
         self._tag = f"sparkdl-{secrets.token_hex(8)}"

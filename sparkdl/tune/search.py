@@ -25,6 +25,7 @@ from sparkdl.metrics.scorer import Scorer
 from sparkdl.plain import is_whole, plain
 from sparkdl.session import SessionFacts
 from sparkdl.spark.executors import own_properties, warming_up
+from sparkdl.train.fit import with_fields_decided
 from sparkdl.train.local_fit import LocalFit
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Random
@@ -134,8 +135,11 @@ def search(
     together = parallel != 1
     trainer_here, slots = own, 1
     if together and not connected:
-        trainer_here = replace(own, engine="local", replicas=own.replicas or 1)
+        here = own.number_of_replicas or 1
+        trainer_here = replace(own.settled(), engine="local", replicas=here)
         slots = parallel or task_slots(context, seconds=min(SLOT_SECONDS, settings.timeout or 30))
+    elif not connected:
+        trainer_here = with_fields_decided(own, data)
     folder = None
     if path is not None:
         told = _described(trainer, domains, objective, algorithm, together, seed)

@@ -64,7 +64,7 @@ PARAMETERS = [
         "unknown engine",
         lambda fit: fit(fit.good(), engine="shufle"),
         ParameterError,
-        'engine="shufle": use one of local, shuffle, gang. Did you mean "shuffle"?',
+        'engine="shufle": use one of local, shuffle, gang, auto. Did you mean "shuffle"?',
     ),
     Mistake(
         "no features",
@@ -184,7 +184,7 @@ PARAMETERS = [
         "  - features is empty: name at least one column.\n"
         f"  - batch_size=0: {WHOLE}\n"
         f"  - replicas=-2: {WHOLE}\n"
-        '  - engine="gpu": use one of local, shuffle, gang.',
+        '  - engine="gpu": use one of local, shuffle, gang, auto.',
     ),
     Mistake(
         "accumulate=0",
@@ -244,7 +244,7 @@ PARAMETERS = [
         "engine by array",
         lambda fit: fit(fit.good(), engine=np.ones(2)),
         ParameterError,
-        "engine=array([1., 1.]): use one of local, shuffle, gang.",
+        "engine=array([1., 1.]): use one of local, shuffle, gang, auto.",
     ),
     Mistake(
         "on_nan",

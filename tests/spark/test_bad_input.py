@@ -331,7 +331,7 @@ def test_unknown_settings_and_choices() -> None:
         '  - unknown setting "spark.sparkdl.slab.dri". Did you mean "spark.sparkdl.slab.dir"? '
         "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
         "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress, "
-        "spark.sparkdl.care.\n"
+        "spark.sparkdl.care, spark.sparkdl.plan.cache.\n"
         '  - spark.sparkdl.progress = "yes": use one of auto, true, false.',
     ):
         settings_of(ContextWith(**settings))  # type: ignore[arg-type]

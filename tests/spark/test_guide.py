@@ -45,6 +45,7 @@ LONG = [
     "optimizers.md",
     "parameter_server.md",
     "pipelines.md",
+    "planner.md",
     "predictions.md",
     "recommenders.md",
     "summaries.md",

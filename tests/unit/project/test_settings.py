@@ -64,7 +64,7 @@ def test_a_key_like_no_other() -> None:
         'unknown setting "xyzzy". '
         "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
         "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress, "
-        "spark.sparkdl.care."
+        "spark.sparkdl.care, spark.sparkdl.plan.cache."
     )
 
 
@@ -93,7 +93,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         '  - unknown setting "spark.sparkdl.slabdir". Did you mean "spark.sparkdl.slab.dir"? '
         "Known: spark.sparkdl.slab.dir, spark.sparkdl.stages, spark.sparkdl.snapshot.seconds, "
         "spark.sparkdl.timeout.seconds, spark.sparkdl.client.seconds, spark.sparkdl.progress, "
-        "spark.sparkdl.care.\n"
+        "spark.sparkdl.care, spark.sparkdl.plan.cache.\n"
         '  - spark.sparkdl.progress = "yes": use one of auto, true, false.'
     )
 

@@ -82,9 +82,9 @@ CLASS_WEIGHTS = [
 CHOICES = [
     (
         {"engine": "shufle"},
-        'engine="shufle": use one of local, shuffle, gang. Did you mean "shuffle"?',
+        'engine="shufle": use one of local, shuffle, gang, auto. Did you mean "shuffle"?',
     ),
-    ({"engine": None}, "engine=None: use one of local, shuffle, gang."),
+    ({"engine": None}, "engine=None: use one of local, shuffle, gang, auto."),
     ({"precision": "fp8"}, 'precision="fp8": use one of fp32, bf16, fp16.'),
     ({"precision": torch.bfloat16}, "precision=torch.bfloat16: use one of fp32, bf16, fp16."),
     ({"wire": "bf61"}, 'wire="bf61": use one of fp32, bf16, fp16. Did you mean "bf16"?'),

@@ -1,0 +1,452 @@
+"""Plans of a fit, and the decision of the fields that a trainer leaves to one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyspark
+import torch
+from pyspark import RDD
+from pyspark.sql import SparkSession
+
+from sparkdl import gang
+from sparkdl.care.rules import decided_later
+from sparkdl.checkpoint.resume import ResumeCandidates
+from sparkdl.data.batches import preview_batch
+from sparkdl.data.partition_reader import open_partition
+from sparkdl.data.ragged import Rows
+from sparkdl.data.samples import SampleSet
+from sparkdl.engines.resources import FitResources
+from sparkdl.errors import ParameterError, SessionError, TrainingError, UserError, counted
+from sparkdl.gang.slots import check_slots, cpus_of, task_slots
+from sparkdl.loop.progress import log_line
+from sparkdl.parallel.plan import parallel_of
+from sparkdl.planner import follow
+from sparkdl.planner.cache import CACHE, digest
+from sparkdl.planner.choice import GANG, PLAINNESS, SHUFFLE, Choice, Facts, Search, replicas_up_to
+from sparkdl.planner.cluster import Cluster
+from sparkdl.planner.estimate import Estimate, Formulas
+from sparkdl.planner.plan import Plan, ranked, with_measured
+from sparkdl.planner.probe import SUMMED, Probe, measure_on_rank, probe_of
+from sparkdl.planner.profile import BUSY, Profile, ProfileOrder, profile_of, scaled
+from sparkdl.process.memory import left_to_machine
+from sparkdl.replica.compute import to_tensors
+from sparkdl.session import SessionFacts
+from sparkdl.slab.root import SlabConfig
+from sparkdl.spark.frames import is_local
+from sparkdl.train.engine_inputs import batch_spec
+from sparkdl.train.placed_samples import PlacedSamples, replicas_of
+from sparkdl.train.preflight import preflight
+from sparkdl.train.prepare import PreparedModel, prepare
+from sparkdl.train.request import FitRequest
+from sparkdl.train.sizes import check_mesh
+from sparkdl.train.spec import TrainerSpec
+from sparkdl.train.trial import Run, timed_fit, tiny_trial
+
+logger = logging.getLogger("sparkdl")
+USUAL = PLAINNESS[0]
+"""The strategy of a trainer that names none."""
+ROWS = 64
+"""The rows that are read to measure a model on."""
+TRIED, TRIAL_ITERATIONS, START_SECONDS, TIMES_TRIALS = 3, 30, 3.0, 20
+"""The choices that are tried, the iterations of each, about the seconds until the first of these, and
+how many times as long as the trials a fit must be."""
+MOST_RANKS = 128
+"""The most ranks that measure at once."""
+_profiles: dict[str, Profile] = {}
+
+
+@dataclass
+class Planner:
+    """The planner of one fit: what it reads and measures, each at most once."""
+
+    trainer: Any
+    data: Any
+    facts: SessionFacts
+    run: Run
+    began: float = field(default_factory=time.monotonic)
+    wholly_known: bool = True
+
+    @functools.cached_property
+    def settled(self) -> Any:
+        return self.trainer.settled()
+
+    @functools.cached_property
+    def model(self) -> PreparedModel:
+        return prepare(self.settled, None)
+
+    @functools.cached_property
+    def alone(self) -> Any:
+        """The trainer of a single replica in this process."""
+        plain = {"strategy": USUAL, "mesh": None, "sync_batchnorm": False, "min_ranks": None}
+        return replace(self.settled, engine="local", validation=None, checkpoint=None, **plain)
+
+    @property
+    def kept(self) -> bool:
+        return self.facts.settings.plan_cache
+
+    @functools.cached_property
+    def slots(self) -> int:
+        return task_slots(self.facts.context, self.settled.resource_profile)
+
+    @functools.cached_property
+    def rows(self) -> int:
+        """The rows of the data, which are counted."""
+        if isinstance(self.data, PlacedSamples):
+            return sum(self.data.training.counts)
+        return int(self.data.count())
+
+    @property
+    def passes(self) -> int:
+        """The iterations of one pass over the data."""
+        return math.ceil(self.rows / (self.settled.batch_size * self.settled.options.local_steps))
+
+    @functools.cached_property
+    def iterations(self) -> int | None:
+        """The iterations of the fit, if an end is known; the rows are counted only where it depends
+        on them."""
+        stop, ends = self.settled.stop, (1, 1 << 40)
+        low, high = (stop.limit(each) for each in ends)
+        if low == high:
+            return low
+        return stop.limit(self.passes)  # type: ignore[no-any-return]
+
+    def whole_plan(self, trials: bool, cluster: Cluster | None) -> Plan:
+        """Return the plan over all engines, and over what else the trainer does not say."""
+        trainer, given = self.trainer, self.trainer.number_of_replicas
+        free = trainer.strategy in (USUAL, "auto") and trainer.mesh is None
+        strategies = PLAINNESS if free else ()
+        return self.plan((SHUFFLE, GANG), strategies, given, given is None, trials, cluster)
+
+    def plan(
+        self,
+        engines: Sequence[str],
+        strategies: Sequence[str],
+        given: int | None,
+        searched: bool,
+        trials: bool | None = False,
+        cluster: Cluster | None = None,
+    ) -> Plan:
+        """Return the plan over these engines and strategies (none: the trainer's own).
+
+        There are ``given`` replicas, or the usual number, or all that are worth a look if they are
+        ``searched``. ``trials`` None: where the fit is much longer than they are.
+        """
+        facts, settled = self.facts, self.settled
+        if isinstance(self.data, PlacedSamples):
+            given, searched = self.data.replicas, False
+        slots = self.slots if cluster is None else cluster.nodes * cluster.slots
+        usual = given or (slots if cluster else replicas_of(settled, facts, None))
+        counts = [usual]
+        if searched and not _keeps_statistics(settled, self.model):
+            most = max(1, min(slots, settled.batch_size))
+            counts = sorted({*replicas_up_to(most), min(usual, most)})
+        search = Search(engines, counts, strategies)
+        choices = [*search.choices()]
+        if not strategies and GANG in engines:
+            with contextlib.suppress(UserError):
+                on_gang = replace(settled, engine=GANG)
+                choices += [follow.own_choice(on_gang, count) for count in counts]
+        profile, probe = self._measured(counts, strategies or PLAINNESS, engines)
+        if cluster is not None:
+            profile, probe = _elsewhere(cluster, profile, probe)
+        iterations = self.iterations  # which may count the rows
+        told = Facts(
+            settled.batch_size,
+            self.__dict__.get("rows"),
+            iterations,
+            settled.options.local_steps,
+        )
+        formulas = Formulas(told, profile, probe)
+        refusals = Refusals(self, profile, cluster is None)
+        estimates = [formulas.estimate(choice, refusals.of(choice)) for choice in choices]
+        if cluster is None:
+            key = follow.key_of(settled, self.model.layout, facts)
+            estimates = [
+                with_measured(e, CACHE.measured(key, e.choice, self.kept)) for e in estimates
+            ]
+        default = follow.own_choice(settled, usual)
+        rows = ranked(estimates, default)
+        if not rows:
+            raise ParameterError(_nothing_possible(estimates))
+        if trials is None:
+            cost = TRIED * (START_SECONDS + TRIAL_ITERATIONS * (rows[0].seconds or 0.0))
+            run_takes = (iterations or 0) * (rows[0].seconds or 0.0)
+            trials = len(rows) > 1 and run_takes > TIMES_TRIALS * cost
+        if trials and cluster is None:
+            rows = ranked([*self._tried(rows[:TRIED]), *rows[TRIED:]], default)
+        if cluster is None:
+            for row in rows:
+                CACHE.note_plan(key, row.choice, row.seconds or 0.0)
+        parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
+        where = (
+            str(cluster) if cluster else f"{facts.context.master} on {counted(probe.cores, 'core')}"
+        )
+        return Plan(
+            rows,
+            [e for e in estimates if e.seconds is None],
+            [*self._others(formulas, rows[0].choice)],
+            told,
+            profile,
+            probe,
+            f"a model of {counted(parameters, 'parameter')}; {where}",
+            None if self.wholly_known else time.monotonic() - self.began,
+            settled,
+        )
+
+    def _measured(
+        self, counts: Sequence[int], strategies: Sequence[str], engines: Sequence[str]
+    ) -> tuple[Profile, Probe]:
+        """Return the profile of the model and the probe of the session, measured if not known."""
+        facts, settled = self.facts, self.settled
+        context, batch = facts.context, settled.batch_size
+        session = facts.session or SparkSession.builder.getOrCreate()
+        ends = sorted({math.ceil(batch / count) for count in counts})
+        if len(ends) == 1:
+            ends = sorted({max(min(2, batch), ends[0] // 4), ends[0]})
+        with self._few_rows() as samples:
+            preflight(self.alone, self.model, samples, None, True, care=False)
+            rows = _first(samples)
+            spec = batch_spec(settled, samples, self.model.float_dtype)
+            self.fields = samples.fields
+            self.inputs = to_tensors(preview_batch(spec, samples.preview).inputs)
+        threads = cpus_of(context, settled.resource_profile)
+        order = ProfileOrder(self.model.payload, spec, rows, (ends[0], ends[-1]), threads)
+        name = digest(
+            context.master, self.slots, threads, sorted({min(counts), max(counts)}),
+            sorted(strategies), sorted(engines), pyspark.__version__,
+        )  # fmt: skip
+        probe = CACHE.probe(name, self.kept)
+        profile = _profiles.get(order.key())
+        if probe is not None and profile is not None:
+            return profile, probe
+        self.wholly_known = False
+        wanted = order if profile is None else None
+        try:
+            ranks = min(self.slots, MOST_RANKS)
+            measured = gang.run(
+                measure_on_rank, wanted, SUMMED, ranks=ranks, timeout=300.0, spark=session
+            )
+        except (SessionError, ParameterError):  # no gang here: this process stands for a slot
+            measured = [measure_on_rank(order, ())]
+            profile = None
+        if profile is None:
+            profile = _profiles[order.key()] = profile_of(measured, order)
+        if probe is None:
+            trial = tiny_trial(facts, self.run)
+            probe = probe_of(measured, self.slots, trial, counts, strategies, engines, profile.busy)
+            CACHE.keep_probe(name, probe, self.kept and probe.busy <= BUSY)
+        elif is_local(context):
+            probe = replace(probe, memory=left_to_machine() / self.slots)
+        return profile, probe
+
+    @contextlib.contextmanager
+    def _few_rows(self) -> Iterator[SampleSet]:
+        """Yield samples in this process: a few rows of the data."""
+        if isinstance(self.data, PlacedSamples):
+            yield self.data.training
+            return
+        facts = self.facts
+        if isinstance(self.data, RDD):
+            few: Any = facts.context.parallelize(self.data.take(ROWS), 1)
+        else:
+            few = self.data.limit(ROWS)
+        slab = SlabConfig.new(facts.settings.slab_dir, facts.context.applicationId)
+        with FitResources(facts.context, slab, facts.settings.timeout) as resources:
+            yield PlacedSamples.within(
+                resources, self.alone, few, 1, self.model.float_dtype
+            ).training
+
+    def _tried(self, rows: Sequence[Estimate]) -> Iterator[Estimate]:
+        """Yield the rows with what short fits took."""
+        for row in rows:
+            trainer = replace(self.settled, **row.choice.fields())
+            times = timed_fit(trainer, self.data, self.facts, TRIAL_ITERATIONS, self.run)
+            yield with_measured(row, times.clock)
+
+    def _others(self, formulas: Formulas, first: Choice) -> Iterator[Estimate]:
+        """Yield the predictions of what would be another algorithm."""
+        local = replace(first, engine=SHUFFLE, strategy=USUAL, mesh=(), micro_batches=0, own=False)
+        batch = 4 * self.settled.batch_size
+        larger = replace(formulas, facts=replace(formulas.facts, batch_size=batch))
+        for how, choice in (
+            (formulas, replace(local, more=(("local_steps", 8),))),
+            (larger, replace(first, more=(("batch_size", batch),))),
+        ):
+            with contextlib.suppress(UserError):
+                replace(self.settled, **choice.fields())
+                estimate = how.estimate(choice)
+                if estimate.seconds is not None:
+                    yield estimate
+
+
+@dataclass
+class Refusals:
+    """The sentences with which choices are refused: today's, of the trainer and of the strategies."""
+
+    planner: Planner
+    profile: Profile
+    here: bool  # the session has the task slots
+    _known: dict[Any, str] = field(default_factory=dict)
+
+    def of(self, choice: Choice) -> str:
+        """Return why a choice cannot run, or an empty string."""
+        planner = self.planner
+        try:
+            trainer = replace(planner.settled, **choice.fields())
+        except UserError as error:
+            return _line(error)
+        if choice.engine != GANG:
+            return ""
+        keys = ("slots", choice.replicas), (choice.strategy, choice.mesh, choice.split)
+        for key, check in zip(keys, (self._slots, self._strategy), strict=True):
+            if key not in self._known:
+                try:
+                    check(trainer, choice)
+                    self._known[key] = ""
+                except UserError as error:
+                    self._known[key] = _line(error)
+            if self._known[key]:
+                return self._known[key]
+        return ""
+
+    def _slots(self, trainer: TrainerSpec, choice: Choice) -> None:
+        if self.here:
+            context, least = self.planner.facts.context, trainer.min_ranks
+            profile = trainer.resource_profile
+            check_slots(context, choice.replicas, 0.0, profile, min_slots=least)
+
+    def _strategy(self, trainer: TrainerSpec, choice: Choice) -> None:
+        model = self.planner.model
+        check_mesh(trainer, model, choice.replicas)
+        parallel = parallel_of(trainer.parts, trainer.mesh, choice.replicas)
+        for name, parameter in model.module.named_parameters():
+            if parameter.requires_grad and name not in self.profile.without_gradient:
+                parameter.grad = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+        try:
+            for part in parallel.parts.values():
+                part.check_model(model.module, model.layout, model.optimizer, model.recipe.options)
+                part.check_rows(model.module, self.planner.fields)
+            parallel.planned(model.module, self.planner.inputs, model.recipe.options)
+        finally:
+            model.module.zero_grad()
+
+
+def _first(samples: SampleSet) -> list[Rows]:
+    """Return the first rows of samples, of every field."""
+    handle = next(handle for handle in samples.handles if handle.num_rows)
+    try:
+        return open_partition(handle).gather(np.arange(min(ROWS, handle.num_rows)))
+    except (OSError, UserError):  # they lie on another node
+        return samples.more or samples.preview
+
+
+def _keeps_statistics(trainer: TrainerSpec, model: PreparedModel) -> bool:
+    """Return whether replicas have statistics of their own rows, so that their number matters."""
+    norms = torch.nn.modules.batchnorm._BatchNorm
+    return not trainer.sync_batchnorm and any(
+        isinstance(module, norms) and module.training for module in model.module.modules()
+    )
+
+
+def _elsewhere(cluster: Cluster, profile: Profile, probe: Probe) -> tuple[Profile, Probe]:
+    """Return profile and probe for a cluster that is not here."""
+    if cluster.gpus and cluster.speed is None and profile.device == "cpu":
+        raise ParameterError(
+            "Cluster(gpus=...) without speed=: this machine has no GPU, so nothing is known of their "
+            "speed. Give speed=, how many times as fast as a slot here one of them computes."
+        )
+    line = replace(profile.line, spread=cluster.spread)
+    return scaled(
+        replace(profile, line=line, busy=1.0), 1.0 / (cluster.speed or 1.0)
+    ), cluster.probe(dict(probe.units))
+
+
+def _nothing_possible(estimates: Sequence[Estimate]) -> str:
+    """Return the message that no choice can run, with the one that needs the least memory."""
+    least = min(estimates, key=lambda e: e.memory)
+    why = least.refused or least.unknown
+    return f"no way to run this fit is possible here. {least.choice}, of the least memory: {why}."
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
+
+
+def decided(data: Any, request: FitRequest, facts: SessionFacts, run: Run) -> FitRequest:
+    """Return the request with a trainer whose fields are decided, and the record of the plan.
+
+    A checkpoint's record counts first. Nothing is measured for a single choice or a short fit.
+    """
+    trainer: Any = request.trainer
+    later = decided_later(trainer)
+    if not later or facts.context is None:
+        return request
+    settled = trainer.settled()
+    record, replicas = _record_of(request)
+    if record is not None:
+        try:
+            return replace(
+                request, trainer=_as_recorded(settled, record, later, facts), plan=record
+            )
+        except (UserError, KeyError, TypeError, ValueError) as error:
+            text = "the plan of the checkpoint cannot be kept, and is made anew: %s."
+            logger.warning(text, _line(error))
+    settled = replace(settled, replicas=settled.replicas or replicas)
+    if settled.engine == "local" or (later == ["strategy"] and settled.engine == SHUFFLE):
+        return replace(request, trainer=settled)
+    planner = Planner(settled, data, facts, run)
+    iterations = planner.passes if request.one_pass else planner.iterations
+    if iterations is not None and iterations < follow.FEW:
+        short = counted(iterations, "iteration")
+        log_line(f'engine="{settled.engine}": {short} are too few to measure what is faster')
+        return replace(request, trainer=settled)
+    engines = (SHUFFLE, GANG) if "engine" in later else (settled.engine,)
+    strategies: tuple[str, ...] = PLAINNESS if "strategy" in later else ()
+    if "strategy" not in later and trainer.strategy == USUAL and trainer.mesh is None:
+        strategies = PLAINNESS[:2] if "engine" in later else PLAINNESS[:1]
+    searched = "replicas" in later and replicas is None
+    try:
+        plan = planner.plan(engines, strategies, settled.replicas, searched, trials=None)
+    except TrainingError as error:
+        log_line(f'engine="{settled.engine}", as nothing could be measured: {_line(error)}')
+        return replace(request, trainer=settled)
+    first, spent = plan.rows[0], time.monotonic() - planner.began
+    log_line(f"planned in {spent:.0f} s: {first.choice}; {plan.reason(first)}")
+    return replace(request, trainer=plan.trainer, plan=plan.record())
+
+
+def _as_recorded(
+    settled: Any, record: Mapping[str, Any], later: Sequence[str], facts: SessionFacts
+) -> Any:
+    """Return the trainer with the recorded fields in place of those that it leaves open.
+
+    Raises ParameterError or SessionError if this session cannot run it.
+    """
+    choice = Choice.from_plain(record["fields"])
+    open_fields = {*later, *(("strategy", "mesh") if {"engine", "strategy"} & {*later} else ())}
+    fields = {name: value for name, value in choice.fields().items() if name in open_fields}
+    trainer = replace(settled, **fields)
+    if trainer.engine == GANG:
+        profile, least = trainer.resource_profile, trainer.min_ranks
+        check_slots(facts.context, choice.replicas, 0.0, profile, min_slots=least)
+    return trainer
+
+
+def _record_of(request: FitRequest) -> tuple[Mapping[str, Any] | None, int | None]:
+    """Return the record of the run that goes on, and its replicas."""
+    if request.before is not None:
+        history = request.before.trained.history
+        return history.plan_record or None, history.settings.get("replicas")
+    if request.resume is None:
+        return None, None
+    found = ResumeCandidates(request.trainer.checkpoint, request.resume, request.other_data)
+    return found.plan, found.replicas
