@@ -456,8 +456,8 @@ class History:
         JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start",
         "stopped", "ended_by" and, if there are any, "settings", "plan", "facts", "events", "losses"
         and "decisions". The columns of CSV are the keys of a record, ``timings/NAME``,
-        ``losses/NAME``, the decisions of a consistency model, and ``validation/NAME``, which is filled at the
-        iterations that were validated.
+        ``losses/NAME``, the decisions of a consistency model, and ``validation/NAME``, which is
+        filled at the iterations that were validated.
         Decisions are ``staleness``, ``micro_batches/REPLICA`` and ``inner_steps/REPLICA`` (0 if the
         replica left nothing out), and ``commits/N``, an encoded number that :attr:`commits` decodes.
 
