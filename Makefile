@@ -48,8 +48,8 @@ lint: $(STAMP)  ## check format, style, types and rooms
 docs: $(STAMP)  ## build the documentation, as build/site/index.html
 	@$(BIN)/python -m sphinx -q -W --keep-going -c docs -d build/doctrees . build/site
 
-check: $(STAMP)  ## what CI runs: lint and, beside it, the documentation; then the tests
-	@$(MAKE) --no-print-directory -j 2 lint docs
+check: $(STAMP)  ## what CI runs: lint; beside it, the documentation and Java's archive; then the tests
+	@$(MAKE) --no-print-directory -j 2 $(ARCHIVE) lint docs
 	@$(MAKE) --no-print-directory test
 
 bench: $(STAMP)  ## measure everything beside its baselines: half an hour

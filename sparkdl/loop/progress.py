@@ -463,7 +463,9 @@ def log_line(text: str) -> None:
     elif logging.root.manager.disable < logging.INFO:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
-        handler.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None))
+        record = logger.makeRecord(logger.name, logging.INFO, "", 0, text, (), None)
+        if logger.filter(record):  # which clears the line of a bar
+            handler.handle(record)
 
 
 @contextlib.contextmanager

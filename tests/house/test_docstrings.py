@@ -80,7 +80,7 @@ def test_every_page_is_in_the_contents() -> None:
     listed = (ROOT / "docs/contents.md").read_text(encoding="utf-8").split()
     pages = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/guide/*.md"), ROOT / "docs/api/index.md"]
     names = {str(page.relative_to(ROOT).with_suffix("")) for page in pages}
-    assert names - {"docs/contents"} == {name for name in listed if name.startswith("docs/")} - {
+    assert names - {"docs/contents"} == {name for name in listed if "/" in name} - {
         "docs/coming/index",
         "docs/internals/index",
     }

@@ -525,6 +525,16 @@ def test_a_dry_run_tells_what_would_be_trained_and_leaves_nothing(
 
 
 @pytest.mark.soak
+def test_a_plan_is_printed_and_leaves_nothing(points: Path, run_here: Callable[..., Done]) -> None:
+    done = run_here(
+        "plan", "--config", "points.yaml", "--spark.settings.spark.sparkdl.plan.cache=off"
+    )
+    assert done.status == 0, done.err
+    assert done.out.splitlines()[1].split()[:4] == ["engine", "replicas", "strategy", "ms"]
+    assert {path.name for path in points.iterdir()} == {"points.csv", "points.yaml"}
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("submit", [False, True], ids=["python", "spark-submit"])
 def test_an_interrupted_job_goes_on_where_it_was(tmp_path: Path, submit: bool) -> None:
     """It says no more than that, and leaves its model as it stands and its checkpoints."""
