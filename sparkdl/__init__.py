@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sparkdl.data.columns.image import Image
     from sparkdl.data.columns.masked import Masked
     from sparkdl.data.columns.sequence import Sequence
+    from sparkdl.data.columns.sparse import Sparse
     from sparkdl.data.columns.text import Text
     from sparkdl.data.sampling import Balanced, Weighted
     from sparkdl.diagnosis import diagnose
@@ -111,6 +112,7 @@ __all__ = [
     "Sequence",
     "SessionError",
     "SparkdlError",
+    "Sparse",
     "StaleSynchronous",
     "StalledError",
     "StateLostError",
@@ -172,6 +174,7 @@ _NAMES = {
     "sparkdl.data.columns.image": "Image",
     "sparkdl.data.columns.masked": "Masked",
     "sparkdl.data.columns.sequence": "Sequence",
+    "sparkdl.data.columns.sparse": "Sparse",
     "sparkdl.data.columns.text": "Text",
     "sparkdl.data.sampling": "Balanced Weighted",
     "sparkdl.diagnosis": "diagnose",

@@ -72,6 +72,7 @@ SPECS = st.sampled_from(
         Sequence(max_length=2, lengths=True),
         Sequence(mask=True),
         Masked(),
+        Sequence(Sequence()),
         Text(lambda texts: [[len(text)] for text in texts]),
         Convert(lambda value: value),
         Convert(float),

@@ -14,7 +14,7 @@ _told: set[str] = set()
 
 @dataclass(frozen=True)
 class Spent:
-    """Where the time of a run went."""
+    """Shares of the time of a run."""
 
     trainer: Any
     timings: Mapping[str, float]  # median seconds of an iteration by activity; "iteration": of all

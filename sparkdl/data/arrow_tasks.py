@@ -19,7 +19,7 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructT
 
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
-from sparkdl.data.fields import Field
+from sparkdl.data.fields import Field, zero_row
 from sparkdl.data.partition_writer import (
     PART_BYTES,
     PartitionWriter,
@@ -173,7 +173,7 @@ def _with_zeros(
         if read is not None:
             rows[good] = read
         return rows
-    each = [np.zeros((1, *field.shape), field.dtype)] * len(array)
+    each: list[Rows] = [zero_row(field)] * len(array)
     for place, tensor in zip(good.tolist(), () if read is None else read, strict=True):
         each[place] = tensor
     return Ragged.of(each, field.padding)

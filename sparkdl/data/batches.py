@@ -183,6 +183,11 @@ def _augmented(
     replica: int,
     seed: Callable[[int], object],
 ) -> list[Rows]:
+    if any(isinstance(rows, Ragged) and isinstance(rows.values, Ragged) for rows in features):
+        raise ParameterError(
+            "augment takes arrays, and a feature is a list of lists of varying length, "
+            "sparkdl.Sequence(Sequence()): change such rows in Spark or in the model, or leave it out."
+        )
     results: list[list[np.ndarray]] = [[] for _ in features]
     for row, sample in zip(rows.tolist(), zip(*features, strict=True), strict=True):
         rng = generator(batch_spec.seed, "augment", epoch, replica, row)

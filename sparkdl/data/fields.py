@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from sparkdl.data.ragged import Padding
+from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.row_errors import (
     FIRST,
     NONE_INVALID,
@@ -38,11 +38,27 @@ class Field:
         """Return whether rows vary in length."""
         return self.padding is not None
 
+    @property
+    def rules(self) -> list[Padding]:
+        """Return the padding of each level of lists that vary in length, the rows first."""
+        found, rule = [], self.padding
+        while rule is not None:
+            found.append(rule)
+            rule = rule.items
+        return found
+
     def __str__(self) -> str:
-        lengths: list[int | str] = list(self.shape)
-        if self.padding is not None:
-            lengths.insert(0, "any")
+        lengths: list[int | str] = ["any" for _ in self.rules]
+        lengths += self.shape
         return f"{self.dtype}[{', '.join(map(str, lengths))}]" if lengths else self.dtype
+
+
+def zero_row(field: Field) -> Rows:
+    """Return a row of one zero, of a field of varying length."""
+    row: Rows = np.zeros((1, *field.shape), field.dtype)
+    for rule in reversed(field.rules[1:]):
+        row = Ragged(row, np.arange(2), rule)
+    return row
 
 
 T = TypeVar("T")

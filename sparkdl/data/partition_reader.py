@@ -33,8 +33,13 @@ def segment_files(segment: RowFile, fields: Sequence[Field]) -> list[str]:
     return [
         f"{segment.path}-{number}.{kind}"
         for number, field in enumerate(fields)
-        for kind in (("values", "offsets") if field.ragged else ("values",))
+        for kind in ("values", *map(_offsets, range(len(field.rules))))
     ]
+
+
+def _offsets(level: int) -> str:
+    """Return the kind of file with the offsets of a level of lists, the rows at level 0."""
+    return f"offsets{level or ''}"
 
 
 class SegmentWriter:
@@ -42,7 +47,8 @@ class SegmentWriter:
 
     def __init__(self, path: str, fields: Sequence[Field]) -> None:
         self._path, self.num_rows = path, 0
-        self._ends = [0] * len(fields)  # where the values of each field of varying length end
+        # where the items of each level of each field of varying length end
+        self._ends = [[0] * len(field.rules) for field in fields]
         self._files: list[BinaryIO] = []
         try:
             for name in segment_files(self.segment, fields):
@@ -59,17 +65,20 @@ class SegmentWriter:
 
     def append(self, columns: Sequence[Rows]) -> None:
         """Write these rows. If that raises OSError, the files are as they were before."""
-        places, ends = [file.tell() for file in self._files], list(self._ends)
+        places, ends = [file.tell() for file in self._files], [list(e) for e in self._ends]
         files = iter(self._files)
         try:
-            for number, column in enumerate(columns):
-                if isinstance(column, Ragged):
-                    write_all(next(files), column.used)
-                    offsets = column.offsets + (self._ends[number] - column.offsets[0])
-                    write_all(next(files), offsets[1:] if self.num_rows else offsets)
-                    self._ends[number] = int(offsets[-1])
-                else:
-                    write_all(next(files), column)
+            for column, ends_here in zip(columns, self._ends, strict=True):
+                values, levels = column, list[np.ndarray]()
+                for level, end in enumerate(ends_here):
+                    assert isinstance(values, Ragged)
+                    offsets = values.offsets + (end - values.offsets[0])
+                    levels.append(offsets[1:] if self.num_rows else offsets)
+                    ends_here[level] = int(offsets[-1])
+                    values = values.used
+                assert isinstance(values, np.ndarray)
+                for array in (values, *levels):
+                    write_all(next(files), array)
         except OSError:
             for file, place in zip(self._files, places, strict=True):
                 file.truncate(place)
@@ -107,16 +116,18 @@ class Items:
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self.arrays = tuple(arrays)
-        first = arrays[0]
+        filled = [array for array in arrays if array.size]  # not if all lists in a file are empty
+        first = filled[0] if filled else arrays[0]
         self._dtype, self._shape = first.dtype, first.shape[1:]
-        if len(arrays) == 1:
+        if len(arrays) == 1 or not filled:
             return
         nbytes = first[:1].nbytes
         grain = math.gcd(nbytes, mmap.PAGESIZE)
-        addresses = [array.ctypes.data for array in arrays]
-        low = min(addresses)
+        low = min(array.ctypes.data for array in filled)
+        addresses = [array.ctypes.data if array.size else low for array in arrays]
         high = max(a + array.nbytes for a, array in zip(addresses, arrays, strict=True))
-        item = arrays[addresses.index(low)][:1].reshape(-1).view(np.dtype((np.void, nbytes)))
+        lowest = next(array for array in filled if array.ctypes.data == low)
+        item = lowest[:1].reshape(-1).view(np.dtype((np.void, nbytes)))
         self._window = np.lib.stride_tricks.as_strided(
             item, ((high - low - nbytes) // grain + 1,), (grain,), writeable=False
         )
@@ -125,7 +136,7 @@ class Items:
 
     def take(self, files: np.ndarray | None, places: np.ndarray) -> np.ndarray:
         """Return a new array of the items at ``places`` in ``files`` (file numbers; None: one file)."""
-        if files is None:
+        if files is None or not len(places):
             return np.take(self.arrays[0], places, axis=0)
         found = self._window[self._starts[files] + places * self._step]
         return found.view(self._dtype).reshape(-1, *self._shape)
@@ -135,21 +146,22 @@ class Items:
 class MappedColumn:
     """One field in all files of a partition; it has ``offsets`` if rows vary in length."""
 
-    values: Items
+    values: Items | MappedColumn
     offsets: Items | None = None
     padding: Padding | None = None
 
     @staticmethod
     def map(segments: Sequence[RowFile], number: int, field: Field) -> MappedColumn:
         """Map one field of all ``segments``; a deleted file is a FileNotFoundError."""
-        if field.padding is None:
-            return MappedColumn(Items([_values(segment, number, field) for segment in segments]))
-        offsets = [
-            map_file(f"{segment.path}-{number}.offsets", "int64", (segment.num_rows + 1,))
-            for segment in segments
-        ]
-        values = [_values(segment, number, field) for segment in segments]
-        return MappedColumn(Items(values), Items(offsets), field.padding)
+        column = MappedColumn(Items([_values(segment, number, field) for segment in segments]))
+        for level, rule in reversed(list(enumerate(field.rules))):
+            offsets = [
+                map_file(f"{segment.path}-{number}.{_offsets(level)}", "int64", (-1,))
+                for segment in segments
+            ]
+            items = column.values if column.offsets is None else column
+            column = MappedColumn(items, Items(offsets), rule)
+        return column
 
     def take(self, files: np.ndarray | None, places: np.ndarray) -> Rows:
         """Return a copy of the rows at ``places`` in ``files``."""

@@ -8,6 +8,7 @@ moves. Joining makes the canonical order, the checksum and the handle.
 from __future__ import annotations
 
 import errno
+import math
 import secrets
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -298,9 +299,9 @@ class PartitionWriter:
         if isinstance(column, Ragged):
             self._note(number, column.lengths, np.arange(len(column) + 1), of_length=True)
             if noted:
-                rest = column.used.reshape(len(column.used), -1)
-                ends = (column.offsets - column.offsets[0]) * rest.shape[1]
-                self._note(number, rest.reshape(-1), ends, tried=tried)
+                values, ends = column.flat
+                ends = ends * math.prod(values.shape[1:])
+                self._note(number, values.reshape(-1), ends, tried=tried)
         elif noted:
             values = column.reshape(-1)
             ends = np.arange(len(column) + 1) * (len(values) // len(column))
@@ -392,5 +393,5 @@ def _root_of_a_task(config: SlabConfig) -> Root:
 def field_of(name: str, column: Rows) -> Field:
     """Return the field of tensors."""
     if isinstance(column, Ragged):
-        return Field(name, str(column.dtype), column.values.shape[1:], column.padding)
+        return Field(name, str(column.dtype), column.item_shape, column.padding)
     return Field(name, str(column.dtype), column.shape[1:])

@@ -1,14 +1,15 @@
 """Rows of varying length in memory: one array of values and the offsets at which rows begin.
 
 Rows stay ragged from the column to the mini-batch, and are padded only there, to its longest row. The
-layout is that of Arrow's list arrays: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``.
+layout is that of Arrow's list arrays: row ``i`` is ``values[offsets[i]:offsets[i + 1]]``. Where rows
+are lists of lists of varying length, ``values`` are ragged rows themselves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -34,6 +35,12 @@ class Padding:
     windows: bool = False
     """An item is a window of elements. The last dimension of an item also tells, last, where the window
     has none, and the mask is that of the elements."""
+    items: Padding | None = None
+    """The padding of the items of a row, if they vary in length, too."""
+    entries_of: int | None = None
+    """Rows are the entries, (index, value), of vectors of this size."""
+    form: str = ""
+    """The form in which the model gets such vectors."""
 
     def names(self, name: str) -> list[str]:
         """Return the names of the model's inputs that are made of the input ``name``.
@@ -47,6 +54,7 @@ class Padding:
             mask, types = f"{before}attention_mask", f"{before}token_type_ids"
         return [
             name,
+            *([f"{name}_values"] if self.form == "indices" else []),
             *([f"{name}_lengths"] if self.lengths else []),
             *([mask] if self.mask else []),
             *([types] if self.types else []),
@@ -60,15 +68,18 @@ class Ragged:
     ``values`` may hold more than the rows: offsets need not begin at 0.
     """
 
-    values: np.ndarray
+    values: np.ndarray | Ragged
     offsets: np.ndarray
     padding: Padding = field(default_factory=Padding)
 
     @staticmethod
-    def of(rows: Sequence[np.ndarray], padding: Padding | None = None) -> Ragged:
-        """Make ragged rows from at least one array of shape (length, *item)."""
-        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
-        return Ragged(np.concatenate(rows), offsets, padding or Padding())
+    def of(rows: Sequence[Rows], padding: Padding | None = None) -> Ragged:
+        """Make ragged rows from at least one array of shape (length, *item), or ragged rows."""
+        offsets, padding = np.cumsum([0, *map(len, rows)], dtype=np.int64), padding or Padding()
+        values = concatenate(rows)
+        if isinstance(values, Ragged) and padding.items is not None:
+            values = replace(values, padding=padding.items)
+        return Ragged(values, offsets, padding)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -88,9 +99,13 @@ class Ragged:
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
         return Ragged(self.values[places], offsets, self.padding)
 
-    def __iter__(self) -> Iterator[np.ndarray]:
+    def __iter__(self) -> Iterator[Any]:
         for start, stop in zip(self.offsets[:-1], self.offsets[1:], strict=True):
             yield self.values[start:stop]
+
+    def tolist(self) -> list[Any]:
+        """Return the rows as lists."""
+        return [row.tolist() for row in self]
 
     @property
     def lengths(self) -> np.ndarray:
@@ -107,9 +122,24 @@ class Ragged:
         return int(self.used.nbytes + self.offsets.nbytes)
 
     @property
-    def used(self) -> np.ndarray:
+    def item_shape(self) -> tuple[int, ...]:
+        """Return the shape of an item of the innermost lists."""
+        values = self.values
+        return values.item_shape if isinstance(values, Ragged) else values.shape[1:]
+
+    @property
+    def used(self) -> np.ndarray | Ragged:
         """Return the part of ``values`` that holds the rows."""
         return self.values[int(self.offsets[0]) : int(self.offsets[-1])]
+
+    @property
+    def flat(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the values of all rows, and the offsets at which each row begins in them."""
+        values, offsets = self.used, self.offsets - self.offsets[0]
+        while isinstance(values, Ragged):
+            offsets = (values.offsets - values.offsets[0])[offsets]
+            values = values.used
+        return values, offsets
 
     def cut(self, length: int) -> Ragged:
         """Return the rows, each cut to at most ``length`` elements."""
@@ -126,10 +156,12 @@ class Ragged:
         Rows are padded to ``length`` or to the padding's length, if either is given; longer rows are
         cut.
         """
+        values = self.values
+        if isinstance(values, Ragged):
+            return Ragged(values.padded(), self.offsets, self.padding).padded(length)
         length = length or self.padding.length
-        lengths = self.lengths
-        longest = int(lengths.max(initial=0)) if length is None else length
-        shape = (len(self), longest, *self.values.shape[1:])
+        longest = longest_of(self.lengths) if length is None else length
+        shape = (len(self), longest, *values.shape[1:])
         result = np.full(shape, self.padding.value, dtype=self.dtype)
         left = self.padding.side == "left"
         for out, row in zip(result, self, strict=True):
@@ -147,7 +179,11 @@ class Ragged:
         padded, lengths = self.padded(), self.lengths
         if self.padding.length is not None:
             lengths = np.minimum(lengths, self.padding.length)
-        rule, present = self.padding, self.present(padded.shape[1])
+        rule = self.padding
+        if isinstance(self.values, Ragged):
+            masks = [self.mask(padded.shape[1:])] if rule.mask else []
+            return [padded, *([lengths] if rule.lengths else []), *masks]
+        present = self.present(padded.shape[1])
         parts = [padded]
         if rule.types or rule.windows:
             there = present.reshape(*present.shape, *(1 for _ in padded.shape[2:-1]))
@@ -159,6 +195,13 @@ class Ragged:
         if rule.mask:
             inputs.append(present.astype(np.int64))
         return inputs + parts[1:]
+
+    def mask(self, widths: tuple[int, ...]) -> np.ndarray:
+        """Return where rows padded to ``widths`` have values, int64."""
+        if not isinstance(self.values, Ragged):
+            return self.present(widths[0]).astype(np.int64)
+        rule = Padding(length=widths[0], side=self.padding.side)
+        return Ragged(self.values.mask(widths[1:]), self.offsets, rule).padded()
 
 
 Rows: TypeAlias = np.ndarray | Ragged
@@ -173,7 +216,12 @@ def concatenate(parts: Sequence[Rows]) -> Rows:
     ragged = [part for part in parts if isinstance(part, Ragged)]
     lengths = np.concatenate([part.lengths for part in ragged])
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-    return Ragged(np.concatenate([part.used for part in ragged]), offsets, first.padding)
+    return Ragged(concatenate([part.used for part in ragged]), offsets, first.padding)
+
+
+def longest_of(lengths: np.ndarray) -> int:
+    """Return the length that rows are padded to: at least 1, since many modules take no other."""
+    return int(lengths.max(initial=min(1, len(lengths))))
 
 
 def model_inputs(fields: Sequence[Rows]) -> list[np.ndarray]:
@@ -202,7 +250,7 @@ class RowLengths:
 
     def places(self, width: int) -> slice:
         """Return the places, among ``width``, to which the longest row reaches."""
-        longest = int(self.lengths.max(initial=0))
+        longest = longest_of(self.lengths)
         return slice(max(0, width - longest), None) if self.left else slice(longest)
 
 

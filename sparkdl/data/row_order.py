@@ -64,7 +64,8 @@ def _pieces(column: Rows) -> Iterator[memoryview | bytes]:
     """Yield the bytes of each row of one column."""
     if isinstance(column, Ragged):
         for row in column:
-            yield len(row).to_bytes(8, "little") + np.ascontiguousarray(row).tobytes()
+            held = b"".join(_pieces(row)) if isinstance(row, Ragged) else row.tobytes()
+            yield len(row).to_bytes(8, "little") + held
         return
     data = np.ascontiguousarray(column).reshape(-1).view(np.uint8).data
     width = len(data) // len(column) if len(column) else 0

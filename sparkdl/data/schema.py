@@ -100,7 +100,7 @@ def sampling_column(schema: StructType, name: str, spec: ColumnSpec) -> Column:
     column = spec.resolve(name, schema[name].dataType, "float64", None)
     if isinstance(column, str):
         raise DataError(f'sampling column "{name}" {column}')
-    return column
+    return replace(column, label=True)  # a row without it has no stand-in
 
 
 def _hint(name: str, schema: StructType) -> str:

@@ -29,7 +29,7 @@ from sparkdl.loop.history_tables import timings_as_html
 from sparkdl.metrics.named import Metrics, resolve, suited
 from sparkdl.metrics.scorer import MetricOf, Scorer
 from sparkdl.model.loss import check_averages, is_own_loss
-from sparkdl.model.recipe import Part, Signature, problems_of_part
+from sparkdl.model.recipe import Part, problems_of_part
 
 
 class TrainedModel(ModelData):
@@ -252,7 +252,7 @@ class TrainedModel(ModelData):
         """
         recipe, made = recipe_and_module(module, self.module, self.model)
         raise_all(ParameterError, problems_of_part(output))
-        names, signature = self.features, Signature(self.signature.inputs, output)
+        names, signature = self.features, replace(self.signature, part=output)
         if features is not None:
             names, signature = signature_of(features, self.columns, output)
         columns = (*self.features, *self.label)

@@ -11,7 +11,7 @@ from torch import nn
 from sparkdl.data.columns.base import Specs, padding_of
 from sparkdl.data.fields import Field
 from sparkdl.errors import ModelError, ParameterError, kind_of, nearest
-from sparkdl.model.recipe import Part, Signature
+from sparkdl.model.recipe import Part, Signature, SparseInput
 
 Around = nn.Module | Callable[[nn.Module], nn.Module]
 """A module, or a class or function that makes one of the trained module."""
@@ -58,11 +58,24 @@ def signature_of(
 ) -> tuple[tuple[str, ...], Signature]:
     """Return the feature columns and the way to call a model; mappings are keyword: column."""
     if isinstance(features, str):
-        return (features,), Signature((), output)
-    if not isinstance(features, Mapping):
-        return tuple(features), Signature((), output)
-    names = tuple(features.values())
-    return names, Signature(input_names(tuple(features), names, columns), output)
+        features = [features]
+    keywords: tuple[str, ...] = ()
+    names = tuple(features)
+    if isinstance(features, Mapping):
+        names = tuple(features.values())
+        keywords = input_names(tuple(features), names, columns)
+    return names, Signature(keywords, output, sparse_inputs(names, columns))
+
+
+def sparse_inputs(features: Sequence[str], columns: Specs) -> tuple[SparseInput, ...]:
+    """Return which of a model's inputs are sparse vectors, given the feature columns."""
+    found, place = [], 0
+    for name in features:
+        rule = padding_of(columns, name)
+        if rule is not None and rule.entries_of is not None:
+            found.append(SparseInput(place, rule.entries_of, rule.form))
+        place += 1 if rule is None else 1 + rule.lengths + rule.mask + rule.types
+    return tuple(found)
 
 
 def input_names(

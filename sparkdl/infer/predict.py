@@ -24,6 +24,7 @@ from sparkdl.errors import (
     shown,
     wrong_data,
 )
+from sparkdl.infer.new_forward import sparse_inputs
 from sparkdl.infer.outputs import named_parts
 from sparkdl.infer.score import Inference, Inputs, ModelSource, Options, prepare
 from sparkdl.infer.source import longest, read_model, tensors_of, tokenizer_of
@@ -219,7 +220,8 @@ def inputs_of(
         inputs += [keyword] if padding is None else padding.names(keyword)
     floats = [t.dtype for t in tensors_of(source.module).values() if t.is_floating_point()]
     dtype = "float64" if floats and floats[0] == torch.float64 else "float32"
-    return Inputs(names, specs, Signature(tuple(inputs)), dtype, (), keywords)
+    signature = Signature(tuple(inputs), sparse=sparse_inputs(names, specs))
+    return Inputs(names, specs, signature, dtype, (), keywords)
 
 
 def _names(features: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:

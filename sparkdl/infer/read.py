@@ -258,7 +258,7 @@ def _by_shape(rows: Iterable[tuple[int, list[Rows]]]) -> Iterator[Group]:
 
 
 def _shape(rows: Rows) -> tuple[Any, ...]:
-    return (rows.values.shape[1:] if isinstance(rows, Ragged) else rows.shape[1:], rows.dtype.str)
+    return (rows.item_shape if isinstance(rows, Ragged) else rows.shape[1:], rows.dtype.str)
 
 
 def read_ahead(items: Iterable[T], work: Callable[[T], R]) -> Iterator[R]:

@@ -53,6 +53,7 @@ from sparkdl.infer.manifest import (
     staged_name,
     take_dtypes,
 )
+from sparkdl.infer.new_forward import sparse_inputs
 from sparkdl.infer.recipe import (
     REMEDY,
     WithoutName,
@@ -237,7 +238,9 @@ def _read_saved(saved: Saved, model: Builder, trust: bool) -> ModelData:
 
 def _described(saved: Saved, model: Builder, trust: bool) -> ModelData:
     """Return the model without its weights and history."""
-    columns, signature = columns_of(saved, trust), signature_of(saved, trust)
+    columns = columns_of(saved, trust)
+    sparse = sparse_inputs(saved.manifest.features, columns)
+    signature = replace(signature_of(saved, trust), sparse=sparse)
     rest = {
         name: it for name, it in vars(saved.manifest).items() if name not in ("files", "inputs")
     }

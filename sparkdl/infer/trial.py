@@ -18,7 +18,7 @@ from sparkdl.data.arrow_tasks import of_structs, select_columns, ship_batches
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
-from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.ragged import Ragged, Rows, concatenate
 from sparkdl.data.row_errors import RowError
 from sparkdl.errors import DataError, ModelError, UserError
 from sparkdl.infer.forward import Forward
@@ -152,8 +152,9 @@ def _of_other_length(arrays: Sequence[Rows]) -> list[Rows]:
         if isinstance(array, Ragged) and (longest := int(array.lengths.max())) > 1:
             changed.append(array.cut(longest - 1))
         elif isinstance(array, Ragged):
-            rows = [np.repeat(row, 2, axis=0) for row in array]
-            changed.append(Ragged.of(rows, array.padding))
+            twice = np.repeat(np.arange(len(array.used)), 2)
+            offsets = (array.offsets - array.offsets[0]) * 2
+            changed.append(Ragged(array.used[twice], offsets, array.padding))
         else:
             changed.append(array)
     return changed
@@ -168,7 +169,10 @@ def zeros_like(fields: Sequence[Field]) -> list[Rows]:
     arrays: list[Rows] = []
     for field in fields:
         zeros = np.zeros((ROWS, *field.shape), field.dtype)
-        arrays.append(zeros if field.padding is None else Ragged.of([zeros] * ROWS, field.padding))
+        rows: Rows = zeros
+        for rule in reversed(field.rules):
+            rows = Ragged(concatenate([rows] * ROWS), np.arange(ROWS + 1) * ROWS, rule)
+        arrays.append(rows)
     return arrays
 
 

@@ -54,7 +54,7 @@ class Progress(Callback):
 
 
 class Opening:
-    """What a fit does between its call and the end of its first iteration, in a line that moves.
+    """The line that moves between the call of a fit and the end of its first iteration.
 
     A thread calls ``show`` twice a second, until :meth:`end`, with a function that returns the line.
     """

@@ -44,7 +44,9 @@ def _is_valid(value: Column, kind: DataType) -> Column:
 
 def zeros(name: str, kind: DataType, field: Field) -> Column:
     """Return a valid value for a row whose own is not: zeros of the shape that the model takes."""
-    shape = [1, *field.shape] if field.ragged else list(field.shape)
+    shape = [*(1 for _ in field.rules), *field.shape]
+    if field.padding is not None and field.padding.entries_of is not None:
+        shape = [field.padding.entries_of]
     inner = kind
     while isinstance(inner, ArrayType):
         inner = inner.elementType

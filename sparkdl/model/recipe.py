@@ -47,14 +47,59 @@ Part: TypeAlias = str | int | Callable[[Any], Any] | None
 
 
 @dataclass(frozen=True)
+class SparseInput:
+    """An input of the model that is a vector, stored as its entries."""
+
+    place: int  # among the inputs
+    size: int
+    form: str  # see sparkdl.data.columns.sparse.Sparse
+
+    def vectors(self, entries: torch.Tensor) -> list[torch.Tensor]:
+        """Return what the model gets of entries (index, value), (rows, entries, 2)."""
+        indices, values = entries[..., 0].long(), entries[..., 1]
+        if self.form == "dense":
+            empty = values.new_zeros((len(values), self.size))
+            return [empty.scatter_add_(1, indices, values)]
+        there = values != 0  # the others fill up shorter rows
+        if (
+            self.form == "indices"
+        ):  # with an index of the row, so that no other row of a table is used
+            return [torch.where(there, indices, indices[:, :1]), values]
+        rows = torch.arange(len(values), device=values.device)[:, None].expand_as(indices)
+        places, shape = torch.stack([rows[there], indices[there]]), (len(values), self.size)
+        return [
+            torch.sparse_coo_tensor(
+                places, values[there], shape, is_coalesced=True, check_invariants=False
+            )
+        ]
+
+
+@dataclass(frozen=True)
 class Signature:
     """A description of how a model is called, and which part of its return value is the output."""
 
     inputs: tuple[str, ...] = ()  # keywords; (): the model takes them by position
     part: Part = None
+    sparse: tuple[SparseInput, ...] = ()
 
     def bound(self, model: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``model`` as a function of its inputs by position; labels may follow by keyword."""
+        named = self._named(model)
+        if not self.sparse:
+            return named
+        return lambda *inputs, **others: named(*self._vectors(inputs), **others)
+
+    def _vectors(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return the inputs with vectors in place of their entries."""
+        if not self.sparse:
+            return inputs
+        forms = {one.place: one for one in self.sparse}
+        found: list[Any] = []
+        for place, tensor in enumerate(inputs):
+            found += forms[place].vectors(tensor) if place in forms else [tensor]
+        return found
+
+    def _named(self, model: Callable[..., Any]) -> Callable[..., Any]:
         if not self.inputs:
             return model
 
@@ -76,7 +121,7 @@ class Signature:
         targets: Sequence[torch.Tensor],
     ) -> Any:
         """Return what ``model`` returns for a mini-batch, or what a step makes of it."""
-        own, call = inner(loss), self.bound(model)
+        own, call, inputs = inner(loss), self._named(model), self._vectors(inputs)
         if isinstance(own, OwnLoss):
             return own.returned(model, call, inputs, targets)
         return call(*inputs)

@@ -1,4 +1,4 @@
-"""What plans keep for the next one: predictions, what fits then took, and probes of sessions.
+"""The cache of plans, for the next one: predictions, what fits then took, and probes of sessions.
 
 They are in ``plans.json`` in the user's cache directory, :data:`MOST` rows at most.
 """

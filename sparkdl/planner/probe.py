@@ -36,7 +36,7 @@ seconds of one."""
 
 @dataclass(frozen=True)
 class Probe:
-    """What a session costs beside computing, in seconds and bytes."""
+    """The costs of a session beside computing, in seconds and bytes."""
 
     slots: int
     cores: int  # of a node

@@ -94,7 +94,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a fit's model costs on one slot."""
+    """The costs of a fit's model on one slot."""
 
     line: Line  # a whole pass, forward and backward
     update: float  # of all parameters

@@ -19,7 +19,7 @@ from sparkdl.consistency.synchronous import Synchronous
 from sparkdl.data.columns.base import ColumnSpec
 from sparkdl.data.sampling import Sampling
 from sparkdl.errors import ParameterError, raise_all
-from sparkdl.infer.new_forward import input_names
+from sparkdl.infer.new_forward import input_names, sparse_inputs
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.triggers import MaxEpoch, Trigger
 from sparkdl.loop.validation import Validation
@@ -102,7 +102,7 @@ class TrainerSpec:
     columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
     """The conversion of columns to tensors, by column name, if the column's type does not determine
     it: :class:`sparkdl.Image`, :class:`sparkdl.Sequence`, :class:`sparkdl.Text`,
-    :class:`sparkdl.Masked` or :class:`sparkdl.Convert`."""
+    :class:`sparkdl.Sparse`, :class:`sparkdl.Masked` or :class:`sparkdl.Convert`."""
     handle_invalid: str = field(default="error", metadata=rules.HANDLE_INVALID)
     """The way to handle rows that cannot be read (a damaged image, a null, NaN): "error" ends the fit,
     "skip" leaves them out, "keep" trains on zeros in place of such a feature. The log and
@@ -318,7 +318,8 @@ class TrainerSpec:
     @property
     def signature(self) -> Signature:
         """The way to call the model, with lengths and masks of sequences that have them."""
-        return Signature(self.input_names if self.keywords else (), self.output)
+        names = self.input_names if self.keywords else ()
+        return Signature(names, self.output, sparse_inputs(self.feature_columns, self.columns))
 
     @property
     def input_names(self) -> tuple[str, ...]:

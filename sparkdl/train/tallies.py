@@ -1,4 +1,4 @@
-"""What the rows in place decide: how they are drawn, and the weights of classes."""
+"""Counts of the rows in place, which decide how they are drawn, and the weights of classes."""
 
 from __future__ import annotations
 

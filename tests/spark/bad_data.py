@@ -472,13 +472,13 @@ ROWS = [
         jobs=2,
     ),
     Mistake(
-        "empty sequence",
+        "null in a sequence",
         lambda fit: fit(
-            fit.features("array<int>", [1], []), columns={"features": sparkdl.Sequence()}
+            fit.features("array<int>", [1], [None]), columns={"features": sparkdl.Sequence()}
         ),
         DataError,
-        'column "features", row 0 of partition 1: is an empty array. Filter out such rows, or '
-        "leave the column out.",
+        'column "features", row 0 of partition 1: holds a null. dropna does not look into arrays: '
+        "filter out such rows with functions.exists, or fill them with functions.transform.",
         jobs=2,
     ),
     Mistake(

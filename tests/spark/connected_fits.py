@@ -102,6 +102,9 @@ def fits(data: Any) -> dict[str, sparkdl.Trainer]:
             model=_line, loss=nn.MSELoss(), label="z", weight="weight", optimizer=torch.optim.SGD
         ),
         "sequence": make(model=Words, features="words", columns={"words": sparkdl.Sequence()}),
+        "sampled": mixed(
+            sampling=sparkdl.Balanced("kind", rows=200), class_weights="balanced", weight="weight"
+        ),
         "equal rows": make(model=partial(nn.Embedding, 8, 2), features="kind"),
         "clipped": make(model=_perceptron, clip_norm=0.1, accumulate=2, precision="bf16"),
         "perceptron, fsdp": make(model=_perceptron, strategy="fsdp"),

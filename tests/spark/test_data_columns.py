@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,7 @@ import PIL.Image
 import pytest
 import torch
 from hex_column import Hex
+from launch import soak_but
 from pyspark import RDD, StorageLevel, cloudpickle
 from torch import nn
 from trained import trained_model
@@ -26,6 +28,7 @@ from sparkdl import (
     MetricOf,
     ModelError,
     Sequence,
+    Sparse,
     Trainer,
     load,
     max_iteration,
@@ -422,6 +425,125 @@ def test_a_damaged_image_in_predictions(reader: Reader) -> None:
     found = scoring(nn.Flatten(), Output((1,), "float32"), {"photo": Image()}).transform(data)
     with pytest.raises(Exception, match=r'column "photo", row 0 of partition \d: is not an image'):
         found.collect()
+
+
+class Bag(nn.Module):
+    """Sums rows of a table, each times a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(4096, 2, mode="sum")
+        self.bias = nn.Parameter(torch.zeros(2))
+
+    def forward(self, indices: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        return self.table(indices, per_sample_weights=values) + self.bias
+
+
+class Texts(nn.Module):
+    """The mean over lists of lists of words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(10, 4, padding_idx=0), nn.Linear(4, 2)
+
+    def forward(self, texts: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        words = self.words(texts).sum((1, 2)) / mask.sum((1, 2)).clamp(1)[:, None]
+        return self.out(words)
+
+
+def as_plainly(
+    trainer: Trainer, trained: TrainedModel, inputs: list[torch.Tensor], labels: Any
+) -> None:
+    """Check losses, and weights, against PyTorch on the whole table at once."""
+    module = copy.deepcopy(trainer.model)
+    optimizer, losses = trainer.optimizer(module.parameters()), []
+    for _ in trained.history.losses:
+        loss = trainer.loss(module(*inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert trained.history.losses == pytest.approx(losses, rel=1e-5)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(trained.module.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("form", soak_but(["indices"], ["dense", "tensor", "indices"]))
+def test_vectors_without_their_zeros(reader: Reader, tmp_path: Path, form: str) -> None:
+    """From a file of libsvm: trained as in PyTorch, small in slabs, saved, loaded, used."""
+    random = np.random.default_rng(5)
+    rows = [
+        {int(i): float(random.normal()) for i in sorted(random.choice(4096, n, replace=False))}
+        for n in random.integers(0, 7, 40)
+    ]
+    lines = [
+        " ".join([str(row % 2), *(f"{i + 1}:{value}" for i, value in entries.items())])
+        for row, entries in enumerate(rows)
+    ]
+    (tmp_path / "data.txt").write_text("\n".join(lines), encoding="utf-8")
+    libsvm = reader.spark.read.format("libsvm").option("numFeatures", "4096")
+    data = libsvm.load(str(tmp_path / "data.txt")).selectExpr("features", "int(label) AS label")
+    columns = {"features": Sparse(4096, form)}
+    torch.manual_seed(1)
+    trainer = Trainer(
+        model=Bag() if form == "indices" else nn.Linear(4096, 2), loss=nn.CrossEntropyLoss(),
+        optimizer=partial(torch.optim.SGD, lr=0.5), columns=columns, batch_size=40, replicas=2,
+        stop=max_iteration(5),
+    )  # fmt: skip
+    trained = trainer.fit(data)
+    dense = torch.zeros(40, 4096)
+    for row, entries in enumerate(rows):
+        dense[row, list(entries)] = torch.tensor(list(entries.values()))
+    everything = torch.arange(4096).expand(40, -1)
+    inputs = [everything, dense] if form == "indices" else [dense]
+    as_plainly(trainer, trained, inputs, torch.arange(40) % 2)
+    samples = reader.samples(data, ["features"], ["label"], columns=columns)
+    entries = reader.rows(samples)[0]
+    assert entries.nbytes < 40 * 6 * 8 + 8 * 50
+    loaded = load(trained.save(tmp_path / "model"), model=lambda: copy.deepcopy(trainer.model))
+    found = loaded.transform(data, "p").collect()
+    with torch.no_grad():
+        wanted = {
+            tuple(x): p
+            for x, p in zip(dense.tolist(), trained.module(*inputs).tolist(), strict=True)
+        }
+    for row in found:
+        key = tuple(np.float32(row.features.toArray()).tolist())
+        assert row.p == pytest.approx(wanted[key], rel=1e-4, abs=1e-5)
+
+
+def test_lists_of_lists(reader: Reader, tmp_path: Path) -> None:
+    """Documents of sentences, some of them empty: trained as in PyTorch, saved, loaded, used."""
+    data = reader.spark.range(40).selectExpr(
+        "IF(id % 7 = 0, array(), transform(sequence(1, 1 + int(id % 3)), i -> IF((id + i) % 5 = 0, "
+        "array(), transform(sequence(1, 1 + int((id + i) % 4)), j -> int(1 + (i * j) % 9))))) texts",
+        "int(id % 2) AS label",
+    )
+    torch.manual_seed(1)
+    trainer = Trainer(
+        model=Texts(), loss=nn.CrossEntropyLoss(), features="texts", batch_size=40, replicas=2,
+        optimizer=partial(torch.optim.SGD, lr=0.5), stop=max_iteration(5),
+        columns={"texts": Sequence(Sequence(), mask=True)},
+    )  # fmt: skip
+    trained = trainer.fit(data)
+    rows = data.collect()
+    texts = torch.zeros(40, 3, 4, dtype=torch.long)
+    mask = torch.zeros_like(texts)
+    for number, row in enumerate(rows):
+        for place, words in enumerate(row.texts):
+            texts[number, place, : len(words)] = torch.tensor(words)
+            mask[number, place, : len(words)] = 1
+    as_plainly(trainer, trained, [texts, mask], torch.tensor([row.label for row in rows]))
+    loaded = load(trained.save(tmp_path / "model"), model=Texts)
+    found = loaded.transform(data, "p").collect()
+    with torch.no_grad():
+        wanted = {
+            str(row.texts): p for row, p in zip(rows, trained.module(texts, mask), strict=True)
+        }
+    for row in found:
+        assert row.p == pytest.approx(wanted[str(row.texts)].tolist(), rel=1e-4)
+    with pytest.raises(DataError, match=r'"texts" .*: has \d values where row 0 has'):
+        replace(trainer, columns={}).fit(data.where("size(texts) > 0"))
 
 
 def test_labels_that_are_missing(reader: Reader, tmp_path: Path) -> None:

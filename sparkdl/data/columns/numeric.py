@@ -197,10 +197,12 @@ def nested(
     return np.ascontiguousarray(flat, dtype=column.dtype).reshape(-1, *shape)
 
 
-def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
-    """Convert ml.linalg vectors, which arrive as struct<type, size, indices, values>.
+def vector_entries(
+    array: pa.Array, column: Column, first_row: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return row, index and value of each entry of ml.linalg vectors, and the size of each vector.
 
-    Type 0 is sparse.
+    They arrive as struct<type, size, indices, values>; type 0 is sparse.
     """
     if array.null_count:
         row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
@@ -209,6 +211,16 @@ def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
     sparse = kinds.to_numpy(zero_copy_only=False) == 0
     counts = values.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
     lengths = np.where(sparse, sizes.fill_null(0).to_numpy(zero_copy_only=False), counts)
+    flat = values.flatten().to_numpy(zero_copy_only=False)
+    row_of_value = np.repeat(np.arange(len(lengths)), counts)
+    position = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
+    position[sparse[row_of_value]] = indices.flatten().to_numpy(zero_copy_only=False)
+    return row_of_value, position, flat, lengths
+
+
+def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
+    """Convert ml.linalg vectors."""
+    row_of_value, position, flat, lengths = vector_entries(array, column, first_row)
     width = int(lengths[0]) if len(lengths) else 0
     wrong = np.flatnonzero(lengths != width)
     if len(wrong):
@@ -221,13 +233,8 @@ def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
         )
     if width == 0:
         raise RowError(column.name, first_row, "is an empty vector", NO_VALUES)
-    flat = values.flatten().to_numpy(zero_copy_only=False)
-    if not sparse.any():
+    if len(flat) == len(lengths) * width and (position == np.arange(len(flat)) % width).all():
         return np.ascontiguousarray(flat, dtype=column.dtype).reshape(-1, width)
-    row_of_value = np.repeat(np.arange(len(lengths)), counts)
-    within = np.arange(len(flat)) - np.repeat(np.cumsum(counts) - counts, counts)
-    position = within.copy()
-    position[sparse[row_of_value]] = indices.flatten().to_numpy(zero_copy_only=False)
     dense = np.zeros((len(lengths), width), dtype=column.dtype)
     dense[row_of_value, position] = flat
     return dense

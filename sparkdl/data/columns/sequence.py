@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,12 +17,11 @@ from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import (
     INSIDE_ARRAYS,
     MEND_RECORDS,
-    NO_VALUES,
     SAME_SHAPE,
     RowError,
     drop,
 )
-from sparkdl.errors import ParameterError, known_arguments, raise_all, shown
+from sparkdl.errors import ParameterError, kind_of, known_arguments, raise_all, shown
 from sparkdl.plain import is_number, is_whole, make_plain
 
 _INSIDE = {
@@ -32,20 +31,24 @@ _INSIDE = {
     "is an empty array": "holds an empty one",
 }
 """Problem of an item -> problem of the row that contains the item."""
+VARYING_ITEMS = f"{SAME_SHAPE} Lists of lists are read by sparkdl.Sequence(sparkdl.Sequence())."
 
 
 @known_arguments
 @dataclass(frozen=True, kw_only=True)
 class Sequence(ColumnSpec):
-    """A specification of rows of varying length.
+    """A specification of rows of varying length, which may be empty.
 
     The column is ``array<number>``, or ``array<array<number>>`` for (T, D). Rows are stored
-    unpadded; each mini-batch pads them at the end, to its longest row.
+    unpadded; each mini-batch pads them at the end, to its longest row. ``Sequence(Sequence())`` reads
+    lists of lists that both vary in length, such as documents of sentences, as (T, L).
     """
 
     kind = "sequence"
     for_records = True
 
+    items: Sequence | None = field(default=None, kw_only=False)
+    """How the items of a row are read, if they vary in length, too."""
     max_length: int | None = None
     """Longer rows are cut at the end."""
     padding: float = 0
@@ -72,6 +75,14 @@ class Sequence(ColumnSpec):
                 problems.append(f"{name}={shown(getattr(self, name))}: give True or False.")
         if self.pad_to_max is True and self.max_length is None:
             problems.append("pad_to_max=True: give max_length, which it pads to.")
+        if not isinstance(self.items, (Sequence, type(None))):
+            problems.append(f"items is {kind_of(self.items)}: give a sparkdl.Sequence, or None.")
+        elif self.items is not None and (self.items.lengths or self.items.mask):
+            problems.append("lengths and mask are of whole rows: give them to the outer Sequence.")
+        elif self.items is not None and self.items.padding != self.padding:
+            problems.append(
+                f"padding={self.padding} and {self.items.padding} inside: give both the same."
+            )
         raise_all(ParameterError, [f"Sequence: {problem}" for problem in problems])
 
     @property
@@ -82,6 +93,7 @@ class Sequence(ColumnSpec):
             length=self.max_length if self.pad_to_max else None,
             lengths=self.lengths,
             mask=self.mask,
+            items=None if self.items is None else self.items.rule,
         )
 
     def problems(self, role: str) -> Iterator[str]:
@@ -100,21 +112,21 @@ class Sequence(ColumnSpec):
         shown = data_type.simpleString()
         if not column.depth or column.vector:
             return f"is of type {shown}: a sparkdl.Sequence is an array of numbers."
+        levels = len(Field(name, column.dtype, (), self.rule).rules)
+        if column.depth < levels:
+            return f"is of type {shown}, which has fewer than {levels} levels of arrays."
         if not _holds(column.dtype, self.padding):
             return f"is of type {shown}, of which padding={self.padding} is no value."
         return replace(column, spec=self)
 
     def convert(self, array: pa.Array, column: Column, first_row: int) -> Ragged:
-        """Return the rows; below the outermost level, all rows must have one shape."""
+        """Return the rows; where items are no sequences themselves, they must have one shape."""
         if array.null_count:
             row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
             raise RowError(column.name, first_row + row, "is null", drop(column.name))
         lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        if not lengths.all():
-            row = int(np.argmin(lengths))
-            raise RowError(column.name, first_row + row, "is an empty array", NO_VALUES)
-        inner = replace(column, depth=column.depth - 1, spec=None)
+        inner = replace(column, depth=column.depth - 1, spec=self.items)
         try:
             values = to_numpy(array.flatten(), inner)
         except RowError as error:
@@ -123,15 +135,26 @@ class Sequence(ColumnSpec):
             text = _INSIDE.get(error.problem.text, error.problem.text)
             if text.startswith("has "):
                 text = text.replace("has ", "has an item of ", 1).replace("row 0", "the first item")
-                raise RowError(column.name, first_row + row, text, SAME_SHAPE) from None
+                raise RowError(column.name, first_row + row, text, VARYING_ITEMS) from None
             remedy = error.problem.remedy if text == "holds inf" else INSIDE_ARRAYS
             raise RowError(column.name, first_row + row, text, remedy) from None
-        assert isinstance(values, np.ndarray)
         rows = Ragged(values, offsets, self.rule)
         return rows if self.max_length is None else rows.cut(self.max_length)
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Sequence:
+        """Return the specification; one without ``items`` is of a model that had none."""
+        items = values.get("items")
+        return cls(**{**values, "items": None if items is None else cls.from_json(items)})
+
     def from_record(self, value: Any, name: str, row: int, float_dtype: str) -> np.ndarray:
         """Return the values of a record, cut to ``max_length``."""
+        if self.items is not None:
+            raise RowError(
+                name, row, "is to be a list of lists of varying length", "They are for DataFrames."
+            )
+        if isinstance(value, np.ndarray) and value.shape == (0,) and value.dtype.kind in "iuf":
+            return value.astype(float_dtype if value.dtype.kind == "f" else np.int64)
         array = as_array(value, name, row, float_dtype, MEND_RECORDS)
         if array.ndim == 0:
             raise RowError(name, row, "is a number, not a sequence of numbers", MEND_RECORDS)

@@ -71,7 +71,7 @@ def check_problem(problem: BadRow, rows: range) -> None:
 
 
 def check_numbers(rows: Rows, missing: bool = False) -> None:
-    plain = rows.values if isinstance(rows, Ragged) else rows
+    plain = rows.flat[0] if isinstance(rows, Ragged) else rows
     assert plain.dtype.kind in "fiub"
     assert plain.dtype.kind != "f" or (~np.isinf(plain) if missing else np.isfinite(plain)).all()
 

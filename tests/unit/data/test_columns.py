@@ -19,7 +19,7 @@ from pyspark.sql import types as sql
 from trained import trained_model
 
 import sparkdl
-from sparkdl import Convert, Image, Masked, Sequence, Text
+from sparkdl import Convert, Image, Masked, Sequence, Sparse, Text
 from sparkdl.data.columns.base import (
     Column,
     ColumnSpec,
@@ -61,6 +61,23 @@ FUNCTION = "give a function of one value that returns a number or an array."
         (Sequence, {"padding": "0"}, "Sequence: padding='0': give a number."),
         (Sequence, {"lengths": 1}, "Sequence: lengths=1: give True or False."),
         (Sequence, {"pad_to_max": True}, f"Sequence: pad_to_max=True: {TO_MAX}"),
+        (Sequence, {"items": 3}, "Sequence: items is an int: give a sparkdl.Sequence, or None."),
+        (
+            Sequence,
+            {"items": Sequence(mask=True)},
+            "Sequence: lengths and mask are of whole rows: give them to the outer Sequence.",
+        ),
+        (
+            Sequence,
+            {"items": Sequence(padding=1)},
+            "Sequence: padding=0 and 1 inside: give both the same.",
+        ),
+        (Sparse, {"size": 0}, "Sparse: size=0: give the number of values of each vector."),
+        (
+            Sparse,
+            {"size": 9, "form": "csr"},
+            "Sparse: form='csr': use one of dense, tensor, indices.",
+        ),
         (Convert, {"function": "len"}, f"Convert: function is a str: {FUNCTION}"),
         (Text, {"tokenizer": "bert"}, f"Text: tokenizer is a str: {TOKENIZER}"),
         (Text, {"tokenizer": len, "max_length": 0}, f"Text: max_length=0: {WHOLE}."),
@@ -115,7 +132,7 @@ def test_specifications_beside_the_other_parameters() -> None:
         (
             {"photo": (32, 32)},
             'columns["photo"] is a tuple: give a sparkdl.Convert, sparkdl.Image, sparkdl.Masked, '
-            "sparkdl.Sequence or sparkdl.Text.",
+            "sparkdl.Sequence, sparkdl.Sparse or sparkdl.Text.",
         ),
         (
             {"phto": Image()},
@@ -146,6 +163,8 @@ def test_specifications_that_do_not_go_with_the_others(specs: object, text: str)
 @given(
     st.one_of(
         st.just(Masked()),
+        st.just(Sequence(Sequence(max_length=3), mask=True)),
+        st.builds(Sparse, st.integers(1, 99), st.sampled_from(["dense", "tensor", "indices"])),
         st.builds(
             Image,
             size=st.none() | st.tuples(st.integers(1, 999), st.integers(1, 999)),
@@ -171,6 +190,7 @@ def test_the_json_of_saved_models() -> None:
         "photo": {"kind": "image", "size": [4, 3], "mode": "L", "scale": None},
         "words": {
             "kind": "sequence",
+            "items": None,
             "max_length": 7,
             "padding": -1,
             "lengths": True,

@@ -32,13 +32,18 @@ from sparkdl.errors import SlabFullError, StaleReferenceError, TrainingError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 
 CHOSEN = ([], [0], [59, 0, 30, 30], range(60), np.random.default_rng(1).permutation(60))
-NAMES = ["x", "n", "flag", "words", "y", "track", "flags"]
+NAMES = ["x", "n", "flag", "words", "y", "track", "flags", "texts"]
+NESTED = Padding(items=Padding())
 
 
 def some_rows(count: int) -> list[Rows]:
     """Columns of arrays and of rows of varying length."""
     random = np.random.default_rng(0)
-    lengths = random.integers(1, 6, count)
+    lengths = random.integers(0, 6, count)
+    texts = [
+        Ragged.of([random.integers(0, 9, m) for m in [*random.integers(0, 4, n), 0]])[:n]
+        for n in lengths
+    ]
     return [
         random.normal(size=(count, 2, 3)).astype(np.float32),
         random.integers(-(2**40), 2**40, count),
@@ -47,6 +52,7 @@ def some_rows(count: int) -> list[Rows]:
         random.random(count),
         Ragged.of([random.random((n, 2)).astype(np.float32) for n in lengths]),
         Ragged.of([random.random(n) > 0.5 for n in lengths]),
+        Ragged.of(texts, NESTED),
     ]
 
 
@@ -89,8 +95,9 @@ def test_gather_is_numpy_indexing_in_canonical_order(slab: SlabConfig, cuts: lis
     columns = some_rows(60)
     (handle,) = write_parts(slab, columns, cuts)
     types = ["float32[2, 3]", "int64", "bool", "int32[any]", "float64", "float32[any, 2]"]
-    assert [str(field) for field in handle.fields] == [*types, "bool[any]"]
-    assert [f.padding for f in handle.fields if f.padding] == [Padding(value=-1), *2 * [Padding()]]
+    assert [str(field) for field in handle.fields] == [*types, "bool[any]", "int64[any, any]"]
+    rules = [field.padding for field in handle.fields if field.padding]
+    assert rules == [Padding(value=-1), *2 * [Padding()], NESTED]
     assert len(handle.segments) == len(set(cuts)) + 1
     mapped = open_partition(handle)
     assert sorted(mapped.order.tolist()) == list(range(60))
@@ -126,7 +133,8 @@ def extremes_of(handle: SampleHandle) -> dict[tuple[int, bool], dict[int, float]
     found: dict[tuple[int, bool], dict[int, float]] = {}
     for extreme in handle.extremes:
         row = list(all_rows(handle)[extreme.field])[extreme.row]
-        assert extreme.value in ([len(row)] if extreme.of_length else row.reshape(-1).tolist())
+        values = row.flat[0] if isinstance(row, Ragged) else row.reshape(-1)
+        assert extreme.value in ([len(row)] if extreme.of_length else values.tolist())
         found.setdefault((extreme.field, extreme.of_length), {})[extreme.sign] = extreme.value
     return found
 

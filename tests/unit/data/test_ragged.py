@@ -48,7 +48,7 @@ def test_joining_cutting_padding(one: Lists, other: Lists, skip: int, length: in
     assert isinstance(joined, Ragged)
     assert lists(joined) == rows
     assert lists(joined.cut(length)) == [row[:length] for row in rows]
-    longest = max(map(len, rows))
+    longest = max(1, *map(len, rows))
     for width, found in ((longest, joined.padded()), (length, joined.padded(length))):
         expected = [(row + [0] * width)[:width] for row in rows]
         assert found.shape == (len(rows), width)
@@ -78,6 +78,23 @@ def test_a_fixed_length_bounds_the_lengths_too() -> None:
     padded, lengths = words.inputs()
     assert padded.tolist() == [[1, 2], [4, 0]]
     assert lengths.tolist() == [2, 1]
+
+
+def test_lists_of_lists_are_padded_in_both_dimensions() -> None:
+    texts = Ragged.of(
+        [ragged([[1, 2], [3]]), ragged([[4, 5, 6], []])[1:], ragged([[7]])[:0]],
+        Padding(value=-1, lengths=True, mask=True, items=Padding(value=-1)),
+    )
+    padded, lengths, mask = texts[np.array([2, 0, 1])].inputs()
+    assert padded.tolist() == [[[-1, -1], [-1, -1]], [[1, 2], [3, -1]], [[-1, -1], [-1, -1]]]
+    assert lengths.tolist() == [0, 2, 1]
+    assert mask.tolist() == [[[0, 0], [0, 0]], [[1, 1], [1, 0]], [[0, 0], [0, 0]]]
+    assert concatenate([texts[1:], texts[:1]]).tolist() == [[[]], [], [[1, 2], [3]]]
+
+
+def test_a_batch_of_empty_rows_has_one_column() -> None:
+    padded, mask = ragged([[], []], Padding(mask=True)).inputs()
+    assert (padded.tolist(), mask.tolist()) == ([[0], [0]], [[0], [0]])
 
 
 def test_size_in_memory_is_that_of_the_rows() -> None:

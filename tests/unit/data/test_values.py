@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from pyspark.sql import types as sql
 from pyspark.sql.pandas.types import to_arrow_type
 
-from sparkdl import Convert, Image, Masked, Sequence
+from sparkdl import Convert, Image, Masked, Sequence, Sparse
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
@@ -211,7 +211,10 @@ def sequences(
     values: list[Any], spec: Sequence, depth: int = 1, kind: pa.DataType | None = None
 ) -> Ragged:
     item = kind or pa.float64()
-    array = pa.array(values, pa.list_(item) if depth == 1 else pa.list_(pa.list_(item)))
+    whole = item
+    for _ in range(depth):
+        whole = pa.list_(whole)
+    array = pa.array(values, whole)
     column = Column("x", "int64" if pa.types.is_integer(item) else "float32", depth, spec=spec)
     found = to_numpy(array, column, 100)
     assert isinstance(found, Ragged)
@@ -220,13 +223,95 @@ def sequences(
 
 @settings(deadline=None, max_examples=50)
 @given(
-    st.lists(st.lists(st.integers(-9, 9), min_size=1, max_size=6), min_size=1, max_size=8),
+    st.lists(st.lists(st.integers(-9, 9), max_size=6), min_size=1, max_size=8),
     st.none() | st.integers(1, 6),
 )
 def test_sequences_keep_their_lengths(rows: list[list[int]], max_length: int | None) -> None:
     found = sequences(rows, Sequence(max_length=max_length), kind=pa.int64())
     assert found.dtype == np.int64
     assert [row.tolist() for row in found] == [row[:max_length] for row in rows]
+
+
+def nested(levels: int, items: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    """Lists of lists of any length."""
+    return st.lists(nested(levels - 1, items) if levels > 1 else items, max_size=3)
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(nested(3, st.integers(0, 9)), min_size=1, max_size=5), st.none() | st.integers(1, 3)
+)
+def test_lists_of_lists_keep_their_lengths(rows: list[Any], most: int | None) -> None:
+    spec = Sequence(Sequence(Sequence(max_length=most)))
+    found = sequences(rows, spec, depth=3, kind=pa.int64())
+    cut = [[[inner[:most] for inner in middle] for middle in row] for row in rows]
+    assert found.dtype == np.int64
+    assert found.tolist() == cut
+    padded = found.padded()
+    assert padded.shape[0] == len(rows)
+    assert padded.ndim == 4
+    assert int(padded.sum()) == sum(sum(map(sum, middle)) for row in cut for middle in row)
+    again = found[np.array([len(rows) - 1, 0])]
+    assert again.tolist() == [cut[-1], cut[0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([[[1.0]], [[2.0], None]], "holds a null"),
+        ([[[1.0]], [[2.0], [math.nan]]], "holds NaN"),
+        ([[[1.0]], None], "is null"),
+    ],
+)
+def test_a_mistake_in_lists_of_lists_names_its_row(values: list[Any], text: str) -> None:
+    found = problem(lambda: sequences(values, Sequence(Sequence()), 2))
+    assert (found.column, found.row, found.text) == ("x", 101, text)
+
+
+VECTORS = pa.struct(
+    [
+        ("type", pa.int8()),
+        ("size", pa.int32()),
+        ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+)
+
+
+def vectors(rows: list[Any], size: int = 5, dtype: str = "float32") -> Ragged:
+    """A row is a mapping of a sparse vector, or a list of a dense one."""
+    made = [
+        {"type": 0, "size": size, "indices": [*row], "values": [*row.values()]}
+        if isinstance(row, dict)
+        else row and {"type": 1, "size": None, "indices": None, "values": row}
+        for row in rows
+    ]
+    spec = Sparse(5)
+    found = to_numpy(pa.array(made, VECTORS), Column("x", dtype, 1, spec=spec), 100)
+    assert isinstance(found, Ragged)
+    assert found.padding == spec.rule
+    return found
+
+
+def test_vectors_are_read_as_their_entries() -> None:
+    found = vectors([{1: 2.0, 4: 0.0}, {}, [0.0, 0.0, 3.0, 0.0, -1.5], {4: 7.0}])
+    assert found.dtype == np.float32
+    assert found.tolist() == [[[1, 2.0]], [], [[2, 3.0], [4, -1.5]], [[4, 7.0]]]
+    assert vectors([{}, {}]).tolist() == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("rows", "how", "text"),
+    [
+        ([{}, None], {}, "is null"),
+        ([{}, {1: math.inf}], {}, "holds inf"),
+        ([{0: 1.0}, [0.0, 0.0, math.nan, 0.0, 0.0]], {}, "holds NaN"),
+        ([[0.0] * 5, {1: 1.0}], {"size": 6}, "has 6 values, not 5"),
+    ],
+)
+def test_a_mistake_in_a_vector_names_its_row(rows: Any, how: Any, text: str) -> None:
+    found = problem(lambda: vectors(rows, **how))
+    assert (found.column, found.row, found.text) == ("x", 101, text)
 
 
 def test_sequences_of_vectors() -> None:
@@ -240,7 +325,7 @@ def test_sequences_of_vectors() -> None:
     ("values", "depth", "row", "text"),
     [
         ([[1.0], None], 1, 1, "is null"),
-        ([[1.0], []], 1, 1, "is an empty array"),
+        ([[[1.0], [2.0]], [[]]], 2, 1, "has an item of 0 values where the first item has 1"),
         ([[1.0, 2.0], [3.0, 4.0, None]], 1, 1, "holds a null"),
         ([[1.0, 2.0, 3.0], [1.0], [2.0, float("nan")]], 1, 2, "holds NaN"),
         ([[[1.0]], [[1.0], None]], 2, 1, "holds a null"),
