@@ -338,9 +338,7 @@ def known_arguments(kind: type[Class]) -> type[Class]:
         for name in kwargs:
             if name not in known:
                 has = _siblings(kind, name)
-                raise ArgumentError(
-                    unknown_argument(kind.__name__, name, kwargs[name], known, has)
-                )
+                raise ArgumentError(unknown_argument(kind.__name__, name, kwargs[name], known, has))
         init(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign, misc]
