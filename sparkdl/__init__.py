@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from sparkdl.planner.cluster import Cluster
     from sparkdl.planner.plan import Plan
     from sparkdl.replica.compute import all_rows
+    from sparkdl.reports import compare
     from sparkdl.slices.section import GradBucket, PowerSGD, TopK
     from sparkdl.train.fit import plan
     from sparkdl.train.groups import GroupModels, fit_groups, load_groups
@@ -135,6 +136,7 @@ __all__ = [
     "all_rows",
     "classify",
     "collectives",
+    "compare",
     "diagnose",
     "embed",
     "every",
@@ -201,6 +203,7 @@ _NAMES = {
     "sparkdl.planner.cluster": "Cluster",
     "sparkdl.planner.plan": "Plan",
     "sparkdl.replica.compute": "all_rows",
+    "sparkdl.reports": "compare",
     "sparkdl.slices.section": "GradBucket PowerSGD TopK",
     "sparkdl.train.fit": "plan",
     "sparkdl.train.groups": "GroupModels fit_groups load_groups",

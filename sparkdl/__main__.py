@@ -1,7 +1,8 @@
 """``python -m sparkdl``: versions, devices, Java and what is set, to be pasted into a report.
 
 ``python -m sparkdl session`` says what a session of Spark can train with, and ``python -m sparkdl
-archive`` makes the archive of Java's classes that later sessions start faster with.
+archive`` makes the archive of Java's classes that later sessions start faster with, and ``python -m
+sparkdl report`` writes the reports of runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from sparkdl.settings import DISTRIBUTION, NEEDED_FOR_SPEED, PREFIX, __version__
 LIBRARIES = (
     "pyspark", "torch", "numpy", "pyarrow", "pandas", "safetensors", "tqdm",
     "transformers", "peft", "mlflow", "mlflow-skinny", "optuna", "torchmetrics", "tensorboard",
-    "matplotlib", "pillow", "fsspec", "ipykernel", "ipywidgets",
+    "bokeh", "pillow", "fsspec", "ipykernel", "ipywidgets",
 )  # fmt: skip
 VARIABLES = (
     "JAVA_HOME", "SPARK_HOME", "SPARK_CONF_DIR", "SPARK_LOCAL_IP", "SPARK_REMOTE", "SPARK_LOCAL_DIRS",
@@ -44,11 +45,26 @@ def main(arguments: list[str] | None = None) -> None:
     command.add_argument("--master", help="such as local[4], yarn or spark://host:7077")
     command.add_argument("--remote", help="of a Spark Connect server, such as sc://host:15002")
     command.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE")
+    about = "write the report of a run or a search; of several runs, a page that compares them"
+    command = commands.add_parser("report", help=about, description=about)
+    command.add_argument(
+        "folders", nargs="+", metavar="FOLDER", help="of a run, a model or a search"
+    )
+    command.add_argument("--output", help="the file; else report.html there, or comparison.html")
     about = "archive Java's classes of a session of Spark, so that later sessions start faster"
     commands.add_parser("archive", help=about, description=about)
     options = parser.parse_args(arguments)
     if options.command == "archive":
         _archive_classes()
+        return
+    if options.command == "report":
+        from sparkdl import reports
+
+        if len(options.folders) == 1:
+            print(reports.report_of(options.folders[0], options.output))
+        else:
+            print(reports.compare(options.folders, output := options.output or "comparison.html"))
+            print(f"\n{output}")
         return
     if options.command == "session":
         settings = dict(pair.partition("=")[::2] for pair in options.conf)

@@ -75,6 +75,10 @@ class ParameterError(UserError):
     """A parameter of the trainer or of a job, or a setting, has a value that cannot work."""
 
 
+class ArgumentError(ParameterError, TypeError):
+    """A class has no such argument: a TypeError too, as Python's own is."""
+
+
 class DataError(UserError):
     """A column, a row or a sample cannot become a tensor."""
 
@@ -323,7 +327,7 @@ MOST_ARGUMENTS = 12
 def known_arguments(kind: type[Class]) -> type[Class]:
     """Let the constructor of a class name the argument that is meant by one that it does not have.
 
-    It raises :class:`ParameterError` then; a decorator, above that of a dataclass.
+    It raises :class:`ArgumentError` then; a decorator, above that of a dataclass.
     """
     init = kind.__init__  # type: ignore[misc]
     code = inspect.unwrap(init).__code__
@@ -334,9 +338,7 @@ def known_arguments(kind: type[Class]) -> type[Class]:
         for name in kwargs:
             if name not in known:
                 has = _siblings(kind, name)
-                raise ParameterError(
-                    unknown_argument(kind.__name__, name, kwargs[name], known, has)
-                )
+                raise ArgumentError(unknown_argument(kind.__name__, name, kwargs[name], known, has))
         init(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign, misc]

@@ -3,14 +3,13 @@
 Secrets are recognised by names, as a key or before an ``=``, and by the form of URIs. A secret under a
 harmless name, or given by position, is not recognised.
 
-Notebooks show figures of matplotlib by themselves, and tables in HTML.
+Notebooks show tables in HTML.
 """
 
 from __future__ import annotations
 
 import functools
 import html
-import io
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -196,21 +195,6 @@ def _texts(name: str, value: Any, written_as: tuple[type, ...]) -> Iterator[tupl
 
 def _cut(text: str) -> str:
     return text if len(text) <= LONGEST_PARAMETER else f"{text[: LONGEST_PARAMETER - 1]}…"
-
-
-def figure_class() -> Any:
-    """Return a class of figures that needs no window and no pyplot; ImportError: no matplotlib."""
-    from matplotlib.figure import Figure
-
-    class ShownFigure(Figure):
-        """A figure that a notebook shows without pyplot."""
-
-        def _repr_png_(self) -> bytes:
-            with io.BytesIO() as file:
-                self.savefig(file, format="png")
-                return file.getvalue()
-
-    return ShownFigure
 
 
 _LEFT, _RIGHT = "text-align:left", "text-align:right"

@@ -25,12 +25,20 @@ import torch
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.errors import CheckpointError, StalledError, StateLostError, TrainingError, UserError
+from sparkdl.errors import (
+    CheckpointError,
+    StalledError,
+    StateLostError,
+    TrainingError,
+    UserError,
+    counted,
+)
 from sparkdl.loop.engine import (
     CURRENT,
     PendingStateWork,
     ReadResiduals,
     ReadState,
+    Recovery,
     RestorableEngine,
     StateAccess,
     StateWorkResult,
@@ -196,7 +204,7 @@ class RecoveringEngine:
     def __init__(self, engine: RestorableEngine, seconds: float | None) -> None:
         self._engine, self._seconds = engine, seconds
         self.plan: EpochPlan = engine.plan
-        self.recoveries = 0
+        self.recoveries: Sequence[Recovery] = []
         self._begun = -1  # the index of the last iteration that was announced ahead, or -1
         self._log = ReplayLog()
         self._starts: list[Callable[[], None]] = []
@@ -332,18 +340,17 @@ class RecoveringEngine:
                 self._repeat(point.done)
             except StateLostError:  # lost again during the replay
                 continue
-            self.recoveries += 1
             self._due = time.monotonic()  # one of the two copies of the snapshot may be lost
             repeated = sum(asked is not None for asked in self._log.since(point.done))
-            logger.warning(
-                "%s. Continued from %s and repeated %d iteration%s: %.1f s.%s",
-                str(lost).partition("\n")[0].rstrip("."),
-                point.name,
-                repeated,
-                "" if repeated == 1 else "s",
-                time.monotonic() - started,
-                f" {self._engine.capacity_note}." if self._engine.capacity_note else "",
+            took = time.monotonic() - started
+            text = (
+                f"{str(lost).partition(chr(10))[0].rstrip('.')}. Continued from {point.name} and "
+                f"repeated {counted(repeated, 'iteration')}: {took:.1f} s."
             )
+            if self._engine.capacity_note:
+                text += f" {self._engine.capacity_note}."
+            self.recoveries = [*self.recoveries, Recovery(text, took)]
+            logger.warning("%s", text)
             return
         raise _beyond_recovery(lost, lost)
 

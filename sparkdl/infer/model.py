@@ -269,6 +269,21 @@ class TrainedModel(ModelData):
             signature=signature,
         )
 
+    def report(self, path: str | os.PathLike[str], title: str = "") -> Path:
+        """Write a page about the training; see :meth:`sparkdl.History.report`.
+
+        Args:
+            path: The file to write, such as ``report.html``.
+            title: The heading of the page; the module's name if it is empty.
+
+        Returns:
+            The path.
+
+        Raises:
+            ParameterError: The extra ``report`` is not installed, or the path is a folder.
+        """
+        return self.history.report(Path(path), title or type(self.module).__name__)
+
     def save(self, path: str | os.PathLike[str], overwrite: bool = False) -> Path | str:
         """Write the model into the folder ``path``, and return that; :func:`sparkdl.load` reads it.
 

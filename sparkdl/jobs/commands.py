@@ -224,12 +224,12 @@ def _tune(
         if result.trials:
             table = result.to_pandas()
             table.to_csv(folder.path / "trials.csv")
-            result.plot(folder.path / "trials.png")
+            result.report(folder.path / "report.html", folder.path.name)
             order = table.sort_values(search["metric"], ascending=not result.higher_is_better)
             print(order.head(SHOWN).to_string())
         summary: dict[str, Any] = {"trials": len(result.trials)}
         if result.best is not None:
-            folder.write_training(result.best_model)
+            folder.write_training(result.best_model, "best.html")
             summary |= {"best trial": result.best.number, **result.best.arguments}
             summary |= {f"validation {name}": v for name, v in result.best.metrics.items()}
         folder.write_summary(summary)

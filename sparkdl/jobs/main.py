@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": "what an iteration of the training takes by each engine, and trains nothing",
     "evaluate": "loss and metrics of a saved model on labelled data",
     "predict": "predictions of a saved model, as a column",
+    "report": "the report of a run or search; several runs are compared: sparkdl report FOLDER ...",
     "session": "which engines can train in a session of Spark, and how fast: sparkdl session --help",
     "archive": "archive Java's classes of a session of Spark, so that later sessions start faster",
     "conf": "write the configurations that come with sparkdl into a folder: sparkdl conf FOLDER",
@@ -79,7 +80,7 @@ def _run(arguments: list[str]) -> None:
         raise ParameterError(
             f'unknown command "{name}".{nearest(name, COMMANDS)} Known: {", ".join(COMMANDS)}.'
         )
-    elif name in ("session", "archive"):
+    elif name in ("archive", "report", "session"):
         __main__.main(arguments)
     elif name == "conf":
         parser = argparse.ArgumentParser(prog="sparkdl conf", description=COMMANDS[name])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import logging
 import os
 import platform
 import re
@@ -101,16 +100,13 @@ class RunFolder(Callback):
             encoding="utf-8",
         )
 
-    def write_training(self, trained: TrainedModel) -> None:
-        """Write ``model/``, and ``best/`` and ``ema/`` if there are any, the history and its curves."""
+    def write_training(self, trained: TrainedModel, report: str = "report.html") -> None:
+        """Write ``model/``, and ``best/`` and ``ema/`` if there are any, the history and its report."""
         for suffix in ("json", "csv"):
             trained.history.save(self.path / f"history.{suffix}")
         for name, one in models_of(trained).items():
             one.save(self.path / name)
-        logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
-        from sparkdl.summaries import plot_history
-
-        plot_history(trained.history, self.path / "curves.png")
+        trained.report(self.path / report, self.path.name)
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""

@@ -143,11 +143,19 @@ class Engine(StateAccess, Protocol):
         """Return the flat vector, collected on the driver."""
 
 
+@dataclass(frozen=True)
+class Recovery:
+    """The restoration of lost state: what was lost and repeated, in words, and the seconds it took."""
+
+    text: str
+    seconds: float
+
+
 class TrainingEngine(Engine, Protocol):
     """An engine that can train a whole run: it restores state that it loses, or cannot lose any."""
 
-    recoveries: int
-    """The number of times that lost state has been restored."""
+    recoveries: Sequence[Recovery]
+    """The times that lost state has been restored, in order."""
 
 
 class RestorableEngine(Engine, Protocol):

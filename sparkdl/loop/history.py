@@ -9,7 +9,7 @@ import json
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,32 @@ class History:
         self._settings: dict[str, int] = {}
         self._plan: dict[str, Any] = {}
         self._invalid: dict[str, Any] = {}
+        self._facts: dict[str, list[list[str]]] = {}
+        self._events: list[dict[str, Any]] = []
+
+    @property
+    def facts(self) -> dict[str, list[list[str]]]:
+        """Return what was trained and where, as tables of text by their titles.
+
+        A table of two columns has names and values; the first row of any other is its head. It is
+        empty if the history comes from CSV or from an older file.
+        """
+        return dict(self._facts)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Return the recoveries and checkpoints of the run: kind ("recovery" or "checkpoint"),
+        iteration after which it came, seconds that it took, and text."""
+        return [dict(event) for event in self._events]
+
+    def note_facts(self, facts: Mapping[str, Sequence[Sequence[str]]]) -> None:
+        """Record the :attr:`facts` of the run that goes on with this history."""
+        self._facts = {title: [list(row) for row in rows] for title, rows in facts.items()}
+
+    def note_event(self, kind: str, iteration: int, seconds: float, text: str) -> None:
+        """Add to the :attr:`events`."""
+        event = {"kind": kind, "iteration": iteration, "seconds": seconds, "text": text}
+        self._events.append(event)
 
     @property
     def plan(self) -> dict[str, Any] | None:
@@ -148,6 +174,7 @@ class History:
         history._start, history._settings = dict(self._start), self._settings
         history._plan = self._plan
         history._invalid = self._invalid
+        history._facts, history._events = self._facts, list(self._events)
         return history
 
     def tail(self, count: int) -> History:
@@ -165,6 +192,7 @@ class History:
         history._table = {name: c[first : self._length] for name, c in self._table.items()}
         history._length = count
         begin = self._table["iteration"][first]
+        history._events = [event for event in self._events if event["iteration"] >= begin]
         history._validations = [v for v in self._known if v.iteration >= begin]
         history._validated = len(history._validations)
         history.stopped, history.ended_by = self.stopped, self.ended_by
@@ -212,6 +240,7 @@ class History:
         self._length = bisect_right(self._table["iteration"], iteration, hi=self._length)
         self._validations = [v for v in self._known if v.iteration <= iteration]
         self._validated = len(self._validations)
+        self._events = [event for event in self._events if event["iteration"] <= iteration]
 
     def follow(self, state: TrainState) -> None:
         """Correct the counts of skipped iterations to those of ``state``, from which the run
@@ -389,6 +418,26 @@ class History:
             self._column("iteration"), self.losses, self.epochs(), self.validations
         )
 
+    def report(self, path: str | Path, title: str = "Training") -> Path:
+        """Write a page about the run: curves, times, faults, and what was trained where.
+
+        It is one file of HTML that needs no network, of at most 2 MB. The function needs the extra
+        ``report``.
+
+        Args:
+            path: The file to write, such as ``report.html``.
+            title: The heading of the page.
+
+        Returns:
+            The path.
+
+        Raises:
+            ParameterError: The extra is not installed, or the path is a folder.
+        """
+        from sparkdl.loop.report import write
+
+        return write(self, path, title)
+
     def to_pandas(self) -> pandas.DataFrame:
         """Return one row for each iteration, with the columns of a CSV of :meth:`save`.
 
@@ -405,10 +454,10 @@ class History:
         ``.csv``.
 
         JSON is an object with the keys "iterations", "epochs", "validations", "timings", "start",
-        "stopped", "ended_by" and, if there are any, "settings", "plan", "losses" and "decisions". The
-        columns of CSV are the keys of a record, ``timings/NAME``, ``losses/NAME``, the decisions of a
-        consistency model, and ``validation/NAME``, which is filled at the iterations that were
-        validated.
+        "stopped", "ended_by" and, if there are any, "settings", "plan", "facts", "events", "losses"
+        and "decisions". The columns of CSV are the keys of a record, ``timings/NAME``,
+        ``losses/NAME``, the decisions of a consistency model, and ``validation/NAME``, which is
+        filled at the iterations that were validated.
         Decisions are ``staleness``, ``micro_batches/REPLICA`` and ``inner_steps/REPLICA`` (0 if the
         replica left nothing out), and ``commits/N``, an encoded number that :attr:`commits` decodes.
 
@@ -454,6 +503,8 @@ class History:
             **({"plan": self._plan} if self._plan else {}),
             "invalid": self._invalid,
             "stopped": self.stopped,
+            "facts": self._facts,
+            "events": self._events,
             "ended_by": self.ended_by,
         }
         return safetensors.numpy.save(arrays, {_REST: json.dumps(rest)})
@@ -505,6 +556,10 @@ class History:
     def _column(self, name: str) -> list[Any]:
         return list(self._table[name][: self._length])
 
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return the columns of the table as arrays, NaN or 0 where nothing was measured."""
+        return {name: np.array(column[: self._length]) for name, column in self._table.items()}
+
     def _columns(self, prefix: str) -> dict[str, array[float]]:
         """Return the columns whose names begin with ``prefix``, by the rest of their names."""
         columns = with_prefix(self._table, prefix)
@@ -525,6 +580,8 @@ class History:
             **({"settings": self.settings} if self._settings else {}),
             **({"plan": self._plan} if self._plan else {}),
             **({"invalid": self.invalid} if self._invalid else {}),
+            **({"facts": self._facts} if self._facts else {}),
+            **({"events": self._events} if self._events else {}),
             "stopped": self.stopped,
             "ended_by": self.ended_by,
         }
@@ -578,6 +635,11 @@ class History:
         plan = content.get("plan")
         self.note_plan(plan if isinstance(plan, dict) and "fields" in plan else None)
         self._invalid = dict(content.get("invalid", {}))
+        for title, rows in content.get("facts", {}).items():
+            self._facts[str(title)] = [[str(cell) for cell in row] for row in rows]
+        for event in content.get("events", []):
+            when, seconds = int(event["iteration"]), float(event["seconds"])
+            self.note_event(str(event["kind"]), when, seconds, str(event["text"]))
         for name in ("stopped", "ended_by"):
             reason = content.get(name)
             setattr(self, name, None if reason is None else str(reason))

@@ -1,21 +1,17 @@
-"""The columns of a history, as CSV, as tables and as curves for reading.
-
-Curves are SVG in a notebook's page: no file, no library, no network.
-"""
+"""The columns of a history, as CSV, as tables and as curves for reading."""
 
 from __future__ import annotations
 
 import csv
-import html
 import io
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from sparkdl.codec.charts import COLOURS, THICK, THIN, Line, Panel, as_svg
 from sparkdl.codec.describe import table, two_columns
 from sparkdl.errors import counted
 from sparkdl.replica.iteration import COMMITS, INNER_STEPS, MICRO_BATCHES, STALENESS
@@ -49,25 +45,7 @@ _ORDER = (
     "reduce",
     "update",
 )
-_HEAD = "activity", "mean ms", "median ms", "share"
-WIDTH, HEIGHT = 300, 150
-_LEFT, _TOP, _BOTTOM = 52, 22, 18
-MOST_POINTS = 400
-"""The most points of a line; a longer one is drawn with every n-th of them."""
-_THIN, _THICK = "#7ba5cf", "#1f4e79"
-_COLOURS = ("#c8553d", "#588157", "#8e5aa8", "#d99a2b", "#2a9d8f", "#8d6e63")
-Points = Sequence[tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a panel; ``dots`` marks its points."""
-
-    name: str
-    points: Points
-    colour: str
-    width: float = 2.0
-    dots: bool = False
+TIMING_HEAD = "activity", "mean ms", "median ms", "share"
 
 
 def code_of(name: str) -> Any:
@@ -149,7 +127,7 @@ def timings(columns: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float
     return found
 
 
-def _cells(found: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, str, str]]:
+def cells(found: Mapping[str, Mapping[str, float]]) -> list[tuple[str, str, str, str]]:
     """Return for each activity its name, mean and median in milliseconds, and share in percent."""
     return [
         (
@@ -166,8 +144,10 @@ def timing_table(found: Mapping[str, Mapping[str, float]]) -> str:
     """Return one line for each activity."""
     if not found:
         return "no timings were recorded"
-    width = max(map(len, (_HEAD[0], *found)))
-    rows = [f"{n:<{width}}{a:>10}{m:>12}{s:>8}".rstrip() for n, a, m, s in [_HEAD, *_cells(found)]]
+    width = max(map(len, (TIMING_HEAD[0], *found)))
+    rows = [
+        f"{n:<{width}}{a:>10}{m:>12}{s:>8}".rstrip() for n, a, m, s in [TIMING_HEAD, *cells(found)]
+    ]
     return "\n".join(rows)
 
 
@@ -205,24 +185,21 @@ def as_html(
 
 def timings_as_html(found: Mapping[str, Mapping[str, float]]) -> str:
     """Return :func:`timing_table` as a table in HTML; empty if no timings were recorded."""
-    return table(_HEAD, _cells(found), numbers=True) if found else ""
+    return table(TIMING_HEAD, cells(found), numbers=True) if found else ""
 
 
-def curves(
-    iterations: Sequence[int],
-    losses: Sequence[float],
+def panels(
+    iterations: Sequence[int] | np.ndarray,
+    losses: Sequence[float] | np.ndarray,
     epochs: Sequence[Mapping[str, Any]],
     validations: Sequence[Mapping[str, Any]],
-) -> str:
-    """Return the panels: the losses, and the other metrics of the validations.
+) -> list[Panel]:
+    """Return the losses, and the other metrics of the validations: those from 0 to 1 together.
 
     An epoch has "loss" and "iterations", a validation has "iteration" and "metrics".
     """
-    if len(iterations) < 2:
-        return ""
-    ends = itertools.accumulate(
-        (epoch["iterations"] for epoch in epochs), initial=iterations[0] - 1
-    )
+    first = iterations[0] - 1 if len(iterations) else 0
+    ends = itertools.accumulate((epoch["iterations"] for epoch in epochs), initial=first)
     means = [
         ((before + 1 + end) / 2, epoch["loss"])  # in the middle of the epoch
         for (before, end), epoch in zip(itertools.pairwise(ends), epochs, strict=True)
@@ -232,78 +209,28 @@ def curves(
         for name, value in record["metrics"].items():
             validated.setdefault(name, []).append((record["iteration"], value))
     loss = [
-        Line("iteration", list(zip(iterations, losses, strict=True)), _THIN, 1.0),
-        Line("epoch", means, _THICK),
+        Line("iteration", np.stack([iterations, losses], 1), THIN, 1.0),
+        Line("epoch", means, THICK, dots=len(means) < 60),
     ]
     if "loss" in validated:
-        loss.append(Line("validation", validated.pop("loss"), _COLOURS[0], dots=True))
-    metrics = [
-        Line(name, points, _COLOURS[1 + i % (len(_COLOURS) - 1)], dots=True)
+        loss.append(Line("validation", validated.pop("loss"), COLOURS[0], dots=True))
+    lines = [
+        Line(name, points, COLOURS[1 + i % (len(COLOURS) - 1)], dots=True)
         for i, (name, points) in enumerate(validated.items())
     ]
-    return _panel("loss", loss) + (_panel("validation", metrics) if metrics else "")
+    shared = [line for line in lines if all(0 <= value <= 1 for _, value in line.points)]
+    alone = [[line] for line in lines if line not in shared]
+    groups = [shared, *alone] if shared else alone
+    return [Panel("loss", loss), *(Panel("validation", group) for group in groups)]
 
 
-def _panel(title: str, lines: Sequence[Line]) -> str:
-    """Return one picture with its axes; values that are not finite are left out."""
-    kept = [_thinned(_finite(line.points)) for line in lines]
-    xs, ys = _all(kept, 0), _all(kept, 1)
-    if not ys:
+def curves(
+    iterations: Sequence[int],
+    losses: Sequence[float],
+    epochs: Sequence[Mapping[str, Any]],
+    validations: Sequence[Mapping[str, Any]],
+) -> str:
+    """Return :func:`panels` as pictures for a notebook."""
+    if len(iterations) < 2:
         return ""
-    # single iterations may be far off, such as a last batch of two samples
-    steady = _all([p for p, line in zip(kept, lines, strict=True) if line.width > 1], 1) or ys
-    log = min(ys) > 0 and max(steady) > 20 * min(steady)
-    low, high = min(ys), max(ys)
-    scale = math.log if log else float
-
-    def place(point: tuple[float, float]) -> tuple[float, float]:
-        across = (point[0] - min(xs)) / ((max(xs) - min(xs)) or 1)
-        up = (scale(point[1]) - scale(low)) / ((scale(high) - scale(low)) or 1)
-        inner = HEIGHT - _TOP - _BOTTOM
-        return _LEFT + across * (WIDTH - _LEFT - 8), _TOP + (1 - up) * inner
-
-    drawn, legend, at = [], [], max(_LEFT, 6.2 * len(title) + 12)
-    axis = "log scale" if log else ""
-    for line, points in zip(lines, kept, strict=True):
-        placed = [place(point) for point in points]
-        text = " ".join(f"{x:.1f},{y:.1f}" for x, y in placed)
-        drawn.append(
-            f"<polyline points='{text}' fill='none' stroke='{line.colour}' "
-            f"stroke-width='{line.width}'/>"
-        )
-        if line.dots or len(placed) == 1:
-            drawn += [
-                f"<circle cx='{x:.1f}' cy='{y:.1f}' r='2.5' fill='{line.colour}'/>"
-                for x, y in placed
-            ]
-        name = html.escape(line.name)
-        legend.append(f"<text x='{at:.0f}' y='12' fill='{line.colour}'>{name}</text>")
-        at += 6.2 * len(line.name) + 12
-    marks = (
-        f"<text x='{_LEFT - 4}' y='{_TOP + 4}' text-anchor='end'>{high:.3g}</text>"
-        f"<text x='{_LEFT - 4}' y='{HEIGHT - _BOTTOM}' text-anchor='end'>{low:.3g}</text>"
-        f"<text x='4' y='12'>{html.escape(title)}</text>"
-        f"<text x='{WIDTH - 8}' y='12' text-anchor='end' fill='#999'>{axis}</text>"
-        f"<text x='{_LEFT}' y='{HEIGHT - 4}'>{min(xs):,.0f}</text>"
-        f"<text x='{WIDTH - 8}' y='{HEIGHT - 4}' text-anchor='end'>iteration {max(xs):,.0f}</text>"
-        f"<path d='M{_LEFT},{_TOP}V{HEIGHT - _BOTTOM}H{WIDTH - 8}' fill='none' stroke='#999'/>"
-    )
-    return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{HEIGHT}' "
-        "style='font:10px sans-serif;margin-right:16px' fill='currentColor'>"
-        f"{marks}{''.join(drawn)}{''.join(legend)}</svg>"
-    )
-
-
-def _finite(points: Points) -> Points:
-    return [point for point in points if math.isfinite(point[1])]
-
-
-def _thinned(points: Points) -> Points:
-    """Return at most :data:`MOST_POINTS` of the points, with the last one."""
-    step = -(-len(points) // MOST_POINTS) or 1
-    return [*points[:-1:step], *points[-1:]]
-
-
-def _all(lines: Iterable[Points], axis: int) -> list[float]:
-    return [point[axis] for points in lines for point in points]
+    return "".join(map(as_svg, panels(iterations, losses, epochs, validations)))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+from sparkdl.codec.describe import without_credentials
 from sparkdl.loop.advance import advance, previous_state
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.config import LoopConfig
@@ -55,7 +56,7 @@ def train(
     ``trainer`` is only passed to the callbacks. Raise KeyboardInterrupt if an iteration failed
     after the user's interrupt, which may have ended something that it needs, such as Spark.
     """
-    recoveries = engine.recoveries
+    recoveries = len(engine.recoveries)
     previous = previous_state(state, history)
     between = [task.every for task in periodic]
     lookahead = Lookahead(config, between, schedule, state, ahead=engine.begins_ahead)
@@ -78,15 +79,22 @@ def train(
         known, state = state, changed
         notify_recoveries()
         if state is not known:
+            if state.checkpoint != known.checkpoint:
+                text = without_credentials(str(state.checkpoint))
+                history.note_event("checkpoint", state.iteration, time.monotonic() - begun, text)
             tell(task.hook)
 
     def notify_recoveries() -> None:
         nonlocal recoveries
-        while recoveries < engine.recoveries:  # one call may have recovered more than once
+        for recovery in engine.recoveries[
+            recoveries:
+        ]:  # one call may have recovered more than once
             recoveries += 1
+            history.note_event("recovery", state.iteration, recovery.seconds, recovery.text)
             tell("on_recovery")
 
     tell("on_fit_start")
+    begun = time.monotonic()
     started = time.monotonic() - state.seconds
     while not (lookahead.cut() if stopped() else config.stop(previous, state)):
         if state.position == 0:
@@ -106,6 +114,7 @@ def train(
         history.append(state, epoch)
         tell("on_iteration_end")
         for task in periodic:
+            begun = time.monotonic()
             after(task, task(previous, state))
         if state.epoch > previous.epoch:
             tell("on_epoch_end")
@@ -114,7 +123,7 @@ def train(
     for task in periodic:
         left = None
         while left is not state:
-            left = state
+            left, begun = state, time.monotonic()
             after(task, task.finish(state))
     tell("on_fit_end")
     return state

@@ -100,6 +100,14 @@ def executors(context: SparkContext) -> list[Executor]:
     return found
 
 
+def cluster_facts(context: SparkContext) -> Iterator[tuple[str, str]]:
+    """Yield what a report tells of the cluster."""
+    yield "Spark master", str(context.master)
+    if not context._jsc.sc().isLocal():
+        yield "executors", f"{context._jsc.sc().getExecutorMemoryStatus().size() - 1:,}"
+    yield "task slots", f"{context.defaultParallelism:,}"
+
+
 def task_per_executor(context: SparkContext, chosen: Sequence[Executor | None]) -> RDD:
     """Return an RDD of one empty frame per partition, each with a preferred location or with none."""
     jvm: Any = context._jvm

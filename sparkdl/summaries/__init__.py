@@ -1,4 +1,4 @@
-"""Callbacks that show a training run (in TensorBoard, MLflow, files, curves), and models in MLflow.
+"""Callbacks that show a training run (in TensorBoard, MLflow, files, pages), and models in MLflow.
 
 ``import sparkdl`` does not import them; the library that each needs is an extra.
 
@@ -6,16 +6,15 @@ May import: ``loop``, ``codec`` and ``infer``. Must not know: how an engine work
 """
 
 from sparkdl.summaries.base import Summaries, SummaryWriter
-from sparkdl.summaries.files import Curves, HistoryFile, plot_history
+from sparkdl.summaries.files import HistoryFile, Report
 from sparkdl.summaries.mlflow import MLflow
 from sparkdl.summaries.tensorboard import TensorBoard
 
 __all__ = [
-    "Curves",
     "HistoryFile",
     "MLflow",
+    "Report",
     "Summaries",
     "SummaryWriter",
     "TensorBoard",
-    "plot_history",
 ]

@@ -75,6 +75,7 @@ class Recorder(PeriodicCallback):
     def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
         if not state.iteration or not _same(self._last, state):
             self.history = _until(state)
+        self.history.note_facts({"Arguments": [[*pair] for pair in trainer.changed().items()]})
         super().on_fit_start(trainer, state)
 
     def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:

@@ -11,7 +11,6 @@ from sparkdl.errors import ParameterError
 from sparkdl.loop.state import TrainState
 from sparkdl.loop.triggers import Every, Trigger
 from sparkdl.summaries.base import Recorder, Summaries
-from sparkdl.summaries.files import plot_history
 from sparkdl.summaries.mlflow_model import check_model, log_model
 from sparkdl.summaries.mlflow_run import TrackedRun
 from sparkdl.summaries.mlflow_search import SearchRuns
@@ -27,7 +26,7 @@ class MLflow(Summaries, Recorder):
     - When the fit starts: the trainer's plain values as parameters (see
       :func:`sparkdl.codec.describe.plain_parameters`).
     - Then the scalars of :class:`Summaries`.
-    - At the end: the artifacts ``history.json``, and ``curves.png`` if matplotlib is installed.
+    - At the end: the artifacts ``history.json``, and ``report.html`` if Bokeh is installed.
     - With ``log_models``: the trained model, by :func:`sparkdl.mlflow.log_model`.
 
     The step in MLflow is the number of iterations. If a fit fails, its own run becomes ``FAILED`` as
@@ -73,9 +72,9 @@ class MLflow(Summaries, Recorder):
 
     def _log_history(self) -> None:
         self._run.text(self.history.to_json_bytes().decode(), "history.json")
-        if len(self.history) and importlib.util.find_spec("matplotlib") is not None:
+        if len(self.history) and importlib.util.find_spec("bokeh") is not None:
             with tempfile.TemporaryDirectory() as folder:
-                plot_history(self.history, Path(folder, "curves.png"))
+                self.history.report(Path(folder, "report.html"))
                 self._run.folder(folder, "")
 
     def log_model(self, trained: TrainedModel, name: str = "model") -> None:

@@ -48,7 +48,7 @@ from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.loop.validation import Validator
 from sparkdl.model.recipe import frozen_digest
 from sparkdl.slices.slice_file import PackSlice, ReadCarried, WithoutAverage
-from sparkdl.train.engine_inputs import Site, engine_inputs, packed_state, settings_of
+from sparkdl.train.engine_inputs import Site, engine_inputs, facts_of, packed_state, settings_of
 from sparkdl.train.placed_samples import validation_set
 from sparkdl.train.preflight import preflight, with_dimensions
 from sparkdl.train.prepare import PreparedModel
@@ -185,12 +185,14 @@ def run_course(
     slices = inputs.run.slices
     del inputs  # its parts take memory
     settings = settings_of(trainer, len(samples.counts))
+    facts = facts_of(trainer, site, model, samples)
     if request.replay is not None:
         check_replayed_data(request.replay, engine.plan)
         check_replayed_settings(request.replay, settings)
     identity = run_identity(trainer, model, samples.handles)
     state, history = load_start(request, engine, identity, resuming, site)
     history.note_settings(settings)
+    history.note_facts(facts)
     history.note_plan(request.plan)
     for role, placed in (("training", samples), ("validation", validation_samples)):
         found = None if placed is None else invalid_in(placed.handles)

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+import platform
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import pyspark
+import torch
+from torch import nn
+
+from sparkdl.codec.describe import describe_trainer, redact
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.registry import EngineInputs
 from sparkdl.engines.resources import FitResources
-from sparkdl.errors import TrainingError
+from sparkdl.errors import TrainingError, counted
 from sparkdl.gang.rank_group import StartableGroup
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.engine import Engine
@@ -20,12 +27,18 @@ from sparkdl.loop.progress import Progress
 from sparkdl.process.determinism import Numerics
 from sparkdl.replica.iteration import Decisions
 from sparkdl.replica.run import RunSpec
-from sparkdl.settings import Settings
+from sparkdl.settings import Settings, __version__
 from sparkdl.slab.root import SlabConfig
 from sparkdl.slices.slice_file import PackSlice
+from sparkdl.spark.executors import cluster_facts
 from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.spec import TrainerSpec
 
+ENGINES = {
+    "local": "one process trains",
+    "shuffle": "an iteration is Spark jobs; a lost executor costs seconds",
+    "gang": "all ranks run at once, in one barrier stage",
+}
 logger = logging.getLogger("sparkdl")
 
 
@@ -138,6 +151,97 @@ def packed_state(engine: Engine, lose_it: bool) -> tuple[bytes, ...] | None:
             str(error).partition("\n")[0],
         )
         return None
+
+
+def facts_of(
+    trainer: TrainerSpec, site: Site, model: PreparedModel, samples: SampleSet
+) -> dict[str, list[list[str]]]:
+    """Return what a history keeps of a run in words, see :attr:`sparkdl.History.facts`."""
+    counts, texts = samples.counts, describe_trainer(trainer)
+    few, most = min(counts), max(counts)
+    size = counted(sum(p.numel() for p in model.module.parameters()), "parameter")
+    changed = trainer.changed()
+    training = {
+        "model": f"{type(model.module).__name__} of {size}",
+        "loss": texts["loss" if trainer.step is None else "step"],
+        "optimizer": texts["optimizer"],
+        "schedule": texts["schedule"] if trainer.schedule else "none",
+        "rows": f"{sum(counts):,}",
+        "replicas": f"{len(counts):,}",
+        "rows of a replica": f"{few:,}" if few == most else f"{few:,} to {most:,}",
+        "rows of an iteration": f"{trainer.batch_size * trainer.options.local_steps:,}",
+        "slices": f"{_slices(trainer, model, len(counts)):,}",
+        "engine": f"{trainer.engine}: {ENGINES[trainer.engine]}",
+        "why this engine": "Trainer(engine=...) says so" if "engine" in changed else "the default",
+    }
+    inputs = samples.num_features
+    roles = ["feature"] * inputs + ["label"] * samples.num_labels + ["weight"]
+    columns = [[f.name, role, str(f)] for f, role in zip(samples.fields, roles, strict=False)]
+    return {
+        "Training": [list(pair) for pair in training.items()],
+        "Arguments": [list(pair) for pair in changed.items()],
+        "Columns": [["column", "role", "values"], *columns],
+        "Model": [["block", "module", "parameters", "trained", "shapes"], *_blocks(model.module)],
+        "Environment": [list(pair) for pair in _environment(site)],
+    }
+
+
+MOST_BLOCKS = 40
+"""The most rows of a table of a model's blocks."""
+
+
+def _blocks(module: nn.Module) -> list[list[str]]:
+    """Return a row for each block of a model, which is divided as far as there is room."""
+    blocks = dict(module.named_children()) or {"": module}
+    while True:
+        wide = {n: dict(b.named_children()) for n, b in blocks.items()}
+        fits = {
+            n: inner for n, inner in wide.items() if 1 < len(inner) <= MOST_BLOCKS - len(blocks)
+        }
+        if not fits:
+            break
+        name = max(fits, key=lambda n: sum(p.numel() for p in blocks[n].parameters()))
+        blocks = {
+            n: b
+            for outer, block in blocks.items()
+            for n, b in (
+                {f"{name}.{each}": child for each, child in fits[name].items()}
+                if outer == name
+                else {outer: block}
+            ).items()
+        }
+    rows = []
+    for name, block in list(blocks.items())[:MOST_BLOCKS]:
+        parameters = list(block.parameters())
+        trained = sum(p.numel() for p in parameters if p.requires_grad)
+        shapes = [" × ".join(map(str, p.shape)) for p in parameters]
+        more = f" and {len(shapes) - 4} more" if len(shapes) > 5 else ""
+        rows.append(
+            [
+                name,
+                type(block).__name__,
+                f"{sum(p.numel() for p in parameters):,}",
+                f"{trained:,}",
+                ", ".join(shapes[: 4 if more else 5]) + more,
+            ]
+        )
+    return rows
+
+
+def _environment(site: Site) -> Iterator[tuple[str, str]]:
+    """Yield the versions, the cluster and the devices of a run."""
+    yield "sparkdl", __version__
+    yield "Python", platform.python_version()
+    yield "PySpark", pyspark.__version__
+    yield "PyTorch", f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
+    yield "platform", platform.platform()
+    if site.resources is not None:
+        yield from redact(dict(cluster_facts(site.resources.context))).items()
+    yield "threads of a task", str(site.threads)
+    yield "CPUs here", str(os.cpu_count())
+    if torch.cuda.is_initialized():
+        for number in range(torch.cuda.device_count()):
+            yield f"GPU {number} here", torch.cuda.get_device_name(number)
 
 
 def settings_of(trainer: TrainerSpec, replicas: int) -> dict[str, int]:

@@ -274,14 +274,14 @@ class TrainerSpec:
 
     def __repr__(self) -> str:
         """Return the fields that differ from their defaults."""
-        told = ", ".join(f"{name}={text}" for name, text in self._changed().items())
+        told = ", ".join(f"{name}={text}" for name, text in self.changed().items())
         return f"Trainer({told})"
 
     def _repr_html_(self) -> str:
         """Return the view in a notebook: the fields that differ from their defaults."""
-        return titled("sparkdl.Trainer", two_columns(self._changed()))
+        return titled("sparkdl.Trainer", two_columns(self.changed()))
 
-    def _changed(self) -> dict[str, str]:
+    def changed(self) -> dict[str, str]:
         """Return the fields that differ from their defaults as text, secrets hidden."""
         told = describe_trainer(self)
         defaults = {f.name: _default(f) for f in fields(self) if f.init}

@@ -73,6 +73,7 @@ class SearchFolder:
             if DATA in entries:
                 folder.delete(DATA)
             content = {"format": FORMAT, "version": VERSION, "id": found.search_id, **told}
+            content["higher_is_better"] = objective.higher
             folder.write(SEARCH, _json(content))
             return found
         content = _read(folder, SEARCH)
@@ -171,6 +172,20 @@ class SearchFolder:
             )
             del self.records[number]
             self._best = None
+
+
+def finished_trials(path: str | os.PathLike[str]) -> tuple[list[TrialRecord], Objective]:
+    """Return the finished trials of the folder of a search, by number, and what it sought.
+
+    Raises ParameterError if the folder cannot be read.
+    """
+    folder = Folder.of(path)
+    search, entries = _read(folder, SEARCH), folder.entries()
+    metric = str(search.get("metric", "loss"))
+    objective = Objective(metric, bool(search.get("higher_is_better", metric != "loss")), True)
+    found = SearchFolder(folder, "", objective)
+    found._read_trials([name for name in entries if _TRIAL.fullmatch(name)], set(entries))
+    return [found.records[number] for number in sorted(found.records)], objective
 
 
 def _trial(number: int) -> str:

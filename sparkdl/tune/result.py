@@ -1,30 +1,31 @@
-"""The result of a search: the table of its trials, their picture, and the best model."""
+"""The result of a search: the table of its trials, its page, and the best model."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkdl.codec.describe import figure_class
+import numpy as np
+
+from sparkdl.codec.charts import Page, ParallelCoordinates
 from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError, counted
 from sparkdl.infer.model import TrainedModel
+from sparkdl.loop.report import duration
+from sparkdl.plain import is_number
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.arguments import trainer_of
 from sparkdl.tune.record import FAILED, Objective, TrialRecord
-from sparkdl.tune.space import Choice, Domain, Shown
+from sparkdl.tune.space import Domain
 
 if TYPE_CHECKING:
     import pandas
-    from matplotlib.figure import Figure
-
-_GREY = "#b8b8b8"
-_WIDTH = 1.9
-"""The inches between two axes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,24 +105,22 @@ class SearchResult:
 
         return pd.DataFrame(self.rows()).set_index("trial")
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw parallel coordinates, and return the figure, which a notebook shows.
+    def report(self, path: str | os.PathLike[str], title: str = "Search") -> Path:
+        """Write a page: trials as parallel coordinates, the best of them, and what mattered.
 
-        Each trial is a line through its values to its metric.
-
-        A line is coloured by the metric, and the best one is thick. Pruned trials are dashed, and
-        failed ones are grey. It needs the extra ``plots``.
+        It is one file of HTML that needs no network. The function needs the extra ``report``.
 
         Args:
-            path: The file to write as well; its suffix (.png, .svg, .pdf, ...) is the format.
+            path: The file to write, such as ``search.html``.
+            title: The heading of the page.
 
         Returns:
-            The figure of matplotlib, to be changed or saved again.
+            The path.
 
         Raises:
             ParameterError: The extra is not installed.
         """
-        return _plot_trials(self.trials, self._space, self._objective, path)
+        return search_page(self.trials, self._objective, title).save(path_here(path))
 
     def __repr__(self) -> str:
         found = "none completed"
@@ -145,89 +144,110 @@ class SearchResult:
         )
 
 
-def _plot_trials(
-    records: Sequence[TrialRecord],
-    space: Mapping[str, Domain],
-    objective: Objective,
-    path: str | os.PathLike[str] | None = None,
-) -> Figure:
-    """Draw parallel coordinates, return the figure, and write it to ``path`` if there is one.
+BEST = 10
+"""The number of trials in the table of the best ones."""
 
-    There is an axis for each argument, and the metric is at the right. A line is a trial, coloured by
-    its value; the best one is thick. Pruned trials are dashed, and failed ones are grey and have no
-    value.
-    """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.cm import ScalarMappable
-        from matplotlib.colors import Normalize
 
-        make_figure = figure_class()
-    except ImportError:
-        raise ParameterError(
-            "the plot needs a library that is not installed: pip install matplotlib (the extra "
-            '"plots")'
-        ) from None
-    values = [record.value for record in records if math.isfinite(record.value)]
-    low, high = min(values, default=0.0), max(values, default=1.0)
-    axes_of = {name: _Scale.of(domain) for name, domain in space.items()}
-    last = _Scale(low, high if high > low else low + 1)
-    figure = make_figure(figsize=(2.5 + _WIDTH * len(space), 4.5), dpi=120, layout="constrained")
-    axes = figure.subplots()
-    colours, shade = colormaps["viridis" if objective.higher else "viridis_r"], Normalize(low, high)
+def search_page(records: Sequence[TrialRecord], objective: Objective, title: str) -> Page:
+    """Return the page of a search."""
+    page, metric = Page(title), objective.metric
+    done = [one for one in records if math.isfinite(one.value)]
+    done.sort(key=lambda one: (-one.value if objective.higher else one.value, one.number))
+    names = list(dict.fromkeys(name for one in records for name in one.arguments))
+    states = Counter(one.status for one in records)
     best: TrialRecord | None = None
-    for record in records:
-        best = record if objective.is_better(record, best) else best
-    for record in records:
-        places = [axes_of[name].place(record.arguments[name]) for name in space]
-        known = math.isfinite(record.value)
-        places.append(last.place(record.value) if known else math.nan)
-        axes.plot(
-            range(len(places)),
-            places,
-            color=colours(shade(record.value)) if known else _GREY,
-            lw=3 if record is best else 1.2,
-            ls=":" if record.status == FAILED else "-" if record.status == "completed" else "--",
-            alpha=1 if record is best else 0.7,
-            zorder=3 if record is best else 2,
+    for one in records:
+        best = one if objective.is_better(one, best) else best
+    page.figures(
+        {
+            **({f"{metric} of trial {best.number}, the best": f"{best.value:.5g}"} if best else {}),
+            **{status: f"{count:,}" for status, count in states.items()},
+            "time of all trials": duration(sum(one.seconds for one in records)),
+        }
+    )
+    page.heading(
+        "Trials", "A line is a trial, and the thick one is the best; hover for its values."
+    )
+    columns = {name: [one.arguments.get(name) for one in done] for name in names}
+    columns[metric] = [one.value for one in done]
+    if done:
+        scales = [_Scale(values) for values in columns.values()]
+        rows = list(zip(*columns.values(), strict=True))
+        page.chart(
+            ParallelCoordinates(
+                names=list(columns),
+                ticks=[scale.ticks() for scale in scales],
+                places=[[s.place(v) for s, v in zip(scales, row, strict=True)] for row in rows],
+                texts=[[*map(_short, row)] for row in rows],
+                shades=[one.value if objective.higher else -one.value for one in done],
+                best=None if best is None else done.index(best),
+            )
         )
-    for number, scale in enumerate([*axes_of.values(), last]):
-        _draw_axis(axes, number, scale)
-    axes.set_xticks(range(len(space) + 1), [*space, objective.metric])
-    axes.tick_params(axis="x", length=0)
-    axes.set_yticks([])
-    axes.set_ylim(-0.05, 1.05)
-    axes.set_xlim(-0.4, len(space) + 0.4)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    figure.colorbar(ScalarMappable(shade, colours), ax=axes, label=objective.metric, pad=0.02)
-    if path is not None:
-        figure.savefig(path_here(path))
-    return figure
+    page.heading("The best trials")
+    cells = [
+        [
+            *(str(one.number), f"{one.value:.5g}", *(_short(columns[n][i]) for n in names)),
+            *(str(one.epochs), duration(one.seconds), one.status),
+        ]
+        for i, one in enumerate(done[:BEST])
+    ]
+    page.table([["trial", metric, *names, "epochs", "time", "status"], *cells])
+    shares = {name: _importance(columns[name], [one.value for one in done]) for name in names}
+    page.heading(
+        "Which arguments mattered",
+        f"The share of the variance of {metric} that an argument explains by itself, corrected for "
+        "chance. It says little of few trials, and nothing of arguments that matter together only.",
+    )
+    page.table(
+        [[name, f"{share:.0%}"] for name, share in sorted(shares.items(), key=lambda x: -x[1])]
+    )
+    failed = [[str(one.number), one.status, one.reason] for one in records if one.status == FAILED]
+    if failed:
+        page.heading("Trials that failed")
+        page.table([["trial", "status", "reason"], *failed[:100]])
+    return page
+
+
+def _importance(keys: Sequence[Any], measured: Sequence[float]) -> float:
+    """Return the share of the variance of values that is between groups of arguments (epsilon squared).
+
+    Numbers are grouped into quarters by their order.
+    """
+    values = np.array(measured)
+    kinds = set(map(repr, keys))
+    if len(kinds) > 4 and all(is_number(key) for key in keys):
+        order = np.argsort(np.argsort(np.array(keys, np.float64), kind="stable"), kind="stable")
+        labels = order * 4 // len(keys)
+    else:
+        labels = np.array([sorted(kinds).index(repr(key)) for key in keys])
+    groups = [values[labels == label] for label in np.unique(labels)]
+    within = sum(float(((group - group.mean()) ** 2).sum()) for group in groups)
+    whole = float(((values - values.mean()) ** 2).sum()) if len(values) else 0.0
+    free = len(values) - len(groups)
+    if whole <= 0 or free <= 0:
+        return 0.0
+    return max(0.0, (whole - within - (len(groups) - 1) * within / free) / whole)
 
 
 class _Scale:
-    """The scale of an axis: where a value lies on it, from 0 to 1, and the ticks."""
+    """The scale of an axis, for the values on it: where one lies, from 0 to 1, and the ticks."""
 
-    def __init__(
-        self, low: float, high: float, log: bool = False, labels: Sequence[Shown] = ()
-    ) -> None:
-        self._low, self._high, self._log, self._labels = low, high, log, labels
-
-    @staticmethod
-    def of(domain: Domain) -> _Scale:
-        """Return the scale of a domain."""
-        if isinstance(domain, Choice):
-            return _Scale(0, max(1, len(domain.labels) - 1), labels=domain.labels)
-        found: Any = domain
-        return _Scale(found.low, found.high, found.log)
+    def __init__(self, values: Sequence[Any]) -> None:
+        self._labels: list[str] = []
+        kinds = list(dict.fromkeys(map(_short, values)))
+        if len(kinds) < 5 or not all(is_number(value) for value in values):
+            self._labels = sorted(kinds, key=_by_number)
+            return
+        self._low, self._high = min(values), max(values)
+        self._log = self._low > 0 and self._high > 30 * self._low
 
     def place(self, value: Any) -> float:
         """Return the place of a value."""
         if self._labels:
-            value = next(n for n, label in enumerate(self._labels) if repr(label) == repr(value))
-            if len(self._labels) == 1:
-                return 0.5
+            known = _short(value) in self._labels
+            return (
+                (self._labels.index(_short(value)) + 0.5) / len(self._labels) if known else math.nan
+            )
         if self._log:
             return math.log(value / self._low) / math.log(self._high / self._low)
         return float((value - self._low) / (self._high - self._low))
@@ -235,32 +255,27 @@ class _Scale:
     def ticks(self) -> list[tuple[float, str]]:
         """Return the places and the texts of the ticks."""
         if self._labels:
-            return [(self.place(label), _short(str(label))) for label in self._labels]
+            return [((n + 0.5) / len(self._labels), label) for n, label in enumerate(self._labels)][
+                :40
+            ]
+        steps = np.linspace(0, 1, 5)
         if self._log:
-            ratio = self._high / self._low
-            found = [self._low * ratio ** (n / 4) for n in range(5)]
+            found = self._low * (self._high / self._low) ** steps
         else:
-            found = [self._low + (self._high - self._low) * n / 4 for n in range(5)]
-        return [(n / 4, f"{value:.3g}") for n, value in enumerate(found)]
+            found = self._low + (self._high - self._low) * steps
+        return [(float(step), f"{value:.3g}") for step, value in zip(steps, found, strict=True)]
 
 
-def _draw_axis(axes: Any, number: int, scale: _Scale) -> None:
-    axes.axvline(number, color="black", lw=0.8, zorder=1)
-    for place, text in scale.ticks():
-        axes.annotate(
-            text,
-            (number, place),
-            xytext=(-4, 0),
-            textcoords="offset points",
-            ha="right",
-            va="center",
-            fontsize=8,
-            bbox={"boxstyle": "round,pad=0.1", "fc": "white", "ec": "none", "alpha": 0.7},
-            zorder=4,
-        )
+def _by_number(text: str) -> tuple[float, str]:
+    try:
+        return float(text), text
+    except ValueError:
+        return math.inf, text
 
 
-def _short(text: str) -> str:
-    """Return a label without the modules of classes and functions, and not too long."""
-    text = re.sub(r"[\w.]+:(?=\w)", "", text)
+def _short(value: Any) -> str:
+    """Return a value without the modules of classes and functions, and not too long."""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = re.sub(r"[\w.]+:(?=\w)", "", str(value))
     return text if len(text) <= 24 else f"{text[:23]}…"

@@ -7,14 +7,17 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from pyspark import RDD
 from pyspark.sql import DataFrame
 from torch.optim.lr_scheduler import LambdaLR
 
-from sparkdl.codec.describe import figure_class
+from sparkdl.codec.charts import THICK, Line, Page, Panel, as_svg
+from sparkdl.codec.describe import two_columns
+from sparkdl.codec.files import path_here
 from sparkdl.errors import DataError, ParameterError, nearest, shown
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.callbacks import Callback, StopTraining
@@ -25,9 +28,6 @@ from sparkdl.metrics.scores import OBJECTIVES, BestThreshold
 from sparkdl.model.recipe import Part
 from sparkdl.plain import is_whole
 from sparkdl.train.trainer import Trainer
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -112,31 +112,27 @@ class LearningRates:
     losses: tuple[float, ...]
     suggestion: float
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the losses over the rates, and return the figure, which a notebook shows.
-
-        Args:
-            path: The file to write as well; its suffix (.png, .svg, .pdf, ...) is the format.
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write a page of HTML with the losses over the rates, and return its path.
 
         Raises:
-            ParameterError: The extra ``plots`` is not installed.
+            ParameterError: The extra ``report`` is not installed.
         """
-        try:
-            figure = figure_class()(figsize=(6, 3.5), layout="constrained")
-        except ImportError:
-            raise ParameterError(
-                "the plot needs a library that is not installed: pip install matplotlib (the extra "
-                '"plots")'
-            ) from None
-        axes = figure.subplots()
-        axes.plot(self.rates, self.losses)
-        axes.set(xscale="log", xlabel="learning rate", ylabel="smoothed loss")
-        if self.suggestion == self.suggestion:
-            axes.axvline(self.suggestion, linestyle="--", label=f"{self.suggestion:.2g}")
-            axes.legend()
-        if path is not None:
-            figure.savefig(path)
-        return figure
+        page = Page("Learning rates")
+        page.figures({"suggestion": f"{self.suggestion:.3g}"})
+        page.chart(self._panel())
+        return page.save(path_here(path))
+
+    def _panel(self) -> Panel:
+        points = [
+            (math.log10(rate), loss) for rate, loss in zip(self.rates, self.losses, strict=True)
+        ]
+        marks = [math.log10(self.suggestion)] if self.suggestion > 0 else []
+        return Panel("smoothed loss", [Line("loss", points, THICK)], marks, "log10 of the rate")
+
+    def _repr_html_(self) -> str:
+        """Return the view in a notebook: the curve, and the suggestion."""
+        return two_columns({"suggestion": f"{self.suggestion:.3g}"}) + as_svg(self._panel())
 
 
 def find_lr(

@@ -20,7 +20,7 @@ ELSEWHERE = {  # what these runs do not write: Spark Connect, failures, searches
     *("buffers.safetensors", "buffers-RANDOM.safetensors", "recipe-RANDOM.pkl", "probe-RANDOM"),
     *("search.json", "data.json", "trial-N.json", "model-N.safetensors"),
     *("parameter_server.json", "owner-N-of-N-RANDOM.safetensors"),
-    *("model/", "config.yaml", "summary.json", "history.csv", "curves.png"),
+    *("model/", "config.yaml", "summary.json", "history.csv", "report.html"),
     # here for a moment
     *("model-RANDOM.json", "model-RANDOM.safetensors", "history-RANDOM.json", "PATH.sparkdl-new"),
     *("_new/", "predictions-are-being-replaced.json", "sparkdl-RANDOM.parquet"),

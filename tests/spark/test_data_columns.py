@@ -542,7 +542,7 @@ def test_lists_of_lists(reader: Reader, tmp_path: Path) -> None:
         }
     for row in found:
         assert row.p == pytest.approx(wanted[str(row.texts)].tolist(), rel=1e-4)
-    with pytest.raises(DataError, match=r'"texts" .*: has \d values where row 0 has'):
+    with pytest.raises(DataError, match=r'"texts", .*: has \d values where row 0 has'):
         replace(trainer, columns={}).fit(data.where("size(texts) > 0"))
 
 

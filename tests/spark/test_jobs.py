@@ -146,8 +146,8 @@ def test_the_run_folder(trained: Path, work: Path) -> None:
     assert trained.parent == work / "runs"
     kinds = {str(p.relative_to(trained)) for p in trained.iterdir()} - {"evaluation.json"}
     assert kinds == {
-        "best", "checkpoints", "config.yaml", "curves.png", "ema", "history.csv", "history.json",
-        "model", "summary.json", "tensorboard",
+        "best", "checkpoints", "config.yaml", "ema", "history.csv", "history.json",
+        "model", "report.html", "summary.json", "tensorboard",
     }  # fmt: skip
     for name in ("model", "best", "ema"):
         found = sorted(path.name for path in (trained / name).iterdir())
@@ -209,8 +209,8 @@ def test_a_search(work: Path) -> None:
     assert folder.name.startswith("few-tune-")
     kinds = {str(p.relative_to(folder)) for p in folder.iterdir()}
     assert kinds == {
-        "config.yaml", "curves.png", "history.csv", "history.json", "model", "summary.json",
-        "trials", "trials.csv", "trials.png",
+        "best.html", "config.yaml", "history.csv", "history.json", "model", "report.html",
+        "summary.json", "trials", "trials.csv",
     }  # fmt: skip
     lines = (folder / "trials.csv").read_text().splitlines()
     assert lines[0].startswith("trial,schedule.max_lr,optimizer.weight_decay,model.dropout,")
@@ -305,12 +305,17 @@ def test_the_resolved_configuration(trained: Path) -> None:
     assert config["spark"]["settings"]["spark.test.password"] == "(redacted)"
 
 
-def test_the_curves_are_an_image(trained: Path) -> None:
-    from matplotlib import image
-
-    pixels = image.imread(trained / "curves.png")
-    assert pixels.shape == (756, 960, 4)  # loss, accuracy, learning rate
-    assert pixels.std() > 0.01
+def test_the_report(trained: Path, work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (trained / "report.html").read_text()
+    assert f"sparkdl.load(&#x27;{trained / 'model'}&#x27;)" in page
+    for text in ("validation accuracy", "features", "local[", "shuffle: an iteration"):
+        assert text in page
+    for arguments, path in (([], "report.html"), ([trained / "model"], "comparison.html")):
+        with pytest.raises(SystemExit):
+            main(["report", str(trained), *map(str, arguments), "--output", str(work / path)])
+        told = capsys.readouterr().out
+        assert told.endswith(f"{work / path}\n")
+        assert "samples a second" in (work / path).read_text()
 
 
 @pytest.mark.soak

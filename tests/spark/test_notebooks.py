@@ -56,7 +56,6 @@ BEGIN = """
 from pathlib import Path
 import sparkdl, torch
 from torch import nn
-from sparkdl.summaries import plot_history
 
 spark = sparkdl.session("local[2]", **{"spark.ui.enabled": "false"})
 data = spark.range(64).selectExpr("array(rand(1), rand(2)) AS features", "id % 2 AS label")
@@ -92,11 +91,11 @@ def test_what_a_notebook_shows(kernel: Any, tmp_path: Path) -> None:
         "trainer",
         "trained = trainer.fit(data)",
         "print(trained.history.stopped, trained.transform(data).count())\ntrained",
-        "plot_history(trained.history)",
+        "sparkdl.compare([trained, trained.history])",
         "trained.transform(data.drop('features'))",
         "sparkdl.Trainer(model=make_model, loss=nn.MSELoss(), optimizer=torch.optim.SGD, batch_size=0)",
     ]
-    _, trainer, fitted, used, plotted, *wrong = run(kernel, cells, tmp_path, allow_errors=True)
+    _, trainer, fitted, used, compared, *wrong = run(kernel, cells, tmp_path, allow_errors=True)
     assert "replicas" in shown(trainer, "text/html")
     assert "batch_size" not in shown(trainer, "text/html")
     assert re.search(r"epoch \d+: .*loss", shown(fitted, "stderr")), fitted.outputs  # the bar
@@ -105,7 +104,7 @@ def test_what_a_notebook_shows(kernel: Any, tmp_path: Path) -> None:
     assert "interrupted: training ends" in shown(fitted, "stderr")
     assert shown(used, "stdout") == "interrupted 64\n"
     assert "<svg" in shown(used, "text/html")
-    assert "image/png" in plotted.outputs[0].data
+    assert "<svg" in shown(compared, "text/html")
     for cell, message in zip(wrong, ("DataError", "ParameterError"), strict=True):
         (output,) = cell.outputs
         lines = "\n".join(output.traceback).splitlines()

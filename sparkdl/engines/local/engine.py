@@ -28,7 +28,7 @@ from sparkdl.data.partition_reader import MappedPartition, open_partition
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.errors import StaleReferenceError, StateLostError
-from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState, weights_of
+from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState, Recovery, weights_of
 from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.model.recipe import LiveReplica, Recipe
 from sparkdl.process.determinism import torch_threads
@@ -261,7 +261,7 @@ class LocalEngine:
     ``batch_size`` includes local steps; ``now`` is the replicas' clock, in seconds.
     """
 
-    recoveries = 0
+    recoveries: Sequence[Recovery] = ()
     begins_ahead = False
 
     def __init__(

@@ -231,7 +231,7 @@ def test_a_snapshot_is_taken_after_a_recovery():
     assert "snapshot" not in recovering.run(iteration(0)).seconds
     engine.losses = frozenset([engine.calls])
     assert "snapshot" in recovering.run(iteration(1)).seconds
-    assert recovering.recoveries == 1
+    assert len(recovering.recoveries) == 1
     assert "snapshot" not in recovering.run(iteration(2)).seconds
 
 
@@ -346,7 +346,7 @@ def test_a_snapshot_waits_for_the_iterations_that_have_begun(monkeypatch, ahead,
         assert result.loss == plain.run(iteration(i)).loss
         if "snapshot" in result.seconds:
             snapshots.append(i)
-    assert recovering.recoveries == (lost is not None)
+    assert len(recovering.recoveries) == (lost is not None)
     gaps = [b - a for a, b in itertools.pairwise(snapshots)]
     assert max(gaps) <= 5 + ahead + 1
     assert len(snapshots) >= 2

@@ -200,7 +200,7 @@ def test_the_model_is_logged_after_the_fit() -> None:
     loaded = sparkdl.mlflow.load_model(f"models:/{output.model_id}")
     assert torch.equal(loaded.module.last.weight, trained.module.last.weight)
     names = [file.path for file in mlflow.MlflowClient().list_artifacts(callback.run_id)]
-    assert sorted(names) == ["curves.png", "history.json"]
+    assert sorted(names) == ["history.json", "report.html"]
 
 
 def test_autologging_is_of_every_fit() -> None:

@@ -30,7 +30,7 @@ X = torch.arange(12.0).reshape(12, 1)
 class TensorEngine:
     """Least squares by gradient descent, on one tensor."""
 
-    begins_ahead, recoveries = False, 0
+    begins_ahead, recoveries = False, ()
 
     def __init__(self) -> None:
         self.plan = EpochPlan((12,), 4)

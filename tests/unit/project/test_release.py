@@ -162,7 +162,7 @@ LACKS = (
     "sklearn",
     "torchmetrics",
     "PIL",
-    "matplotlib",
+    "bokeh",
     "tensorboard",
     "mlflow",
     "torchvision",

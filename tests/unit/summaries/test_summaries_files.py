@@ -1,19 +1,18 @@
-"""Files of the history, and its curves."""
+"""Files of the history, and its report."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import summary_runs as runs
 from mistakes import message_of
 
 import sparkdl
 from sparkdl.loop.history import History
-from sparkdl.loop.state import TrainState, Validated
-from sparkdl.summaries import Curves, HistoryFile, plot_history
+from sparkdl.loop.state import Validated
+from sparkdl.summaries import HistoryFile, Report
 
 
 class Watch(sparkdl.Callback):
@@ -93,16 +92,8 @@ def test_a_file_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("name", ["runs/curves", "c.pgn", ".png"])
-def test_a_picture_of_no_known_kind(name: str) -> None:
-    assert message_of(sparkdl.ParameterError, Curves, name) == (
-        f'Curves("{name}"): end the name in .png, .svg, .pdf or another kind of file that matplotlib '
-        "writes."
-    )
-
-
 @pytest.mark.parametrize("path", ["s3://bucket/model", "hdfs:///models/m", "dbfs:/m"])
-@pytest.mark.parametrize(("make", "name"), [(HistoryFile, "/h.csv"), (Curves, "/c.png")])
+@pytest.mark.parametrize(("make", "name"), [(HistoryFile, "/h.csv"), (Report, "/r.html")])
 def test_a_uri_is_no_path_here(path: str, make: Any, name: str) -> None:
     assert message_of(sparkdl.ParameterError, make, path + name) == (
         f'"{path}{name}" is a URI, which only checkpoints and models support: give a path on the '
@@ -113,11 +104,13 @@ def test_a_uri_is_no_path_here(path: str, make: Any, name: str) -> None:
 def test_a_file_of_no_history_and_what_is_no_trigger() -> None:
     told = message_of(sparkdl.ParameterError, HistoryFile, "history.txt")
     assert told == 'HistoryFile("history.txt"): end the name in .csv or .json.'
+    told = message_of(sparkdl.ParameterError, Report, "runs/report")
+    assert told == 'Report("runs/report"): end the name in .html.'
     told = message_of(sparkdl.ParameterError, HistoryFile, "history.csv", every=5)
     assert told == "HistoryFile(every=5): give a trigger, such as sparkdl.every(5)."
 
 
-@pytest.mark.parametrize(("make", "name"), [(Curves, "a.PNG"), (HistoryFile, "a.json")])
+@pytest.mark.parametrize(("make", "name"), [(Report, "a.HTML"), (HistoryFile, "a.json")])
 def test_a_path_that_cannot_be_written_is_told_as_the_fit_starts(
     tmp_path: Path, make: Any, name: str
 ) -> None:
@@ -138,73 +131,13 @@ def test_a_path_that_cannot_be_written_is_told_as_the_fit_starts(
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def pixels(path: Path) -> np.ndarray:
-    from matplotlib import image
-
-    return image.imread(path)
-
-
-def has(path: Path, colour: str) -> bool:
-    """Whether the picture shows a colour."""
-    wanted = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-    return bool((np.abs(pixels(path)[..., :3] - wanted).max(axis=-1) < 0.01).any())
-
-
-TRAINING, MEAN, RATE = "#a9c4de", "#1f4e79", "#7a7a7a"
-VALIDATION, FIRST, SECOND, THIRD = "#c8553d", "#588157", "#8e5aa8", "#d99a2b"
-
-
-def test_curves_of_a_run(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "curves.png"
-    runs.play([Curves(path, every=sparkdl.every(4))], runs.states())
-    assert [p.name for p in path.parent.iterdir()] == ["curves.png"]
-    assert pixels(path).shape == (756, 960, 4)  # loss, accuracy and the learning rate
-    for colour in (MEAN, RATE, VALIDATION, FIRST):
-        assert has(path, colour)
-    assert not has(path, SECOND)
-
-
-def a_history(metrics: dict[str, float]) -> History:
-    history = History()
-    for i in range(1, 5):
-        state = TrainState(iteration=i, samples=i, loss=1.0 / i, learning_rates=(0.1,))
-        history.append(state, 1 + i // 3)
-        if metrics:
-            history.append_validation(Validated(iteration=i, epoch=i // 3, metrics=metrics))
-    return history
-
-
-@pytest.mark.parametrize(
-    ("metrics", "height", "there", "missing"),
-    [
-        ({}, 540, [MEAN, RATE], [VALIDATION, FIRST]),
-        ({"loss": 0.7}, 540, [MEAN, RATE, VALIDATION], [FIRST]),
-        ({"accuracy": 0.5, "f1": 0.2}, 756, [FIRST, SECOND], [VALIDATION, THIRD]),
-        ({"accuracy": 0.5, "mse": 40.0, "bias": -2.0}, 1188, [FIRST, SECOND, THIRD], []),
-    ],
-)
-def test_a_panel_for_each_scale(
-    tmp_path: Path, metrics: dict[str, float], height: int, there: list[str], missing: list[str]
-) -> None:
-    path = tmp_path / "a.png"
-    plot_history(a_history(metrics), path)
-    assert pixels(path).shape == (height, 960, 4)
-    assert [has(path, colour) for colour in there] == [True] * len(there)
-    assert [has(path, colour) for colour in missing] == [False] * len(missing)
-
-
-@pytest.mark.parametrize("losses", [[], [1.0], [float("nan")] * 3, [float("inf"), 1.0, 0.0]])
-@pytest.mark.filterwarnings("error")
-def test_any_history_can_be_drawn(tmp_path: Path, losses: list[float]) -> None:
-    history = History()
-    for i, loss in enumerate(losses, start=1):
-        history.append(TrainState(iteration=i, samples=i, loss=loss), i)
-    plot_history(history, tmp_path / "a.png")
-    assert pixels(tmp_path / "a.png").shape == (540, 960, 4)
-
-
-def test_curves_as_svg_and_as_a_notebook_shows_them(tmp_path: Path) -> None:
-    figure = plot_history(a_history({}), tmp_path / "a.svg")
-    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
-    assert figure._repr_png_().startswith(b"\x89PNG")
-    assert len(plot_history(a_history({})).axes) == len(figure.axes)
+def test_the_report_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "report.html"
+    callback = Report(path, every=sparkdl.every(1))
+    runs.play([callback], runs.states(last=1), finish=False)
+    assert "1 iteration up to epoch 1" in path.read_text()
+    runs.play([callback], runs.states())
+    page = path.read_text()
+    assert [p.name for p in path.parent.iterdir()] == ["report.html"]
+    assert "8 iterations up to epoch 2" in page
+    assert "torch.optim.sgd:SGD(lr=0.5, momentum=0.25)" in page

@@ -22,7 +22,7 @@ from sparkdl import mlflow
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
 from sparkdl.slices.update import Histogram
-from sparkdl.summaries import Curves, MLflow, Summaries, TensorBoard, plot_history
+from sparkdl.summaries import MLflow, Report, Summaries, TensorBoard
 
 Shown = dict[str, dict[int, float]]
 """Values by name and iteration."""
@@ -230,11 +230,7 @@ def test_what_is_no_trigger(row: Row) -> None:
 
 
 LIBRARIES = {
-    "matplotlib.figure": (
-        "matplotlib",
-        "plots",
-        [partial(Curves, "a.png"), partial(plot_history, History(), "a.png")],
-    ),
+    "bokeh": ("bokeh", "report", [partial(Report, "a.html"), partial(History().report, "a.html")]),
     "torch.utils.tensorboard": ("tensorboard", "tensorboard", [partial(TensorBoard, "logs")]),
     "mlflow": (
         "mlflow-skinny",
