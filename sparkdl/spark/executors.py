@@ -103,7 +103,7 @@ def executors(context: SparkContext) -> list[Executor]:
 def cluster_facts(context: SparkContext) -> Iterator[tuple[str, str]]:
     """Yield what a report tells of the cluster."""
     yield "Spark master", str(context.master)
-    if not context._jsc.sc().isLocal():
+    if str(context.master).split("[")[0] != "local":
         yield "executors", f"{context._jsc.sc().getExecutorMemoryStatus().size() - 1:,}"
     yield "task slots", f"{context.defaultParallelism:,}"
 
