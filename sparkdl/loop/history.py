@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import csv
 import json
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,6 @@ import safetensors.numpy
 
 from sparkdl.codec.files import parse_json, parse_tensors
 from sparkdl.consistency.asynchronous import commits_of
-from sparkdl.data.row_errors import FIRST
 from sparkdl.errors import ParameterError
 from sparkdl.loop import history_tables
 from sparkdl.loop.history_tables import (
@@ -34,8 +32,8 @@ from sparkdl.loop.history_tables import (
     to_csv,
     with_prefix,
 )
+from sparkdl.loop.run_notes import RunNotes
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.parallel.plan import strategy_of
 from sparkdl.replica.iteration import INNER_STEPS, MICRO_BATCHES, STALENESS, Decisions
 
 if TYPE_CHECKING:
@@ -45,7 +43,7 @@ _NO_NORM = -1.0  # a norm is never negative; NaN is a measured value
 _REST = "history"
 
 
-class History:
+class History(RunNotes):
     """Numbers of every iteration, about 150 bytes each, and every validation.
 
     One table has a column for each key of :data:`KINDS`, ``timings/ACTIVITY`` and ``losses/NAME`` (NaN
@@ -57,101 +55,13 @@ class History:
     are never changed or removed.
     """
 
-    stopped: str | None = None
-    """Why the training ended before its stop trigger was true: "interrupted", or "callback" (and
-    the argument of :class:`sparkdl.StopTraining`); None if it did not."""
-    ended_by: str | None = None
-    """The stop trigger that was true, such as "Plateau(metric='accuracy', patience=3,
-    min_delta=0.0)", and of several the first; None if the training ended before."""
-
     def __init__(self) -> None:
+        super().__init__()
         self._table: dict[str, array[Any]] = {name: array(code_of(name)) for name in KINDS}
         self._length = 0
         self._validations: list[Validated] = []
         self._validated = 0
         self._start: dict[str, Any] = {"samples": 0, "seconds": 0.0, "skipped": 0}
-        self._settings: dict[str, int] = {}
-        self._plan: dict[str, Any] = {}
-        self._invalid: dict[str, Any] = {}
-        self._facts: dict[str, list[list[str]]] = {}
-        self._events: list[dict[str, Any]] = []
-
-    @property
-    def facts(self) -> dict[str, list[list[str]]]:
-        """Return what was trained and where, as tables of text by their titles.
-
-        A table of two columns has names and values; the first row of any other is its head. It is
-        empty if the history comes from CSV or from an older file.
-        """
-        return dict(self._facts)
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """Return the recoveries and checkpoints of the run: kind ("recovery" or "checkpoint"),
-        iteration after which it came, seconds that it took, and text."""
-        return [dict(event) for event in self._events]
-
-    def note_facts(self, facts: Mapping[str, Sequence[Sequence[str]]]) -> None:
-        """Record the :attr:`facts` of the run that goes on with this history."""
-        self._facts = {title: [list(row) for row in rows] for title, rows in facts.items()}
-
-    def note_event(self, kind: str, iteration: int, seconds: float, text: str) -> None:
-        """Add to the :attr:`events`."""
-        event = {"kind": kind, "iteration": iteration, "seconds": seconds, "text": text}
-        self._events.append(event)
-
-    @property
-    def plan(self) -> dict[str, Any] | None:
-        """Return the plan by which the run was divided, if its trainer left that to a plan.
-
-        ``replace(trainer, **history.plan["fields"])`` runs so without measuring again. "seconds" and
-        "range" are those that were predicted for an iteration, "instead" is the best other engine.
-        """
-        if not self._plan:
-            return None
-        plan = copy.deepcopy(self._plan)
-        fields = plan["fields"]
-        parts = fields.pop("micro_batches", 0)
-        if "strategy" in fields:
-            fields["strategy"] = strategy_of(fields["strategy"], parts)
-        return plan
-
-    def note_plan(self, plan: Mapping[str, Any] | None) -> None:
-        """Record the plan of the run that goes on with this history, as plain values."""
-        self._plan = {} if plan is None else copy.deepcopy(dict(plan))
-
-    @property
-    def plan_record(self) -> dict[str, Any]:
-        """Return :attr:`plan` as plain values; it is empty where there is none."""
-        return copy.deepcopy(self._plan)
-
-    @property
-    def settings(self) -> dict[str, int]:
-        """Return the settings by which the run drew numbers and divided rows: seed, replicas,
-        batch_size, accumulate. It is empty if the history comes from CSV or from an older file."""
-        return dict(self._settings)
-
-    def note_settings(self, settings: Mapping[str, int]) -> None:
-        """Record the :attr:`settings` of the run that goes on with this history."""
-        self._settings = dict(settings)
-
-    @property
-    def invalid(self) -> dict[str, Any]:
-        """Return what could not be read of the data, where ``Trainer(handle_invalid=)`` allows that.
-
-        By "training" and "validation": the number of ``rows``, the ``count`` of those that could not be
-        read, and ``first``, the key, the column and the reason of the first ten. A part that could all
-        be read is not there.
-        """
-        return dict(self._invalid)
-
-    def note_invalid(self, role: str, found: Mapping[str, Any], further: bool = False) -> None:
-        """Record what could not be read of a part of the data; ``further``: beside what was before."""
-        before = self._invalid.get(role) if further else None
-        if before is not None:
-            counts = {name: before[name] + found[name] for name in ("rows", "count")}
-            found = {**counts, "first": [*before["first"], *found["first"]][:FIRST]}
-        self._invalid = {**self._invalid, role: dict(found)}
 
     @staticmethod
     def after(state: TrainState) -> History:
@@ -171,10 +81,8 @@ class History:
         history = History()
         history._table, history._length = dict(self._table), self._length
         history._validations, history._validated = self._validations, self._validated
-        history._start, history._settings = dict(self._start), self._settings
-        history._plan = self._plan
-        history._invalid = self._invalid
-        history._facts, history._events = self._facts, list(self._events)
+        history._start = dict(self._start)
+        history._take_notes(self)
         return history
 
     def tail(self, count: int) -> History:
@@ -499,13 +407,7 @@ class History:
             "losses": list(with_prefix(self._table, LOSSES)),
             "decisions": decided,
             "start": self._start,
-            "settings": self._settings,
-            **({"plan": self._plan} if self._plan else {}),
-            "invalid": self._invalid,
-            "stopped": self.stopped,
-            "facts": self._facts,
-            "events": self._events,
-            "ended_by": self.ended_by,
+            **self._notes(),
         }
         return safetensors.numpy.save(arrays, {_REST: json.dumps(rest)})
 
@@ -577,13 +479,7 @@ class History:
             **({"losses": losses} if losses else {}),
             **({"decisions": decided} if decided else {}),
             "start": dict(self._start),
-            **({"settings": self.settings} if self._settings else {}),
-            **({"plan": self._plan} if self._plan else {}),
-            **({"invalid": self.invalid} if self._invalid else {}),
-            **({"facts": self._facts} if self._facts else {}),
-            **({"events": self._events} if self._events else {}),
-            "stopped": self.stopped,
-            "ended_by": self.ended_by,
+            **self._notes(),
         }
 
     def _flat(self) -> dict[str, list[Any]]:
@@ -631,18 +527,7 @@ class History:
         """Read everything but the iterations."""
         for name, before in self._start.items():
             self._start[name] = type(before)(content.get("start", {}).get(name, before))
-        self.note_settings({str(k): int(v) for k, v in content.get("settings", {}).items()})
-        plan = content.get("plan")
-        self.note_plan(plan if isinstance(plan, dict) and "fields" in plan else None)
-        self._invalid = dict(content.get("invalid", {}))
-        for title, rows in content.get("facts", {}).items():
-            self._facts[str(title)] = [[str(cell) for cell in row] for row in rows]
-        for event in content.get("events", []):
-            when, seconds = int(event["iteration"]), float(event["seconds"])
-            self.note_event(str(event["kind"]), when, seconds, str(event["text"]))
-        for name in ("stopped", "ended_by"):
-            reason = content.get(name)
-            setattr(self, name, None if reason is None else str(reason))
+        self._read_notes(content)
         for record in content.get("validations", []):
             iteration, epoch = int(record["iteration"]), int(record["epoch"])
             metrics = _floats(record["metrics"])

@@ -32,7 +32,7 @@ from pyspark.serializers import NoOpSerializer
 from sparkdl.compat import to_seq
 from sparkdl.errors import SessionError
 from sparkdl.spark.failures import check_session
-from sparkdl.spark.frames import map_frames, stage_name, zip_frames
+from sparkdl.spark.frames import is_local, map_frames, stage_name, zip_frames
 
 NEW_MS = 15_000
 """The age in ms up to which Spark may not know an executor's tasks yet.
@@ -103,7 +103,7 @@ def executors(context: SparkContext) -> list[Executor]:
 def cluster_facts(context: SparkContext) -> Iterator[tuple[str, str]]:
     """Yield what a report tells of the cluster."""
     yield "Spark master", str(context.master)
-    if str(context.master).split("[")[0] != "local":
+    if not is_local(context):
         yield "executors", f"{context._jsc.sc().getExecutorMemoryStatus().size() - 1:,}"
     yield "task slots", f"{context.defaultParallelism:,}"
 
