@@ -262,12 +262,12 @@ def advice_of(
     """Yield what would make such a run faster, if it was long enough to tell."""
     if len(history) < ENOUGH_ITERATIONS or site.resources is None:
         return
+    try:
+        slots = slots_now(site.resources.context)
+    except Exception:  # Spark may be gone by now: advice never ends a fit
+        return
     timings = {name: row["median"] for name, row in history.timings().items()}
-    rows, replicas, slots = (
-        sum(samples.counts),
-        len(samples.counts),
-        slots_now(site.resources.context),
-    )
+    rows, replicas = sum(samples.counts), len(samples.counts)
     yield from advice(Spent(trainer, timings, rows, replicas, slices, slots))
 
 

@@ -339,10 +339,10 @@ PARAMETERS = [
     ),
     Mistake(
         "class weights by name",
-        lambda fit: fit(fit.good(), class_weights="balanced"),
+        lambda fit: fit(fit.good(), class_weights="inverse"),
         ParameterError,
-        "class_weights is a str: give a list with the weight of each class, or a mapping "
-        "{class: weight}, all >= 0.",
+        'class_weights is a str: give "balanced", a list with the weight of each class, or a mapping '
+        "{class: weight}, all of at least 0.",
     ),
     Mistake(
         "no class counts",
