@@ -15,14 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import sparkdl
 
-COLORS = {
-    "sky": "blue",
-    "grass": "green",
-    "snow": "white",
-    "coal": "black",
-    "fire": "red",
-    "lemon": "yellow",
-}
+COLORS = {"sky": "blue", "grass": "green", "snow": "white", "coal": "black", "fire": "red"}
 FORMS = ["what color is the {} ? {}", "the color of the {} is {}", "the {} is {}"]
 WORDS = "[PAD] [UNK] [END] what color is the of ?".split()
 

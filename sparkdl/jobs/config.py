@@ -43,6 +43,8 @@ class DataSection:
     columns: dict[str, Spec] = field(default_factory=dict)
     augment: Spec | None = None
     bucketing: int | None = None
+    handle_invalid: str = "error"
+    key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,7 +167,7 @@ def test_mistakes_are_told_before_any_group_is_trained(
     with pytest.raises(sparkdl.DataError, match='feature column "words" is missing'):
         fit(by="series", trainer=replace(trainer, features="words"))
     with pytest.raises(sparkdl.ModelError, match="the model fails on"):
-        fit(by="series", trainer=replace(trainer, model=partial(nn.Linear, 3, 1)))
+        fit(by="series", trainer=replace(trainer, model=partial(nn.Linear, 3, 1), freeze=()))
 
 
 @pytest.mark.soak

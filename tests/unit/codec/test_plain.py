@@ -120,7 +120,7 @@ def test_what_is_no_number_is_told_as_before() -> None:
             message_of(sparkdl.ParameterError, trainer, batch_size=value)
             == f"batch_size={told}: give a whole number of at least 1."
         )
-    with pytest.raises(sparkdl.ParameterError, match=r"class_weights=\[\[1.0, 1.0\]\]: give a"):
+    with pytest.raises(sparkdl.ParameterError, match=r"class_weights=\[\[1.0, 1.0\]\]: give "):
         trainer(class_weights=np.ones((1, 2)))
 
 

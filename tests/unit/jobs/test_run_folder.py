@@ -40,6 +40,9 @@ EVERYTHING: dict[str, Any] = {
         },
         "augment": "builtins.max",
         "bucketing": 100,
+        "sampling": {"class_path": "sparkdl.Balanced", "init_args": {"column": "digit"}},
+        "handle_invalid": "skip",
+        "key": "number",
     },
     "optimizer": {
         "weight": {"class_path": "torch.optim:SGD", "init_args": {"lr": 1}},
@@ -122,6 +125,7 @@ def test_what_the_fields_are_set_to() -> None:
     assert trainer.columns["text"] == sparkdl.Convert(len)
     assert trainer.feature_columns == ("photo", "text")
     assert trainer.output == "logits"
+    assert trainer.sampling == sparkdl.Balanced("digit")
     assert trainer.buffers["*.codes"] == "max"
     assert trainer.buffers["*"](torch.eye(2)).tolist() == [0.5, 0.5]  # type: ignore[operator]
     assert isinstance(trainer.optimizer, dict)

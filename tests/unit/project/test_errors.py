@@ -29,6 +29,7 @@ KINDS = {
     "UserError": (errors.SparkdlError, ValueError),
     **dict.fromkeys(("ParameterError", "DataError", "ModelError"), (UserError,)),
     **dict.fromkeys(("SessionError", "TrustError"), (UserError,)),
+    "ArgumentError": (errors.ParameterError, TypeError),
     **dict.fromkeys(("TrainingError", "CheckpointError", "StaleReferenceError"), FAULT),
     **dict.fromkeys(("StalledError", "StateLostError"), (errors.TrainingError,)),
     "DamagedCheckpoint": (errors.CheckpointError,),
@@ -36,7 +37,7 @@ KINDS = {
 }
 
 
-INSIDE = {"DamagedCheckpoint", "StaleReferenceError", "SlabFullError"}
+INSIDE = {"ArgumentError", "DamagedCheckpoint", "StaleReferenceError", "SlabFullError"}
 """Errors that no user has to name."""
 
 
