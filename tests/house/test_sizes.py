@@ -13,7 +13,7 @@ from launch import ROOT
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 266,
-    "lines": 70_315,
+    "lines": 70_317,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 15,
     "modules with a single importer": 39,
@@ -31,7 +31,7 @@ CODE = {
     "engines": 7449,
     "gang": 2237,
     "infer": 4319,
-    "jobs": 1500,
+    "jobs": 1502,
     "loop": 2362,
     "metrics": 1061,
     "ml": 1139,
