@@ -459,14 +459,19 @@ def test_the_local_engine_has_few_files_of_many_partitions(reader: Reader) -> No
     """A file that is mapped holds a descriptor, of which a process has 1,024 as a rule."""
     data = numbers(reader.spark, 60, count=240)
     there = reader.samples(data)
-    spare, (soft, hard) = os.dup(0), resource.getrlimit(resource.RLIMIT_NOFILE)
-    os.close(spare)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 60, hard))
+    highest = max(map(int, os.listdir("/dev/fd")))
+    held = [os.dup(0)]  # no number below the highest is free, whatever tests before left open
+    while held[-1] <= highest:
+        held.append(os.dup(0))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 60, hard))
     try:
         here = reader.samples(data, here=True)
         rows = reader.rows(here)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for file in held:
+            os.close(file)
     assert same(there, here)
     for left, right in zip(reader.rows(there), rows, strict=True):
         np.testing.assert_array_equal(left, right)
