@@ -162,8 +162,8 @@ def cpu_by_kind(ended: bool = False) -> dict[str, float]:
 
 
 def _processor(process: int, under: str = "", ended: bool = False) -> float:
-    """Of a process, or of the thread of it that is ``under`` its directory in /proc. With ``ended``,
-    also of its children that have ended."""
+    """Return processor seconds of a process, or of its thread ``under`` its directory in /proc.
+    With ``ended``, also that of its children that have ended."""
     try:
         stat = Path(f"/proc/{process}/{under}stat").read_text()
     except OSError:

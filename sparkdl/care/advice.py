@@ -84,7 +84,7 @@ ADVICE: dict[str, Callable[[Spent], str]] = {
     "slices": lambda spent: _fewer_tasks(spent, "slices", spent.slices),
     "augment": _augmented,
 }
-"""What a run can say, by the argument of the trainer to change; "" where that would gain little."""
+"""Sentences by the argument of the trainer to change; "" where that would gain little."""
 
 
 def advice(spent: Spent) -> Iterator[str]:

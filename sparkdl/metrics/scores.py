@@ -196,8 +196,8 @@ class PrecisionRecallCurve(ScoreMetric):
 
 Counts = np.ndarray
 Objective = Callable[[Counts, Counts, Counts, Counts], Any]
-"""What a threshold shall bring to its highest: a function of the numbers of true positives, false
-positives, false negatives and true negatives."""
+"""The value that a threshold shall bring to its highest: a function of the numbers of true positives,
+false positives, false negatives and true negatives."""
 
 
 def _share(one: Counts, whole: Counts) -> np.ndarray:

@@ -102,4 +102,4 @@ def _read() -> dict[str, dict[str, Any]]:
 
 
 CACHE = PlanCache()
-"""What this process knows."""
+"""The plans that this process knows."""

@@ -17,11 +17,11 @@ from sparkdl.planner.probe import WARM, WARM_FROM, Probe
 from sparkdl.planner.profile import BUSY, Profile, spread_factor
 
 BYTE_SECONDS = 1.3e-9
-"""What a byte of parameters costs an iteration of shuffle on one node: written, mapped, checked."""
+"""Seconds of a byte of parameters in an iteration of shuffle on one node: written, mapped, checked."""
 PAIR_SECONDS, SHARED = 1.55e-3, 0.35
 """Processor time of the driver's JVM for a task, and the share of its slowest thread."""
 BLOCK_SECONDS = 0.16e-3
-"""What a task pays for each block of a shuffle that it reads."""
+"""Seconds of a task for each block of a shuffle that it reads."""
 LIBRARIES = 180e6
 """The bytes of a worker before it has a model."""
 BUCKET = 4 << 20
