@@ -289,7 +289,12 @@ def _prompts(
                 f'column "{prompt}" holds chats, and the tokenizer has no chat template: set '
                 "tokenizer.chat_template, or make a text of each."
             )
-        encoder, max_length = ChatTemplate(tokenizer), None
+        if max_length is not None:
+            raise ParameterError(
+                f'max_length={max_length}: column "{prompt}" holds chats, which it would cut inside '
+                "the template. Leave out messages instead, such as the oldest."
+            )
+        encoder = ChatTemplate(tokenizer)
     whole = longest(engine, tokenizer)
     limit = None
     if whole is not None:

@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, functions
 from torch import nn
 
 from sparkdl.codec.describe import table, titled
+from sparkdl.data.columns.base import masked_of
 from sparkdl.data.fields import Field
 from sparkdl.data.records import Names
 from sparkdl.data.schema import quoted
@@ -215,6 +216,7 @@ class TrainedModel(ModelData):
             part=part,
             loss_part=None if is_own_loss(self.loss) else self.signature.part,
             labels=self.label,
+            masked=masked_of(self.columns),
         )
         try:
             assert source.inputs is not None

@@ -146,7 +146,7 @@ class MaskedLoss:
         if not isinstance(target, tuple):
             return self._sums(output, target)
         if isinstance(output, torch.Tensor):
-            return self._sums(output, torch.stack(target, 1))
+            return self._sums(output, torch.stack(_alike(target), 1))
         pairs = [self._sums(*pair) for pair in zip(output, target, strict=True)]
         return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)  # type: ignore[return-value]
 
@@ -174,6 +174,17 @@ class MaskedLoss:
         rows = len(target)
         known = values.masked_fill(missing, 0.0)
         return known.reshape(rows, -1).sum(1), counts.reshape(rows, -1).sum(1)
+
+
+def _alike(labels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return labels of one kind: beside floats, what is missing of whole numbers is NaN, too."""
+    wide = next((label.dtype for label in labels if label.is_floating_point()), None)
+    if wide is None:
+        return list(labels)
+    return [
+        label if label.dtype == wide else label.to(wide).masked_fill(label == IGNORED, math.nan)
+        for label in labels
+    ]
 
 
 def unmasked(loss: Any) -> Any:
