@@ -104,7 +104,9 @@ class Tally:
     """A task over samples in place: the values of a field and how often each occurs, by partition."""
 
     field: int
-    weights: bool = False  # before them the sum of all, beside the number of rows; only those above 0
+    weights: bool = (
+        False  # before them the sum of all, beside the number of rows; only those above 0
+    )
 
     def __call__(self, frames: Iterable[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
         return [self.read(pickle.loads(frame)) for frame in frames]

@@ -69,8 +69,8 @@ class SparseInput:
         places, shape = torch.stack([rows[there], indices[there]]), (len(values), self.size)
         return [
             torch.sparse_coo_tensor(
-                places, values[there], shape, is_coalesced=True, check_invariants=False
-            )
+                places, values[there], shape, check_invariants=True
+            ).coalesce()  # augment may have changed their order
         ]
 
 
@@ -87,9 +87,9 @@ class Signature:
         named = self._named(model)
         if not self.sparse:
             return named
-        return lambda *inputs, **others: named(*self._vectors(inputs), **others)
+        return lambda *inputs, **others: named(*self.vectors(inputs), **others)
 
-    def _vectors(self, inputs: Sequence[Any]) -> Sequence[Any]:
+    def vectors(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """Return the inputs with vectors in place of their entries."""
         if not self.sparse:
             return inputs
