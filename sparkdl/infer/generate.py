@@ -182,13 +182,16 @@ def prepare_generation(
     }.items():
         if not is_whole(plain(value), 1):
             raise ParameterError(f"{name}={shown(value)}: give a whole number of at least 1.")
+    stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
+    if not all(isinstance(one, str) and one for one in stops):
+        raise ParameterError(f"stop_strings={shown(stop_strings)}: give texts that are not empty.")
     loaded = _engine(engine).load(model, _dtype(dtype))
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, **others}
     sampling = replace(
         _sampling(loaded.generation_config, do_sample, given),
         max_new_tokens=plain(max_new_tokens),
         num_return_sequences=plain(num_return_sequences),
-        stop_strings=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
+        stop_strings=stops,
         seed=plain(seed),
     )
     beams = max(sampling.others.get("num_beams") or 1, int(sampling.do_sample) << 30)
