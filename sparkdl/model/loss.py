@@ -193,6 +193,12 @@ def unmasked(loss: Any) -> Any:
     return loss.loss if isinstance(loss, MaskedLoss) else loss
 
 
+def ignored_by(loss: Any) -> list[int]:
+    """Return the whole numbers that a loss takes for no label."""
+    how, masks = ClassLoss.of(unmasked(loss)), isinstance(inner(loss), MaskedLoss)
+    return [*([] if how is None else [how.ignored]), *([IGNORED] if masks else [])]
+
+
 def inner(loss: Any) -> Any:
     """Return the loss inside a :class:`PerReplica`; return any other loss itself."""
     return loss.loss if isinstance(loss, PerReplica) else loss

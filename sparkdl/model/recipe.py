@@ -121,7 +121,7 @@ class Signature:
         targets: Sequence[torch.Tensor],
     ) -> Any:
         """Return what ``model`` returns for a mini-batch, or what a step makes of it."""
-        own, call, inputs = inner(loss), self._named(model), self._vectors(inputs)
+        own, call, inputs = inner(loss), self._named(model), self.vectors(inputs)
         if isinstance(own, OwnLoss):
             return own.returned(model, call, inputs, targets)
         return call(*inputs)
