@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Rows, concatenate, model_inputs
 from sparkdl.errors import ModelError, ParameterError, shown
-from sparkdl.infer.forward import in_dtype_of
 from sparkdl.infer.manifest import ModelData
 from sparkdl.infer.trial import ROWS, zeros_like
 from sparkdl.replica.compute import to_tensors
@@ -77,38 +76,37 @@ def program_of(trained: ModelData) -> torch.export.ExportedProgram:
             "https://docs.pytorch.org/docs/stable/export.html says what a forward pass may do; or save "
             "the model with trained.save(path)."
         ) from error
-    longer = zeros_like(fields, ROWS + 1)
-    more = _inputs(trained, [concatenate([rows, rows]) for rows in longer])
+    more = _inputs(trained, [concatenate([rows, rows]) for rows in zeros_like(fields)])
     try:
         program.module()(*(() if names else more), **dict(zip(names, more, strict=False)))
     except Exception as error:
-        ragged = any(field.ragged for field in fields)
-        lengths = f" with {ROWS} elements each" if ragged else ""
         raise ModelError(
             f"the program that torch.export makes of {type(trained.module).__name__} takes batches of "
-            f"{ROWS} rows{lengths} only: its forward pass has made such a number a constant. Use "
-            f"x.shape in it, and no number that was computed before. ({type(error).__name__})"
+            f"{ROWS} rows only: its forward pass has made the number of rows a constant. Use "
+            f"x.shape[0] in it, and no number that was computed before. ({type(error).__name__})"
         ) from error
     return program
 
 
 def _inputs(trained: ModelData, arrays: Sequence[Rows]) -> list[torch.Tensor]:
-    inputs = trained.signature.vectors(to_tensors(model_inputs(arrays)))
-    return in_dtype_of(trained.module, inputs)
+    tensors = to_tensors(model_inputs(arrays))
+    own = next((p.dtype for p in trained.module.parameters() if p.is_floating_point()), None)
+    if own not in (torch.bfloat16, torch.float16):
+        return tensors
+    return [t.to(own) if t.is_floating_point() else t for t in tensors]
 
 
-def _free(fields: Sequence[Field]) -> Iterator[tuple[int, ...]]:
-    """Yield, for each input of the model, the dimensions whose length is not fixed."""
+def _free(fields: Sequence[Field]) -> list[tuple[int, ...]]:
+    """Return, for each input of the model, the dimensions whose length is not fixed."""
+    free: list[tuple[int, ...]] = []
     for field in fields:
-        rule = field.padding
-        free = (0, *(i for i, level in enumerate(field.rules, 1) if not level.length))
-        if rule is None or rule.form in ("dense", "tensor"):
-            yield (0,)
+        if field.padding is None:
+            free.append((0,))
             continue
-        yield free
-        if rule.lengths:
-            yield (0,)
-        yield from [free] * (rule.mask + rule.types + (rule.form == "indices"))
+        length = (0,) if field.padding.length else (0, 1)
+        free += [length, *([(0,)] if field.padding.lengths else [])]
+        free += [length] if field.padding.mask else []
+    return free
 
 
 class _quiet(warnings.catch_warnings):

@@ -207,22 +207,18 @@ class Forward:
         return found
 
     def _inputs(self, arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-        """Return the arrays as tensors, and vectors in place of their entries."""
-        return in_dtype_of(self.module, self.signature.vectors(to_tensors(arrays, device)))
+        """Return what the model gets of the arrays; floats in the dtype of one in half precision."""
+        inputs = self.signature.model_inputs(to_tensors(arrays, device))
+        own = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), None)
+        if own not in (torch.bfloat16, torch.float16):
+            return list(inputs)
+        return [t.to(own) if t.is_floating_point() else t for t in inputs]
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         dtype = PRECISIONS[self.precision]
         return (
             contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
         )
-
-
-def in_dtype_of(module: nn.Module, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return inputs, of which floats take the dtype of a module in half precision."""
-    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
-    if own not in (torch.bfloat16, torch.float16):
-        return list(inputs)
-    return [t.to(own) if t.is_floating_point() else t for t in inputs]
 
 
 def run_batches(

@@ -18,7 +18,7 @@ from sparkdl.data.arrow_tasks import of_structs, select_columns, ship_batches
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
-from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.ragged import Ragged, Rows, concatenate
 from sparkdl.data.row_errors import RowError
 from sparkdl.errors import DataError, ModelError, UserError
 from sparkdl.infer.forward import Forward
@@ -164,13 +164,14 @@ def _padded_length(arrays: Sequence[Rows]) -> int:
     return next(int(array.padded().shape[1]) for array in arrays if isinstance(array, Ragged))
 
 
-def zeros_like(fields: Sequence[Field], length: int = ROWS) -> list[Rows]:
-    """Return two rows of zeros; a field of varying length has ``length`` elements in each."""
+def zeros_like(fields: Sequence[Field]) -> list[Rows]:
+    """Return two rows of zeros; a field of varying length has two elements in each."""
     arrays: list[Rows] = []
     for field in fields:
-        rows: Rows = np.zeros((ROWS * length ** len(field.rules), *field.shape), field.dtype)
-        for level, rule in reversed([*enumerate(field.rules)]):
-            rows = Ragged(rows, np.arange(ROWS * length**level + 1) * length, rule)
+        zeros = np.zeros((ROWS, *field.shape), field.dtype)
+        rows: Rows = zeros
+        for rule in reversed(field.rules):
+            rows = Ragged(concatenate([rows] * ROWS), np.arange(ROWS + 1) * ROWS, rule)
         arrays.append(rows)
     return arrays
 

@@ -41,7 +41,7 @@ from sparkdl.metrics.classes import Judging
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.preparation import start_from
-from sparkdl.model.recipe import Signature, SparseInput
+from sparkdl.model.recipe import Signature
 from sparkdl.process.determinism import seeded
 
 # Recipes. This file is a module that can be imported, so these have a name.
@@ -923,37 +923,6 @@ class Pooled(nn.Module):
 class TwoRows(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.reshape(2, 3)
-
-
-class Summed(nn.Module):
-    """A model of nested lists, of pairs of texts, and of sparse vectors as indices and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(10, 4)
-
-    def forward(self, x: torch.Tensor, by: torch.Tensor, more: Any = None) -> torch.Tensor:
-        weights = by.to(self.table.weight) + (0 if more is None else more)
-        return (self.table(x) * weights[..., None]).flatten(1).sum(1)
-
-
-EXPORTED = {
-    "lists of lists": (Field("x", "int64", (), Padding(mask=True, items=Padding())), 2, (3, 4, 5)),
-    "pairs of texts": (Field("x", "int64", (2,), Padding(mask=True, types=True)), 3, (3, 5)),
-    "sparse": (Field("x", "float32", (2,), Padding(entries_of=9, form="indices")), 2, (3, 5)),
-}
-
-
-@pytest.mark.parametrize("case", EXPORTED)
-def test_inputs_of_any_kind_are_exported(tmp_path: Path, case: str) -> None:
-    field, count, shape = EXPORTED[case]
-    sparse = (SparseInput(0, 9, "indices"),) if case == "sparse" else ()
-    signature = Signature((), None, sparse)
-    model = trained_model(Summed(), features=("x",), fields=(field,), signature=signature)
-    program = torch.export.load(model.export(tmp_path / "summed.pt2")).module()
-    batch = torch.randint(0, 9, shape), *[torch.ones(shape).long()] * (count - 1)
-    batch = (batch[0], batch[1].float()) if sparse else batch
-    torch.testing.assert_close(program(*batch), model.module(*batch))
 
 
 def test_an_exported_model_runs_without_its_code(tmp_path: Path) -> None:
