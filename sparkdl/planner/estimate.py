@@ -143,7 +143,9 @@ class Formulas:
                 "update": update,
             }
         else:
-            each = TASK_SECONDS * m  # half to launch, half to take results, some while others compute
+            each = (
+                TASK_SECONDS * m
+            )  # half to launch, half to take results, some while others compute
             driver = each + max(each / 2, each - compute)
             blocks = BLOCK_SECONDS * m * m / max(1, probe.slots)
             moved = 2 * nbytes * (probe.nodes - 1) / probe.nodes
