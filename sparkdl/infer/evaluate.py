@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,17 +83,16 @@ class Evaluation:
         A :class:`UserError` is returned pickled, for the driver to raise; Spark would retry a failed
         task. Raises :class:`TrainingError` for any other failure of the module or the scorer.
         """
-        states, count, first = self.scorer.start(), 0, list[str]()
+        states, reasons = self.scorer.start(), Counter[str]()
         try:
             for window in windows:
-                count += len(window.problems)
-                first = [*first, *window.problems.values()][:FIRST]
+                reasons.update(window.problems.values())
                 for group in window.groups:
                     states = self._updated(states, group.arrays)
         except UserError as error:
             return pickle.dumps(type(error)(str(error)))
         # classes of a user's session by value
-        return bytes(cloudpickle.dumps((states, count, first)))
+        return bytes(cloudpickle.dumps((states, reasons)))
 
     def _updated(self, states: States, arrays: Sequence[Any]) -> States:
         """Return :meth:`update`; any error but a UserError becomes a TrainingError."""
@@ -154,19 +154,19 @@ def evaluate(
             packed = data.mapPartitions(
                 accompanied(EvaluatePartition(evaluation, reader))
             ).collect()
-    many, left_out, reasons = [], 0, list[str]()
+    many, reasons = [], Counter[str]()
     for _, part in sorted(map(tuple, packed)):
         one = pickle.loads(part)
         if isinstance(one, UserError):
             raise one
-        states, count, first = one
-        many.append(states)
-        left_out, reasons = left_out + count, [*reasons, *first][:FIRST]
+        many.append(one[0])
+        reasons += one[1]
     scorer = evaluation.scorer
     merged = scorer.merge(many)
-    told = f"{counted(left_out, 'row')} cannot be read: {' '.join(reasons)}"
+    each = ", ".join(f"{text.rstrip('.')} ({n:,})" for text, n in reasons.most_common(FIRST))
+    told = f"{counted(reasons.total(), 'row')} cannot be read: {each}."
     if scorer.is_empty(merged):
-        raise DataError(told if left_out else "the data is empty: there are no rows to evaluate.")
-    if left_out:
+        raise DataError(told if reasons else "the data is empty: there are no rows to evaluate.")
+    if reasons:
         logger.warning("evaluate leaves out what it cannot read. %s", told)
     return scorer.values(merged)

@@ -210,9 +210,9 @@ def prepare_generation(
     spec = _prompts(data, prompt, loaded, words, max_length, sampling)
     signature = Signature(("input_ids", "attention_mask"))
     inputs = Inputs((prompt,), {prompt: spec}, signature, "float32", (), ("input_ids",))
-    named = {output_col: "text", finish_col: "finish_reason", tokens_col: "token_ids"}
+    names = output_col, finish_col, tokens_col
     columns = []
-    for column, part in named.items():
+    for column, part in zip(names, ("text", "finish_reason", "token_ids"), strict=True):
         if column is not None:
             kind = _KINDS[part] if sampling.num_return_sequences == 1 else pa.list_(_KINDS[part])
             columns.append(RowsColumn(column, part, Output((), "float32"), kind=kind))

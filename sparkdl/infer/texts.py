@@ -14,6 +14,7 @@ import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.data.arrow_tasks import check_new_columns
 from sparkdl.errors import ModelError, ParameterError, kind_of, shown, wrong_data
 from sparkdl.infer.outputs import named_parts
 from sparkdl.infer.predict import PREPARED, TEXT, check_data, computed, inputs_of
@@ -234,6 +235,7 @@ def prepare_classes(
         )
     several = kind == "multi_label_classification"
     classes = tuple(str(labels[number]) for number in sorted(labels))
+    check_new_columns(data, [n for n in (prediction_col, score_col, scores_col) if n], "")
     outputs: dict[str, Part] = {
         prediction_col: partial(_best, several, classes),
         score_col: partial(_best_score, several),
