@@ -39,6 +39,7 @@ from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied
 
 logger = logging.getLogger("sparkdl")
+MOST_REASONS, OTHERS = 100, "other reasons"
 
 
 def check_metrics(metrics: Iterable[Metric]) -> None:
@@ -86,7 +87,9 @@ class Evaluation:
         states, reasons = self.scorer.start(), Counter[str]()
         try:
             for window in windows:
-                reasons.update(window.problems.values())
+                for text in window.problems.values():
+                    told = text in reasons or len(reasons) < MOST_REASONS
+                    reasons[text if told else OTHERS] += 1
                 for group in window.groups:
                     states = self._updated(states, group.arrays)
         except UserError as error:

@@ -151,6 +151,10 @@ MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
         ),
         'max_length=3: column "prompt" holds chats, which it would cut inside the template.',
     ),
+    "one name": (
+        lambda df, path: sparkdl.generate(df, path, tokens_col="finish_reason", **SHORT),
+        'new columns would have one name, "finish_reason" and "finish_reason"',
+    ),
     "no such engine": (
         lambda df, path: sparkdl.generate(df, path, engine="vlm", **SHORT),
         "engine='vlm': use one of transformers, vllm, or a sparkdl.GenerationEngine.",

@@ -755,6 +755,12 @@ MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
         lambda df, path: sparkdl.embed(df, pooled_folder(path)),
         "makes vectors with Dense, pooling_mode_cls_token, pooling_mode_max_tokens, which embed does",
     ),
+    "one name for two columns": (
+        lambda df, path: sparkdl.classify(
+            df, small_text.classifier(), tokenizer=small_text.tokenizer(), prediction_col="Score"
+        ),
+        'new columns would have one name, "Score" and "score": choose another name.',
+    ),
     "numbers": (
         lambda df, path: sparkdl.classify(df, regressor(), tokenizer=small_text.tokenizer()),
         "the model gives numbers (problem_type: regression), not classes: use sparkdl.predict",
