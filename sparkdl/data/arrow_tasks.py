@@ -139,13 +139,22 @@ def bad_rows(array: pa.Array, column: Column, first: int = 0) -> Iterator[tuple[
     """Yield the number of each row that cannot be read by itself, and why."""
     try:
         to_numpy(array, column)
+        return
     except RowError as error:
         if len(array) == 1:
             yield first, error.problem.text
             return
-        half = len(array) // 2
-        yield from bad_rows(array.slice(0, half), column, first)
-        yield from bad_rows(array.slice(half), column, first + half)
+    if array.null_count:  # all are alike
+        is_null = array.is_null().to_numpy(zero_copy_only=False)
+        nulls, others = np.flatnonzero(is_null).tolist(), np.flatnonzero(~is_null).tolist()
+        for _, text in bad_rows(array.slice(nulls[0], 1), column):
+            yield from ((first + row, text) for row in nulls)
+        for row, text in bad_rows(array.take(pa.array(others, pa.int64())), column):
+            yield first + others[row], text
+        return
+    half = len(array) // 2
+    yield from bad_rows(array.slice(0, half), column, first)
+    yield from bad_rows(array.slice(half), column, first + half)
 
 
 def _with_zeros(
