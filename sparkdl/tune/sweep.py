@@ -87,7 +87,8 @@ def threshold(
             f"numbers of true and false positives and negatives.{nearest(str(metric), OBJECTIVES)}"
         )
     best = BestThreshold(objective=objective)
-    found = trained.evaluate(data, [best], batch_size, output)[best.name]
+    alone = replace(trained, loss=None)  # labels may be of a kind that the loss does not take
+    found = alone.evaluate(data, [best], batch_size, output)[best.name]
     if found["threshold"] != found["threshold"]:
         raise DataError("a threshold needs rows of both classes, and scores that are numbers.")
     return Threshold(found["threshold"], found["value"], trained.judging)

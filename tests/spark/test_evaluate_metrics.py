@@ -212,6 +212,8 @@ def test_the_threshold_of_a_classifier(table: Any) -> None:
         ]
         values = [f1_score(truth, np.array(scores) >= cut) for cut in scores]
         assert best.value == pytest.approx(max(values))
+        of_doubles = data.selectExpr("x", "b * 1.0D AS y")  # as pyspark.ml has its labels
+        assert outputs == 1 or sparkdl.tune.threshold(model, of_doubles) == best
         dear = sparkdl.tune.threshold(model, data, lambda tp, fp, fn, tn: -(50 * fp + fn))
         assert dear.value >= -truth.count(1.0)
         assert dear.threshold >= best.threshold
