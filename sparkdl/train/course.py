@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from py4j.protocol import Py4JError
+
 from sparkdl.care.advice import ENOUGH_ITERATIONS, Spent, advice
 from sparkdl.care.rules import BALANCED
 from sparkdl.checkpoint.manifest import (
@@ -264,7 +266,7 @@ def advice_of(
         return
     try:
         slots = slots_now(site.resources.context)
-    except Exception:  # Spark may be gone by now: advice never ends a fit
+    except (Py4JError, AttributeError):  # the JVM, or the context in it, has gone by now
         return
     timings = {name: row["median"] for name, row in history.timings().items()}
     rows, replicas = sum(samples.counts), len(samples.counts)
