@@ -23,8 +23,7 @@ from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.manifest import ModelIdentity
 from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore
-from sparkdl.connect.control import ControlClient
-from sparkdl.connect.news import HIDDEN, FollowedFit
+from sparkdl.connect.news import HIDDEN, ControlClient, FollowedFit
 from sparkdl.connect.rank import MAX_ROWS_BYTES, STORED, FitOrder, LedEnd, LedFit
 from sparkdl.connect.rows import ConnectedRows, PersistedSamples, for_gang
 from sparkdl.data.fields import NO_ROWS
@@ -43,9 +42,9 @@ from sparkdl.spark.failures import end_of_session_explained, reading_explained
 from sparkdl.train.course import check_replay
 from sparkdl.train.placed_samples import check_validation_data
 from sparkdl.train.plain_tasks import clean_nodes
+from sparkdl.train.preflight import check_mesh, check_sizes
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.request import CarriedRun, FitRequest
-from sparkdl.train.sizes import check_mesh, check_sizes
 from sparkdl.usercode import accompanied
 
 logger = logging.getLogger("sparkdl")

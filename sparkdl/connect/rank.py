@@ -15,8 +15,7 @@ from pyspark import BarrierTaskContext, cloudpickle
 
 from sparkdl.checkpoint.files import Folder
 from sparkdl.checkpoint.store import piece_name, result_name
-from sparkdl.connect.control import ControlAddress, ControlServer
-from sparkdl.connect.news import ReportedProgress
+from sparkdl.connect.news import ControlAddress, ControlServer, ReportedProgress
 from sparkdl.connect.rows import WriteBoth
 from sparkdl.data.equal_rows import RepeatedRows, SpreadRows, tell_of_shares
 from sparkdl.data.fields import SampleHandle, check_handles

@@ -33,8 +33,7 @@ from sparkdl.data.fields import Field, SampleHandle, check_handles, check_total_
 from sparkdl.data.partition_writer import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
-from sparkdl.data.record_tasks import WriteRecords
-from sparkdl.data.records import Names
+from sparkdl.data.records import Names, WriteRecords
 from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling
 from sparkdl.data.sampling import Draws, Sampling
 from sparkdl.data.schema import read_schema, sampling_column

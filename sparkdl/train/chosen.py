@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ import pyspark
 import torch
 from pyspark import RDD
 from pyspark.sql import SparkSession
+from torch import nn
 
 from sparkdl import gang
 from sparkdl.care.rules import decided_later
@@ -27,16 +28,26 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import ParameterError, SessionError, TrainingError, UserError, counted
 from sparkdl.gang.slots import check_slots, cpus_of, task_slots
+from sparkdl.loop.callbacks import Callback, none_added
 from sparkdl.loop.progress import log_line
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.triggers import max_iteration
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.planner import follow
-from sparkdl.planner.cache import CACHE, digest
 from sparkdl.planner.choice import GANG, PLAINNESS, SHUFFLE, Choice, Facts, Search, replicas_up_to
-from sparkdl.planner.cluster import Cluster
 from sparkdl.planner.estimate import Estimate, Formulas
+from sparkdl.planner.follow import CACHE, digest
 from sparkdl.planner.plan import Plan, ranked, with_measured
-from sparkdl.planner.probe import SUMMED, Probe, measure_on_rank, probe_of
-from sparkdl.planner.profile import BUSY, Profile, ProfileOrder, profile_of, scaled
+from sparkdl.planner.probe import (
+    SUMMED,
+    Cluster,
+    Probe,
+    Trial,
+    measure_on_rank,
+    probe_of,
+    processor_seconds,
+)
+from sparkdl.planner.profile import BUSY, Profile, ProfileOrder, Timed, profile_of, scaled
 from sparkdl.process.memory import left_to_machine
 from sparkdl.replica.compute import to_tensors
 from sparkdl.session import SessionFacts
@@ -44,12 +55,81 @@ from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.frames import is_local
 from sparkdl.train.engine_inputs import batch_spec
 from sparkdl.train.placed_samples import PlacedSamples, replicas_of
-from sparkdl.train.preflight import preflight
+from sparkdl.train.preflight import check_mesh, preflight
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.request import FitRequest
-from sparkdl.train.sizes import check_mesh
 from sparkdl.train.spec import TrainerSpec
-from sparkdl.train.trial import Run, timed_fit, tiny_trial
+
+TINY_ROWS = 4
+"""The rows of a tiny fit's batch, for each replica."""
+Run = Callable[[Any, FitRequest, SessionFacts], Any]
+"""The type of :func:`sparkdl.train.fit.run`."""
+
+
+def tiny_model() -> nn.Module:
+    """Return four linear layers, 1,152 bytes of parameters in eight tensors."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+@dataclass
+class LastThird(Callback):
+    """Times of the last third of some iterations, all processes of this machine together."""
+
+    iterations: int
+    everything: bool  # this machine runs the executors too
+    times: list[Timed] = field(default_factory=list)
+
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
+        if state.iteration in (self.iterations - self.iterations // 3, self.iterations):
+            spent = processor_seconds() if self.everything else 0.0
+            self.times.append(Timed(time.perf_counter(), spent))
+
+    @property
+    def each(self) -> Timed:
+        """The times of an iteration."""
+        (clock, spent), (end, total) = self.times
+        count = self.iterations // 3
+        return Timed((end - clock) / count, (total - spent) / count)
+
+
+def timed_fit(
+    trainer: TrainerSpec, data: Any, facts: SessionFacts, iterations: int, run: Run
+) -> Timed:
+    """Return the times of an iteration of a fit, which shows and keeps nothing."""
+    watch = LastThird(iterations, is_local(facts.context))
+    short = replace(
+        trainer,
+        stop=max_iteration(iterations),
+        callbacks=[watch],
+        validation=None,
+        checkpoint=None,
+        keep_optimizer_state=False,
+        on_nan="skip",
+    )
+    with none_added():
+        run(data, FitRequest(trainer=short, quiet=True), facts)
+    return watch.each
+
+
+def tiny_trial(facts: SessionFacts, run: Run) -> Trial:
+    """Return a function that times fits of the tiny model in a session."""
+
+    def trial(choice: Choice, iterations: int) -> Timed:
+        count = choice.replicas
+        row = np.linspace(-1, 1, 8, dtype=np.float32)
+        rows = [(row * n, row) for n in range(2 * TINY_ROWS * count)]
+        trainer = TrainerSpec(
+            model=tiny_model,
+            loss=nn.MSELoss(),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+            batch_size=TINY_ROWS * count,
+            **choice.fields(),
+        )
+        return timed_fit(trainer, facts.context.parallelize(rows, count), facts, iterations, run)
+
+    return trial
+
 
 logger = logging.getLogger("sparkdl")
 USUAL = PLAINNESS[0]

@@ -40,24 +40,22 @@ from sparkdl.gang.slots import slots_now
 from sparkdl.infer.saved import manifest_of_model
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.callbacks import Callback, added_callbacks
-from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import BEST, Engine, PendingStateWork, ReadState, StateWork
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import interruptible
-from sparkdl.loop.loop import PeriodicTask, train
+from sparkdl.loop.loop import LoopConfig, PeriodicTask, train
 from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.loop.validation import Validator
 from sparkdl.model.recipe import frozen_digest
 from sparkdl.slices.slice_file import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.train.engine_inputs import Site, engine_inputs, facts_of, packed_state, settings_of
-from sparkdl.train.placed_samples import validation_set
+from sparkdl.train.placed_samples import balanced_weights, validation_set, with_draws
 from sparkdl.train.preflight import preflight, with_dimensions
 from sparkdl.train.prepare import PreparedModel
 from sparkdl.train.request import FitRequest, begin_batch
 from sparkdl.train.result import FinishedFit, FitEnd, Rescue, result_maker, wanted_weights
 from sparkdl.train.spec import TrainerSpec
-from sparkdl.train.tallies import balanced_weights, with_draws
 
 logger = logging.getLogger("sparkdl")
 

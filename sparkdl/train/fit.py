@@ -15,9 +15,9 @@ from sparkdl.errors import SessionError
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.progress import Progress, progress_of
-from sparkdl.planner.cluster import Cluster
 from sparkdl.planner.follow import ScheduleShare, compare
 from sparkdl.planner.plan import Plan
+from sparkdl.planner.probe import Cluster
 from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality, warming_up
@@ -26,9 +26,9 @@ from sparkdl.train.chosen import Planner, decided
 from sparkdl.train.course import check_replay, run_course
 from sparkdl.train.engine_inputs import Site
 from sparkdl.train.placed_samples import PlacedSamples, check_validation_data, data_of, replicas_of
+from sparkdl.train.preflight import check_gang, check_sizes
 from sparkdl.train.prepare import prepare
 from sparkdl.train.request import CarriedRun, FitRequest, PassSeries
-from sparkdl.train.sizes import check_gang, check_sizes
 
 CONNECTED = "sparkdl.connect.fit:run"
 """The counterpart of :func:`run` for a session of Spark Connect; its room lies above this one."""

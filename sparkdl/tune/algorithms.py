@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkdl.errors import ParameterError
 from sparkdl.loop.callbacks import Callback
-from sparkdl.tune.record import TrialRecord
+from sparkdl.tune.folder import TrialRecord
 from sparkdl.tune.space import Choice, Domain
 
 logger = logging.getLogger("sparkdl")

@@ -17,8 +17,7 @@ from sparkdl.loop.history import History
 from sparkdl.loop.progress import LOG_SECONDS, log_line, shows_bar
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.arguments import trainer_of
-from sparkdl.tune.folder import SearchFolder
-from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord
+from sparkdl.tune.folder import Objective, SearchFolder, TrialOutcome, TrialRecord
 from sparkdl.tune.space import Domain
 
 if TYPE_CHECKING:

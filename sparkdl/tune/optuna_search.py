@@ -15,7 +15,7 @@ from sparkdl.errors import ParameterError
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.state import TrainState
 from sparkdl.tune.algorithms import TRIALS, Algorithm, combinations
-from sparkdl.tune.record import FAILED, PRUNED, PRUNING, Objective, TrialRecord
+from sparkdl.tune.folder import FAILED, PRUNED, PRUNING, Objective, TrialRecord
 from sparkdl.tune.space import Domain
 
 logger = logging.getLogger("sparkdl")

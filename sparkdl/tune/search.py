@@ -30,13 +30,12 @@ from sparkdl.train.local_fit import LocalFit
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.algorithms import Algorithm, Grid, Random
 from sparkdl.tune.arguments import problems_of_names, trainer_of
-from sparkdl.tune.connected import ConnectedTrials, check_search
-from sparkdl.tune.folder import SearchFolder
+from sparkdl.tune.folder import Objective, SearchFolder
 from sparkdl.tune.logs import SearchLogs, TrialTable
 from sparkdl.tune.optuna_search import Optuna, OptunaSearch
-from sparkdl.tune.record import Objective
 from sparkdl.tune.result import SearchResult
 from sparkdl.tune.runner import (
+    ConnectedTrials,
     FitsHere,
     Placements,
     Proposed,
@@ -44,6 +43,7 @@ from sparkdl.tune.runner import (
     RunningTrial,
     SearchInterrupted,
     SideBySide,
+    check_search,
 )
 from sparkdl.tune.space import Domain, domains_of
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pyspark import cloudpickle
 
-from sparkdl.connect.control import ControlClient, ControlServer
+from sparkdl.connect.news import ControlClient, ControlServer
 
 pytestmark = pytest.mark.gang
 
