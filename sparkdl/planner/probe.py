@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sparkdl.collectives import direct
-from sparkdl.collectives.costs import cost
+from sparkdl.collectives.algorithms import cost
 from sparkdl.errors import ParameterError, SparkdlError, raise_all, shown
 from sparkdl.plain import is_number, is_whole, make_plain
 from sparkdl.planner.choice import GANG, SHUFFLE, Choice

@@ -47,8 +47,8 @@ from sparkdl.spark.executors import task_per_executor
 from sparkdl.spark.failures import explain
 from sparkdl.spark.frames import RunningJob, is_local, map_frames, stage_name
 from sparkdl.spark.worker import finish_task, task_cancelled
+from sparkdl.train.course import LocalFit
 from sparkdl.train.fit import fit
-from sparkdl.train.local_fit import LocalFit
 from sparkdl.train.placed_samples import PlacedSamples
 from sparkdl.train.request import FitRequest
 from sparkdl.train.trainer import Trainer
