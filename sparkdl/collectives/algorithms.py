@@ -172,21 +172,21 @@ def power_below(size: int) -> int:
 
 def all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
     """All-reduce by halving and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [5]"""
-    fold(link, flat, combine)
-    if core := _core(link):
-        bounds = even_bounds(flat.numel(), core.size)
-        halve(core, flat, bounds, combine)
-        double(core, flat, bounds)
+    _halved(link, flat, combine, double)
     unfold(link, flat)
 
 
 def reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
     """Reduce by halving and a gather on rank 0: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [5]"""
+    _halved(link, flat, combine, gather)
+
+
+def _halved(link: Link, flat: torch.Tensor, combine: Combine, then: Callable[..., None]) -> None:
     fold(link, flat, combine)
     if core := _core(link):
         bounds = even_bounds(flat.numel(), core.size)
         halve(core, flat, bounds, combine)
-        gather(core, flat, bounds)
+        then(core, flat, bounds)
 
 
 def broadcast(link: Link, flat: torch.Tensor) -> None:

@@ -24,7 +24,6 @@ from pyspark.sql import DataFrame
 
 from sparkdl.checkpoint import Checkpoint
 from sparkdl.checkpoint.files import Folder
-from sparkdl.checkpoint.manifest import ModelIdentity
 from sparkdl.checkpoint.resume import LATEST, ResumeCandidates
 from sparkdl.checkpoint.store import CheckpointStore, piece_name, result_name
 from sparkdl.connect.news import (
@@ -49,6 +48,7 @@ from sparkdl.errors import (
     ParameterError,
     StateLostError,
     cannot_travel,
+    pickling,
 )
 from sparkdl.gang.connect import check_slots_of, hosts_of, in_tasks, run_led, slots_of
 from sparkdl.gang.led import RESULT, LedGang, LedTask, picklable_attributes
@@ -66,7 +66,8 @@ from sparkdl.spark.broadcasts import Artifact, received_bytes, sent_bytes
 from sparkdl.spark.failures import end_of_session_explained, reading_explained
 from sparkdl.train.course import check_replay, run_course
 from sparkdl.train.engine_inputs import Site
-from sparkdl.train.placed_samples import check_validation, check_validation_data
+from sparkdl.train.fit import built
+from sparkdl.train.placed_samples import check_validation
 from sparkdl.train.plain_tasks import clean_nodes
 from sparkdl.train.preflight import check_mesh, check_sizes
 from sparkdl.train.prepare import PreparedModel, prepare
@@ -328,12 +329,7 @@ def _run(
     session = facts.session
     trainer = for_gang(request.trainer)
     check_replay(trainer, request.replay)
-    check_validation_data(trainer, facts)
-    progress.doing("building the model")
-    model = prepare(trainer, request.start)
-    progress.doing("starting workers")
-    if request.kept is not None:
-        request.kept.check(ModelIdentity.of(model.layout), model.optimizers)
+    model = built(trainer, request, facts, progress)
     if (checkpoint := trainer.checkpoint) is not None:
         checkpoint = replace(checkpoint, path=_absolute(checkpoint.path))
         trainer = replace(trainer, checkpoint=checkpoint)
@@ -405,28 +401,19 @@ def _order(request: FitRequest, model: PreparedModel, settings: Settings) -> byt
         return dumps(accompanied(order))
     except Exception as error:
         for callback in sent.callbacks:
-            _check_pickles(
-                callback,
-                f"the callback {type(callback).__name__}",
+            remedy = (
                 "In a Spark Connect session callbacks run in rank 0: let it open files and "
-                "connections in on_fit_start, and keep no session.",
+                "connections in on_fit_start, and keep no session."
             )
+            with pickling(f"the callback {type(callback).__name__}", remedy):
+                dumps(accompanied(callback))
         for name in ("stop", "schedule", "validation", "checkpoint", "histograms"):
-            _check_pickles(
-                getattr(sent, name),
-                f"{name}=",
-                "In a Spark Connect session rank 0 has it: let it hold no open resource.",
-            )
+            remedy = "In a Spark Connect session rank 0 has it: let it hold no open resource."
+            with pickling(f"{name}=", remedy):
+                dumps(accompanied(getattr(sent, name)))
         raise ModelError(
             cannot_travel("the trainer", error, "Define what it holds in a module.")
         ) from None
-
-
-def _check_pickles(value: Any, what: str, remedy: str) -> None:
-    try:
-        dumps(accompanied(value))
-    except Exception as error:
-        raise ParameterError(cannot_travel(what, error, remedy)) from None
 
 
 @dataclass(frozen=True)

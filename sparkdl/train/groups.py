@@ -35,7 +35,7 @@ from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.samples import SampleSet, materialize_here
-from sparkdl.data.schema import columns_of, quoted, read_schema, sampling_column
+from sparkdl.data.schema import columns_of, quoted, sample_columns
 from sparkdl.engines.local.engine import local_engine
 from sparkdl.errors import (
     DataError,
@@ -324,19 +324,13 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     tasks = PlainTasks.of(data)
     model = prepare(trainer, None)
     trainer = replace(trainer, weights=model.recipe.weights)  # not a path, which tasks may lack
-    inputs, labels, weights = read_schema(
-        data.schema,
-        trainer.feature_columns,
-        trainer.label_columns,
-        trainer.weight,
-        model.float_dtype,
-        trainer.columns,
+    features, labels = trainer.feature_columns, trainer.label_columns
+    columns = sample_columns(
+        *(data.schema, features, labels, trainer.weight, model.float_dtype),
+        *(trainer.columns, trainer.sampling),
     )
-    how = trainer.sampling
-    drawn = () if how is None else (sampling_column(data.schema, how.column, how.spec),)
-    columns = (*inputs, *labels, *drawn, *weights)
     task: Callable[..., pa.Table] = accompanied(
-        FitGroup(trainer, columns, len(inputs), tasks.slab, tasks.threads, Numerics.here())
+        FitGroup(trainer, columns, len(features), tasks.slab, tasks.threads, Numerics.here())
     )
 
     def fit(key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:

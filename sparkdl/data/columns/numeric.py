@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, DataType
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType
 from sparkdl.data.fields import Field, dtype_as
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import (
@@ -18,6 +19,7 @@ from sparkdl.data.row_errors import (
     RowError,
     drop,
     finite,
+    refuse_nulls,
     varying,
 )
 
@@ -36,6 +38,23 @@ def numeric_column(
     if isinstance(column, str):
         return column + _way_out(name, data_type)
     return replace(column, dtype=dtype_as(column.dtype, trained))
+
+
+class NumericSpec(ColumnSpec):
+    """The base of column types that read numbers, arrays or vectors in a way of their own."""
+
+    def resolve(
+        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
+    ) -> Column | str:
+        """Return the column as this type reads it, or an error text."""
+        column = numeric_column(name, data_type, float_dtype, trained)
+        return (
+            column if isinstance(column, str) else self.of_numbers(column, data_type, float_dtype)
+        )
+
+    @abstractmethod
+    def of_numbers(self, column: Column, data_type: DataType, float_dtype: str) -> Column | str:
+        """Return a column that holds numbers as this type reads it, or an error text."""
 
 
 def weight_column(
@@ -204,9 +223,7 @@ def vector_entries(
 
     They arrive as struct<type, size, indices, values>; type 0 is sparse.
     """
-    if array.null_count:
-        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise RowError(column.name, first_row + row, "is null", drop(column.name))
+    refuse_nulls(array, column.name, first_row)
     kinds, sizes, indices, values = array.flatten()
     sparse = kinds.to_numpy(zero_copy_only=False) == 0
     counts = values.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
