@@ -198,16 +198,8 @@ def part_of_rows(rows: Sequence[Any], name: str) -> list[Any] | None:
 
 
 _SQL = {
-    "float32": "float",
-    "float64": "double",
-    "float16": "float",
-    "bfloat16": "float",
-    "int64": "bigint",
-    "int32": "int",
-    "int16": "smallint",
-    "int8": "tinyint",
-    "uint8": "smallint",
-    "bool": "boolean",
+    **{"float32": "float", "float64": "double", "float16": "float", "bfloat16": "float"},
+    **{name: _SQL_OF_ARROW[name] for name in ("int64", "int32", "int16", "int8", "uint8", "bool")},
 }
 MAX_VALUES = 2**31 - 1
 """The most values that a column of lists can hold, since its offsets are int32."""

@@ -195,16 +195,8 @@ def nested(
         if level == column.depth:
             break
         lengths = array.value_lengths().to_numpy(zero_copy_only=False)
-        length = int(lengths[0]) if len(lengths) else 0
-        ragged = np.flatnonzero(lengths != length)
-        if len(ragged):
-            item = int(ragged[0])
-            raise RowError(
-                column.name,
-                first_row + item // rows_per_item,
-                f"has {int(lengths[item])} values where row {first_row} has {length}",
-                varying(column.name) if level == 0 else SAME_SHAPE,
-            )
+        remedy = varying(column.name) if level == 0 else SAME_SHAPE
+        length = _one_length(lengths, column, first_row, remedy, rows_per_item)
         shape.append(length)
         rows_per_item *= length
         array = array.flatten()
@@ -214,6 +206,19 @@ def nested(
         array = array.cast(pa.float64())
     flat = array.to_numpy(zero_copy_only=False)
     return np.ascontiguousarray(flat, dtype=column.dtype).reshape(-1, *shape)
+
+
+def _one_length(
+    lengths: np.ndarray, column: Column, first_row: int, remedy: str, per_row: int = 1
+) -> int:
+    """Return the length that all items have, ``per_row`` of which make a row. Raises RowError."""
+    length = int(lengths[0]) if len(lengths) else 0
+    wrong = np.flatnonzero(lengths != length)
+    if len(wrong):
+        item = int(wrong[0])
+        text = f"has {int(lengths[item])} values where row {first_row} has {length}"
+        raise RowError(column.name, first_row + item // per_row, text, remedy)
+    return length
 
 
 def vector_entries(
@@ -238,16 +243,7 @@ def vector_entries(
 def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
     """Convert ml.linalg vectors."""
     row_of_value, position, flat, lengths = vector_entries(array, column, first_row)
-    width = int(lengths[0]) if len(lengths) else 0
-    wrong = np.flatnonzero(lengths != width)
-    if len(wrong):
-        row = int(wrong[0])
-        raise RowError(
-            column.name,
-            first_row + row,
-            f"has {int(lengths[row])} values where row {first_row} has {width}",
-            SAME_SHAPE,
-        )
+    width = _one_length(lengths, column, first_row, SAME_SHAPE)
     if width == 0:
         raise RowError(column.name, first_row, "is an empty vector", NO_VALUES)
     if len(flat) == len(lengths) * width and (position == np.arange(len(flat)) % width).all():
