@@ -194,7 +194,7 @@ def probe_of(
     return Probe(slots, cores, len(nodes), memory, overheads, units, sums, reasons, busy=busy)
 
 
-OVERHEADS = {SHUFFLE: (0.013, 0.0), GANG: (0.001, 0.0002)}
+OVERHEADS = {SHUFFLE: (0.013, 0.0), GANG: (0.001, 0.0001)}
 """Seconds of an iteration that computes nothing, by engine: of any, and for each replica beside the
 driver's work on tasks, which :mod:`sparkdl.planner.estimate` counts itself."""
 UNITS = {"fsdp": 0.0012, "tensor": 0.0006, "pipeline": 0.0012}
