@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from cost_model import slope
 from harness import hardware, markdown, options, write_json
-from sparkdl.loop.iteration_result import slowest, summarize
+from sparkdl.loop.advance import slowest, summarize
 
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.engines.gang.rank import CallMethod
