@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from cost_model import slope
 from harness import hardware, markdown, options, write_json
-from sparkdl.loop.advance import slowest, summarize
 
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.engines.gang.rank import CallMethod
@@ -32,6 +31,7 @@ from sparkdl.engines.gang.rank_messages import RankReport
 from sparkdl.gang.channel import RESULT, ChannelError, Listener, connect
 from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks
 from sparkdl.gang.rank_task import Introduction
+from sparkdl.loop.advance import slowest, summarize
 from sparkdl.model.flat import layout_of
 from sparkdl.replica.iteration import Iteration, ReplicaReport
 

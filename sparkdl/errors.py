@@ -222,7 +222,7 @@ def no_number(name: str, value: object, default: object = None) -> str:
 
 
 def wrong_data(method: str, data: object, wanted: str, remedy: str = "") -> DataError:
-    """Return the error for a ``data`` argument of the wrong type; a pandas DataFrame gets a remedy of its own."""
+    """Return the error for a ``data`` argument of the wrong type; one of pandas has its own remedy."""
     kind = type(data)
     library = kind.__module__.rpartition(".core.")[0] or kind.__module__.rpartition(".")[0]
     if kind.__name__ == "DataFrame" and library in _OF_PANDAS:
