@@ -291,10 +291,15 @@ class SideBySide(Runner):
             self._broadcasts.append(files.copies)
         nothing: Any = None  # a DataFrame does not travel, and the samples are in place
         setup = TrialSetup(
-            replace(self._trainer, validation=replace(validation, data=nothing)),
-            *(self._space, self._objective),
-            *(placed.training, placed.validation, placed.float_dtype),
-            *(self._settings, cpus_of(self._context, None), Numerics.here()),
+            trainer=replace(self._trainer, validation=replace(validation, data=nothing)),
+            space=self._space,
+            objective=self._objective,
+            training=placed.training,
+            validation=placed.validation,
+            float_dtype=placed.float_dtype,
+            settings=self._settings,
+            threads=cpus_of(self._context, None),
+            numerics=Numerics.here(),
         )
         made = BroadcastBytes.of(self._context, [_pickled(setup)])
         self._broadcasts.append(made)
