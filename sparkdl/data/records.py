@@ -1,4 +1,4 @@
-"""Samples of an RDD: Python objects as arrays, and the names of their values."""
+"""Samples of an RDD: Python objects as arrays, the names of their values, and tasks that write them."""
 
 from __future__ import annotations
 

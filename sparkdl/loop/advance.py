@@ -1,6 +1,6 @@
-"""The transition from one state of a run to the next.
+"""The result of an iteration, of the reports that tasks made, and the next state of the run.
 
-This includes the loss scale of fp16 training, which changes as in ``torch.amp.GradScaler``
+The state includes the loss scale of fp16 training, which changes as in ``torch.amp.GradScaler``
 (Micikevicius et al., 2018). fp16 gradients underflow below 6e-8. So the loss is multiplied by a
 large power of two and the gradients are divided by it again. If a gradient overflows on any
 replica, no slice is updated and the scale is halved.

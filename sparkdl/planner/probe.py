@@ -1,4 +1,7 @@
-"""The probe of a session: what an engine itself costs there, sums among ranks, cores and memory."""
+"""The probe of a session: what an engine itself costs there, sums among ranks, cores and memory.
+
+A cluster that is not here is described by a few numbers in its place, for plans that are computed only.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plans of a fit, and the decision of the fields that a trainer leaves to one."""
+"""Plans of a fit, and the decision of the fields that a trainer leaves to one.
+
+Fits of a tiny model find out what an engine itself costs, and short fits of the user's what it gains.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Training and validation samples in place: written into slabs once, for one fit or for several."""
+"""Training and validation samples in place: written into slabs once, for one fit or for several.
+
+Their rows are counted where that decides how they are drawn, or what a class weighs.
+"""
 
 from __future__ import annotations
 

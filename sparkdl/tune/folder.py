@@ -1,4 +1,4 @@
-"""The folder of a search, from which a search goes on whose driver has ended.
+"""The trials of a search, and its folder, from which a search goes on whose driver has ended.
 
 ``search.json`` says what is searched, and ``data.json`` on which data, for each way to read it. Each
 finished trial has a file ``trial-000007.json``, and the best one so far

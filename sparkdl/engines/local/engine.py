@@ -4,7 +4,7 @@ It serves for debugging and as the reference for the shuffle engine: the same M 
 bits.
 
 M replicas compute in turn on one live module. With gossip they do so each with its own weights: the
-reference for ranks of a gang.
+reference for ranks of a gang. With groups of replicas turns take a virtual time.
 """
 
 from __future__ import annotations
