@@ -433,6 +433,11 @@ class TryFolder:
         return try_probe(self.directory)
 
 
+def _bounds(index: int, plan: SliceSpec, state: SliceState) -> tuple[int, int]:
+    """Return the elements of the flat vector that are in a slice. Runs on the owner."""
+    return plan.start, plan.stop
+
+
 @dataclass(frozen=True)
 class WriteSlice:
     """Callable that runs on a slice's owner: write the slice into the checkpoint."""
