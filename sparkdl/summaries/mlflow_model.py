@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sequence as Many
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 from pyspark.sql import DataFrame
 
 from sparkdl.data.columns.base import names_read
+from sparkdl.data.columns.sequence import Sequence
+from sparkdl.data.columns.text import Text
 from sparkdl.errors import ParameterError, kind_of
 from sparkdl.infer.model import TrainedModel, load
 from sparkdl.settings import DISTRIBUTION, __version__
@@ -37,9 +39,10 @@ def log_model(
     input_example: DataFrame | pd.DataFrame | None = None,
     signature: Any = None,
     registered_model_name: str | None = None,
+    alias: str | None = None,
     run_id: str | None = None,
-    code_paths: Sequence[str | Path] = (),
-    pip_requirements: Sequence[str] | None = None,
+    code_paths: Many[str | Path] = (),
+    pip_requirements: Many[str] | None = None,
 ) -> Any:
     """Log a trained model to the active run of MLflow, or to a new one.
 
@@ -49,8 +52,11 @@ def log_model(
         input_example: Rows with the feature columns; the first five are stored. The signature
             follows from them.
         signature: A signature of MLflow, instead of that of the example. With neither, the signature
-            follows from the types and shapes of the training, if no column has a conversion.
-        registered_model_name: Register the model under this name as well.
+            follows from the types and shapes of the training, unless a column is an image or has a
+            conversion of your own. It has the types of the results, which ``spark_udf`` takes.
+        registered_model_name: Register the model under this name as well, in Unity Catalog
+            ``catalog.schema.name``.
+        alias: Give this alias, such as "champion", to the new version of the registered model.
         run_id: The run to log to, instead of the active one.
         code_paths: Files and folders of modules that the model needs, which are logged with it.
         pip_requirements: The packages that loading needs; None is this package and its own, in the
@@ -65,9 +71,15 @@ def log_model(
     """
     _mlflow("sparkdl.mlflow.log_model")
     check_model("sparkdl.mlflow.log_model", trained)
+    if alias is not None and registered_model_name is None:
+        raise ParameterError(
+            f"log_model(alias={alias!r}): an alias is of a registered model: give "
+            "registered_model_name, too."
+        )
+    import mlflow
     from mlflow.models import Model
 
-    return Model.log(
+    info = Model.log(
         artifact_path=None,
         name=name,
         flavor=SimpleNamespace(__name__=LOADER, save_model=save_model),
@@ -79,6 +91,10 @@ def log_model(
         code_paths=code_paths,
         pip_requirements=pip_requirements,
     )
+    if alias is not None:
+        version = info.registered_model_version
+        mlflow.MlflowClient().set_registered_model_alias(registered_model_name, alias, version)
+    return info
 
 
 def save_model(
@@ -88,8 +104,8 @@ def save_model(
     mlflow_model: Any = None,
     input_example: DataFrame | pd.DataFrame | None = None,
     signature: Any = None,
-    code_paths: Sequence[str | Path] = (),
-    pip_requirements: Sequence[str] | None = None,
+    code_paths: Many[str | Path] = (),
+    pip_requirements: Many[str] | None = None,
 ) -> None:
     """Write a trained model into a new folder in MLflow's format; see :func:`log_model`.
 
@@ -109,7 +125,7 @@ def save_model(
     _mlflow("sparkdl.mlflow.save_model")
     check_model("sparkdl.mlflow.save_model", trained)
     from mlflow import pyfunc
-    from mlflow.models import Model, infer_signature
+    from mlflow.models import Model
     from mlflow.models.utils import _save_example
 
     folder = Path(path)
@@ -119,9 +135,7 @@ def save_model(
     example = None if input_example is None else _example(trained, input_example)
     shown = _example_of_zeros(trained) if example is None else example
     if signature is None and shown is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of whole numbers that may be missing
-            signature = infer_signature(shown, PyFunc(trained).predict(shown))
+        signature = _signature(shown, PyFunc(trained).predict(shown))
     folder.mkdir(parents=True, exist_ok=True)
     trained.save(folder / _FOLDER)
     _save_torch(trained.module, folder / _TORCH)
@@ -201,15 +215,32 @@ def _example(trained: TrainedModel, rows: DataFrame | pd.DataFrame) -> pd.DataFr
 
 
 def _example_of_zeros(trained: TrainedModel) -> pd.DataFrame | None:
-    """Return two rows of zeros like those of the training; None if a column has a conversion."""
-    if {*trained.columns} & {*trained.features}:
-        return None
-    table = {}
+    """Return two rows like those of the training; None where a conversion reads what is not known."""
+    table: dict[str, Any] = {}
     for name, field in zip(trained.features, trained.fields, strict=False):
+        spec = trained.columns.get(name)
         whole = np.dtype(field.dtype).kind in "iub"
-        zeros = np.zeros((2, *field.shape), field.dtype if whole else "float64")
-        table[name] = list(zeros) if field.shape else zeros
+        length = (2,) if isinstance(spec, Sequence) and len(field.rules) == 1 else ()
+        shape = (2, *length, *field.shape)
+        zeros = np.zeros(shape, field.dtype if whole else "float64")
+        if isinstance(spec, Text):
+            table |= {text: ["a", "a"] for text in names_read([name], trained.columns)}
+        elif spec is not None and not length:
+            return None
+        else:
+            table[name] = list(zeros) if len(shape) > 1 else zeros
     return pd.DataFrame(table)
+
+
+def _signature(table: pd.DataFrame, results: Any) -> Any:
+    """Return the signature of a table and its results, with the types that Spark gives to these."""
+    from mlflow.models import infer_signature
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of whole numbers that may be missing
+        if isinstance(results, np.ndarray):
+            results = pd.Series(results if results.ndim == 1 else list(results))
+        return infer_signature(table, results)
 
 
 def _save_torch(module: torch.nn.Module, folder: Path) -> None:
@@ -221,7 +252,7 @@ def _save_torch(module: torch.nn.Module, folder: Path) -> None:
     torch.save(module, folder / "model.pth", pickle_module=pickle_module)
 
 
-def _copy_code(paths: Sequence[str | Path], folder: Path) -> str | None:
+def _copy_code(paths: Many[str | Path], folder: Path) -> str | None:
     """Copy files and folders of modules into the model's folder; return the name of their place."""
     for path in map(Path, paths):
         (folder / _CODE).mkdir(exist_ok=True)
