@@ -215,7 +215,7 @@ def _augmented(
             "augment takes arrays, and a feature is a list of lists of varying length, "
             "sparkdl.Sequence(Sequence()): change such rows in Spark or in the model, or leave it out."
         )
-    if isinstance(augment, Batched):
+    if isinstance(getattr(augment, "func", augment), Batched):  # or a partial of it
         return _all_rows(batch_spec, augment, features, rows, (epoch, replica), seed)
     results: list[list[np.ndarray]] = [[] for _ in features]
     for row, sample in zip(rows.tolist(), zip(*features, strict=True), strict=True):
@@ -240,7 +240,7 @@ def _augmented(
 
 def _all_rows(
     batch_spec: BatchSpec,
-    augment: Batched,
+    augment: Callable[..., Any],
     features: Sequence[Rows],
     rows: np.ndarray,
     place: tuple[int, int],
