@@ -58,7 +58,8 @@ class RowDraws:
         count = math.prod(shape)
         steps = np.arange(1, count + 1, dtype=np.uint64) * _STEP
         bits = _mixed(self._states[:, None] + steps)
-        self._states = self._states + np.uint64(count) * _STEP
+        if count:
+            self._states = self._states + steps[-1]
         return bits.reshape(len(self._states), *shape)
 
     def random(self, *shape: int) -> np.ndarray:
