@@ -35,6 +35,7 @@ from sparkdl.infer.manifest import ModelData
 from sparkdl.model.preparation import passing_buffers
 from sparkdl.model.recipe import parts_of
 from sparkdl.process.determinism import seeded
+from sparkdl.replica.compute import buffers_kept, evaluating
 
 _NUMBERS: Mapping[str, Callable[..., Any]] = {
     one.__name__: one
@@ -76,7 +77,7 @@ class _Place:
 class Program(nn.Module):
     """The forward pass of a model, for predictions: its operations, and tensors to be loaded.
 
-    ``text`` is what :func:`program_of_operations` returns.
+    ``text`` is what :func:`operations` returns.
     """
 
     def __init__(self, text: str) -> None:
@@ -277,10 +278,9 @@ def operations(trained: ModelData) -> str:
 
     Raises :class:`ModelError`, which says why there is none.
     """
-    was = trained.module.training
+    module = trained.module
     try:
-        trained.module.eval()
-        with torch.no_grad(), quiet(), seeded(0):
+        with evaluating(module), buffers_kept(module), quiet(), seeded(0):
             shown = _shown(trained)
             text = _traced(trained, *shown)
             _compare(trained, text, *shown)
@@ -288,8 +288,6 @@ def operations(trained: ModelData) -> str:
         raise
     except Exception as error:
         raise ModelError(f"{told(error).rstrip('.')}.") from error
-    finally:
-        trained.module.train(was)
     if len(text) > MAX_JSON_BYTES // 2:
         raise ModelError(f"it has {len(text):,} characters.")
     return text
