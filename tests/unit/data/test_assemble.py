@@ -210,7 +210,7 @@ def of_all(words: np.ndarray, photo: np.ndarray, rng: RowDraws) -> tuple[Any, An
     photo //= 2
     normal, number = rng.normal(1), rng.integers(-5, 5, 2)
     assert photo.shape == (*words.shape[:1], *photo.shape[1:])
-    noise = rng.random(1, 1)
+    noise = rng.random(1, 1, 1)
     return np.concatenate([words, number, normal > 0], 1), photo + np.float32(noise)
 
 

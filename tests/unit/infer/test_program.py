@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import soak_but
 from mistakes import message_of
 from torch import nn
 from trained import trained_model
@@ -128,7 +129,7 @@ def inputs(trained: TrainedModel, rows: int, length: int) -> list[torch.Tensor]:
     return [torch.randn(rows, *field.shape).to(dtype)]
 
 
-@pytest.mark.parametrize("row", MODELS)
+@pytest.mark.parametrize("row", soak_but(["layers", "bag"], MODELS))
 def test_a_model_without_its_code_predicts_the_same_bits(
     row: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -172,7 +173,7 @@ ALONE: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("row", ALONE)
+@pytest.mark.parametrize("row", soak_but(["by values"], ALONE))
 def test_where_there_is_no_program_a_sentence_says_so(
     row: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
