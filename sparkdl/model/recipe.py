@@ -69,8 +69,8 @@ class SparseInput:
         places, shape = torch.stack([rows[there], indices[there]]), (len(values), self.size)
         return [
             torch.sparse_coo_tensor(
-                places, values[there], shape, is_coalesced=True, check_invariants=False
-            )
+                places, values[there], shape, check_invariants=True
+            ).coalesce()  # augment may have changed their order
         ]
 
 

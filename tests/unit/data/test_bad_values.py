@@ -24,7 +24,7 @@ from sparkdl.data.row_errors import BadRow, RowError
 from sparkdl.data.schema import read_schema
 from sparkdl.errors import DataError
 
-many = settings(max_examples=EXAMPLES or 300, deadline=None, derandomize=not EXAMPLES)
+many = settings(max_examples=EXAMPLES or 150, deadline=None, derandomize=not EXAMPLES)
 
 
 @many
