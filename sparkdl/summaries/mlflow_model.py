@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import warnings
-from collections.abc import Sequence as Many
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,6 @@ import torch
 from pyspark.sql import DataFrame
 
 from sparkdl.data.columns.base import names_read
-from sparkdl.data.columns.sequence import Sequence
-from sparkdl.data.columns.text import Text
 from sparkdl.errors import ParameterError, kind_of
 from sparkdl.infer.model import TrainedModel, load
 from sparkdl.settings import DISTRIBUTION, __version__
@@ -41,8 +39,8 @@ def log_model(
     registered_model_name: str | None = None,
     alias: str | None = None,
     run_id: str | None = None,
-    code_paths: Many[str | Path] = (),
-    pip_requirements: Many[str] | None = None,
+    code_paths: Sequence[str | Path] = (),
+    pip_requirements: Sequence[str] | None = None,
 ) -> Any:
     """Log a trained model to the active run of MLflow, or to a new one.
 
@@ -104,8 +102,8 @@ def save_model(
     mlflow_model: Any = None,
     input_example: DataFrame | pd.DataFrame | None = None,
     signature: Any = None,
-    code_paths: Many[str | Path] = (),
-    pip_requirements: Many[str] | None = None,
+    code_paths: Sequence[str | Path] = (),
+    pip_requirements: Sequence[str] | None = None,
 ) -> None:
     """Write a trained model into a new folder in MLflow's format; see :func:`log_model`.
 
@@ -220,15 +218,13 @@ def _example_of_zeros(trained: TrainedModel) -> pd.DataFrame | None:
     for name, field in zip(trained.features, trained.fields, strict=False):
         spec = trained.columns.get(name)
         whole = np.dtype(field.dtype).kind in "iub"
-        length = (2,) if isinstance(spec, Sequence) and len(field.rules) == 1 else ()
-        shape = (2, *length, *field.shape)
-        zeros = np.zeros(shape, field.dtype if whole else "float64")
-        if isinstance(spec, Text):
-            table |= {text: ["a", "a"] for text in names_read([name], trained.columns)}
-        elif spec is not None and not length:
-            return None
-        else:
-            table[name] = list(zeros) if len(shape) > 1 else zeros
+        value = np.zeros(field.shape, field.dtype if whole else "float64")
+        if spec is not None:
+            value = spec.example(field)
+            if value is None:
+                return None
+        for column in names_read([name], trained.columns):
+            table[column] = [value, value] if np.ndim(value) else np.array([value, value])
     return pd.DataFrame(table)
 
 
@@ -252,7 +248,7 @@ def _save_torch(module: torch.nn.Module, folder: Path) -> None:
     torch.save(module, folder / "model.pth", pickle_module=pickle_module)
 
 
-def _copy_code(paths: Many[str | Path], folder: Path) -> str | None:
+def _copy_code(paths: Sequence[str | Path], folder: Path) -> str | None:
     """Copy files and folders of modules into the model's folder; return the name of their place."""
     for path in map(Path, paths):
         (folder / _CODE).mkdir(exist_ok=True)
