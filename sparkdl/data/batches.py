@@ -18,14 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkdl.data.columns.convert import masked
-from sparkdl.data.epoch import (
-    RowDraws,
-    derive_seed,
-    drawn,
-    generator,
-    permutation,
-    remembered,
-)
+from sparkdl.data.epoch import RowDraws, derive_seed, drawn, generator, permutation, remembered
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, RowLengths, Rows, dense, model_inputs, padded_lengths
 from sparkdl.errors import ParameterError, kind_of
@@ -178,9 +171,7 @@ def fields_to_batch(batch_spec: BatchSpec, fields: Sequence[Rows]) -> Batch:
 
 
 def _at_place(
-    batch_spec: BatchSpec,
-    gather: Callable[[], Sequence[Rows]],
-    place: tuple[np.ndarray, int, int],
+    batch_spec: BatchSpec, gather: Callable[[], Sequence[Rows]], place: tuple[np.ndarray, int, int]
 ) -> list[Rows]:
     """Gather the fields and augment them, if at all, at ``place``: (rows, epoch, replica).
 

@@ -121,10 +121,7 @@ def held(context: SparkContext) -> Counter:
 
 @pytest.mark.parametrize(
     ("kinds", "rounds"),
-    [
-        (["checkpoints, validation, predictions", "a gang that fails"], 1),
-        ([*KINDS], 29),
-    ],
+    [(["checkpoints, validation, predictions", "a gang that fails"], 1), ([*KINDS], 29)],
     ids=["two kinds, twice", "all kinds, thirty times"],
 )
 def test_what_there_is_after_one_round_is_what_there_is_after_all(

@@ -57,10 +57,7 @@ EVERYTHING: dict[str, Any] = {
         **{"weights": "a.safetensors", "strict_weights": False, "freeze": ["weight"]},
         **{"unfreeze": ["bias"], "activation_checkpointing": ["*"], "ema": 0.9},
         **{"compile": {"mode": "default"}, "output": "logits", "histograms": 50},
-        "buffers": {
-            "*.codes": "max",
-            "*": {"class_path": "torch.mean", "init_args": {"dim": 0}},
-        },
+        "buffers": {"*.codes": "max", "*": {"class_path": "torch.mean", "init_args": {"dim": 0}}},
     },
     "validation": {
         "share": 0.25,
@@ -361,12 +358,7 @@ def test_secrets_are_redacted() -> None:
 def test_the_command_is_written_without_secrets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    secrets = [
-        "--a.password=pw",
-        "--b.storage_key",
-        "pw",
-        "--c.uri=s3://me:pw@bucket/x?sig=pw",
-    ]
+    secrets = ["--a.password=pw", "--b.storage_key", "pw", "--c.uri=s3://me:pw@bucket/x?sig=pw"]
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", "a.yaml", *secrets, "--e", "2"])
     RunFolder(tmp_path).write_config(parse(smallest()))
     text = (tmp_path / "config.yaml").read_text()
