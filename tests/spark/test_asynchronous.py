@@ -21,7 +21,7 @@ from torch import nn
 import sparkdl
 from sparkdl.consistency.asynchronous import Turn
 from sparkdl.engines import registry
-from sparkdl.engines.local.groups import LocalGroupEngine
+from sparkdl.engines.local.engine import LocalGroupEngine
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

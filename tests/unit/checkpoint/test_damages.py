@@ -23,8 +23,7 @@ from sparkdl.collectives.key_range import (
     write_ranges,
 )
 from sparkdl.errors import CheckpointError, ModelError, ParameterError
-from sparkdl.tune.folder import SearchFolder
-from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord
+from sparkdl.tune.folder import Objective, SearchFolder, TrialOutcome, TrialRecord
 
 ERRORS = (CheckpointError, FileNotFoundError, ModelError, ParameterError)
 FLIPS = 10
