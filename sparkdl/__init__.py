@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparkdl.consistency.gossip import Gossip
     from sparkdl.consistency.synchronous import StaleSynchronous, Synchronous
     from sparkdl.data import Sample
+    from sparkdl.data.batches import Batched
     from sparkdl.data.columns.convert import Convert
     from sparkdl.data.columns.image import Image
     from sparkdl.data.columns.masked import Masked
@@ -66,8 +67,8 @@ if TYPE_CHECKING:
     from sparkdl.parallel.fsdp import FSDP
     from sparkdl.parallel.pipeline import Pipeline
     from sparkdl.parallel.tensor import Tensor
-    from sparkdl.planner.cluster import Cluster
     from sparkdl.planner.plan import Plan
+    from sparkdl.planner.probe import Cluster
     from sparkdl.replica.compute import all_rows
     from sparkdl.reports import compare
     from sparkdl.slices.section import GradBucket, PowerSGD, TopK
@@ -81,6 +82,7 @@ __all__ = [
     "FSDP",
     "Asynchronous",
     "Balanced",
+    "Batched",
     "Callback",
     "Checkpoint",
     "CheckpointError",
@@ -170,6 +172,7 @@ _NAMES = {
     "sparkdl.consistency.gossip": "Gossip",
     "sparkdl.consistency.synchronous": "StaleSynchronous Synchronous",
     "sparkdl.data": "Sample",
+    "sparkdl.data.batches": "Batched",
     "sparkdl.data.columns.convert": "Convert",
     "sparkdl.data.columns.image": "Image",
     "sparkdl.data.columns.masked": "Masked",
@@ -200,7 +203,7 @@ _NAMES = {
     "sparkdl.parallel.fsdp": "FSDP",
     "sparkdl.parallel.pipeline": "Pipeline",
     "sparkdl.parallel.tensor": "Tensor",
-    "sparkdl.planner.cluster": "Cluster",
+    "sparkdl.planner.probe": "Cluster",
     "sparkdl.planner.plan": "Plan",
     "sparkdl.replica.compute": "all_rows",
     "sparkdl.reports": "compare",
