@@ -199,7 +199,7 @@ def _end(history: History) -> dict[str, str]:
         "time": duration(seconds),
         "samples a second": f"{samples / seconds:,.0f}" if seconds > 0 else "",
         **({"faults survived": str(len(lost))} if lost else {}),
-        **({"stopped": history.stopped} if history.stopped else {}),
+        **history.end,
     }
 
 

@@ -46,11 +46,6 @@ def _train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | N
     test = datasets.read_test(spark, config.data)
     count = samples.count()
     iterations = building.iterations_of(config, trainer, count)
-    lines = console.EpochLines(
-        config.trainer.epochs, spark.conf.get("spark.sparkdl.progress", "auto")
-    )
-    if lines.shown:  # they take the place of those that fit logs without a terminal
-        spark.conf.set("spark.sparkdl.progress", "false")
     print(
         f"{config.name}: {count:,} samples{f' and {held.count():,} to validate on' if held else ''}"
         f", batches of {trainer.batch_size}, {iterations:,} iterations "
@@ -60,14 +55,14 @@ def _train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | N
     with RunFolder.create(config.runs, config.name) as folder:
         folder.write_config(config)
         trainer = _complete(config, trainer, held, iterations, folder.path)
-        shown = [folder, lines, *_summaries(config, folder.path), *trainer.callbacks]
+        shown = [folder, *_summaries(config, folder.path), *trainer.callbacks]
         with _columns_as_inputs(config, samples):
             trained = dataclasses.replace(trainer, callbacks=shown).fit(samples, resume=resume)
         interrupted = trained.history.stopped == INTERRUPTED
         if interrupted and not len(trained.history):
             raise KeyboardInterrupt
         folder.write_training(trained)
-        summary = _summarize(trained, count, lines.state, config)
+        summary = _summarize(trained, count, folder.state, config)
         folder.write_summary(summary)
         if interrupted:
             print(f"what was trained is in {folder.path}", file=sys.stderr)
@@ -168,18 +163,17 @@ def _summarize(
     trained: sparkdl.TrainedModel, count: int, state: sparkdl.TrainState, config: Config
 ) -> dict[str, Any]:
     """Return the figures of the final table."""
-    epochs, best = trained.history.epochs(), state.best
-    by = config.validation and config.validation.best
-    stopped = trained.history.stopped
+    history, best = trained.history, state.best
+    epochs, by = history.epochs(), config.validation and config.validation.best
     return {
         "samples": count,
         "parameters": sum(p.numel() for p in trained.module.parameters()),
         "epochs": len(epochs),
-        "iterations": len(trained.history),
+        "iterations": len(history),
+        **history.end,
         "seconds": state.seconds,
         "samples/s": state.samples / state.seconds,
         "train loss": epochs[-1]["loss"],
-        **({"stopped": stopped} if stopped else {}),
         **{f"validation {name}": value for name, value in state.metrics.items()},
         **({"best epoch": best.epoch} if trained.best and by and best else {}),
     }
