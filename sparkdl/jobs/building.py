@@ -57,6 +57,8 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
     for name, make in _MAKERS.items():
         if fields[name] is not None:
             fields[name] = problems.of(keys.get(name, name), make, fields[name])
+    if config.data.prepare is not None:
+        problems.of("data.prepare", _bound, config.data.prepare)
     problems.of("schedule", schedule_of, config.schedule, 1)
     problems.of("metrics", lambda: resolve(metrics_of(config.metrics)))
     if config.loss is None and config.step is None:

@@ -31,7 +31,6 @@ def train(config: Config, arguments: Any) -> None:
     """Train, write the run folder, evaluate, and print the results."""
     trainer = building.trainer_of(config)
     resume = arguments.resume and resume_point(arguments.resume, config)
-    datasets.prepare(config.data)
     with _session(f"train {config.name}", config) as spark:
         if arguments.dry_run:
             dry_run(spark, config, trainer)
@@ -182,7 +181,6 @@ def _summarize(
 def plan(config: Config, arguments: Any) -> None:
     """Print what an iteration of the training takes in each way to run it."""
     trainer = building.trainer_of(config)
-    datasets.prepare(config.data)
     with _session(f"plan {config.name}", config) as spark:
         samples, _ = datasets.read_samples(spark, config)
         ready = dataclasses.replace(trainer, validation=None, checkpoint=None)
@@ -193,7 +191,6 @@ def plan(config: Config, arguments: Any) -> None:
 def tune(config: Config, arguments: Any) -> None:
     """Search, write the run folder, evaluate the best model, and print the results."""
     trainer, search = building.trainer_of(config), building.search_of(config)
-    datasets.prepare(config.data)
     with _session(f"tune {config.name}", config) as spark:
         _tune(spark, config, trainer, search, arguments.resume)
 
@@ -290,4 +287,5 @@ def _read_of(spark: Any, arguments: Any) -> Any:
 
 
 def _session(app: str, config: Config) -> contextlib.AbstractContextManager[Any]:
+    datasets.prepare(config.data)
     return console.session(app, config.spark.master, config.spark.settings)

@@ -35,7 +35,7 @@ class DataSection:
     format: str = "parquet"
     options: dict[str, Any] = field(default_factory=dict)
     select: list[str] | None = None
-    prepare: str | None = None
+    prepare: Spec | None = None
     features: str | list[str] | dict[str, str] = "features"
     label: str | list[str] | None = "label"
     weight: str | None = None

@@ -133,7 +133,7 @@ BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
         "data.columns: photo: Image: mode=",
     ),
     "weights": ([*FILE, "--trainer.weights=."], "trainer.weights: . is neither a run folder nor a"),
-    "data to prepare": ([*FILE, "--data.prepare=digts"], 'data.prepare: "digts" is not a known data'),
+    "data to prepare": ([*FILE, "--data.prepare=digts"], 'data.prepare: "digts" is not of the form'),
     "nothing varies": (["tune", *FILE[1:]], "tune.space: name what varies"),
     "a domain": (
         ["tune", *FILE[1:], "--tune.space",
