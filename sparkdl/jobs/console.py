@@ -127,15 +127,6 @@ def _quietly(interrupt: Any) -> Callable[..., None]:
     return quiet
 
 
-def hush_pyspark() -> None:
-    """Silence PySpark's own log of an exception, with the stack of Java, before it is told."""
-    with contextlib.suppress(ImportError):  # Spark 3.5 has none
-        from pyspark.logger import PySparkLogger
-
-        for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
-            PySparkLogger.getLogger(name).disabled = True
-
-
 def _submitted_master() -> str | None:
     """Return the master given to ``spark-submit``; its own default, local[*], does not count."""
     if "PYSPARK_GATEWAY_PORT" not in os.environ:

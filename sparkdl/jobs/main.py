@@ -118,10 +118,11 @@ def _run_job(name: str, arguments: list[str]) -> None:
     except (ArgumentError, OmegaConfBaseException) as error:
         raise config.parser_error(error, hints) from None
     checked = [config.config_of(parsed)] if from_file else []
-    from sparkdl.jobs import commands, console
+    from sparkdl.jobs import commands
+    from sparkdl.spark.failures import query_log_hushed
 
-    console.hush_pyspark()
-    getattr(commands, name)(*checked, parsed)
+    with query_log_hushed():
+        getattr(commands, name)(*checked, parsed)
 
 
 def _write_configurations(folder: Path) -> None:
