@@ -77,7 +77,9 @@ class Comparison:
         return [Panel(title, lines, across=across) for (title, across), lines in panels.items()]
 
     def __str__(self) -> str:
-        rows = self.rows()
+        rows = [
+            [cell if len(cell) < 60 else f"{cell[:58]}…" for cell in row] for row in self.rows()
+        ]
         widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
         return "\n".join(
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

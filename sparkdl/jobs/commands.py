@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from sparkdl import summaries
 from sparkdl.data.schema import quoted
 from sparkdl.jobs import building, console, datasets
 from sparkdl.jobs.config import Config, flat
-from sparkdl.jobs.run_folder import LATEST, RunFolder, load_saved, models_of, resume_point
+from sparkdl.jobs.run_folder import LATEST, RunFolder, Saved, load_saved, models_of, resume_point
 from sparkdl.loop.interrupt import INTERRUPTED
 
 SHOWN = 10
@@ -240,7 +241,7 @@ def evaluate(arguments: Any) -> None:
     saved = load_saved(arguments.model, arguments.trust, arguments.loss, needs_loss=True)
     metrics = saved.metrics if arguments.metrics is None else arguments.metrics
     with console.session("evaluate", arguments.master) as spark:
-        data = _read_of(spark, arguments)
+        data = _read_of(spark, arguments, saved)
         scores = saved.trained.evaluate(data, building.metrics_of(metrics))
         count = data.count()
     path = saved.folder / "evaluation.json"
@@ -255,7 +256,7 @@ def predict(arguments: Any) -> None:
     """Write the data with a column of predictions, and print a few rows."""
     saved = load_saved(arguments.model, arguments.trust)
     with console.session("predict", arguments.master) as spark:
-        data = _read_of(spark, arguments)
+        data = _read_of(spark, arguments, saved)
         predicted = saved.trained.transform(
             data,
             prediction_col=arguments.column,
@@ -279,11 +280,20 @@ def predict(arguments: Any) -> None:
     print(arguments.output)
 
 
-def _read_of(spark: Any, arguments: Any) -> Any:
+def _read_of(spark: Any, arguments: Any, saved: Saved) -> Any:
     options = flat(arguments.options)
-    return datasets.read(
+    data = datasets.read(
         spark, "--data", arguments.data, arguments.format, options, arguments.select
     )
+    columns = set(data.columns)
+    missing = [n for n in saved.trained.features if not columns & {n, n.partition(".")[0]}]
+    if missing and saved.select:
+        given = shlex.quote(json.dumps(saved.select, ensure_ascii=False))
+        raise sparkdl.ParameterError(
+            f'--data: {arguments.data} has no column "{missing[0]}", which the run made of others: '
+            f"give --select {given}"
+        )
+    return data
 
 
 def _session(app: str, config: Config) -> contextlib.AbstractContextManager[Any]:

@@ -212,11 +212,12 @@ def _runs(runs: Path, name: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A loaded model, the folder for results about it, and the metrics of its run."""
+    """A loaded model, the folder for results about it, and the metrics and columns of its run."""
 
     trained: TrainedModel
     folder: Path
     metrics: list[Any] = field(default_factory=list)
+    select: list[str] | None = None
 
 
 def load_saved(
@@ -240,7 +241,8 @@ def load_saved(
         ship(type(module).__module__)
     # best/ and ema/ of a run are written into themselves, what is of its model into the run
     folder = run if run is not None and model.name == "model" else model
-    return Saved(trained, folder, _metrics(config, trust))
+    select = (config.get("data") or {}).get("select")
+    return Saved(trained, folder, _metrics(config, trust), select)
 
 
 def _metrics(config: dict[str, Any], trust: bool) -> list[Any]:

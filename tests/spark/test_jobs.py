@@ -334,6 +334,17 @@ def test_predict(trained: Path, work: Path, run_here: Callable[..., Done]) -> No
     assert (again.status, again.out) == (2, "")
     assert again.err.endswith("already exists: give --overwrite, or another --output.\n")
 
+    selected = shutil.copytree(trained, work / "selected")
+    config = yaml.safe_load((trained / "config.yaml").read_text())
+    config["data"]["select"] = ["array(x) AS features"]
+    (selected / "config.yaml").write_text(yaml.safe_dump(config))
+    parquet.write_table(pa.table({"x": [1.0]}), work / "x.parquet")
+    lacking = run_here("predict", "--model", selected, "--data", work / "x.parquet", *arguments[4:])
+    assert lacking.err.endswith(
+        'x.parquet has no column "features", which the run made of others: '
+        """give --select '["array(x) AS features"]'\n"""
+    )
+
 
 def test_predictions_never_replace_what_they_are_made_of(
     spark: SparkSession, tmp_path: Path
