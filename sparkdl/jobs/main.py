@@ -96,12 +96,19 @@ def _run(arguments: list[str]) -> None:
 def _run_job(name: str, arguments: list[str]) -> None:
     from_file = name in ("train", "tune", "plan")
     kind = config.Config if from_file else config.SAVED[name]
+    needed = "--config FILE" if from_file else "--model FOLDER --data PATH"
+    usage = f"sparkdl {name} {needed} [--KEY VALUE ...]"
     parser = config.new_parser(
-        prog=f"sparkdl {name}", description=COMMANDS[name], parser_mode="omegaconf"
+        prog=f"sparkdl {name}",
+        usage=usage,
+        description=COMMANDS[name],
+        parser_mode="omegaconf",
     )
     if from_file:
         parser.add_argument(
-            "--config", action="config", help="a YAML file; of several, the last counts"
+            "--config",
+            action="config",
+            help="a YAML file; conf/digits.yaml (sparkdl conf) explains every key",
         )
         if name != "plan":
             parser.add_argument("--resume", help=_HELP["resume"])
