@@ -91,7 +91,7 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
 BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
     "no checkpoint": (["train", "--resume", "ended"], "--resume: ended has no checkpoint: it ended"),
     "a value": ([*FILE, "--trainer.engine", "shufle"], 'engine="shufle": use one of local, shuffle'),
-    "a value of the file": (["train", "--config", "fields.yaml"], '"shuffle"? (line 14 of fields.yaml)'),
+    "a value of the file": (["train", "--config", "fields.yaml"], '"shuffle"? (line 14 of fields.y'),
     "a count": ([*FILE, "--trainer.epochs=0"], "trainer.epochs: max_epoch(0): give a whole number"),
     "a rate": ([*FILE, "--optimizer.lr=-1"], "optimizer: SGD: Invalid learning rate: -1.\n"),
     "an argument": (
