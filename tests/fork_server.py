@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ PATHS = [str(Path(__file__).parent), str(Path(_SPARKDL.origin).parents[1])]
 """The paths of the tests' helpers and of the very package that the tests import."""
 FOLDER = "SPARKDL_TESTS_FORKS"
 """The variable with the path of the server's folder."""
+STACKS = signal.SIGUSR1
+"""The signal at which forks print the stacks of their threads."""
 NAME = "python:"
 """The beginning of the name of a program that asked; the number of its fork follows."""
 
@@ -109,6 +112,15 @@ def parents() -> dict[int, int]:
             if name.startswith(NAME):
                 asked[int(name.removeprefix(NAME))] = int(entry.name)
     return found | {fork: found[program] for fork, program in asked.items()}
+
+
+def of_program(pid: int) -> list[int]:
+    """Return a program that may have asked for a fork, or the fork, and all that it has started."""
+    with contextlib.suppress(OSError):
+        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        if name.startswith(NAME):
+            pid = int(name.removeprefix(NAME))
+    return [pid, *below(pid)]
 
 
 def below(pid: int) -> list[int]:

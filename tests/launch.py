@@ -20,12 +20,14 @@ import fork_server
 import pyspark
 import pytest
 import torch
-from fork_server import PATHS
+from fork_server import PATHS, STACKS
 
 from sparkdl import archive
 
 RESULT = "RESULT "
 EXECUTOR_SECONDS = 120.0
+STACK_SECONDS = 5.0
+"""The time that processes have to print their stacks."""
 ROOT = Path(__file__).resolve().parents[1]
 ARCHIVE = archive.found(Path(pyspark.__file__).parent)
 """Made by ``make test``, as by ``python -m sparkdl archive``; without it JVMs start slower."""
@@ -102,14 +104,30 @@ def run_to_end(
     )
     try:
         output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
+    except subprocess.TimeoutExpired as late:
+        before = len((late.output or b"").decode(errors="replace"))
+        ask_for_stacks(process.pid)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=STACK_SECONDS)
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        raise AssertionError(f"no end after {seconds} s:\n{output[-4000:]}") from None
+        stacks = f"{output[max(0, before - 4000) : before]}\n{output[before:]}"
+        raise AssertionError(f"no end after {seconds} s:\n{stacks}") from None
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, output
+
+
+def ask_for_stacks(pid: int) -> None:
+    """Let a program, its fork and all that it has started print what their threads do, if they can."""
+    for each in fork_server.of_program(pid):
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{each}/status").read_text()
+            asks = signal.SIGQUIT if status.startswith("Name:\tjava") else STACKS
+            handled = re.search(r"^SigCgt:\s*(\w+)", status, re.MULTILINE)
+            if handled and int(handled[1], 16) >> (asks - 1) & 1:
+                os.kill(each, asks)
 
 
 def answer_in(output: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import fcntl
 import importlib
 import json
@@ -19,7 +20,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from fork_server import PATHS, parents
+from fork_server import PATHS, STACKS, parents
 
 READ_AT_START = (
     *("OMP_NUM_THREADS", "LD_PRELOAD", "LD_LIBRARY_PATH", "PYTHONWARNINGS"),
@@ -165,6 +166,7 @@ def become(
     for file, number in zip(apart, files, strict=True):
         os.dup2(file, number)
         os.close(file)
+    faulthandler.register(STACKS, file=2)
     random.seed()
     np.random.seed()
     os.environ.clear()

@@ -36,11 +36,11 @@ from sparkdl.infer.forward import run_batches
 from sparkdl.infer.outputs import Output
 from sparkdl.model.loss import (
     ALONE,
-    ClassLoss,
     NoValuePerSample,
     call_loss,
     check_averages,
     check_sum,
+    ignored_by,
     inner,
     is_own_loss,
     is_step,
@@ -213,20 +213,20 @@ def _weights_of(
     own = None if batch.weights is None else torch.from_numpy(batch.weights)
     weights_of_classes = recipe.options.class_weights
     if weights_of_classes is not None:
-        _check_classes(targets, len(weights_of_classes), ClassLoss.of(recipe.loss), labels)
+        _check_classes(targets, len(weights_of_classes), ignored_by(recipe.loss), labels)
     weights = weigh(targets, own, recipe.options)
     return torch.ones(rows) if weights is None or not float(weights.sum()) else weights
 
 
 def _check_classes(
-    targets: Sequence[torch.Tensor], classes: int, how: ClassLoss | None, labels: Sequence[Field]
+    targets: Sequence[torch.Tensor], classes: int, ignored: Sequence[int], labels: Sequence[Field]
 ) -> None:
     """Raise ModelError if the label does not hold class numbers below ``classes``."""
     if len(targets) != 1 or targets[0].ndim != 1 or targets[0].is_floating_point():
         raise ModelError(
             "class_weights need one label that holds class numbers: a column of whole numbers."
         )
-    found = targets[0] if how is None else targets[0][targets[0] != how.ignored]
+    found = targets[0][~torch.isin(targets[0].long(), torch.tensor(ignored, dtype=torch.int64))]
     low, high = (int(found.min()), int(found.max())) if len(found) else (0, 0)
     if low < 0 or high >= classes:
         raise ModelError(

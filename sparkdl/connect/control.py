@@ -34,6 +34,8 @@ FIRST_PORT, PORTS = 20_000, 10_000
 """The ports from which a client chooses: below those that systems give to outgoing connections."""
 HOST_SECONDS, ANSWER_SECONDS = 1.0, 5.0
 """The longest time that a node takes to accept a connection, and that rank 0 takes to answer."""
+SERVER_SECONDS = 20.0
+"""The time in which the server must have asked: a client that waits for it passes no interrupt on."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class ControlServer:
     def _serve(self, listener: Listener) -> None:
         with contextlib.closing(listener):
             while not self._over.is_set():
-                with contextlib.suppress(OSError, SparkdlError):
+                with contextlib.suppress(Exception):  # the next question may be answered
                     arrived = listener.accept(0.2)
                     if arrived is not None:
                         channel, question = arrived
@@ -131,21 +133,30 @@ class ControlClient:
             return None
         self._asked += 1  # the server keeps the plans of equal questions
         text = _packed((self._hosts, question, self._asked))
+        answers: list[Any] = []
+        asking = threading.Thread(
+            target=self._ask, args=(text, answers), name="sparkdl-question", daemon=True
+        )
+        asking.start()
+        asking.join(SERVER_SECONDS)
+        if not answers or answers[0] is None:
+            return None
+        self._answered = True
+        host, answer = answers[0]
+        self._hosts = (host,)
+        return answer
+
+    def _ask(self, text: str, answers: list[Any]) -> None:
+        """Add what the server says to ``answers``; called in a thread, which nobody waits for if Spark
+        does not answer."""
         try:
             self._prepare()
             frame = self._session.sql(f"SELECT * FROM {self._function}(:text)", args={"text": text})
             (name,) = frame.schema.names
-            found = _unpacked(name)
-        except (PySparkException, ValueError) as error:
+            answers.append(_unpacked(name))
+        except Exception as error:
             logger.debug("rank 0 cannot be asked: %s", error)
             self._works = self._answered  # the server is busy, or has never been able to
-            return None
-        if found is None:
-            return None
-        host, answer = found
-        self._answered = True
-        self._hosts = (host,)
-        return answer
 
     def _prepare(self) -> None:
         if self._works is None:

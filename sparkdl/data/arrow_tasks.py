@@ -159,7 +159,7 @@ def _with_zeros(
         return to_numpy(array, column, first_row)
     row = min(bad)
     if column.label or column.weight:
-        remedy = 'A label has no zero to train with: use handle_invalid="skip".'
+        remedy = 'Zeros take the place of features alone: use handle_invalid="skip".'
         raise RowError(column.name, first_row + row, bad[row], remedy)
     good = np.setdiff1d(np.arange(len(array)), np.fromiter(bad, np.int64))
     if not len(good) and field is None:

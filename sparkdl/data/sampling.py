@@ -32,6 +32,9 @@ MOST_VALUES = 4096
 """The most different values that rows can be balanced over."""
 SCALE = float(1 << 52)
 """Weights are compared as whole numbers, of which the largest share has this."""
+FINE = 44
+"""The last bits of a weight in float64 by which weights are not told apart where they are counted."""
+HALF = 1 << FINE - 1
 
 
 @dataclass(frozen=True)
@@ -101,19 +104,26 @@ class Tally:
     """A task over samples in place: the values of a field and how often each occurs, by partition."""
 
     field: int
-    weights: bool = False  # instead: their sum, how many are above 0, and how many there are
+    weights: bool = (
+        False  # before them the sum of all, beside the number of rows; only those above 0
+    )
 
     def __call__(self, frames: Iterable[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
         return [self.read(pickle.loads(frame)) for frame in frames]
 
     def read(self, handle: SampleHandle) -> tuple[np.ndarray, np.ndarray]:
         """Return the tally of one partition, which is on this node."""
-        values: Any = np.zeros(0, np.int64)
-        if handle.num_rows:
-            values = open_partition(handle).values(self.field)
+        values = open_partition(handle).values(self.field) if handle.num_rows else np.zeros(0)
+        assert isinstance(values, np.ndarray)
+        return self.of(values)
+
+    def of(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tally of the values of a partition."""
         if self.weights:
-            numbers = np.array([np.count_nonzero(values), len(values)])
-            return np.array([values.sum(dtype=np.float64)]), numbers
+            bits = np.array(values[values > 0], np.float64).view(np.int64)
+            middles, counts = np.unique((bits >> FINE << FINE) + HALF, return_counts=True)
+            total = values.sum(dtype=np.float64)
+            return np.array([total, *middles.view(np.float64)]), np.array([len(values), *counts])
         found, counts = np.unique(values, return_counts=True)
         return found[: MOST_VALUES + 1], counts[: MOST_VALUES + 1]
 
@@ -236,8 +246,8 @@ class Weighted(Sampling):
         return Tally(field, weights=True)
 
     def draws(self, field: int, tallies: Tallies) -> Draws:
-        sums = np.array([float(total[0]) for total, _ in tallies])
-        rows_left = np.array([int(numbers[0]) for _, numbers in tallies])
+        sums = np.array([float(values[0]) for values, _ in tallies])
+        rows_left = np.array([int(counts[1:].sum()) for _, counts in tallies])
         if not sums.any():
             raise DataError(
                 f'sampling=Weighted("{self.column}"): all weights are 0, so no row can be drawn.'
@@ -248,18 +258,41 @@ class Weighted(Sampling):
                 f"{int(rows_left.sum()):,} rows have a weight above 0. Give fewer rows, or draw with "
                 "replacement."
             )
-        counts = np.zeros(len(sums), np.int64)
-        left = self.rows or sum(int(numbers[1]) for _, numbers in tallies)
-        while left:
+        if self.replacement:
             mass = (sums / sums.max() * SCALE).astype(np.int64) // len(sums)
-            counts += apportion(mass.tolist(), left)
-            if (
-                not self.replacement
-            ):  # a replica that has no more rows leaves the rest to the others
-                counts = np.minimum(counts, rows_left)
-                sums = np.where(counts < rows_left, sums, 0.0)
-            left = (self.rows or 0) - int(counts.sum()) if not self.replacement else 0
-        return Draws(field, tuple(counts.tolist()), self.replacement)
+            drawn = apportion(mass.tolist(), self.rows or sum(int(n[0]) for _, n in tallies))
+        else:
+            drawn = _rounded(_expected(tallies, self.rows or 0), rows_left)
+        return Draws(field, tuple(drawn.tolist()), self.replacement)
+
+
+def _expected(tallies: Tallies, rows: int) -> np.ndarray:
+    """Return how many of ``rows`` rows the exponential race over all partitions draws from each.
+
+    A row of weight w is among them with the probability 1 - exp(-w t), for the t that makes these
+    ``rows`` altogether; the bisection is by the logarithm of t.
+    """
+    logs = [(np.log(values[1:]), counts[1:]) for values, counts in tallies]
+    heaviest = max(float(values.max(initial=-np.inf)) for values, _ in logs)
+
+    def at(time: float) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return np.array([-np.expm1(-np.exp(w - heaviest + time)) @ n for w, n in logs])
+
+    low, high = -50.0, 1500.0
+    for _ in range(64):
+        middle = (low + high) / 2
+        low, high = (low, middle) if at(middle).sum() > rows else (middle, high)
+    return at(high) * (rows / at(high).sum())
+
+
+def _rounded(shares: np.ndarray, most: np.ndarray) -> np.ndarray:
+    """Return whole numbers of the same sum, the largest remainders rounded up, at most ``most``."""
+    whole = np.minimum(np.floor(shares + 1e-9).astype(np.int64), most)
+    missing = round(float(shares.sum())) - int(whole.sum())
+    rest = np.where(whole < most, shares - whole, -np.inf)
+    whole[np.argsort(-rest, kind="stable")[:missing]] += 1
+    return whole
 
 
 class _Key(ColumnSpec):

@@ -305,11 +305,18 @@ def _watched(session: Any, tag: str, ranks: int, follower: Follower | None) -> I
             now = time.monotonic()
             if begin.idle_seconds() > SILENT_SECONDS:
                 silent.set()
-                session.interruptTag(tag)
-                return
+                with contextlib.suppress(PySparkException):  # again, until the query has ended
+                    session.interruptTag(tag)
+                continue
             if follower is None:
                 continue
-            answered = follower.ask() if now - asked >= pause else None
+            answered = None
+            if now - asked >= pause:
+                try:
+                    answered = follower.ask()
+                except Exception:  # a display that fails: the next interrupt must be passed on
+                    logger.debug("news of the fit cannot be shown", exc_info=True)
+                    answered = False
             if answered is not None:
                 asked = time.monotonic()
                 told = asked if answered else told

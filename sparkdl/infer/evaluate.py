@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +18,16 @@ from sparkdl.data.columns.base import Specs
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import dense
 from sparkdl.data.records import Names
+from sparkdl.data.row_errors import FIRST
 from sparkdl.data.schema import columns_of
-from sparkdl.errors import DataError, ParameterError, TrainingError, UserError, cannot_travel
+from sparkdl.errors import (
+    DataError,
+    ParameterError,
+    TrainingError,
+    UserError,
+    cannot_travel,
+    counted,
+)
 from sparkdl.infer.forward import ShippedModule, device_of, run_batches
 from sparkdl.infer.read import ReadColumns, Reader, ReadRecords, record_specs
 from sparkdl.metrics.base import Metric
@@ -27,6 +37,9 @@ from sparkdl.replica.compute import to_tensors
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.worker import finish_task
 from sparkdl.usercode import accompanied
+
+logger = logging.getLogger("sparkdl")
+MOST_REASONS, OTHERS = 100, "other reasons"
 
 
 def check_metrics(metrics: Iterable[Metric]) -> None:
@@ -49,6 +62,7 @@ class Evaluation:
     num_features: int  # the first columns; labels follow
     batch_size: int
     signature: Signature = BY_POSITION
+    skips: bool = False  # rows that cannot be read are left out
 
     def update(self, states: States, arrays: Sequence[Any]) -> States:
         """Return ``states`` with some more rows, which come as one array per column, features first."""
@@ -65,19 +79,23 @@ class Evaluation:
         return states
 
     def packed(self, windows: Iterable[Any]) -> bytes:
-        """Return the pickled states of a partition, given its rows.
+        """Return the pickled states of a partition, given its rows, and why some were left out.
 
         A :class:`UserError` is returned pickled, for the driver to raise; Spark would retry a failed
         task. Raises :class:`TrainingError` for any other failure of the module or the scorer.
         """
-        states = self.scorer.start()
+        states, reasons = self.scorer.start(), Counter[str]()
         try:
             for window in windows:
-                (group,) = window.groups
-                states = self._updated(states, group.arrays)
+                for text in window.problems.values():
+                    told = text in reasons or len(reasons) < MOST_REASONS
+                    reasons[text if told else OTHERS] += 1
+                for group in window.groups:
+                    states = self._updated(states, group.arrays)
         except UserError as error:
             return pickle.dumps(type(error)(str(error)))
-        return bytes(cloudpickle.dumps(states))  # classes of a user's session by value
+        # classes of a user's session by value
+        return bytes(cloudpickle.dumps((states, reasons)))
 
     def _updated(self, states: States, arrays: Sequence[Any]) -> States:
         """Return :meth:`update`; any error but a UserError becomes a TrainingError."""
@@ -101,7 +119,7 @@ class EvaluatePartition:
         assert context is not None
         partition, by_row = context.partitionId(), isinstance(self.reader, ReadRecords)
         rows = items if by_row else (batch.columns for batch in items)
-        packed = self.evaluation.packed(self.reader.windows(rows, False))
+        packed = self.evaluation.packed(self.reader.windows(rows, self.evaluation.skips))
         if by_row:
             yield partition, packed
         else:
@@ -139,14 +157,19 @@ def evaluate(
             packed = data.mapPartitions(
                 accompanied(EvaluatePartition(evaluation, reader))
             ).collect()
-    many = []
-    for _, states in sorted(map(tuple, packed)):
-        one = pickle.loads(states)
+    many, reasons = [], Counter[str]()
+    for _, part in sorted(map(tuple, packed)):
+        one = pickle.loads(part)
         if isinstance(one, UserError):
             raise one
-        many.append(one)
+        many.append(one[0])
+        reasons += one[1]
     scorer = evaluation.scorer
     merged = scorer.merge(many)
+    each = ", ".join(f"{text.rstrip('.')} ({n:,})" for text, n in reasons.most_common(FIRST))
+    told = f"{counted(reasons.total(), 'row')} cannot be read: {each}."
     if scorer.is_empty(merged):
-        raise DataError("the data is empty: there are no rows to evaluate.")
+        raise DataError(told if reasons else "the data is empty: there are no rows to evaluate.")
+    if reasons:
+        logger.warning("evaluate leaves out what it cannot read. %s", told)
     return scorer.values(merged)

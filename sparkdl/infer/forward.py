@@ -13,7 +13,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -172,11 +172,12 @@ class Forward:
         that computes its loss itself.
         """
         device, (loss, labels) = device_of(self.module), own
+        signature = replace(self.signature, sparse=())  # the inputs are vectors already
         inputs = self._inputs(model_inputs(arrays), device)
         targets = to_tensors(dense(labels), device) if is_own_loss(loss) else []
         with evaluating(self.module), self._autocast(device):
             try:
-                return self.signature.call_for_loss(loss, self.module, inputs, targets)
+                return signature.call_for_loss(loss, self.module, inputs, targets)
             except (torch.OutOfMemoryError, UserError):
                 raise
             except Exception as error:
@@ -206,11 +207,11 @@ class Forward:
         return found
 
     def _inputs(self, arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-        """Return the arrays as tensors; floats take the dtype of a model in half precision."""
-        inputs = to_tensors(arrays, device)
+        """Return what the model gets of the arrays; floats in the dtype of one in half precision."""
+        inputs = self.signature.model_inputs(to_tensors(arrays, device))
         own = next((p.dtype for p in self.module.parameters() if p.is_floating_point()), None)
         if own not in (torch.bfloat16, torch.float16):
-            return inputs
+            return list(inputs)
         return [t.to(own) if t.is_floating_point() else t for t in inputs]
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:

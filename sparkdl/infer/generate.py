@@ -182,13 +182,16 @@ def prepare_generation(
     }.items():
         if not is_whole(plain(value), 1):
             raise ParameterError(f"{name}={shown(value)}: give a whole number of at least 1.")
+    stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
+    if not all(isinstance(one, str) and one for one in stops):
+        raise ParameterError(f"stop_strings={shown(stop_strings)}: give texts that are not empty.")
     loaded = _engine(engine).load(model, _dtype(dtype))
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, **others}
     sampling = replace(
         _sampling(loaded.generation_config, do_sample, given),
         max_new_tokens=plain(max_new_tokens),
         num_return_sequences=plain(num_return_sequences),
-        stop_strings=(stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings),
+        stop_strings=stops,
         seed=plain(seed),
     )
     beams = max(sampling.others.get("num_beams") or 1, int(sampling.do_sample) << 30)
@@ -207,9 +210,9 @@ def prepare_generation(
     spec = _prompts(data, prompt, loaded, words, max_length, sampling)
     signature = Signature(("input_ids", "attention_mask"))
     inputs = Inputs((prompt,), {prompt: spec}, signature, "float32", (), ("input_ids",))
-    named = {output_col: "text", finish_col: "finish_reason", tokens_col: "token_ids"}
+    names = output_col, finish_col, tokens_col
     columns = []
-    for column, part in named.items():
+    for column, part in zip(names, ("text", "finish_reason", "token_ids"), strict=True):
         if column is not None:
             kind = _KINDS[part] if sampling.num_return_sequences == 1 else pa.list_(_KINDS[part])
             columns.append(RowsColumn(column, part, Output((), "float32"), kind=kind))
@@ -289,7 +292,12 @@ def _prompts(
                 f'column "{prompt}" holds chats, and the tokenizer has no chat template: set '
                 "tokenizer.chat_template, or make a text of each."
             )
-        encoder, max_length = ChatTemplate(tokenizer), None
+        if max_length is not None:
+            raise ParameterError(
+                f'max_length={max_length}: column "{prompt}" holds chats, which it would cut inside '
+                "the template. Leave out messages instead, such as the oldest."
+            )
+        encoder = ChatTemplate(tokenizer)
     whole = longest(engine, tokenizer)
     limit = None
     if whole is not None:

@@ -26,11 +26,13 @@ from sparkdl.spark.device import VISIBLE
 
 WARPERS = {
     "temperature": ("TemperatureLogitsWarper", 1.0),
+    "top_h": ("TopHLogitsWarper", None),
     "top_k": ("TopKLogitsWarper", 0),
     "top_p": ("TopPLogitsWarper", 1.0),
     "min_p": ("MinPLogitsWarper", None),
     "typical_p": ("TypicalLogitsWarper", 1.0),
     "epsilon_cutoff": ("EpsilonLogitsWarper", 0.0),
+    "eta_cutoff": ("EtaLogitsWarper", 0.0),
 }
 """The arguments that shape the distribution of a sampled token, in the order in which they apply: the
 class of transformers, and the value that changes nothing."""

@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, functions
 from torch import nn
 
 from sparkdl.codec.describe import table, titled
+from sparkdl.data.columns.base import masked_of
 from sparkdl.data.fields import Field
 from sparkdl.data.records import Names
 from sparkdl.data.schema import quoted
@@ -162,6 +163,7 @@ class TrainedModel(ModelData):
         metrics: Metrics = (),
         batch_size: int = 1024,
         output: Part = None,
+        handle_invalid: str = "error",
     ) -> dict[str, Any]:
         """Return the mean loss over all samples as ``loss``, and each of the metrics, by name.
 
@@ -176,6 +178,7 @@ class TrainedModel(ModelData):
             batch_size: The number of rows of a forward pass.
             output: The part of the model's result that the metrics use, as ``Trainer.output``; None
                 is the part from the training, which the loss uses in any case.
+            handle_invalid: "skip" leaves out rows that cannot be read, and the log tells how many.
 
         Raises:
             ParameterError: A metric does not go with the output or the label, or nothing is to be
@@ -186,6 +189,9 @@ class TrainedModel(ModelData):
         if not isinstance(data, (DataFrame, RDD)):
             raise wrong_data("evaluate", data, "a DataFrame or an RDD")
         raise_all(ParameterError, problems_of_part(output))
+        if handle_invalid not in ("error", "skip"):
+            raise ParameterError(f"handle_invalid={shown(handle_invalid)}: use one of error, skip.")
+        skips = handle_invalid == "skip"
         resolved = suited(resolve(metrics), self.loss, self.judging)
         if self.loss is None and not resolved:
             raise ParameterError(
@@ -215,12 +221,13 @@ class TrainedModel(ModelData):
             part=part,
             loss_part=None if is_own_loss(self.loss) else self.signature.part,
             labels=self.label,
+            masked=masked_of(self.columns),
         )
         try:
             assert source.inputs is not None
             return evaluate(
                 data,
-                Evaluation(module, scorer, self.num_features, size, source.inputs.signature),
+                Evaluation(module, scorer, self.num_features, size, source.inputs.signature, skips),
                 Names(self.features, self.label, inputs=source.inputs.keywords),
                 self.float_dtype,
                 self.columns,

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 from pyspark import TaskContext
 
+from sparkdl.data.arrow_tasks import bad_rows
 from sparkdl.data.columns.base import Column, Specs
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field, with_fields
@@ -112,32 +113,25 @@ class ReadColumns:
                     f'column "{column.name}" is of type {array.type} here, and the function was '
                     f"registered for {form}: cast it."
                 )
-        places = np.arange(len(arrays[0]))
+        count = len(arrays[0])
+        places, problems = np.arange(count), dict[int, str]()
         if not keep:
             with told_with_place("column"):
-                return Window(len(places), [Group(places, self.read(arrays, first_row))])
-        problems: dict[int, str] = {}
+                return Window(count, [Group(places, self.read(arrays, first_row))])
+        with contextlib.suppress(RowError):
+            return Window(count, [Group(places, self.read(arrays, first_row))])
         for array, column in zip(arrays, self.columns, strict=True):
-            if array.null_count:
-                for place in np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False)):
-                    problems.setdefault(int(place), f'column "{column.name}" is null.')
-        count = len(places)
-        if problems:
-            places = np.setdiff1d(places, np.fromiter(problems, np.int64))
-            arrays = [array.take(pa.array(places)) for array in arrays]
-        if not len(places):
-            return Window(count, [], problems)
-        try:
-            return Window(count, [Group(places, self.read(arrays, first_row))], problems)
-        except RowError:
-            pass
-        good: list[tuple[int, list[Rows]]] = []
-        for row, number in enumerate(map(int, places)):
-            try:
-                good.append((number, self.read([array.slice(row, 1) for array in arrays], number)))
-            except RowError as error:
-                problems[number] = f'column "{error.problem.column}" {error.problem.text}.'
-        return Window(count, list(_by_shape(good)), problems)
+            for place, text in bad_rows(array, column):
+                problems.setdefault(place, f'column "{column.name}" {text}.')
+        places = np.setdiff1d(places, np.fromiter(problems, np.int64))
+        good = [array.take(pa.array(places)) for array in arrays]
+        with contextlib.suppress(RowError):
+            return Window(count, [Group(places, self.read(good))] if len(places) else [], problems)
+        each = [
+            (place, self.read([array.slice(place, 1) for array in arrays]))
+            for place in places.tolist()
+        ]
+        return Window(count, list(_by_shape(each)), problems)
 
     def read(self, arrays: Sequence[pa.Array], first_row: int = 0) -> list[Rows]:
         """Return the tensors of Arrow arrays. Raises RowError."""

@@ -14,6 +14,7 @@ import torch
 from pyspark.sql import DataFrame
 from torch import nn
 
+from sparkdl.data.arrow_tasks import check_new_columns
 from sparkdl.errors import ModelError, ParameterError, kind_of, shown, wrong_data
 from sparkdl.infer.outputs import named_parts
 from sparkdl.infer.predict import PREPARED, TEXT, check_data, computed, inputs_of
@@ -67,9 +68,11 @@ class Embedder(nn.Module):
 
 
 def _score(several: bool, returned: Any) -> torch.Tensor:
-    """Return the probabilities of a model's logits: a softmax, or sigmoids for several labels."""
+    """Return the probabilities of a model's logits: a softmax, or sigmoids for several labels or a
+    single class."""
     logits = returned if isinstance(returned, torch.Tensor) else returned["logits"]
-    return torch.sigmoid(logits.float()) if several else torch.softmax(logits.float(), 1)
+    alone = several or logits.shape[1] == 1
+    return torch.sigmoid(logits.float()) if alone else torch.softmax(logits.float(), 1)
 
 
 def _best(several: bool, names: tuple[str, ...], returned: Any) -> list[str]:
@@ -110,7 +113,8 @@ def embed(
             "mean".
         normalize: Scale each vector to length 1, so that products are cosines.
         tokenizer: The tokenizer or its folder; None is that in the model's folder.
-        max_length: The most tokens of a text; None is the limit of model and tokenizer.
+        max_length: The most tokens of a text; None is what a folder of sentence-transformers says, else
+            the limit of model and tokenizer.
         output_col: The name of the new column, an ``array<float>``.
         batch_size: The number of texts of a forward pass.
         precision: See :func:`sparkdl.predict`, also for the arguments that follow.
@@ -141,6 +145,8 @@ def prepare_embedding(
     chosen = pooling or _pooling_of(source.folder)
     if chosen not in POOLINGS:
         raise ParameterError(f"pooling={shown(chosen)}: use one of {', '.join(POOLINGS)}.")
+    if max_length is None:
+        max_length = _json(source.folder, "sentence_bert_config.json").get("max_seq_length")
     _check_text(data, text, output_col, 1)
     embedder = Embedder(source.module, chosen, bool(normalize)).eval()
     given = replace(source, module=embedder, build=embedder, inner=source.module)
@@ -221,8 +227,15 @@ def prepare_classes(
             "classify takes a model of transformers that classifies sequences; for others use predict."
         )
     _check_text(data, text, prediction_col)
-    several = getattr(config, "problem_type", None) == "multi_label_classification"
+    kind = getattr(config, "problem_type", None)
+    if kind == "regression":
+        raise ModelError(
+            "the model gives numbers (problem_type: regression), not classes: use sparkdl.predict, or "
+            'sparkdl.rerank(..., activation="none") for pairs.'
+        )
+    several = kind == "multi_label_classification"
     classes = tuple(str(labels[number]) for number in sorted(labels))
+    check_new_columns(data, [n for n in (prediction_col, score_col, scores_col) if n], "")
     outputs: dict[str, Part] = {
         prediction_col: partial(_best, several, classes),
         score_col: partial(_best_score, several),
@@ -361,16 +374,42 @@ def _check_text(data: Any, text: Any, column: Any, most: int = 2) -> None:
 
 
 def _pooling_of(folder: Path | None) -> str:
-    """Return the pooling that a folder of sentence-transformers says, else "mean"."""
+    """Return the pooling that a folder of sentence-transformers says, else "mean".
+
+    Raises ModelError if the folder makes vectors in a way that :func:`embed` does not know.
+    """
+    steps = [str(step.get("type")).rpartition(".")[2] for step in _json(folder, "modules.json")]
+    told = _json(folder, "1_Pooling/config.json")
+    modes = [name for name, on in told.items() if name.startswith("pooling_mode_") and on]
+    modes = modes or [told.get("pooling_mode", "mean")]
+    others = [step for step in steps if step not in ("Transformer", "Pooling", "Normalize")]
+    others += [mode for mode in modes if mode not in _MODES] if len(modes) == 1 else modes
+    if others:
+        raise ModelError(
+            f'the folder "{folder}" makes vectors with {", ".join(others)}, which embed does not know: '
+            "with pooling= it takes the model without that; or give sparkdl.predict a module with it."
+        )
+    return _MODES[modes[0]]
+
+
+def _json(folder: Path | None, name: str) -> Any:
+    """Return what a file of the folder holds; nothing if it is not there."""
     try:
         assert folder is not None
-        told = json.loads((folder / "1_Pooling" / "config.json").read_text(encoding="utf-8"))
+        return json.loads((folder / name).read_text(encoding="utf-8"))
     except (AssertionError, OSError, ValueError):
-        return "mean"
-    names = {"cls": "cls_token", "max": "max_tokens", "last": "lasttoken"}
-    return next(
-        (ours for ours, theirs in names.items() if told.get(f"pooling_mode_{theirs}")), "mean"
-    )
+        return {}
+
+
+_MODES = {
+    **{name: name for name in POOLINGS},
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "last",
+    "lasttoken": "last",
+}
+"""The poolings by their names in a folder of sentence-transformers."""
 
 
 PREPARED.update({embed: prepare_embedding, classify: prepare_classes, rerank: prepare_reranking})

@@ -21,6 +21,7 @@ from weakref import WeakSet
 from sparkdl.loop.callbacks import Callback
 from sparkdl.loop.history import History
 from sparkdl.loop.history_tables import curves
+from sparkdl.loop.interrupt import interrupts_held
 from sparkdl.loop.state import TrainState
 
 logger = logging.getLogger("sparkdl")
@@ -95,7 +96,8 @@ class Opening:
     def end(self) -> None:
         """End the thread; a second call does nothing."""
         self._ended.set()
-        self._thread.join()
+        if self._thread.is_alive():  # an interrupt may have come before its start
+            self._thread.join()
 
     def _move(self) -> None:
         while not self._ended.wait(_MOVE_SECONDS):
@@ -267,10 +269,27 @@ class ProgressBar(_Shown):
 
 
 def _tqdm() -> Any:
+    """Return the class of bars.
+
+    [Note: the lock of a bar] All bars of a process share tqdm's lock, and tqdm keeps it for good where
+    a terminal that is gone, or KeyboardInterrupt, ends its ``clear`` and ``refresh``: any other thread
+    that draws would then wait without end, and the fit with it.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without ipywidgets the bar is text
         from tqdm.auto import tqdm
-    return tqdm
+    from tqdm.std import tqdm as every
+
+    class Bar(tqdm):  # type: ignore[misc, type-arg]
+        def clear(self, *_: Any, **__: Any) -> None:
+            with interrupts_held(), every.get_lock():
+                super().clear(nolock=True)
+
+        def refresh(self, *_: Any, **__: Any) -> None:
+            with interrupts_held(), every.get_lock():
+                super().refresh(nolock=True)
+
+    return Bar
 
 
 class NotebookProgress(ProgressBar):

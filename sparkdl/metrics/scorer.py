@@ -16,7 +16,7 @@ import torch
 from sparkdl.errors import ModelError, ParameterError, nearest, raise_all
 from sparkdl.metrics.base import MeanMetric, Metric
 from sparkdl.metrics.named import resolve
-from sparkdl.model.loss import Loss, loss_of, masses_of, output_of, weighted_mean
+from sparkdl.model.loss import IGNORED, Loss, loss_of, masses_of, output_of, weighted_mean
 from sparkdl.model.recipe import Part, described, for_example, on_device, part_of, problems_of_part
 
 
@@ -107,6 +107,8 @@ class Scorer:
     """The part of the model's output that the loss gets."""
     labels: tuple[str, ...] = ()
     """The names of the labels, for a :class:`MetricOf`."""
+    masked: frozenset[str] = frozenset()
+    """The labels of which -100 is missing, if they are whole numbers."""
 
     @property
     def apart(self) -> bool:
@@ -155,7 +157,9 @@ class Scorer:
         if self.metrics:
             whole, common = output_of(returned), None
             for metric, state in zip(self.metrics, states[2:], strict=True):
+                label = self.labels[0] if self.labels else ""
                 if isinstance(metric, MetricOf):
+                    label = metric.label
                     own = [metric.target(targets, self.labels)]
                     plain, target = self._plain(self._part(whole, metric.output, count), own)
                 else:
@@ -163,7 +167,8 @@ class Scorer:
                         common = self._plain(self._part(whole, self.part, count), targets)
                     plain, target = common
                 try:
-                    plain, target = known_of(metric, plain, target)
+                    marked = bool(self.masked & {label, label.partition("[")[0]})
+                    plain, target = known_of(metric, plain, target, marked)
                     with torch.autocast("cpu", enabled=False):  # validation may run under autocast
                         updated.append(
                             metric.update(state, plain, target) if len(target) else state
@@ -231,7 +236,7 @@ class Scorer:
         """
         problems = []
         for metric in self.metrics:
-            alone = Scorer(None, (metric,), part=self.part, labels=self.labels)
+            alone = replace(self, loss=None, metrics=(metric,), dimensions=None, loss_part=None)
             try:
                 states = [alone.update(alone.start(), output, targets) for _ in range(2)]
                 merged = alone.merge(states)
@@ -271,11 +276,12 @@ class Scorer:
 
 
 def known_of(
-    metric: Metric, output: torch.Tensor, target: torch.Tensor
+    metric: Metric, output: torch.Tensor, target: torch.Tensor, marked: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output and the target without what is missing, NaN, in the target."""
-    missing = target.isnan() if target.is_floating_point() else None
-    if missing is None or not missing.any():
+    """Return the output and the target without what is missing in the target: NaN, and -100 if whole
+    numbers are ``marked``."""
+    missing = target.isnan() if target.is_floating_point() else (target == IGNORED) & marked
+    if not missing.any():
         return output, target
     if target.numel() == len(target):
         rows = ~missing.reshape(-1)
@@ -283,6 +289,8 @@ def known_of(
     own = metric.metric if isinstance(metric, MetricOf) else metric
     if output.shape == target.shape and isinstance(own, MeanMetric):
         return output[~missing], target[~missing]
+    if output.ndim == target.ndim + 1:  # a class for each element
+        return output.movedim(1, -1)[~missing], target[~missing]
     raise ValueError(
         "labels are missing, and it is no mean over single values: measure each task by itself, with "
         'sparkdl.MetricOf(metric, label="label[0]", output=function)'

@@ -227,7 +227,9 @@ class BestThreshold(ScoreMetric):
         cuts = Cuts.of(state)
         if not cuts.defined:
             return {"threshold": float("nan"), "value": float("nan")}
-        true, false = (np.concatenate([[0.0], part]) for part in cuts[1:])
+        above = self._thresholds(cuts.scores)
+        last = np.append(above[1:] != above[:-1], True)  # of scores with one probability
+        true, false = (np.concatenate([[0.0], part[last]]) for part in cuts[1:])
         values = np.asarray(
             self.objective(true, false, true[-1] - true, false[-1] - false), np.float64
         )
@@ -237,12 +239,11 @@ class BestThreshold(ScoreMetric):
                 "return one value for each threshold"
             )
         best = int(np.nanargmax(values))
-        above = self._thresholds(cuts.scores)
-        edges = np.concatenate([[1.0], above, [0.0]])
-        return {
-            "threshold": float((edges[best] + edges[best + 1]) / 2),
-            "value": float(values[best]),
-        }
+        lowest = 0.0 if above[-1] > 0 else float(np.nextafter(0, -1))
+        high, low = np.concatenate([[1.0], above[last], [lowest]])[best : best + 2]
+        middle = (high + low) / 2
+        threshold = middle if low <= middle < high or not best else low
+        return {"threshold": float(threshold), "value": float(values[best])}
 
 
 def _thinned(**columns: np.ndarray) -> dict[str, list[float]]:

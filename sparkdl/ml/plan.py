@@ -12,7 +12,7 @@ from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as sql
 from torch import nn
 
-from sparkdl.data.columns.base import names_read
+from sparkdl.data.columns.base import masked_of, names_read
 from sparkdl.data.fields import NO_ROWS
 from sparkdl.errors import DataError, ParameterError, kind_of
 from sparkdl.loop.triggers import max_epoch
@@ -199,7 +199,7 @@ class FitPlan:
         names = names_read(features_and_labels, trainer.columns)
         drawn = None if trainer.sampling is None else trainer.sampling.column
         names += [name for name in (trainer.weight, self.indicator, drawn) if name is not None]
-        missing = {name for name, spec in trainer.columns.items() if spec.takes_missing}
+        missing = masked_of(trainer.columns)
         return data.where(are_valid(data.schema, [name for name in names if name not in missing]))
 
     def _prepared(self, data: DataFrame) -> DataFrame:

@@ -146,7 +146,7 @@ class MaskedLoss:
         if not isinstance(target, tuple):
             return self._sums(output, target)
         if isinstance(output, torch.Tensor):
-            return self._sums(output, torch.stack(target, 1))
+            return self._sums(output, torch.stack(_alike(target), 1))
         pairs = [self._sums(*pair) for pair in zip(output, target, strict=True)]
         return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)  # type: ignore[return-value]
 
@@ -176,10 +176,27 @@ class MaskedLoss:
         return known.reshape(rows, -1).sum(1), counts.reshape(rows, -1).sum(1)
 
 
+def _alike(labels: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return labels of one kind: beside floats, what is missing of whole numbers is NaN, too."""
+    wide = next((label.dtype for label in labels if label.is_floating_point()), None)
+    if wide is None:
+        return list(labels)
+    return [
+        label if label.dtype == wide else label.to(wide).masked_fill(label == IGNORED, math.nan)
+        for label in labels
+    ]
+
+
 def unmasked(loss: Any) -> Any:
     """Return the loss inside a :class:`MaskedLoss`; return any other loss itself."""
     loss = inner(loss)
     return loss.loss if isinstance(loss, MaskedLoss) else loss
+
+
+def ignored_by(loss: Any) -> list[int]:
+    """Return the whole numbers that a loss takes for no label."""
+    how, masks = ClassLoss.of(unmasked(loss)), isinstance(inner(loss), MaskedLoss)
+    return [*([] if how is None else [how.ignored]), *([IGNORED] if masks else [])]
 
 
 def inner(loss: Any) -> Any:

@@ -69,8 +69,8 @@ class SparseInput:
         places, shape = torch.stack([rows[there], indices[there]]), (len(values), self.size)
         return [
             torch.sparse_coo_tensor(
-                places, values[there], shape, is_coalesced=True, check_invariants=False
-            )
+                places, values[there], shape, check_invariants=True
+            ).coalesce()  # augment may have changed their order
         ]
 
 
@@ -87,10 +87,10 @@ class Signature:
         named = self._named(model)
         if not self.sparse:
             return named
-        return lambda *inputs, **others: named(*self._vectors(inputs), **others)
+        return lambda *inputs, **others: named(*self.model_inputs(inputs), **others)
 
-    def _vectors(self, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Return the inputs with vectors in place of their entries."""
+    def model_inputs(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Return what the model gets of the inputs: vectors in place of their entries."""
         if not self.sparse:
             return inputs
         forms = {one.place: one for one in self.sparse}
@@ -121,7 +121,7 @@ class Signature:
         targets: Sequence[torch.Tensor],
     ) -> Any:
         """Return what ``model`` returns for a mini-batch, or what a step makes of it."""
-        own, call, inputs = inner(loss), self._named(model), self._vectors(inputs)
+        own, call, inputs = inner(loss), self._named(model), self.model_inputs(inputs)
         if isinstance(own, OwnLoss):
             return own.returned(model, call, inputs, targets)
         return call(*inputs)

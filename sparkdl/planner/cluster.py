@@ -10,7 +10,7 @@ from sparkdl.plain import is_number, is_whole, make_plain
 from sparkdl.planner.choice import GANG, SHUFFLE
 from sparkdl.planner.probe import Probe
 
-OVERHEADS = {SHUFFLE: (0.013, 0.0), GANG: (0.001, 0.0002)}
+OVERHEADS = {SHUFFLE: (0.013, 0.0), GANG: (0.001, 0.0001)}
 """Seconds of an iteration that computes nothing, by engine: of any, and for each replica beside the
 driver's work on tasks, which :mod:`sparkdl.planner.estimate` counts itself."""
 UNITS = {"fsdp": 0.0012, "tensor": 0.0006, "pipeline": 0.0012}

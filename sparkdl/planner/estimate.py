@@ -18,8 +18,8 @@ from sparkdl.planner.profile import BUSY, Profile, spread_factor
 
 BYTE_SECONDS = 1.3e-9
 """Seconds of a byte of parameters in an iteration of shuffle on one node: written, mapped, checked."""
-PAIR_SECONDS, SHARED = 1.55e-3, 0.35
-"""Processor time of the driver's JVM for a task, and the share of its slowest thread."""
+TASK_SECONDS = 0.35 * 1.55e-3
+"""Seconds of the driver for a task: of the 1.55 ms of its JVM, those of the busiest thread."""
 BLOCK_SECONDS = 0.16e-3
 """Seconds of a task for each block of a shuffle that it reads."""
 LIBRARIES = 180e6
@@ -143,13 +143,16 @@ class Formulas:
                 "update": update,
             }
         else:
-            driver = PAIR_SECONDS * 2 * m * SHARED
+            each = (
+                TASK_SECONDS * m
+            )  # half to launch, half to take results, some while others compute
+            driver = each + max(each / 2, each - compute)
             blocks = BLOCK_SECONDS * m * m / max(1, probe.slots)
             moved = 2 * nbytes * (probe.nodes - 1) / probe.nodes
             parts = {
                 "overhead": overhead,
                 "compute": compute,
-                "driver": max(0.0, driver - compute) + blocks,
+                "driver": driver + blocks,
                 "sum": moved / probe.bandwidth,
                 "update": update / m,
             }

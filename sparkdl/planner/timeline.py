@@ -22,8 +22,7 @@ from sparkdl.planner.estimate import (
     BLOCK_SECONDS,
     BUCKET,
     BYTE_SECONDS,
-    PAIR_SECONDS,
-    SHARED,
+    TASK_SECONDS,
     warmth,
 )
 from sparkdl.planner.probe import Probe
@@ -157,8 +156,8 @@ def _shuffle(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> Ti
         launched = [begun] * count
     else:
         begun = line.add(DRIVER, "schedule", overhead)
-        each = PAIR_SECONDS * SHARED
-        launched = [line.add(DRIVER, "schedule", each, begun, priority=1) for _ in range(count)]
+        each = TASK_SECONDS / 2  # to launch a task, and to take its result
+        launched = [line.add(DRIVER, "schedule", each, begun, priority=-2) for _ in range(count)]
     done = [
         _pass(line, slots[n % len(slots)], compute * pace, launched[n])
         for n, pace in enumerate(paces(profile.line.spread, count))
@@ -166,13 +165,14 @@ def _shuffle(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> Ti
     if probe.nodes == 1:
         line.add(slots[0], "update", profile.update, *done)
         return line
-    each = PAIR_SECONDS * SHARED
     results = [line.add(DRIVER, "schedule", each, one) for one in done]
+    again = [line.add(DRIVER, "schedule", each, *results) for _ in done]
     blocks = BLOCK_SECONDS * count * count / max(1, probe.slots)
     moved = 2 * profile.nbytes * (probe.nodes - 1) / probe.nodes / probe.bandwidth
-    fetched = line.add(NETWORK, "sum", moved + blocks, *results)
-    for slot in slots:
-        line.add(slot, "update", profile.update / count, fetched)
+    fetched = line.add(NETWORK, "sum", moved + blocks, *again)
+    updated = [line.add(slot, "update", profile.update / count, fetched) for slot in slots]
+    for _ in done:
+        line.add(DRIVER, "schedule", each, *updated)
     return line
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from pyspark import RDD
 from pyspark.sql import DataFrame
 
+from sparkdl.data.columns.base import masked_of
 from sparkdl.data.equal_rows import tell_of_shares
 from sparkdl.data.fields import Field
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
@@ -377,7 +378,8 @@ def validation_set(
     part = trainer.output if validation.output is None else validation.output
     metrics = suited(resolve(validation.metrics), loss)
     loss_part = None if is_own_loss(loss) else trainer.output
-    scorer = Scorer(loss, metrics, part=part, loss_part=loss_part, labels=trainer.label_columns)
+    labels, masked = trainer.label_columns, masked_of(trainer.columns)
+    scorer = Scorer(loss, metrics, None, part, loss_part, labels, masked)
     how = batch_spec(trainer, samples, float_dtype)
     return ValidationSet(samples, scorer, how, validation.batch_size)
 

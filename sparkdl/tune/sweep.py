@@ -49,6 +49,7 @@ class Threshold:
 
     def __call__(self, output: torch.Tensor) -> torch.Tensor:
         """Return the class of each row of an output, in int64."""
+        output = output.double()
         scores = output[:, 1] - output[:, 0] if output.shape[1:] == (2,) else output.flatten()
         return (self.judging.probabilities(scores) > self.threshold).long()
 

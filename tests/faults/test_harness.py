@@ -8,6 +8,8 @@ import sys
 import time
 from types import SimpleNamespace
 
+import fork_server
+import launch
 import pytest
 from harness import inject, processes
 from harness.inject import at
@@ -94,3 +96,26 @@ def test_a_session_of_processes_ends_with_those_in_other_groups():
     leader.wait()
     assert not [pid for pid in processes.of_session(leader.pid) if processes.alive(pid)]
     assert time.monotonic() - began < 10
+
+
+def test_a_script_that_waits_says_where(tmp_path):
+    """Also what it has forked, as a daemon does."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "def in_vain():\n"
+        "    print('begun', flush=True)\n"
+        "    time.sleep(600)\n"
+        "os.fork()\n"
+        "in_vain()\n"
+    )
+    command = [fork_server.start(), str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as waiting:
+        try:
+            assert [waiting.stdout.readline() for _ in range(2)] == [b"begun\n"] * 2
+            launch.ask_for_stacks(waiting.pid)
+            stacks = 0
+            while stacks < 2:
+                stacks += b" in in_vain" in waiting.stdout.readline()
+        finally:
+            waiting.kill()  # and with it the forks

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+import threading
+import time
 from types import SimpleNamespace
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
 
+from sparkdl.connect import control
 from sparkdl.connect.control import ControlClient, ControlServer
+from sparkdl.gang import connect
 
 pytestmark = pytest.mark.gang
 
@@ -46,3 +51,72 @@ def test_rank_0_answers_and_the_key_is_not_shown() -> None:
     shown += [base64.b64decode(text) for text in session.shown if " " not in text]
     assert len(shown) > len(session.shown)
     assert not any(client.address.key in text for text in shown)
+
+
+def test_a_question_that_fails_is_the_only_one() -> None:
+    """An interrupt must reach rank 0 in the next one."""
+    session, failures = Session(), [ArithmeticError()]
+
+    def answer(question: str) -> str:
+        if failures:
+            raise failures.pop()
+        return question
+
+    client = ControlClient(session, ("127.0.0.1",))
+    with ControlServer("127.0.0.1", client.address, answer):
+        assert client.ask("fails") is None
+        assert client.ask("end") == "end"
+
+
+def test_nobody_waits_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "SERVER_SECONDS", 0.1)
+    session, over = Session(), threading.Event()
+    monkeypatch.setattr(session, "sql", lambda *_, **__: over.wait(60))
+    client = ControlClient(session, ())
+    began = time.monotonic()
+    assert client.ask("how far") is None
+    over.set()
+    assert time.monotonic() < began + 30
+
+
+class Gang:
+    """A session, a DataFrame and a follower of a gang whose query ends when ``times`` calls were made:
+    those that ask rank 0, of which the first fails, or those that interrupt the query."""
+
+    session_id, known = "gang", 0
+
+    def __init__(self, times: int) -> None:
+        self.sparkSession, self._left = self, threading.Semaphore(0)
+        self._times, self._called = times, False
+
+    def mapInArrow(self, *_: Any, **__: Any) -> Gang:
+        return self
+
+    def toArrow(self) -> pa.Table:
+        for _ in range(self._times):
+            assert self._left.acquire(timeout=30)
+        return pa.table({})
+
+    def ask(self) -> bool:
+        self._left.release()
+        if not self._called:
+            self._called = True
+            raise ArithmeticError
+        return True
+
+    def interruptTag(self, tag: str) -> None:
+        self._left.release()
+
+    def nothing(self, *_: Any) -> None: ...
+
+    addTag = removeTag = registerProgressHandler = removeProgressHandler = nothing
+
+
+@pytest.mark.parametrize("seconds", [60.0, -1.0])
+def test_a_gang_is_followed_until_it_ends(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spark may miss an interrupt of a query that it has not begun with."""
+    monkeypatch.setattr(connect, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(connect, "SILENT_SECONDS", seconds)
+    monkeypatch.setattr(connect, "accompanied", lambda task: task)
+    gang = Gang(times=2)
+    assert connect.run_led(gang, None, 2, None, gang) == {}

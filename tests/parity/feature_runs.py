@@ -214,12 +214,7 @@ def draws_of(trainer: sparkdl.Trainer, parts: Parts) -> Draws | None:
     if how is None:
         return None
     fields = [np.zeros(0, np.int64) if rows is None else rows[field] for rows in parts.rows]
-    if isinstance(how, sparkdl.Balanced):
-        return how.draws(field, [np.unique(values, return_counts=True) for values in fields])
-    numbers = [np.array([np.count_nonzero(values), len(values)]) for values in fields]
-    return how.draws(
-        field, [(np.array([v.sum()]), n) for v, n in zip(fields, numbers, strict=True)]
-    )
+    return how.draws(field, [how.tally(field).of(values) for values in fields])
 
 
 def parts_of(trainer: sparkdl.Trainer, parts: Parts, t: int) -> list[Part | None]:

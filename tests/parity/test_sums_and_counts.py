@@ -150,6 +150,14 @@ def of_heads(module, part):
     return (total + each.sum()) / (known.sum() + (labels != IGNORED).sum())
 
 
+def both_numbers(module, part):
+    """Of a float and a whole number side by side."""
+    numbers, labels = part.targets
+    missing = torch.stack([numbers.isnan(), labels == IGNORED], 1)
+    targets = torch.stack([numbers.nan_to_num(), labels.double()], 1)
+    return (module(*part.inputs) - targets).square()[~missing].mean()
+
+
 def several(output, target):
     """One loss for each kind of label."""
     known = F.cross_entropy if not target.is_floating_point() else F.smooth_l1_loss
@@ -166,6 +174,11 @@ MISSING = {
     "accumulated": ({"loss": nn.MSELoss(), "accumulate": 3}, with_gaps, of_tasks),
     "classes": ({"loss": last_classes, "model": of_words}, tagged, of_classes),
     "heads": ({"loss": several, "model": Heads}, two_tasks, of_heads),
+    "two kinds": (
+        {"loss": nn.MSELoss(), "model": partial(nn.Linear, WIDTH, 2, dtype=torch.float64)},
+        two_tasks,
+        both_numbers,
+    ),
 }
 
 
@@ -173,9 +186,9 @@ MISSING = {
 def test_labels_that_are_missing(case, cut):
     (changes, make, loss), (sizes, slices) = MISSING[case], cut
     parts = Parts.of(sizes, make)
-    parts.num_labels = 2 if case == "heads" else 1
+    parts.num_labels = 2 if make is two_tasks else 1
     given = {**changes, "loss": sparkdl.MaskedLoss(changes["loss"])}
-    columns = {"label[0]" if case == "heads" else "label": sparkdl.Masked()}
+    columns = {"label[0]" if make is two_tasks else "label": sparkdl.Masked()}
     trainer = trainer_of(sizes, slices, columns=columns, **given)
     as_plain_torch(trainer, parts, loss)
 

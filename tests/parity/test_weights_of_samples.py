@@ -86,6 +86,23 @@ def test_class_weights_are_those_of_cross_entropy(sizes, slices, given):
     assert differ(wanted, plainly(trainer, parts)[0])
 
 
+def test_class_weights_where_labels_are_missing():
+    """A row without a label has no class, and so no weight."""
+
+    def some(generator):
+        label = int(generator.integers(CLASSES)) if generator.random() < 0.6 else -100
+        return sparkdl.Sample(generator.normal(size=WIDTH), label)
+
+    sizes, loss = (30, 0, 13), sparkdl.MaskedLoss(nn.CrossEntropyLoss())
+    columns = {"label": sparkdl.Masked()}
+    trainer = trainer_of(sizes, 2, class_weights=OF_CLASSES, loss=loss, columns=columns)
+    as_plain_torch(
+        trainer,
+        Parts.of(sizes, some),
+        lambda m, p: F.cross_entropy(m(*p.inputs), *p.targets, weight=TABLE),
+    )
+
+
 def rare(generator):
     """Class 2 is rare, and so are rows with a name other than "a"."""
     label = int(generator.choice(CLASSES, p=[0.7, 0.25, 0.05]))

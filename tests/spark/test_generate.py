@@ -72,16 +72,20 @@ def test_a_row_gets_the_same_draws_anywhere(prompts: DataFrame) -> None:
     assert any(one != other for one, other in found)
 
 
-def test_chats_become_prompts_by_the_template(prompts: DataFrame, tmp_path: Path) -> None:
+def with_template() -> Any:
     tokenizer = copy.deepcopy(small_text.tokenizer())
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }} {% endfor %}"
         "{% if add_generation_prompt %}it was{% endif %}"
     )
+    return tokenizer
+
+
+def test_chats_become_prompts_by_the_template(prompts: DataFrame, tmp_path: Path) -> None:
     chats = prompts.selectExpr(
         "number", "array(named_struct('role', 'user', 'content', prompt)) AS chat"
     )
-    how = {**SHORT, "tokenizer": tokenizer, "tokens_col": "tokens", "path": tmp_path}
+    how = {**SHORT, "tokenizer": with_template(), "tokens_col": "tokens", "path": tmp_path}
     for _ in range(2):  # the second call finds all there
         written = sparkdl.generate(chats, small_text.language_model(), "chat", **how)
         for row in written.collect():
@@ -132,6 +136,24 @@ MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
     "equal texts": (
         lambda df, path: sparkdl.generate(df, path, num_return_sequences=2, **SHORT),
         "num_return_sequences=2 texts would be the same: give do_sample=True, or as many num_beams.",
+    ),
+    "an empty stop": (
+        lambda df, path: sparkdl.generate(df, path, stop_strings=["end", ""], **SHORT),
+        "stop_strings=['end', '']: give texts that are not empty.",
+    ),
+    "chats to cut": (
+        lambda df, path: sparkdl.generate(
+            df.selectExpr("array(named_struct('role', 'user', 'content', prompt)) AS prompt"),
+            small_text.language_model(),
+            tokenizer=with_template(),
+            max_length=3,
+            **SHORT,
+        ),
+        'max_length=3: column "prompt" holds chats, which it would cut inside the template.',
+    ),
+    "one name": (
+        lambda df, path: sparkdl.generate(df, path, tokens_col="finish_reason", **SHORT),
+        'new columns would have one name, "finish_reason" and "finish_reason"',
     ),
     "no such engine": (
         lambda df, path: sparkdl.generate(df, path, engine="vlm", **SHORT),

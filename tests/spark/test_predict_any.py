@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -274,9 +275,15 @@ def test_values_of_any_type_come_to_the_model_and_back(spark: SparkSession) -> N
     for row in scored.collect():
         expected = ([row.number] * len(names), row.number, None)
         if row.number == 2 or row.number >= 15:
-            expected = (None, None, 'column "c0" is null.')
+            assert row.error.startswith('column "c0" the function of this column raised TypeError')
+            expected = (None, None, row.error)
         assert (row["all"], row["first"], row["error"]) == expected
     assert sorted(values(scored, "number")) == [*range(5), *range(10, 20)]
+    known = sparkdl.Convert(lambda value: -1 if value is None else value)
+    some = data.selectExpr("id AS number", "IF(id = 2, NULL, id) AS x").where("number < 4")
+    for way in ("error", "skip"):  # null is a value for this function
+        scored = sparkdl.predict(some, Columns(), ["x"], columns={"x": known}, handle_invalid=way)
+        assert values(scored, "first") == [0, 1, -1, 3]
 
 
 def test_rows_are_sorted_by_length_and_come_back_in_order(
@@ -323,6 +330,12 @@ def test_texts_are_classified(texts: DataFrame, folder: Path) -> None:
     names = [model.config.id2label[number] for number in expected.argmax(1).tolist()]
     assert values(scored) == names
     assert len(set(names)) > 1
+    alone = copy.deepcopy(model)
+    alone.classifier, alone.config.id2label = nn.Linear(16, 1), {0: "good"}
+    scored = sparkdl.classify(texts, alone, tokenizer=tokenizer)
+    with torch.no_grad():
+        expected = alone(inputs.input_ids, inputs.attention_mask).logits.sigmoid()[:, 0]
+    same(values(scored, "score"), expected, rtol=1e-4, atol=1e-5)
     logits = sparkdl.predict(texts, model, "text", tokenizer=tokenizer)
     same(
         values(logits), model(inputs.input_ids, inputs.attention_mask).logits, rtol=1e-4, atol=1e-4
@@ -607,6 +620,26 @@ def test_a_function_of_sql(
     assert values(found) == values(sparkdl.embed(texts, folder, pooling="cls"), "embedding")
 
 
+def pooled_folder(path: Path) -> Path:
+    """A folder of sentence-transformers whose vectors are more than a pooling."""
+    small_text.classifier().save_pretrained(path)
+    small_text.tokenizer().save_pretrained(path)
+    kinds = ("Transformer", "Pooling", "Dense", "Normalize")
+    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    modes = {f"pooling_mode_{mode}": mode != "mean" for mode in ("cls_token", "mean", "max_tokens")}
+    (path / "modules.json").write_text(json.dumps(modules), encoding="utf-8")
+    (path / "1_Pooling").mkdir()
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(modes), encoding="utf-8")
+    return path
+
+
+def regressor() -> Any:
+    """A model of texts that gives numbers."""
+    model = copy.deepcopy(small_text.classifier())
+    model.config.problem_type = "regression"
+    return model
+
+
 def bare_folder(path: Path) -> Path:
     """The folder of a model alone, for which transformers makes a tokenizer that knows no word."""
     small_text.classifier().save_pretrained(path / "bare")
@@ -717,6 +750,20 @@ MISTAKES: dict[str, tuple[Callable[[DataFrame, Path], Any], str]] = {
             df, small_text.classifier(), "text", tokenizer=small_text.tokenizer()
         ),
         "without last_hidden_state: embed takes a model without a head",
+    ),
+    "other poolings": (
+        lambda df, path: sparkdl.embed(df, pooled_folder(path)),
+        "makes vectors with Dense, pooling_mode_cls_token, pooling_mode_max_tokens, which embed does",
+    ),
+    "one name for two columns": (
+        lambda df, path: sparkdl.classify(
+            df, small_text.classifier(), tokenizer=small_text.tokenizer(), prediction_col="Score"
+        ),
+        'new columns would have one name, "Score" and "score": choose another name.',
+    ),
+    "numbers": (
+        lambda df, path: sparkdl.classify(df, regressor(), tokenizer=small_text.tokenizer()),
+        "the model gives numbers (problem_type: regression), not classes: use sparkdl.predict",
     ),
     "no classes": (
         lambda df, path: sparkdl.classify(df, NET, "text"),

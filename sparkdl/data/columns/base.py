@@ -134,6 +134,11 @@ Specs: TypeAlias = Mapping[str, ColumnSpec]
 """The specifications of columns, by name."""
 
 
+def masked_of(columns: Specs) -> frozenset[str]:
+    """Return the columns in which null and NaN are values like others."""
+    return frozenset(name for name, spec in columns.items() if spec.takes_missing)
+
+
 @dataclass(frozen=True)
 class Column:
     """An input or label column, or the weight."""

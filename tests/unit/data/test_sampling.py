@@ -31,10 +31,8 @@ def partitions(how: Sampling) -> list[Any]:
 
 
 def draws_of(how: Sampling) -> Draws:
-    tallies: list[Any] = [np.unique(classes, return_counts=True) for classes in CLASSES]
-    if isinstance(how, Weighted):
-        tallies = [(np.array([w.sum()]), np.array([np.count_nonzero(w), len(w)])) for w in WEIGHTS]
-    return how.draws(0, tallies)
+    fields = CLASSES if isinstance(how, Balanced) else WEIGHTS
+    return how.draws(0, [how.tally(0).of(values) for values in fields])
 
 
 def epoch(how: Sampling, number: int, seed: int = 3) -> list[np.ndarray]:
@@ -102,6 +100,17 @@ def test_by_weight_without_replacement(share: float) -> None:
     chosen = np.concatenate([WEIGHTS[m][order] for m, order in enumerate(orders)])
     everyone = np.concatenate(WEIGHTS)
     assert share == 1.0 or chosen.mean() > 1.2 * everyone[everyone > 0].mean()
+
+
+def test_without_replacement_a_weight_has_its_chance_in_any_partition() -> None:
+    """Heavy rows, all of which are drawn, leave as much to the light ones beside them as elsewhere."""
+    how, parts = Weighted("w", False, 1000), [[100.0] * 10 + [1.0] * 500, [], [1.0] * 1500]
+    tallies = [how.tally(0).of(np.array(weights)) for weights in parts]
+    heavy, _, light = how.draws(0, tallies).counts
+    assert (heavy + light, heavy) == (1000, pytest.approx(10 + 990 / 4, abs=1))
+    how, parts = Weighted("w", False, 4), [[1e300] * 2, [1e-200, 0.0], [5e-324] * 3]
+    tallies = [how.tally(0).of(np.array(weights)) for weights in parts]
+    assert how.draws(0, tallies).counts == (2, 1, 1)
 
 
 @pytest.mark.parametrize("how", [Balanced("y"), Weighted("w"), Balanced("y", False)], ids=str)

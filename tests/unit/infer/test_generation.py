@@ -48,6 +48,9 @@ def test_draws_follow_from_the_seed_of_the_row() -> None:
     ]
     assert together == alone
     assert len({tuple(one.token_ids) for row in together for one in row}) == 8
+    for name in ("top_h", "eta_cutoff"):
+        narrow = replace(how, warpers={"temperature": 1.5, name: 0.2})
+        assert engine().generate(numbers(PROMPTS), [1, 2, 3, 4], narrow) != together, name
     others = engine().generate(numbers(PROMPTS), [5, 6, 7, 8], how)
     assert all(one != other for one, other in zip(together, others, strict=True))
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import re
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -201,8 +203,8 @@ class Bar:
 
     def update(self) -> None: ...
     def close(self) -> None: ...
-    def refresh(self) -> None: ...
-    def clear(self) -> None:
+    def refresh(self, nolock: bool = False) -> None: ...
+    def clear(self, nolock: bool = False) -> None:
         self.said.append("clear")
 
     def set_postfix_str(self, text: str) -> None:
@@ -430,6 +432,32 @@ def test_a_bar_says_what_comes_before_the_first_iteration(said: list[Any], quick
         "epoch 1",
         "…",
     ]
+
+
+def test_an_interrupt_while_a_bar_is_drawn_keeps_no_later_fit_waiting(
+    quickly: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        interrupts = 1
+
+        def write(self, text: str) -> int:
+            if self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            return super().write(text)
+
+    def another() -> None:
+        open_slowly(progress.progress_of("true", "", 0.0), lambda: [terminal.getvalue()])
+
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    bar = progress.progress_of("true", "", 0.0)
+    with pytest.raises(KeyboardInterrupt):
+        bar.on_fit_start(four_epochs(), TrainState(iterations_per_epoch=5))
+    bar.close()
+    fit = threading.Thread(target=another, daemon=True)
+    fit.start()
+    fit.join(10)
+    assert not fit.is_alive()
 
 
 def test_a_notebook_keeps_how_long_the_start_took(

@@ -25,6 +25,7 @@ from sparkdl.metrics.base import MeanMetric
 from sparkdl.metrics.classes import BINS
 from sparkdl.metrics.named import resolve, suited
 from sparkdl.metrics.scorer import MetricOf, Scorer, States
+from sparkdl.metrics.scores import BestThreshold
 from sparkdl.model.loss import MaskedLoss
 
 pytestmark = pytest.mark.filterwarnings("ignore:Metric .Spearman")
@@ -461,12 +462,44 @@ def test_labels_that_are_missing_count_in_no_metric() -> None:
         "y[1]/auc": area,
         "y[1]/rank": area,
     }, rel=1e-5)  # fmt: skip
+    numbers, known = LABELS.masked_fill(gaps, -100), ~gaps
+    scorer = Scorer(None, tuple(resolve(["mae", "r2"])), labels=("y",), masked=frozenset("y"))
+    found = scorer.values(folded(scorer, VALUES, numbers, [[(0, 7), (7, 8)], [(8, ROWS)]]))
+    wanted = sk.mean_absolute_error, sk.r2_score
+    assert [*found.values()] == pytest.approx([f(LABELS[known], VALUES[known]) for f in wanted])
+    words = LABELS.reshape(20, 3).masked_fill(GAPS[:20], -100)
+    scorer = Scorer(None, tuple(resolve(["accuracy", "f1"])), labels=("y",), masked=frozenset("y"))
+    output = SCORES.reshape(20, 3, 3)
+    found = scorer.values(folded(scorer, output, words, [[(0, 7), (7, 8)], [(8, 20)]]))
+    chosen, there = output.argmax(1)[~GAPS[:20]], words[~GAPS[:20]]
+    f1 = sk.f1_score(there, chosen, average="macro")
+    assert [*found.values()] == pytest.approx([sk.accuracy_score(there, chosen), f1])
     for name, text in [("y[3]", "no value 3 in a row"), ("z[0]", '"z[0]" is no label')]:
         wrong = Scorer(None, (MetricOf("mae", label=name, output=None),), labels=("y",))
         assert text in message_of(ParameterError, wrong.update, wrong.start(), SCORES, [labels])
     whole = Scorer(None, tuple(resolve([tm.MeanSquaredError()])))
     text = "labels are missing, and it is no mean over single values"
     assert text in message_of(ParameterError, whole.update, whole.start(), SCORES, [labels])
+
+
+@pytest.mark.parametrize(
+    ("scores", "labels"),
+    [
+        ([20.0, 40.0, 60.0, 50.0, 45.0, 30.0], [0, 0, 1, 0, 1, 0]),  # 40 and more are certain
+        ([-800.0, -900.0, 1.0], [1, 1, 1]),
+        ([-800.0, -900.0, 1.0, 50.0], [0, 1, 1, 0]),
+        ([36.0, 36.5, 36.7, 37.0, 38.0], [0, 1, 0, 1, 1]),  # neighbours among floats
+        ([40.0, 50.0], [0, 0]),
+    ],
+)
+def test_decisions_by_the_best_threshold_are_worth_what_it_says(scores: Any, labels: Any) -> None:
+    output, target = torch.tensor(scores), torch.tensor(labels)
+    target = torch.cat([target, torch.tensor([0, 1])])
+    output = torch.cat([output, output.min()[None] - 1, output.max()[None]])
+    scorer = Scorer(None, (BestThreshold(),))
+    found = scorer.values(folded(scorer, output, target, [[(0, len(output))]]))["best_threshold"]
+    decided = output.double().sigmoid() > found["threshold"]
+    assert sk.f1_score(target, decided) == pytest.approx(found["value"])
 
 
 def test_check_lists_every_problem_and_passes_what_works() -> None:

@@ -24,6 +24,7 @@ from sparkdl.model.recipe import (
     LiveReplica,
     Recipe,
     Signature,
+    SparseInput,
     part_of,
     problems_of_part,
     with_tensors,
@@ -175,6 +176,26 @@ def test_a_trial_goes_on_with_the_rows_of_the_data() -> None:
     assert float(module.passes) == 0
     with pytest.raises(ValueError, match=r"postprocess fails on a tensor of shape \[2, 2\]"):
         trial.run(made, iter([]))
+
+
+@pytest.mark.parametrize("form", ["dense", "tensor", "indices"])
+def test_vectors_are_made_of_their_entries(form: str) -> None:
+    """Indices are exact for a model in half precision; entries may be unsorted, or come twice."""
+    size, dense = 5000, torch.zeros(2, 5000)
+    dense[0, 4999], dense[0, 3], dense[1, 1001] = 2.0, 1.0, 4.0
+    entries = torch.tensor([[[4999, 2.0], [3, 0.5], [3, 0.5]], [[1001, 4.0], [0, 0], [0, 0]]])
+    module: Any = nn.Linear(size, 2, bias=False, dtype=torch.bfloat16)
+    wanted = module(dense.bfloat16())
+    if form == "indices":
+        weight, module = module.weight.T, nn.EmbeddingBag(size, 2, mode="sum", dtype=torch.bfloat16)
+        module.weight = nn.Parameter(weight.contiguous())
+        module.forward = lambda i, v: nn.EmbeddingBag.forward(module, i, per_sample_weights=v)
+    signature = Signature((), None, (SparseInput(0, size, form),))
+    found = Forward(module, signature).returned([entries.numpy()])
+    torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+    entries[0, 0, 0] = size
+    with pytest.raises((ModelError, RuntimeError, IndexError), match="5000"):
+        Forward(module, signature).returned([entries.numpy()])
 
 
 class OwnLoss(Structured):

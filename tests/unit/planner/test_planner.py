@@ -320,6 +320,17 @@ def test_formulas_and_simulation_agree(choice: Choice, nbytes: int) -> None:
     assert whole == pytest.approx(predicted, rel=0.03)
 
 
+@pytest.mark.parametrize("nodes", [2, 16, 96, 256])
+@pytest.mark.parametrize("seconds", [0.02, 2.0])
+def test_formulas_and_simulation_agree_between_nodes(nodes: int, seconds: float) -> None:
+    profile = replace(PROFILE, line=Line(0.0, seconds), nbytes=28_000_000)
+    probe = sparkdl.Cluster(nodes=nodes, slots=1).probe()
+    facts, choice = replace(FACTS, batch_size=nodes), Choice("shuffle", nodes)
+    predicted = Formulas(facts, profile, probe).estimate(choice).seconds
+    whole = duration(simulated(choice, facts, profile, probe))
+    assert whole == pytest.approx(predicted, rel=0.03)
+
+
 def test_the_simulation_has_stragglers_and_uneven_stages() -> None:
     slow = replace(PROFILE, line=replace(PROFILE.line, spread=0.1))
     choice = Choice("gang", 4)
