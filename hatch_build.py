@@ -24,7 +24,4 @@ class LongDescription(MetadataHookInterface):
             return f"{image}[{text}]({source}/{'raw' if image else 'blob'}/main/{path})"
 
         text = (Path(self.root) / "README.md").read_text(encoding="utf-8")
-        metadata["readme"] = {
-            "content-type": "text/markdown",
-            "text": _RELATIVE.sub(link, text),
-        }
+        metadata["readme"] = {"content-type": "text/markdown", "text": _RELATIVE.sub(link, text)}

@@ -19,15 +19,7 @@ import bigdl
 import ddp
 import torch
 from empty_jobs import jobs_ms, one_stage_job, two_stage_job
-from harness import (
-    hardware,
-    in_fresh_process,
-    markdown,
-    median_ms,
-    options,
-    session,
-    write_json,
-)
+from harness import hardware, in_fresh_process, markdown, median_ms, options, session, write_json
 from models import WORKS, work_named
 from strategies import plain_step
 

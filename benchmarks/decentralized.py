@@ -172,11 +172,7 @@ MODELS: Models = {
     "push-sum, any *": (push_sum, 1, 1),
     "averages of pairs *": (pairwise, 2, 1),
     "DiLoCo": (diloco, ALL_REDUCE / INNER, ALL_REDUCE),
-    "DiLoCo, drop_stragglers": (
-        partial(diloco, jobs=2, drop=True),
-        ALL_REDUCE / INNER,
-        ALL_REDUCE,
-    ),
+    "DiLoCo, drop_stragglers": (partial(diloco, jobs=2, drop=True), ALL_REDUCE / INNER, ALL_REDUCE),
     "DiLoCo, drop_stragglers, weights by steps *": (
         partial(diloco, jobs=2, drop=True, by_steps=True),
         ALL_REDUCE / INNER,

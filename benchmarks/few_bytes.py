@@ -123,10 +123,7 @@ def text() -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     names = ("argparse.py", "inspect.py", "typing.py", "turtle.py", "tarfile.py", "pathlib.py")
     lines = [line for name in names for line in (folder / name).read_text().splitlines() if line]
     found = []
-    for chosen in (
-        [line for n, line in enumerate(lines) if n % 20],
-        lines[::20],
-    ):
+    for chosen in ([line for n, line in enumerate(lines) if n % 20], lines[::20]):
         codes = torch.tensor([min(max(ord(c) - 32, 0), 95) for c in "\n".join(chosen)])
         windows = codes.unfold(0, CONTEXT + 1, 7)
         found.append((windows[:, :CONTEXT].numpy(), windows[:, CONTEXT].numpy()))

@@ -97,7 +97,7 @@ def limited_session(folder: Path, limit: float, enforce: bool) -> SparkSession:
             "spark.local.dir": str(folder / "spark"),
             "spark.sparkdl.slab.dir": str(folder / "slabs"),
             **daemon,
-        },
+        }
     )
 
 

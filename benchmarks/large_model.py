@@ -96,10 +96,7 @@ def bytes_table(
     ours: dict[str, float], theirs: dict[str, float], megabytes: int, copy: float
 ) -> str:
     """``copy``: ms for ``megabytes``, by each of two processes: 2 x P read and 2 x P written."""
-    measured = ours | {
-        "DDP: all-reduce": theirs["all-reduce"],
-        "DDP: Adam": theirs["Adam, fused"],
-    }
+    measured = ours | {"DDP: all-reduce": theirs["all-reduce"], "DDP: Adam": theirs["Adam, fused"]}
     head = ("part", "touches, x P", "MB", "at copying speed, ms", "measured, ms", "why")
     return markdown(
         head,

@@ -205,9 +205,6 @@ WORKS = {
         batches=(4096,),
         samples=262_144,
         loss=nn.BCEWithLogitsLoss(),
-        optimizer={
-            "tables": partial(optim.SparseAdam, lr=1e-3),
-            "": partial(optim.Adam, lr=1e-3),
-        },
+        optimizer={"tables": partial(optim.SparseAdam, lr=1e-3), "": partial(optim.Adam, lr=1e-3)},
     ),
 }

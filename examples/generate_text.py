@@ -58,10 +58,7 @@ def main(spark: SparkSession, epochs: int = 12) -> dict[str, float]:
         optimizer=partial(torch.optim.AdamW, lr=0.01),
         features={"input_ids": "text"},
         label="next",
-        columns={
-            "text": sparkdl.Text(tokenizer),
-            "next": sparkdl.Text(tokenizer, padding=-100),
-        },
+        columns={"text": sparkdl.Text(tokenizer), "next": sparkdl.Text(tokenizer, padding=-100)},
         batch_size=24,
         replicas=2,
         stop=sparkdl.max_epoch(epochs),

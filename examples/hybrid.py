@@ -50,11 +50,7 @@ def main(spark: SparkSession, epochs: int = 4) -> dict[str, float]:
         stop=sparkdl.max_epoch(epochs),
     )
     losses = alone.fit(train).history.losses
-    for mesh in (
-        {"data": 2, "pipe": 2},
-        {"data": 2, "shard": 2},
-        {"shard": 2, "tensor": 2},
-    ):
+    for mesh in ({"data": 2, "pipe": 2}, {"data": 2, "shard": 2}, {"shard": 2, "tensor": 2}):
         trained = replace(alone, engine="gang", mesh=mesh).fit(train)
         pairs = zip(losses, trained.history.losses, strict=True)
         apart = max(abs(one - other) for one, other in pairs)

@@ -68,8 +68,7 @@ def run(spark: SparkSession, folder: Path, epochs: int) -> dict[str, float]:
     trained.transform(prepared.where("held_out")).write.parquet(path)
     written = spark.read.parquet(path)
     errors = written.crossJoin(written.selectExpr("avg(label) AS mean")).selectExpr(
-        "count(*) AS rows",
-        "1 - sum(pow(label - prediction, 2)) / sum(pow(label - mean, 2)) AS r2",
+        "count(*) AS rows", "1 - sum(pow(label - prediction, 2)) / sum(pow(label - mean, 2)) AS r2"
     )
     result = errors.first().asDict()
     print(f"{result['rows']} held-out patients: R2 {result['r2']:.3f} (predicting the mean: 0)")

@@ -125,10 +125,7 @@ SPARK_SETTINGS: dict[str, tuple[str, str]] = {
 }
 """Maps each key to its value and the reason for it."""
 
-NEEDED_FOR_SPEED = (
-    "spark.python.unix.domain.socket.enabled",
-    "spark.python.daemon.module",
-)
+NEEDED_FOR_SPEED = ("spark.python.unix.domain.socket.enabled", "spark.python.daemon.module")
 """The keys whose absence costs time; ``fit`` warns of it once."""
 
 

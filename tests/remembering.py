@@ -16,7 +16,7 @@ class Seen(nn.Module):
     """What it remembers is the same however rows are divided, by the rules of its class."""
 
     sparkdl_buffers: ClassVar[dict[str, Any]] = {
-        **{"low": "min", "high": "max", "rows": "sum", "mass": "sum", "signs": "max"},
+        **{"low": "min", "high": "max", "rows": "sum", "mass": "sum", "signs": "max"}
     }
 
     def __init__(self, width: int) -> None:

@@ -73,9 +73,7 @@ DIFFERENCES: dict[str, Difference] = {
         f"{_COMBINED}it is not a mean over the rows. If it is a mean over tokens, pairs or labels that "
         f"are not padding, {_PAIR}. If it makes rows depend on each other, {_APART}"
     ),
-    "a sum that depends": Difference(
-        f"{_COMBINED}{_DEPENDS}{_APART[0].upper()}{_APART[1:]}",
-    ),
+    "a sum that depends": Difference(f"{_COMBINED}{_DEPENDS}{_APART[0].upper()}{_APART[1:]}"),
     "depends": Difference(
         f"{_COMBINED}{_DEPENDS}If it is a mean over something other than rows, {_PAIR}. Otherwise "
         f"{_APART}"

@@ -390,11 +390,7 @@ def _brings_together(loss: Loss, output: torch.Tensor, target: torch.Tensor) -> 
 
 
 def check_shapes(
-    loss: Loss,
-    output: Any,
-    targets: Sequence[torch.Tensor],
-    rows: int,
-    labels: Sequence[Field],
+    loss: Loss, output: Any, targets: Sequence[torch.Tensor], rows: int, labels: Sequence[Field]
 ) -> None:
     """Raise ModelError if torch would broadcast the output and the label against each other.
 

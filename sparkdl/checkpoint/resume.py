@@ -138,10 +138,7 @@ class ResumeCandidates:
     """
 
     def __init__(
-        self,
-        settings: Checkpoint | None,
-        resume: str | os.PathLike[str],
-        any_data: bool = False,
+        self, settings: Checkpoint | None, resume: str | os.PathLike[str], any_data: bool = False
     ) -> None:
         self._latest = resume == LATEST
         if self._latest and settings is None:

@@ -461,14 +461,8 @@ ALGORITHMS: Mapping[str, Mapping[str, Callable[..., None]]] = {
         "ring": ring_all_reduce,
         "halving-doubling": all_reduce,
     },
-    "reduce_scatter": {
-        "ring": ring_reduce_scatter,
-        "halving-doubling": reduce_scatter,
-    },
-    "all_gather": {
-        "ring": ring_all_gather,
-        "halving-doubling": all_gather,
-    },
+    "reduce_scatter": {"ring": ring_reduce_scatter, "halving-doubling": reduce_scatter},
+    "all_gather": {"ring": ring_all_gather, "halving-doubling": all_gather},
 }
 """The algorithms for each operation. Their arguments are (link, flat), then the bounds if blocks have
 owners, then ``combine`` if there is something to sum."""
@@ -488,11 +482,7 @@ def _ring(
 
 
 def _relay(
-    link: Link,
-    flat: torch.Tensor,
-    before: int | None,
-    behind: int | None,
-    combine: Combine | None,
+    link: Link, flat: torch.Tensor, before: int | None, behind: int | None, combine: Combine | None
 ) -> None:
     """Receive blocks from ``before`` and forward each to ``behind`` while the next one arrives.
 

@@ -89,12 +89,7 @@ class Transfers:
         with self._changed:
             number, self._asked = self._asked, self._asked + 1
             self._known[number] = Transfer(
-                number,
-                tensor,
-                list(tensor.detach().view(-1).split(chunk)),
-                op,
-                priority,
-                call,
+                number, tensor, list(tensor.detach().view(-1).split(chunk)), op, priority, call
             )
             return self._known[number]
 

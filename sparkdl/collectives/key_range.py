@@ -331,11 +331,7 @@ def _values(number: int) -> str:
 
 
 def read_ranges(
-    saved: Manifest,
-    specs: Sequence[KeySpec],
-    place: int,
-    make: MakeOptimizer | None,
-    average: bool,
+    saved: Manifest, specs: Sequence[KeySpec], place: int, make: MakeOptimizer | None, average: bool
 ) -> dict[int, KeyRange]:
     """Return the ranges of an owner with their optimizers' state; ``specs`` are in saved order."""
     found = {}

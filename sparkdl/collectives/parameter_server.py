@@ -55,11 +55,7 @@ class KeyOperations:
     """
 
     def __init__(
-        self,
-        client: Client,
-        keys: dict[int, KeySpec],
-        optimizer: MakeOptimizer | None,
-        means: bool,
+        self, client: Client, keys: dict[int, KeySpec], optimizer: MakeOptimizer | None, means: bool
     ) -> None:
         self.rank, self._client, self._keys = client.rank, client, keys
         self._optimizer, self._means = optimizer, means

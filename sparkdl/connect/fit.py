@@ -28,13 +28,7 @@ from sparkdl.connect.news import HIDDEN, FollowedFit
 from sparkdl.connect.rank import MAX_ROWS_BYTES, STORED, FitOrder, LedEnd, LedFit
 from sparkdl.connect.rows import ConnectedRows, PersistedSamples, for_gang
 from sparkdl.data.fields import NO_ROWS
-from sparkdl.errors import (
-    DataError,
-    ModelError,
-    ParameterError,
-    StateLostError,
-    cannot_travel,
-)
+from sparkdl.errors import DataError, ModelError, ParameterError, StateLostError, cannot_travel
 from sparkdl.gang.connect import check_slots_of, hosts_of, in_tasks, run_led, slots_of
 from sparkdl.gang.led import RESULT, LedTask
 from sparkdl.loop.callbacks import added_callbacks

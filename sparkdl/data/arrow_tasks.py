@@ -101,8 +101,7 @@ class WriteDataFrame:
         keys = part.column(len(pairs)).to_pylist() if self.handling.key is not None else None
         invalid = {
             row: InvalidRow(
-                None if keys is None else keys[row],
-                *(column.name, reason, writer.rows_read + row),
+                None if keys is None else keys[row], *(column.name, reason, writer.rows_read + row)
             )
             for (_, column), found in zip(reversed(pairs), reversed(reasons), strict=True)
             for row, reason in found.items()

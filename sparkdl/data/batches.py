@@ -152,9 +152,7 @@ def fields_to_batch(batch_spec: BatchSpec, fields: Sequence[Rows]) -> Batch:
 
 
 def _at_place(
-    batch_spec: BatchSpec,
-    gather: Callable[[], Sequence[Rows]],
-    place: tuple[np.ndarray, int, int],
+    batch_spec: BatchSpec, gather: Callable[[], Sequence[Rows]], place: tuple[np.ndarray, int, int]
 ) -> list[Rows]:
     """Gather the fields and augment them, if at all, at ``place``: (rows, epoch, replica).
 

@@ -10,14 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sparkdl.data.ragged import Padding, Ragged, Rows
-from sparkdl.data.row_errors import (
-    FIRST,
-    NONE_INVALID,
-    SAME_SHAPE,
-    SAME_TYPE,
-    BadRow,
-    InvalidRows,
-)
+from sparkdl.data.row_errors import FIRST, NONE_INVALID, SAME_SHAPE, SAME_TYPE, BadRow, InvalidRows
 from sparkdl.errors import DataError
 
 

@@ -38,13 +38,7 @@ from sparkdl.data.records import Names
 from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling
 from sparkdl.data.sampling import Draws, Sampling
 from sparkdl.data.schema import read_schema, sampling_column
-from sparkdl.errors import (
-    DataError,
-    StaleReferenceError,
-    StateLostError,
-    TrainingError,
-    nearest,
-)
+from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError, nearest
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.spark.frames import (
@@ -354,8 +348,7 @@ def _write_table(source: Source) -> tuple[RDD, bool]:
         return map_frames(rows, first_field), not stay
     # Every process can map every file: rows stay where they are read; only row numbers move.
     written = in_few_tasks(chosen, source.replicas).mapInArrow(
-        accompanied(WriteParts(task, source.replicas)),
-        "partition int, part binary",
+        accompanied(WriteParts(task, source.replicas)), "partition int, part binary"
     )
     addressed = map_frames(written.rdd, address_parts)
     joined = map_frames(shuffle_frames(addressed, source.replicas), JoinParts(source.slab))

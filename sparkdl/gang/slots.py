@@ -25,9 +25,7 @@ def slots_now(context: SparkContext, profile: ResourceProfile | None = None) -> 
 
 
 def task_slots(
-    context: SparkContext,
-    profile: ResourceProfile | None = None,
-    seconds: float = SLOT_SECONDS,
+    context: SparkContext, profile: ResourceProfile | None = None, seconds: float = SLOT_SECONDS
 ) -> int:
     """Return the number of tasks that can run at once, at least 1."""
     if profile is not None:

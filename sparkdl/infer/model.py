@@ -310,10 +310,7 @@ class TrainedModel(ModelData):
         return save(self, path, overwrite)
 
     def export(
-        self,
-        path: str | os.PathLike[str],
-        format: str = "torch.export",
-        overwrite: bool = False,
+        self, path: str | os.PathLike[str], format: str = "torch.export", overwrite: bool = False
     ) -> Path:
         """Write the module as a program that runs without its code, and return the path of the file.
 

@@ -17,13 +17,7 @@ from torch import nn
 
 from sparkdl.data.columns.base import KINDS, Column, ColumnSpec, padding_of
 from sparkdl.data.schema import check_specs
-from sparkdl.errors import (
-    ParameterError,
-    nearest,
-    raise_all,
-    shown,
-    wrong_data,
-)
+from sparkdl.errors import ParameterError, nearest, raise_all, shown, wrong_data
 from sparkdl.infer.new_forward import sparse_inputs
 from sparkdl.infer.outputs import named_parts
 from sparkdl.infer.score import Inference, Inputs, ModelSource, Options, prepare

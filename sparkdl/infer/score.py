@@ -16,12 +16,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from torch import nn
 
 from sparkdl.compat import arrow_udf
-from sparkdl.data.arrow_tasks import (
-    check_new_columns,
-    check_unambiguous,
-    numbered,
-    of_structs,
-)
+from sparkdl.data.arrow_tasks import check_new_columns, check_unambiguous, numbered, of_structs
 from sparkdl.data.columns.base import Specs, names_read
 from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.records import Names

@@ -197,11 +197,7 @@ def tune(config: Config, arguments: Any) -> None:
 
 
 def _tune(
-    spark: Any,
-    config: Config,
-    trainer: sparkdl.Trainer,
-    search: dict[str, Any],
-    resume: str | None,
+    spark: Any, config: Config, trainer: sparkdl.Trainer, search: dict[str, Any], resume: str | None
 ) -> None:
     samples, held = datasets.read_samples(spark, config)
     iterations = building.iterations_of(config, trainer, samples.count())

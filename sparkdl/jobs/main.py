@@ -99,10 +99,7 @@ def _run_job(name: str, arguments: list[str]) -> None:
     needed = "--config FILE" if from_file else "--model FOLDER --data PATH"
     usage = f"sparkdl {name} {needed} [--KEY VALUE ...]"
     parser = config.new_parser(
-        prog=f"sparkdl {name}",
-        usage=usage,
-        description=COMMANDS[name],
-        parser_mode="omegaconf",
+        prog=f"sparkdl {name}", usage=usage, description=COMMANDS[name], parser_mode="omegaconf"
     )
     if from_file:
         parser.add_argument(

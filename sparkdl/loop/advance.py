@@ -77,10 +77,7 @@ def catch_up(schedule: Schedule, state: TrainState, history: History) -> TrainSt
 
 
 def next_iteration(
-    state: TrainState,
-    schedule: Schedule,
-    histograms: bool,
-    decisions: Decisions | None = None,
+    state: TrainState, schedule: Schedule, histograms: bool, decisions: Decisions | None = None
 ) -> Iteration:
     """Return the iteration after ``state``, where ``schedule`` stands.
 

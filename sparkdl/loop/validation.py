@@ -100,10 +100,7 @@ class Validator:
             self._engine.keep_best()
             best = record
         return replace(
-            state,
-            validations=(*state.validations, record),
-            best=best,
-            higher_is_better=higher,
+            state, validations=(*state.validations, record), best=best, higher_is_better=higher
         )
 
     def finish(self, state: TrainState) -> TrainState:

@@ -147,12 +147,7 @@ class ClassParams(HasRawPredictionCol, HasProbabilityCol, HasThresholds):
 
 
 class FitParams(
-    ModelParams,
-    HasWeightCol,
-    HasValidationIndicatorCol,
-    HasBatchSize,
-    HasLearningRate,
-    HasSeed,
+    ModelParams, HasWeightCol, HasValidationIndicatorCol, HasBatchSize, HasLearningRate, HasSeed
 ):
     """The plain Params of a training, which a model keeps: it tells with what it was trained."""
 

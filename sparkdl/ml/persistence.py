@@ -31,13 +31,7 @@ from sparkdl.codec.safe import decode, encode
 from sparkdl.compat import for_metadata
 from sparkdl.errors import ModelError, ParameterError, SessionError, TrustError, UserError
 from sparkdl.infer.model import load
-from sparkdl.infer.recipe import (
-    WithoutName,
-    is_module_builder,
-    member_of,
-    recipe_by_name,
-    resolved,
-)
+from sparkdl.infer.recipe import WithoutName, is_module_builder, member_of, recipe_by_name, resolved
 from sparkdl.infer.remote import HadoopFolder
 from sparkdl.infer.saved import save
 from sparkdl.loop.triggers import Trigger

@@ -14,12 +14,7 @@ from sparkdl.errors import ModelError, in_quotes, known_arguments, nearest, show
 from sparkdl.model.buffers import PRECISIONS, TrainingOptions
 from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import (
-    ParallelStrategy,
-    check_dense,
-    check_elementwise,
-    flag_problems,
-)
+from sparkdl.parallel.base import ParallelStrategy, check_dense, check_elementwise, flag_problems
 from sparkdl.plain import make_plain
 from sparkdl.slices.optimizer import OptimizerSpec
 

@@ -117,12 +117,7 @@ class Formulas:
             share = nbytes / (sizes.pipe * sizes.tensor)
             summed += 1.5 * self.probe.sum(sizes.shard, share)
         summed += self.probe.sum(sizes.data, nbytes / r)
-        return {
-            "overhead": overhead + units,
-            "compute": whole,
-            "sum": summed,
-            "update": update / r,
-        }
+        return {"overhead": overhead + units, "compute": whole, "sum": summed, "update": update / r}
 
     def _shuffle(self, choice: Choice, overhead: float) -> dict[str, float]:
         """Return the parts of an iteration of Spark jobs, on one node or between nodes."""

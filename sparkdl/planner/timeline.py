@@ -18,13 +18,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sparkdl.planner.choice import SHUFFLE, Choice, Facts
-from sparkdl.planner.estimate import (
-    BLOCK_SECONDS,
-    BUCKET,
-    BYTE_SECONDS,
-    TASK_SECONDS,
-    warmth,
-)
+from sparkdl.planner.estimate import BLOCK_SECONDS, BUCKET, BYTE_SECONDS, TASK_SECONDS, warmth
 from sparkdl.planner.probe import Probe
 from sparkdl.planner.profile import Profile
 

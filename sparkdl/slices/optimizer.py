@@ -177,9 +177,7 @@ class OptimizerSpec:
 
     @staticmethod
     def of(
-        recipe: Recipe,
-        parameters: Sequence[torch.nn.Parameter],
-        module: torch.nn.Module,
+        recipe: Recipe, parameters: Sequence[torch.nn.Parameter], module: torch.nn.Module
     ) -> OptimizerSpec:
         """Describe the optimizers of a recipe.
 

@@ -21,14 +21,7 @@ import torch
 from sparkdl.errors import ModelError
 from sparkdl.model.flat import sparse_tables
 from sparkdl.process.determinism import seeded, torch_threads
-from sparkdl.slices.optimizer import (
-    KINDS,
-    CutRule,
-    GroupSpec,
-    OptimizerSpec,
-    declared,
-    take_step,
-)
+from sparkdl.slices.optimizer import KINDS, CutRule, GroupSpec, OptimizerSpec, declared, take_step
 from sparkdl.slices.optimizer_step import evaluate_once, step_slice, wants_loss
 from sparkdl.slices.spec import Fragment, SliceSpec, SliceState
 

@@ -121,9 +121,7 @@ def _java_side(
 def zip_frames(left: RDD, right: RDD) -> RDD:
     """Return pairs of frames of two RDDs with as many partitions, and as many records in each."""
     return RDD(
-        left._jrdd.zip(right._jrdd),
-        left.ctx,
-        PairDeserializer(NoOpSerializer(), NoOpSerializer()),
+        left._jrdd.zip(right._jrdd), left.ctx, PairDeserializer(NoOpSerializer(), NoOpSerializer())
     )
 
 

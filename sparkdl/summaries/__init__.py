@@ -10,11 +10,4 @@ from sparkdl.summaries.files import HistoryFile, Report
 from sparkdl.summaries.mlflow import MLflow
 from sparkdl.summaries.tensorboard import TensorBoard
 
-__all__ = [
-    "HistoryFile",
-    "MLflow",
-    "Report",
-    "Summaries",
-    "SummaryWriter",
-    "TensorBoard",
-]
+__all__ = ["HistoryFile", "MLflow", "Report", "Summaries", "SummaryWriter", "TensorBoard"]

@@ -138,11 +138,7 @@ def save_model(
         "pytorch", model_data=_TORCH, pytorch_version=str(torch.__version__), code=code
     )
     pyfunc.add_to_model(
-        described,
-        loader_module=LOADER,
-        data=_FOLDER,
-        code=code,
-        python_env="python_env.yaml",
+        described, loader_module=LOADER, data=_FOLDER, code=code, python_env="python_env.yaml"
     )
     described.save(str(folder / "MLmodel"))
 

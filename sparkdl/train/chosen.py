@@ -160,10 +160,7 @@ class Planner:
             profile, probe = _elsewhere(cluster, profile, probe)
         iterations = self.iterations  # which may count the rows
         told = Facts(
-            settled.batch_size,
-            self.__dict__.get("rows"),
-            iterations,
-            settled.options.local_steps,
+            settled.batch_size, self.__dict__.get("rows"), iterations, settled.options.local_steps
         )
         formulas = Formulas(told, profile, probe)
         refusals = Refusals(self, profile, cluster is None)

@@ -25,12 +25,7 @@ from sparkdl.spark.failures import reading_explained
 from sparkdl.train.chosen import Planner, decided
 from sparkdl.train.course import check_replay, run_course
 from sparkdl.train.engine_inputs import Site
-from sparkdl.train.placed_samples import (
-    PlacedSamples,
-    check_validation_data,
-    data_of,
-    replicas_of,
-)
+from sparkdl.train.placed_samples import PlacedSamples, check_validation_data, data_of, replicas_of
 from sparkdl.train.prepare import prepare
 from sparkdl.train.request import CarriedRun, FitRequest, PassSeries
 from sparkdl.train.sizes import check_gang, check_sizes
@@ -140,10 +135,7 @@ def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress
     shows = not request.quiet and settings.progress != "false"
     watched = shows and trainer.engine == "shuffle" and request.plan is None
     watches = (ScheduleShare(trainer, facts, replicas),) if watched else ()
-    with (
-        waiting_for_locality(context),
-        FitResources(context, slab, settings.timeout) as resources,
-    ):
+    with waiting_for_locality(context), FitResources(context, slab, settings.timeout) as resources:
         if placed is None:
             progress.doing("reading rows", resources.rows_read)
             placed = PlacedSamples.within(resources, trainer, data, replicas, model.float_dtype)

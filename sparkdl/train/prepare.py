@@ -81,10 +81,7 @@ class PreparedModel:
         return str(self.layout.dtype).removeprefix("torch.")
 
 
-def prepare(
-    trainer: TrainerSpec,
-    start: TrainedModel | None,
-) -> PreparedModel:
+def prepare(trainer: TrainerSpec, start: TrainedModel | None) -> PreparedModel:
     """Build everything that needs no data, and check it."""
     trainer = trainer.settled()
     if trainer.validation is not None:

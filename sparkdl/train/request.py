@@ -69,12 +69,7 @@ class FitRequest:
             )
         kept = chosen_state(start, optimizer_state)
         return FitRequest(
-            trainer=trainer,
-            resume=resume,
-            start=start,
-            kept=kept,
-            any_data=any_data,
-            replay=replay,
+            trainer=trainer, resume=resume, start=start, kept=kept, any_data=any_data, replay=replay
         )
 
     @property

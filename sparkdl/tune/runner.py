@@ -394,9 +394,7 @@ class RunTrial:
         if self.trial.pruning is not None:
             callbacks.append(self.trial.pruning)
         fit = LocalFit(
-            self.files.here(setup.training),
-            self.files.here(setup.validation),
-            setup.float_dtype,
+            self.files.here(setup.training), self.files.here(setup.validation), setup.float_dtype
         )
         done = fit.run(trainer, callbacks, setup.settings, self.files.slab, setup.threads)
         record = setup.objective.record(self.trial.number, self.trial.arguments, done.history)

@@ -137,12 +137,7 @@ class LearningRates:
 
 
 def find_lr(
-    trainer: Trainer,
-    data: Any,
-    *,
-    start: float = 1e-7,
-    end: float = 10.0,
-    iterations: int = 100,
+    trainer: Trainer, data: Any, *, start: float = 1e-7, end: float = 10.0, iterations: int = 100
 ) -> LearningRates:
     """Train with learning rates that grow from iteration to iteration, and suggest one.
 

@@ -33,10 +33,7 @@ def all_rows() -> dict[str, tuple[dict, list[Fault]]]:
             [at(job="sync", iteration=6, partition=0).kill_worker()],
         ),
         "executor killed": (DDP, [at(job="fb", iteration=6, partition=0).kill_executor()]),
-        "executor killed, zero1": (
-            ZERO1,
-            [at(job="fb", iteration=7, partition=1).kill_executor()],
-        ),
+        "executor killed, zero1": (ZERO1, [at(job="fb", iteration=7, partition=1).kill_executor()]),
         "executor killed, fsdp": (FSDP, [at(job="fb", iteration=7, partition=1).kill_executor()]),
         "rank killed at a validation, fsdp": (
             FSDP,

@@ -131,15 +131,7 @@ def test_one_executor_is_lost_for_good_and_one_is_gained(tmp_path, undisturbed, 
         wait(20)
         cluster.add_worker()
 
-    result, executors = train(
-        tmp_path,
-        way,
-        2,
-        change,
-        {25: 15.0},
-        slow=25,
-        **DYNAMIC,
-    )
+    result, executors = train(tmp_path, way, 2, change, {25: 15.0}, slow=25, **DYNAMIC)
     assert result == undisturbed
     assert executors[0] == 2
     assert 1 in executors

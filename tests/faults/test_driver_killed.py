@@ -33,13 +33,7 @@ def undisturbed(spark) -> dict:
 def run(folder: Path, case: str, hold: int = 0, master: str = "local[2]") -> dict:
     told, checkpoints = str(folder / "told"), str(folder / "checkpoints")
     return launch(
-        SCRIPT,
-        folder,
-        master=master,
-        checkpoints=checkpoints,
-        told=told,
-        case=case,
-        hold=hold,
+        SCRIPT, folder, master=master, checkpoints=checkpoints, told=told, case=case, hold=hold
     )
 
 

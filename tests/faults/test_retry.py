@@ -21,11 +21,7 @@ from sparkdl.codec.packed import decode
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
-from sparkdl.engines.shuffle.messages import (
-    RESIDUAL_FOREIGN,
-    IterationMessage,
-    raise_unrecoverable,
-)
+from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage, raise_unrecoverable
 from sparkdl.engines.shuffle.replica_context import (
     AtReplicas,
     InitialState,
@@ -128,8 +124,7 @@ def test_slabs_may_go_at_any_moment_and_any_number_of_times(results, spark, dele
 @pytest.mark.timeout(600)
 @pytest.mark.spark
 @pytest.mark.parametrize(
-    "fault",
-    soak_but(["lasting in forward-backward", "lasting kill"], train_with_faults.LASTING),
+    "fault", soak_but(["lasting in forward-backward", "lasting kill"], train_with_faults.LASTING)
 )
 def test_a_task_that_fails_every_attempt_is_one_error(results, fault):
     site = train_with_faults.LASTING[fault].site

@@ -49,10 +49,7 @@ CARE: dict[str, Any] = {
     "l2": {"*.weight": 1e-2},
     "accumulate": 3,
     "weight": "weight",
-    "optimizer": {
-        "0": partial(torch.optim.SGD, lr=0.1),
-        "": partial(torch.optim.Adam, lr=0.01),
-    },
+    "optimizer": {"0": partial(torch.optim.SGD, lr=0.1), "": partial(torch.optim.Adam, lr=0.01)},
     "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2),
 }
 """Options of a trainer that every strategy has to combine."""

@@ -33,11 +33,7 @@ from launch import in_turn, soak_but
 from own_optimizers import ScheduleFree
 from pyspark import cloudpickle
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleOutput,
-    SequenceParallel,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput, SequenceParallel
 
 import sparkdl
 from sparkdl import FSDP, Pipeline, Tensor
@@ -120,10 +116,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "activation_checkpointing": ["slope"],
     },
     "tensor, a transformer layer": {"model": models.Words, "strategy": "tensor"},
-    "tensor, rows of a table": {
-        "model": models.Words,
-        "strategy": Tensor(plan={"table": "row"}),
-    },
+    "tensor, rows of a table": {"model": models.Words, "strategy": Tensor(plan={"table": "row"})},
     "tensor, in styles of torch's": {"model": models.Normed, "strategy": BY_SEQUENCE},
     "tensor, inputs by keyword": {**by_keyword(), "strategy": "tensor"},
     "tensor, shards of one rank": {"strategy": "tensor", "mesh": {"shard": 1, "tensor": 2}},
@@ -158,11 +151,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "accumulate": 2,
     },
     "pipeline, a single number": {**FORWARD, "model": models.Sharp, "ema": 0.8},
-    "pipeline, two inputs": {
-        **FORWARD,
-        "model": models.Scaled,
-        "features": ["features", "weight"],
-    },
+    "pipeline, two inputs": {**FORWARD, "model": models.Scaled, "features": ["features", "weight"]},
 }
 
 
@@ -231,11 +220,7 @@ UNEVEN: dict[str, tuple[dict[str, Any], tuple[int, int], dict[str, Any]]] = {
     ),
     "a single number on a rank without rows": ({**FRAGILE, "strategy": FIRST}, (0, 24), {}),
     "a single number on a pipeline without rows": (
-        {
-            **FRAGILE,
-            "strategy": ["pipeline", FIRST],
-            "mesh": {"pipe": 1, "shard": 2},
-        },
+        {**FRAGILE, "strategy": ["pipeline", FIRST], "mesh": {"pipe": 1, "shard": 2}},
         (0, 24),
         {},
     ),
@@ -264,11 +249,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fsdp, sums in bf16": {"strategy": UNITS, "wire": "bf16"},
     "fsdp, gathers in bf16": {"strategy": FSDP(units=["0", "2"], param_dtype="bf16")},
     "tensor, bf16": {"strategy": "tensor", "precision": "bf16"},
-    "tensor, fp16": {
-        "strategy": "tensor",
-        "precision": "fp16",
-        "mesh": {"shard": 1, "tensor": 2},
-    },
+    "tensor, fp16": {"strategy": "tensor", "precision": "fp16", "mesh": {"shard": 1, "tensor": 2}},
     "pipeline, bf16": {"strategy": "pipeline", "precision": "bf16"},
     "pipeline, fp16": {"strategy": "pipeline", "precision": "fp16"},
 }

@@ -83,10 +83,7 @@ FAULTS = {
         "unit/slices/test_blocks.py",
     ),
     "a parameter without a gradient is stepped": Fault(
-        "slices/optimizer_step.py",
-        "if number not in absent:",
-        "if True:",
-        "parity/test_parity.py",
+        "slices/optimizer_step.py", "if number not in absent:", "if True:", "parity/test_parity.py"
     ),
     "the step's own memory is not copied back": Fault(
         "slices/optimizer_step.py",
@@ -107,10 +104,7 @@ FAULTS = {
         "parity/test_gradients.py",
     ),
     "buffers keep what a trial wrote": Fault(
-        "replica/compute.py",
-        "buffer.copy_(content)",
-        "pass",
-        "unit/replica/test_compute.py",
+        "replica/compute.py", "buffer.copy_(content)", "pass", "unit/replica/test_compute.py"
     ),
     "an epoch leaves out the last batch": Fault(
         "data/epoch.py",
@@ -161,10 +155,7 @@ FAULTS = {
         "unit/engines/test_recovery.py",
     ),
     "what is repeated is decided anew": Fault(
-        "consistency/base.py",
-        "if repeated is not None:",
-        "if False:",
-        "spark/test_consistency.py",
+        "consistency/base.py", "if repeated is not None:", "if False:", "spark/test_consistency.py"
     ),
     "a version that is still read is overwritten": Fault(
         "engines/shuffle/engine.py",
@@ -209,10 +200,7 @@ FAULTS = {
         "unit/loop/test_history.py",
     ),
     "a skipped iteration is part of an epoch's mean": Fault(
-        "loop/history.py",
-        "if math.isfinite(loss):",
-        "if True:",
-        "unit/loop/test_history.py",
+        "loop/history.py", "if math.isfinite(loss):", "if True:", "unit/loop/test_history.py"
     ),
     "a process number that is used again holds a root": Fault(
         "slab/root.py",
@@ -239,10 +227,7 @@ FAULTS = {
         "unit/slices/test_reduce.py",
     ),
     "what was there counts again in each sum": Fault(
-        "model/flat.py",
-        "now - before))",
-        "now))",
-        "unit/model/test_flat.py",
+        "model/flat.py", "now - before))", "now))", "unit/model/test_flat.py"
     ),
     "statistics are those of rows with weight": Fault(
         "engines/gang/strategies/summed.py",

@@ -300,10 +300,7 @@ QUICK = [
 
 
 @pytest.mark.spark
-@pytest.mark.parametrize(
-    "name",
-    [*map(name_of, GRID_ON_SPARK), *soak_but(QUICK, ON_SPARK)],
-)
+@pytest.mark.parametrize("name", [*map(name_of, GRID_ON_SPARK), *soak_but(QUICK, ON_SPARK)])
 def test_shuffle_engine_has_the_bits_of_the_local_one(spark, name):
     run = RUNS.get(name) or of_grid(*next(c for c in GRID_ON_SPARK if name_of(c) == name))
     trainer, parts = run.begin()

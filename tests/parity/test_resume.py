@@ -146,10 +146,7 @@ CASES: dict[str, dict] = {
         "wire": "bf16",
         "slices": 2,
     },
-    "PowerSGD": {
-        "compression": sparkdl.PowerSGD(1),
-        "optimizer": partial(torch.optim.SGD, lr=0.1),
-    },
+    "PowerSGD": {"compression": sparkdl.PowerSGD(1), "optimizer": partial(torch.optim.SGD, lr=0.1)},
     "augment and bucketing": {
         "model": Reader,
         "features": "text",
@@ -314,8 +311,7 @@ FROM = [5, 6, 13]
 
 
 @pytest.mark.parametrize(
-    ("case", "number"),
-    [*(("everything", number) for number in FROM), *in_turn([*CASES][1:], FROM)],
+    ("case", "number"), [*(("everything", number) for number in FROM), *in_turn([*CASES][1:], FROM)]
 )
 def test_from_any_iteration(df, straight, tmp_path, case, number):
     expected, folder = straight(case)
@@ -420,8 +416,7 @@ def test_cut_anew(df, straight, tmp_path, case, slices):
 
 
 @pytest.mark.parametrize(
-    "case",
-    soak_but(["everything"], ["everything", "sparse tables and two optimizers", "PowerSGD"]),
+    "case", soak_but(["everything"], ["everything", "sparse tables and two optimizers", "PowerSGD"])
 )
 def test_engines_change_places(df, straight, tmp_path, case):
     """local to 6, shuffle to 13, local to 20."""

@@ -162,11 +162,7 @@ def test_the_best_model_is_that_of_its_iteration(best, cut):
     sizes, slices, held_out = cut
     sgd = partial(torch.optim.SGD, lr=6.0)  # restless: the last is not the best
     trainer, parts, _ = validated(
-        sizes,
-        slices,
-        held_out,
-        optimizer=sgd,
-        validation={"best": best, "every": sparkdl.every(1)},
+        sizes, slices, held_out, optimizer=sgd, validation={"best": best, "every": sparkdl.every(1)}
     )
     seen = fit_here(trainer, parts)
     values = [v["metrics"][best] for v in seen.trained.history.validations]

@@ -69,11 +69,7 @@ def test_sample_weights(sizes, slices, changes):
 
 @pytest.mark.parametrize(
     ("sizes", "slices", "given"),
-    [
-        (*CUTS[0], OF_CLASSES),
-        (*CUTS[1], tuple(OF_CLASSES)),
-        (*CUTS[2], {0: 0.3, 1: 2.5, 5: 7.0}),
-    ],
+    [(*CUTS[0], OF_CLASSES), (*CUTS[1], tuple(OF_CLASSES)), (*CUTS[2], {0: 0.3, 1: 2.5, 5: 7.0})],
     ids=str,
 )
 def test_class_weights_are_those_of_cross_entropy(sizes, slices, given):

@@ -1019,10 +1019,7 @@ OPTIMIZERS = [
             "keeps a state of its own. Use an optimizer without eval(), such as torch.optim.AdamW, or "
             "consistency=sparkdl.Synchronous().",
         )
-        for model, how in [
-            (sparkdl.DiLoCo(), {}),
-            (sparkdl.Gossip(), {"engine": "local"}),
-        ]
+        for model, how in [(sparkdl.DiLoCo(), {}), (sparkdl.Gossip(), {"engine": "local"})]
     ],
     Mistake(
         "an optimizer that moves the weights before it evaluates the loss",

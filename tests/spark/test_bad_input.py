@@ -416,10 +416,7 @@ def test_a_mistake_in_using_a_model(mistake: Mistake, spark: Any, spent: Any, tr
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (
-            None,
-            'is null. Drop such rows with df.dropna(subset=["features"]), or fill them.',
-        ),
+        (None, 'is null. Drop such rows with df.dropna(subset=["features"]), or fill them.'),
         ([1.0, float("nan")], f"holds NaN. {IN_ARRAYS}"),
     ],
     ids=["null", "NaN"],

@@ -269,10 +269,7 @@ def test_what_cannot_be_replayed(fit: Any, tmp_path: Path) -> None:
         sparkdl.ParameterError, match=r"an epoch of the history has .* batch_size= of the recorded"
     ):
         fit(
-            sparkdl.StaleSynchronous(staleness=2),
-            replay=live.history,
-            batch_size=5,
-            engine="local",
+            sparkdl.StaleSynchronous(staleness=2), replay=live.history, batch_size=5, engine="local"
         )
     for name, here, there in (("seed", 7, live.history.settings["seed"]), ("accumulate", 2, 1)):
         said = f"recorded with {name}={there}, and this trainer has {name}={here}, so the bits"

@@ -372,10 +372,7 @@ class _Crash(sparkdl.Callback):
 def test_each_batch_of_a_stream_is_trained_on_once(frame, tmp_path, caplog):
     """Whether the crash came after a batch, or within one; in the same program, too."""
     expected = passes(online(batch_size=7), frame, range(3))
-    kept = {
-        "batch_size": 7,
-        "checkpoint": sparkdl.Checkpoint(tmp_path, every=sparkdl.every(2)),
-    }
+    kept = {"batch_size": 7, "checkpoint": sparkdl.Checkpoint(tmp_path, every=sparkdl.every(2))}
     first = online(**kept)
     for _ in range(2):
         first.partial_fit(frame(20, 0), resume="latest", batch=0)

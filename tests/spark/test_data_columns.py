@@ -324,11 +324,7 @@ def test_records_of_varying_length_with_weights(reader: Reader, here: bool) -> N
             {"weight": "weight"},
             'field "weight", row 0 of partition 0: is None. Give Sample(features, label, weight)',
         ),
-        (
-            [([1.0], 1.0)],
-            {"weight": "weight"},
-            'field "weight", row 0 of partition 0: is missing.',
-        ),
+        ([([1.0], 1.0)], {"weight": "weight"}, 'field "weight", row 0 of partition 0: is missing.'),
         (
             [Sample([1.0], 1.0, weight=-1)],
             {"weight": "weight"},

@@ -263,11 +263,7 @@ CASES = {
     "ema": {"ema": 0.9, "clip_norm": 0.3},
     "ema, local_steps": {"ema": 0.9, "local_steps": 2, "model": smooth},
     "schedule-free": {"optimizer": SCHEDULE_FREE, "ema": 0.5, "clip_norm": 0.3},
-    "schedule-free, local_steps": {
-        "optimizer": SCHEDULE_FREE,
-        "local_steps": 2,
-        "model": smooth,
-    },
+    "schedule-free, local_steps": {"optimizer": SCHEDULE_FREE, "local_steps": 2, "model": smooth},
     "weights": {"weight": "weight", "class_weights": [0.5, 2.0, 1.0]},
     "sampling": {"sampling": sparkdl.Balanced("label"), "class_weights": "balanced"},
     "sampling, weights": {"sampling": sparkdl.Weighted("weight", False, 20), "weight": "weight"},

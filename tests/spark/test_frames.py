@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 from pyspark import cloudpickle
 
-from sparkdl.spark.frames import (
-    FEW_FILES,
-    collect_frames,
-    map_frames,
-    send,
-    shuffle_frames,
-)
+from sparkdl.spark.frames import FEW_FILES, collect_frames, map_frames, send, shuffle_frames
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -443,10 +443,7 @@ MISTAKES = {
         ["--data.train", "none.csv"],
         "data.train: none.csv cannot be read as csv: Path does",
     ),
-    "another format": (
-        ["--data.format", "parquet"],
-        "The name ends in .csv: data.format: csv?",
-    ),
+    "another format": (["--data.format", "parquet"], "The name ends in .csv: data.format: csv?"),
     "no format": (["--data.format", "parket"], "Failed to find the data source: parket."),
     "no column": (["--data.select", "[c]"], "data.select: "),
     "no label": (["--data.label", "kind"], '"kind"'),

@@ -200,10 +200,7 @@ def _raise(reason: str) -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        (
-            "left_to_process",
-            r"to collect it after training, the driver's Python needs 0\.0 GB",
-        ),
+        ("left_to_process", r"to collect it after training, the driver's Python needs 0\.0 GB"),
         (
             "_free",
             (

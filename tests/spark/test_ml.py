@@ -27,11 +27,7 @@ from pyspark.ml.evaluation import (
 )
 from pyspark.ml.feature import IndexToString, StandardScaler, StringIndexer, VectorAssembler
 from pyspark.ml.linalg import Vectors, VectorUDT
-from pyspark.ml.tuning import (
-    CrossValidator,
-    ParamGridBuilder,
-    TrainValidationSplit,
-)
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import DataFrame, SparkSession, functions
 from pyspark.sql.types import DoubleType, IntegerType, StructType
 from torch import nn

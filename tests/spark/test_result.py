@@ -261,8 +261,7 @@ def test_empty_partitions(table: Any) -> None:
 
 def test_other_columns_pass_through(spark: Any, table: Any) -> None:
     vectors = spark.createDataFrame(
-        [(i, Vectors.sparse(3, {1: float(i)}) if i % 2 else None) for i in range(20)],
-        ["i", "v"],
+        [(i, Vectors.sparse(3, {1: float(i)}) if i % 2 else None) for i in range(20)], ["i", "v"]
     )
     data = table.join(vectors, "i").select(
         "*",
@@ -837,8 +836,7 @@ def test_any_module_that_trains_is_used_and_saved(
         expected = one.module(inputs_of(table, "x"))
         close(predictions(one.transform(table)), expected)
     close(
-        np.array(result.predict(as_records(table)).collect()),
-        result.module(inputs_of(table, "x")),
+        np.array(result.predict(as_records(table)).collect()), result.module(inputs_of(table, "x"))
     )
     assert result.evaluate(table, ["accuracy"])["loss"] < 10
     again = sparkdl.load(result.save(tmp_path / "model"), trust=True)

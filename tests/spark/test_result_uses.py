@@ -125,8 +125,7 @@ def test_evaluators_of_spark_take_the_predictions(spark: Any) -> None:
     assert [list(row.raw) for row in scored.collect()] == [row.raw for row in plain]
     auc = BinaryClassificationEvaluator(rawPredictionCol="raw").evaluate(scored)
     assert auc == pytest.approx(
-        trained.evaluate(data, metrics=["auc"], output=lambda out: out[:, 1])["auc"],
-        abs=1e-6,
+        trained.evaluate(data, metrics=["auc"], output=lambda out: out[:, 1])["auc"], abs=1e-6
     )
     to_class = partial(torch.argmax, dim=1)
     named = trained.transform(data, postprocess=to_class, ml_types=True)

@@ -212,10 +212,7 @@ def misnamed(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     [
         (in_turns, "need a loop of their own in sparkdl.gang.run: see examples/two_optimizers.py"),
         (goes_back, "step runs backward, which belongs to the engine"),
-        (
-            updates,
-            'step changes "heads.weight", and updates belong to the engine. A step',
-        ),
+        (updates, 'step changes "heads.weight", and updates belong to the engine. A step'),
         (of_all_rows, "step=sparkdl.PerReplica(step)"),
         (misnamed, 'step fails on the first rows ("x" [2, 2]; float32): KeyError'),
         (

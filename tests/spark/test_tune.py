@@ -87,9 +87,7 @@ def without_times(result: tune.SearchResult) -> list[dict[str, Any]]:
 
 
 def test_trials_side_by_side_are_fits_of_the_local_engine(
-    trainer: sparkdl.Trainer,
-    frames: tuple[DataFrame, DataFrame],
-    nothing_left: Callable[[], None],
+    trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], nothing_left: Callable[[], None]
 ) -> None:
     """Every row, and the best model bit for bit, are those of a fit with the same values."""
     result = tune.search(trainer, frames[0], SPACE, metric="accuracy", trials=5, seed=1)
@@ -387,9 +385,7 @@ def test_a_random_search_tries_nothing_twice(
 
 
 def test_a_grid_and_optuna_tell_that_trials_are_more_than_there_are_values(
-    frames: tuple[DataFrame, DataFrame],
-    trainer: sparkdl.Trainer,
-    caplog: pytest.LogCaptureFixture,
+    frames: tuple[DataFrame, DataFrame], trainer: sparkdl.Trainer, caplog: pytest.LogCaptureFixture
 ) -> None:
     space = {"model.hidden": [2, 4]}
     for algorithm, count, told in (

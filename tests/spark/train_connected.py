@@ -272,9 +272,7 @@ def groups(data: Any) -> dict[str, Any]:
         "groups": connected_fits.of_groups(found),
         "predicted": some.where("prediction IS NOT NULL").count() == some.count() > 0,
         "no group": told(lambda: found.model(9)),
-        "a mistake": told(
-            lambda: sparkdl.fit_groups(data, "sort", connected_fits.by_group()),
-        ),
+        "a mistake": told(lambda: sparkdl.fit_groups(data, "sort", connected_fits.by_group())),
     }
     found.unpersist()
     return result

@@ -14,13 +14,7 @@ from sparkdl.data.columns.convert import as_array
 from sparkdl.data.columns.numeric import numeric_column, to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
-from sparkdl.data.row_errors import (
-    INSIDE_ARRAYS,
-    MEND_RECORDS,
-    SAME_SHAPE,
-    RowError,
-    drop,
-)
+from sparkdl.data.row_errors import INSIDE_ARRAYS, MEND_RECORDS, SAME_SHAPE, RowError, drop
 from sparkdl.errors import ParameterError, kind_of, known_arguments, raise_all, shown
 from sparkdl.plain import is_number, is_whole, make_plain
 

@@ -35,12 +35,7 @@ from sparkdl.engines.delivery import AT_ONCE_BYTES, ValidationSet, Wanted, bring
 from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
 from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus, RecipeSource
 from sparkdl.engines.gang.snapshots import BackgroundResult, NodeFiles
-from sparkdl.engines.resources import (
-    MAX_SUBMISSIONS,
-    FitResources,
-    samples_changed,
-    write_again,
-)
+from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, samples_changed, write_again
 from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.oversubscribe import Oversubscription
@@ -179,10 +174,7 @@ DOING = "setting up the ranks"
 
 
 def start_ranks(
-    gang: StartableGroup,
-    setup: RankConfig,
-    recipe: bytes,
-    place_again: Callable[[int], None],
+    gang: StartableGroup, setup: RankConfig, recipe: bytes, place_again: Callable[[int], None]
 ) -> tuple[str, ...]:
     """Start the ranks, let each build what it holds, and check that they can train together."""
     for _ in range(MAX_SUBMISSIONS):

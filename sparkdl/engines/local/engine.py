@@ -361,10 +361,7 @@ class LocalEngine:
         return summarize(done.reports, [], self._plans.layout, seconds)
 
     def _synchronize(
-        self,
-        step: IterationRows,
-        reports: list[ReplicaReport],
-        sections: list[list[Section]],
+        self, step: IterationRows, reports: list[ReplicaReport], sections: list[list[Section]]
     ) -> list[SliceReport]:
         """Do the work of the tasks of the parameter-synchronization job."""
         owners, clocks = self._plans.owners, [Clock() for _ in self._plans.owners]

@@ -391,11 +391,7 @@ class ShuffleEngine:
         total = time.perf_counter() - started
         in_tasks = [slowest([r.seconds for r in done.replicas]), slowest(done.update_seconds)]
         working = sum(sum(seconds.values()) for seconds in in_tasks)
-        seconds = {
-            "schedule": max(0.0, total - working),
-            **summed(in_tasks),
-            "iteration": total,
-        }
+        seconds = {"schedule": max(0.0, total - working), **summed(in_tasks), "iteration": total}
         traffic = done.traffic(message.read_states)
         result = summarize(done.replicas, done.slices, self._layout, seconds, traffic)
         return replace(result, decisions={**result.decisions, **update.decisions})

@@ -225,9 +225,7 @@ class StateReader:
         return results
 
     def map_residuals(
-        self,
-        residuals: Sequence[ResidualHandle | None],
-        use: Callable[[int, ByParameter], Any],
+        self, residuals: Sequence[ResidualHandle | None], use: Callable[[int, ByParameter], Any]
     ) -> list[Any]:
         """Call ``use`` on all residuals, in parallel with one task per replica.
 
@@ -249,10 +247,7 @@ class StateReader:
         """Have Spark keep a copy of the state; ``best`` is empty if no best weights are kept."""
         self._context.setJobDescription("sparkdl: taking a snapshot")
         task = TakeSnapshot(states, best)
-        with (
-            faults_explained("taking a snapshot"),
-            stage_name(self._context, "take a snapshot"),
-        ):
+        with faults_explained("taking a snapshot"), stage_name(self._context, "take a snapshot"):
             slices = self._resources.replicated(map_frames(self._placement.slice_rdd, task))
             kept, count = None, 0
             if any(residuals):

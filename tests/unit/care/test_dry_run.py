@@ -280,12 +280,7 @@ UNDECLARED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str], 
         [],
         "",
     ),
-    "of the weights alone": (
-        lambda: parametrizations.spectral_norm(nn.Linear(4, 2)),
-        {},
-        [],
-        "",
-    ),
+    "of the weights alone": (lambda: parametrizations.spectral_norm(nn.Linear(4, 2)), {}, [], ""),
     "a count of passes": (lambda: Remembers(lambda m, x: m.n.add_(1), n=0), {}, [], ""),
     "of the first rows": (lambda: Remembers(at_first, **ALONE), {}, ["codes"], ""),
     "of too few rows": (

@@ -303,10 +303,7 @@ def test_the_identity_of_data_comes_from_its_partitions() -> None:
     from sparkdl.data.partition_writer import Field, SampleHandle
 
     fields = (Field("x", "float32", (2,)), Field("y", "int64", ()))
-    handles = [
-        SampleHandle("t", (), "", 0, 0, ()),
-        SampleHandle("t", (), "", 3, 77, fields),
-    ]
+    handles = [SampleHandle("t", (), "", 0, 0, ()), SampleHandle("t", (), "", 3, 77, fields)]
     found = DataIdentity.of(handles)
     assert (found.rows, found.checksums) == ((0, 3), (0, 77))
     assert [str(f) for f in found.fields] == ["float32[2]", "int64"]

@@ -29,12 +29,7 @@ import sparkdl
 from sparkdl.checkpoint.resume import RestoredRun, ResumeCandidates
 from sparkdl.codec.files import MAX_HEADER_BYTES, checksum, json_checksum
 from sparkdl.data.fields import Field
-from sparkdl.errors import (
-    CheckpointError,
-    ModelError,
-    ParameterError,
-    TrustError,
-)
+from sparkdl.errors import CheckpointError, ModelError, ParameterError, TrustError
 from sparkdl.infer.model import TrainedModel, load
 from sparkdl.infer.outputs import Output
 from sparkdl.infer.saved import save

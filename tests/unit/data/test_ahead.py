@@ -78,11 +78,9 @@ def test_what_was_not_foreseen_is_computed(change: str) -> None:
     ahead, source = Prefetcher(), Source()
     ahead.take("me", 0, 0, 10, 100, source)
     begun(source, 2)
-    position, start, stop = {
-        "position": (1, 10, 20),
-        "start": (0, 11, 20),
-        "longer": (0, 10, 40),
-    }[change]
+    position, start, stop = {"position": (1, 10, 20), "start": (0, 11, 20), "longer": (0, 10, 40)}[
+        change
+    ]
     assert right(ahead.take("me", position, start, stop, 100, source), start, stop)
     assert (ahead.used, ahead.wasted) == (0, 1)
 

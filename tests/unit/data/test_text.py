@@ -12,12 +12,7 @@ from pyspark.sql import types as sql
 
 from sparkdl import Sequence, Text
 from sparkdl.data.arrow_tasks import of_structs
-from sparkdl.data.columns.base import (
-    ColumnSpec,
-    NamedFunction,
-    specs_from_json,
-    specs_to_json,
-)
+from sparkdl.data.columns.base import ColumnSpec, NamedFunction, specs_from_json, specs_to_json
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import check_specs, columns_of
@@ -178,11 +173,7 @@ def test_the_types_that_a_model_takes(tokenizer: Any, given: dict[str, Any], typ
     [
         (Padding(), "input_ids", ["input_ids"]),
         (Padding(mask=True), "input_ids", ["input_ids", "attention_mask"]),
-        (
-            Padding(mask=True),
-            "decoder_input_ids",
-            ["decoder_input_ids", "decoder_attention_mask"],
-        ),
+        (Padding(mask=True), "decoder_input_ids", ["decoder_input_ids", "decoder_attention_mask"]),
         (Padding(mask=True, lengths=True), "text", ["text", "text_lengths", "text_mask"]),
         (Padding(types=True), "a_input_ids", ["a_input_ids", "a_token_type_ids"]),
         (Padding(mask=True, types=True), "text", ["text", "text_mask", "text_types"]),

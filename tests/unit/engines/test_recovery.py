@@ -13,13 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparkdl.engines.recovery import MAX_LOSSES, RecoveringEngine, ReplayLog
-from sparkdl.errors import (
-    CheckpointError,
-    ModelError,
-    StalledError,
-    StateLostError,
-    TrainingError,
-)
+from sparkdl.errors import CheckpointError, ModelError, StalledError, StateLostError, TrainingError
 from sparkdl.loop.engine import BEST
 from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.replica.iteration import Iteration

@@ -160,11 +160,7 @@ def test_vllm_is_given_what_it_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert [row[0] for row in found["finish_reason"]] == ["stop", "stop", "length", "stop"]
     assert found["text"][0] == ["film good a"] * 2
     opened = made._open
-    assert opened.made == {
-        "model": str(tmp_path),
-        "dtype": "bfloat16",
-        "tensor_parallel_size": 2,
-    }
+    assert opened.made == {"model": str(tmp_path), "dtype": "bfloat16", "tensor_parallel_size": 2}
     first, *others = opened.given
     assert replace(first, seed=0) == SamplingParams(2, 1.0, 0.9, 0, 1.1, 0, ["day"], 6)
     assert len({one.seed for one in opened.given}) == 1 + len(others)

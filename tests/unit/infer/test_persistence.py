@@ -202,10 +202,7 @@ BY_PICKLE: dict[str, tuple[Any, str]] = {
     "lambda": (lambda: Net(), "it is a lambda"),
     "local function": (local_function(), '"local" is defined inside a function'),
     "function in __main__": (in_main, '"in_main" is defined in the program or notebook itself'),
-    "module": (
-        nn.Sequential(nn.Linear(2, 3)),
-        "it is a module, not a function that builds one",
-    ),
+    "module": (nn.Sequential(nn.Linear(2, 3)), "it is a module, not a function that builds one"),
     "callable object": (
         operator.methodcaller("narrow"),
         "it is a methodcaller, not a class or a function",

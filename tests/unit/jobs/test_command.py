@@ -77,10 +77,7 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
         'unknown key "batch_size". Did you mean "trainer.batch_size"?',
     ),
     "a type": ([*FILE, "--trainer.epochs=2.5"], "trainer.epochs: give a whole number, not 2.5."),
-    "types": (
-        [*FILE, "--trainer.l1=much"],
-        "trainer.l1: give a number or a mapping, not much.",
-    ),
+    "types": ([*FILE, "--trainer.l1=much"], "trainer.l1: give a number or a mapping, not much."),
     "redacted": (
         ["train", "--config", "hidden.yaml"],
         "name was redacted when it was written: give it again, with --name=...",

@@ -56,10 +56,7 @@ EVERYTHING: dict[str, Any] = {
         **{"weights": "a.safetensors", "strict_weights": False, "freeze": ["weight"]},
         **{"unfreeze": ["bias"], "activation_checkpointing": ["*"], "ema": 0.9},
         **{"compile": {"mode": "default"}, "output": "logits", "histograms": 50},
-        "buffers": {
-            "*.codes": "max",
-            "*": {"class_path": "torch.mean", "init_args": {"dim": 0}},
-        },
+        "buffers": {"*.codes": "max", "*": {"class_path": "torch.mean", "init_args": {"dim": 0}}},
     },
     "validation": {
         "share": 0.25,

@@ -367,10 +367,7 @@ def run_for(seconds: int, log: progress.Progress, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("mode", "seconds"), [("auto", 29), ("false", 90)])
 def test_a_short_fit_logs_nothing(
-    mode: str,
-    seconds: int,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    mode: str, seconds: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level("INFO", "sparkdl")
     run_for(seconds, progress.progress_of(mode, "Net", time.monotonic()), monkeypatch)

@@ -27,13 +27,7 @@ from sparkdl.planner.estimate import LIBRARIES, Estimate, Formulas
 from sparkdl.planner.plan import Plan, ranked, with_measured
 from sparkdl.planner.probe import Probe, _between, measure_on_rank, probe_of
 from sparkdl.planner.profile import Block, Line, Profile, ProfileOrder, Timed, profile_of
-from sparkdl.planner.timeline import (
-    Timeline,
-    draw,
-    duration,
-    one_f_one_b,
-    simulated,
-)
+from sparkdl.planner.timeline import Timeline, draw, duration, one_f_one_b, simulated
 from sparkdl.train.prepare import prepare
 
 BLOCKS = tuple(Block(str(n), 0.25, 100.0, 400.0) for n in range(4))

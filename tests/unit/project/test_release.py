@@ -157,16 +157,7 @@ assert tune.search and predict and fit_groups and not hasattr(sparkdl, "nothing"
     assert done.returncode == 0, done.stderr
 
 
-LACKS = (
-    "yaml",
-    "sklearn",
-    "torchmetrics",
-    "PIL",
-    "bokeh",
-    "tensorboard",
-    "mlflow",
-    "torchvision",
-)
+LACKS = ("yaml", "sklearn", "torchmetrics", "PIL", "bokeh", "tensorboard", "mlflow", "torchvision")
 COLLECT = f"""
 import sys
 for name in {LACKS}:

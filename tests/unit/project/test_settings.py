@@ -13,14 +13,7 @@ import sparkdl
 from sparkdl import archive
 from sparkdl.errors import ParameterError, SessionError
 from sparkdl.session import _MASTER
-from sparkdl.settings import (
-    NEEDED_FOR_SPEED,
-    PREFIX,
-    SETTINGS,
-    SPARK_SETTINGS,
-    Setting,
-    Settings,
-)
+from sparkdl.settings import NEEDED_FOR_SPEED, PREFIX, SETTINGS, SPARK_SETTINGS, Setting, Settings
 
 CONF = Path(__file__).resolve().parents[3] / "conf" / "spark-defaults.conf"
 

@@ -109,8 +109,7 @@ def test_rows_of_all_slices_are_the_gradient(slices: int) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(
-    st.sets(st.integers(0, 99), max_size=30),
-    st.lists(st.integers(0, 100), min_size=0, max_size=4),
+    st.sets(st.integers(0, 99), max_size=30), st.lists(st.integers(0, 100), min_size=0, max_size=4)
 )
 def test_cut_rows_gives_each_row_to_one_piece(rows: set[int], cuts: list[int]) -> None:
     numbers = torch.tensor(sorted(rows), dtype=torch.int64)

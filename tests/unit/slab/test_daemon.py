@@ -110,11 +110,7 @@ def test_what_is_forked_has_everything_and_runs_no_thread(tmp_path: Path) -> Non
     environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     environment.pop(daemon.ASK_NVML, None)
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True
     )
     found = json.loads(result.stdout)
     assert len([name for name in found["threads"] if name != "jemalloc_bg_thd"]) == 1

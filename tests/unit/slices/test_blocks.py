@@ -60,11 +60,7 @@ class Net(nn.Module):
 def optimizers(dense: Any, other: Any, module: Any) -> list[optim.Optimizer]:
     """One for some of the dense parameters, one for the others, one for the table."""
     parameters = [p for name, p in module.named_parameters() if not name.startswith("table")]
-    return [
-        dense(parameters[:3]),
-        other(parameters[3:]),
-        optim.SparseAdam([module.table.weight]),
-    ]
+    return [dense(parameters[:3]), other(parameters[3:]), optim.SparseAdam([module.table.weight])]
 
 
 SGD, MOMENTUM = partial(optim.SGD, lr=0.1), partial(optim.SGD, lr=0.1, momentum=0.9)

@@ -99,10 +99,7 @@ def test_rows_of_a_group_may_lie_in_several_batches(size: int) -> None:
         return pa.table({"left": texts[:1], "right": texts[1:]})
 
     found = pa.Table.from_batches(_Groups(both, (("a",), ("b",)))(iter(batches))).to_pydict()
-    assert found == {
-        "left": ["[0.0]", "[nan]", "[1.0, 2.0]"],
-        "right": ["[]", "[None]", "[3.0]"],
-    }
+    assert found == {"left": ["[0.0]", "[nan]", "[1.0, 2.0]"], "right": ["[]", "[None]", "[3.0]"]}
 
     def one(key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
         return pa.table({"key": [key[0].as_py()], "rows": [rows.num_rows]})

@@ -115,10 +115,7 @@ def test_a_module_beside_the_script_is_found_where_the_disk_is_the_same(
         ("function", SAYS),
         ("constant", "WIDTH = {}\ndef says():\n    return WIDTH\n"),
         ("class", CLASS),
-        (
-            "table",
-            "TABLE = [int({}) for _ in range(3)]\ndef says():\n    return TABLE[0]\n",
-        ),
+        ("table", "TABLE = [int({}) for _ in range(3)]\ndef says():\n    return TABLE[0]\n"),
     ],
 )
 def test_what_was_edited_and_reloaded_is_new_in_a_process_that_lives(

@@ -201,14 +201,7 @@ class ShardedSync(SummedGradients):
         parts = min(accumulate, max(stop - start for start, stop in work.step.rows))
         scale = work.step.loss_scale
         passed = forward_backward(
-            self._live,
-            batch,
-            work.seed(),
-            scale,
-            clock,
-            share=share,
-            parts=parts,
-            by_rows=True,
+            self._live, batch, work.seed(), scale, clock, share=share, parts=parts, by_rows=True
         )
         sum_whole(self._live, self._sums)
         return passed
