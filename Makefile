@@ -3,8 +3,9 @@ BIN    := .venv/bin
 STAMP  := .venv/.setup-stamp
 # Java's classes of a Spark session are in an archive, for the many that tests start, and for users'.
 ARCHIVE := .venv/.archive-stamp
-# Two processes, a file of tests at a time: each has a Spark session of two cores, and waits a lot.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Processes take a file of tests at a time. Each waits for a third of its time, so three keep two cores
+# busy; tests that soak have clusters of their own.
+PYTEST := $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder
 
 # A laptop whose host name does not resolve works too.
 SPARK_LOCAL_IP ?= 127.0.0.1
@@ -29,11 +30,11 @@ train: $(STAMP)  ## train the example job
 	@SPARK_HOME='$(CURDIR)/$(BIN)/spark-distribution' $(BIN)/spark-submit jobs/train.py --config conf/digits.yaml
 
 test: $(ARCHIVE)  ## run the tests
-	@$(PYTEST)
+	@$(PYTEST) -n 3
 
 test-all: $(ARCHIVE)  ## run all tests: also those that take minutes, those without Linux's own, the matrix
-	@$(PYTEST) -m ""
-	@PYTHONPATH=tests/as_on_macos $(PYTEST) -m "not spark and not linux and not soak"
+	@$(PYTEST) -n 2 -m ""
+	@PYTHONPATH=tests/as_on_macos $(PYTEST) -n 2 -m "not spark and not linux and not soak"
 	@$(BIN)/python tests/matrix/cells.py all
 
 matrix: $(STAMP)  ## run what matters with other versions of Spark, Python and libraries

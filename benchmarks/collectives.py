@@ -29,9 +29,8 @@ import torch
 import torch.distributed as dist
 from harness import hardware, markdown, options, write_json
 
-from sparkdl.collectives.algorithms import ALGORITHMS, GroupLink, even_bounds
+from sparkdl.collectives.algorithms import ALGORITHMS, GroupLink, cost, even_bounds
 from sparkdl.collectives.communicator import Communicator
-from sparkdl.collectives.costs import cost
 
 NAMES = ("linear", "tree", "ring", "halving-doubling")
 WARM_UP = 2

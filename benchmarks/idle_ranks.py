@@ -31,7 +31,7 @@ from sparkdl.engines.gang.rank_messages import RankReport
 from sparkdl.gang.channel import RESULT, ChannelError, Listener, connect
 from sparkdl.gang.rank_group import ArrivedRanks, ConnectedRanks
 from sparkdl.gang.rank_task import Introduction
-from sparkdl.loop.iteration_result import slowest, summarize
+from sparkdl.loop.advance import slowest, summarize
 from sparkdl.model.flat import layout_of
 from sparkdl.replica.iteration import Iteration, ReplicaReport
 

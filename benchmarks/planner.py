@@ -26,8 +26,8 @@ from models import WORKS, tabular
 
 import sparkdl
 from sparkdl.session import SessionFacts
+from sparkdl.train.chosen import timed_fit
 from sparkdl.train.fit import run
-from sparkdl.train.trial import timed_fit
 
 SMALL = {"tabular": tabular(batch=256, samples=8192)}
 MODELS = "tabular:256,mlp:256,lenet:256,resnet:64,transformer:16"

@@ -66,8 +66,8 @@ if TYPE_CHECKING:
     from sparkdl.parallel.fsdp import FSDP
     from sparkdl.parallel.pipeline import Pipeline
     from sparkdl.parallel.tensor import Tensor
-    from sparkdl.planner.cluster import Cluster
     from sparkdl.planner.plan import Plan
+    from sparkdl.planner.probe import Cluster
     from sparkdl.replica.compute import all_rows
     from sparkdl.reports import compare
     from sparkdl.slices.section import GradBucket, PowerSGD, TopK
@@ -200,7 +200,7 @@ _NAMES = {
     "sparkdl.parallel.fsdp": "FSDP",
     "sparkdl.parallel.pipeline": "Pipeline",
     "sparkdl.parallel.tensor": "Tensor",
-    "sparkdl.planner.cluster": "Cluster",
+    "sparkdl.planner.probe": "Cluster",
     "sparkdl.planner.plan": "Plan",
     "sparkdl.replica.compute": "all_rows",
     "sparkdl.reports": "compare",

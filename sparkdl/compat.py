@@ -146,10 +146,8 @@ def _pandas_udf(body: Callable[..., Any], types: Sequence[DataType], sql_type: s
 def from_pandas(values: Any, kind: pa.DataType, zone: str | None = None) -> pa.Array:
     """Return what Spark made a pandas Series (or DataFrame, of a struct) of as Arrow again.
 
-    pandas has no null in a column of floats: NaN counts as null.
-
-    Raises:
-        DataError: pandas has lost which numbers they were.
+    pandas has no null in a column of floats: NaN counts as null. Raises DataError where it has lost
+    which numbers they were.
     """
     import numpy as np
     import pandas as pd
@@ -198,11 +196,8 @@ def apply_in_arrow(
 ) -> DataFrame:
     """Return ``task`` of each group of a DataFrame's rows, or of those of two that go together.
 
-    Args:
-        task: Takes the key, a tuple of scalars, and a table; of two DataFrames, their two tables.
-        schema: That of its result.
-        by: The columns that make a group, as SQL quotes them.
-        frames: One DataFrame or two.
+    ``task`` takes the key, a tuple of scalars, and a table, or two; ``by`` are columns as SQL quotes
+    them, and ``schema`` is that of the result.
     """
     if VERSION >= (4, 0):
         first, *second = [frame.groupBy(*by) for frame in frames]

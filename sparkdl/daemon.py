@@ -45,7 +45,7 @@ MODULES = (
     "sparkdl.consistency.asynchronous",
     "sparkdl.consistency.diloco",
     "sparkdl.consistency.gossip",
-    "sparkdl.data.record_tasks",
+    "sparkdl.data.records",
     "sparkdl.engines.shuffle.engine",  # the tasks of a fit, and torch
     "sparkdl.infer.model",
     "sparkdl.infer.score",

@@ -7,6 +7,7 @@ retried. Every other error is a *fault* of the run, which Spark retries first.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -16,7 +17,7 @@ import re
 import reprlib
 import sysconfig
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 Class = TypeVar("Class")
@@ -221,14 +222,7 @@ def no_number(name: str, value: object, default: object = None) -> str:
 
 
 def wrong_data(method: str, data: object, wanted: str, remedy: str = "") -> DataError:
-    """Return the error for a ``data`` argument of the wrong type.
-
-    Args:
-        method: The name of the method that was called.
-        data: The argument.
-        wanted: The types that the method takes, in words.
-        remedy: What to do instead; a pandas DataFrame gets a remedy of its own.
-    """
+    """Return the error for a ``data`` argument of the wrong type; one of pandas has its own remedy."""
     kind = type(data)
     library = kind.__module__.rpartition(".core.")[0] or kind.__module__.rpartition(".")[0]
     if kind.__name__ == "DataFrame" and library in _OF_PANDAS:
@@ -238,6 +232,15 @@ def wrong_data(method: str, data: object, wanted: str, remedy: str = "") -> Data
         remedy = NEEDS_SPARK_4  # there it is a DataFrame
     found = f"{kind.__module__}.{kind.__qualname__}"
     return DataError(f"{method} takes {wanted}, not {found}. {remedy}".rstrip())
+
+
+@contextlib.contextmanager
+def pickling(what: str, remedy: str, kind: type[UserError] | None = None) -> Iterator[None]:
+    """Raise an error of a ``kind``, ParameterError if None, for what cannot be pickled in the block."""
+    try:
+        yield
+    except Exception as error:
+        raise (kind or ParameterError)(cannot_travel(what, error, remedy)) from None
 
 
 def cannot_travel(what: str, error: Exception, remedy: str) -> str:

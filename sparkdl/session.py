@@ -172,16 +172,7 @@ def is_connected(thing: Any) -> bool:
 
 
 def connected_session_of(data: Any, method: str) -> Any:
-    """Return the session of a DataFrame of Spark Connect.
-
-    Args:
-        data: The DataFrame.
-        method: The name of the method that takes it, for the message.
-
-    Raises:
-        DataError: ``data`` is something else of Spark Connect, such as a column.
-        SessionError: The session was stopped.
-    """
+    """Return the session of a DataFrame of Spark Connect, which ``method`` takes; it must run."""
     from pyspark.sql import DataFrame
 
     if not isinstance(data, DataFrame):
@@ -206,12 +197,7 @@ def check_running(session: Any) -> None:
 
 
 def context_of(data: Any) -> SparkContext:
-    """Return the SparkContext of a DataFrame or an RDD.
-
-    Raises:
-        DataError: ``data`` is neither.
-        SessionError: It belongs to a Spark Connect session, or to a session that was stopped.
-    """
+    """Return the SparkContext of a DataFrame or an RDD, which must run and be no Connect session's."""
     from pyspark import RDD
     from pyspark.sql import DataFrame
 
@@ -288,9 +274,6 @@ def settings_of(context: SparkContext | None, session: SparkSession | None = Non
 
     They are those of ``session`` (``spark.conf.set``), which begin as those of its application, or
     those of the application if ``session`` is None. A session of Spark Connect has no ``context``.
-
-    Raises:
-        ParameterError: A key is unknown, or a value is not allowed.
     """
     if session is None:
         assert context is not None

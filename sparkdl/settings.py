@@ -155,16 +155,7 @@ class Settings:
 
     @staticmethod
     def read(get: Callable[[str, str], str], keys: list[str]) -> Settings:
-        """Return the settings that ``get`` gives.
-
-        Args:
-            get: Returns the value of a key, or the given default if the key is not set: ``get(key,
-                default)``.
-            keys: The ``spark.sparkdl.*`` keys that are set.
-
-        Raises:
-            ParameterError: A key is unknown, or a value is not one of its choices.
-        """
+        """Return the settings that ``get(key, default)`` gives, of which ``keys`` are set."""
         problems = [
             f'unknown setting "{key}".{nearest(key, SETTINGS)} Known: {", ".join(SETTINGS)}.'
             for key in keys

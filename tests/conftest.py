@@ -44,7 +44,8 @@ def _set_up(config: pytest.Config) -> None:
     os.environ[RUN] = str(os.getpid())
     torch.set_num_threads(1)
     os.environ["SPARK_SUBMIT_OPTS"] = SHORT_LIVES  # of every session's JVM, whoever starts it
-    hypothesis.settings.register_profile("suite", deadline=None)  # no test is timed
+    # No test is timed, and each run has other examples.
+    hypothesis.settings.register_profile("suite", deadline=None, max_examples=50)
     hypothesis.settings.load_profile("suite")
     if config.getoption("--secured"):
         folder = Path(tempfile.mkdtemp())

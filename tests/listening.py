@@ -28,7 +28,7 @@ class Found:
 
 
 @contextlib.contextmanager
-def watching(seconds: float = 0.05) -> Iterator[Found]:
+def watching(seconds: float = 0.1) -> Iterator[Found]:
     """Look again and again, from a thread, while the block runs."""
     found, done = Found(), threading.Event()
 

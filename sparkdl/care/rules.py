@@ -246,8 +246,7 @@ CALLBACKS = rule(
     "give a list of sparkdl.Callback objects", kind=(list, tuple), problems=_each_callback
 )
 CONSISTENCY = rule(
-    "give sparkdl.Synchronous(), sparkdl.StaleSynchronous(staleness=1), sparkdl.Asynchronous(), "
-    "sparkdl.DiLoCo(), sparkdl.Gossip(), or None",
+    "give a consistency model, such as sparkdl.StaleSynchronous(staleness=1), or None",
     kind=Consistency,
     instance=True,
 )

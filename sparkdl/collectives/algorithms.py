@@ -20,7 +20,7 @@ bits. Each element is combined on one rank and copied from there, so all ranks h
 differ in size and be empty. The root is rank 0; :class:`~sparkdl.collectives.algorithms.SubgroupLink`
 makes any rank the root.
 
-The algorithms (:mod:`sparkdl.collectives.costs` has the formulas for their costs):
+The algorithms:
 
 ``linear``
     The root communicates with one rank after another.
@@ -31,7 +31,7 @@ The algorithms (:mod:`sparkdl.collectives.costs` has the formulas for their cost
     reduce_scatter, and all_reduce as both. No algorithm sends fewer bytes. [1, 2, 3] broadcast and
     reduce send the blocks down a chain, as a pipeline. [4]
 ``halving-doubling``
-    :mod:`sparkdl.collectives.algorithms`: as few bytes as the ring, in a logarithmic number of steps.
+    As few bytes as the ring, in a logarithmic number of steps.
 
 [1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
 MPICH", Int. J. High Performance Computing Applications 19(1), 2005.
@@ -41,17 +41,14 @@ practice, and experience", Concurrency and Computation: Practice and Experience 
 J. Parallel and Distributed Computing 69(2), 2009.
 [4] J. Watts, R. van de Geijn, "A pipelined broadcast for multidimensional meshes", Parallel Processing
 Letters 5(2), 1995.
+[5] R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
 
-Links, through which a rank sends to others. The algorithms of collectives need nothing else.
-
-Recursive halving and doubling: as few bytes as a ring, in a logarithmic number of steps.
-
-In every step a rank exchanges blocks with a partner. *Halving* sends the half of the rank's blocks
-that the partner's side will own, and sums what arrives for the other half, so the blocks get fewer:
-a reduce-scatter. *Doubling* goes the same way back with finished blocks: an all-gather. One after
-the other they are Rabenseifner's all-reduce. With a single root, the halves only travel away from
-it (scatter) or towards it (gather): a scatter followed by doubling is van de Geijn's broadcast,
-halving followed by a gather is Rabenseifner's reduce.
+In every step of the last a rank exchanges blocks with a partner. *Halving* sends the half of the
+rank's blocks that the partner's side will own, and sums what arrives for the other half, so the blocks
+get fewer: a reduce-scatter. *Doubling* goes the same way back with finished blocks: an all-gather. One
+after the other they are Rabenseifner's all-reduce. With a single root, the halves only travel away from
+it (scatter) or towards it (gather): a scatter followed by doubling is van de Geijn's broadcast, halving
+followed by a gather is Rabenseifner's reduce.
 
 Partners need a power of two. With other numbers of ranks, each of the first ``p - power`` odd ranks
 leaves its vector to the even rank before it, waits, and gets the result: up to two more steps of up
@@ -59,9 +56,11 @@ to ``n`` bytes. In reduce_scatter and all_gather the even rank then handles the 
 is how MPICH does it [1, section 3], with the roles of even and odd ranks swapped, so that rank 0,
 the root, always takes part.
 
-[1] R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective Communication Operations in
-MPICH", Int. J. High Performance Computing Applications 19(1), 2005.
-[2] R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004.
+The costs follow the usual model of a network. A message of ``n`` bytes takes ``alpha + n * beta``
+seconds between any two ranks. A rank sends one message and receives one at a time, and does both at
+once. Summing ``n`` bytes into ``n`` others takes ``n * gamma``. This is the model of Thakur,
+Rabenseifner and Gropp (2005) and of Chan et al. (2007), whose formulas these are, for any number of
+ranks. They are exact if the vector divides evenly among the ranks.
 """
 
 from __future__ import annotations
@@ -69,6 +68,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -171,22 +171,22 @@ def power_below(size: int) -> int:
 
 
 def all_reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """All-reduce by halving and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
-    fold(link, flat, combine)
-    if core := _core(link):
-        bounds = even_bounds(flat.numel(), core.size)
-        halve(core, flat, bounds, combine)
-        double(core, flat, bounds)
+    """All-reduce by halving and doubling: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [5]"""
+    _halved(link, flat, combine, double)
     unfold(link, flat)
 
 
 def reduce(link: Link, flat: torch.Tensor, combine: Combine) -> None:
-    """Reduce by halving and a gather on rank 0: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [2]"""
+    """Reduce by halving and a gather on rank 0: ``2 log2 p`` steps, ``2 n (p - 1) / p`` bytes. [5]"""
+    _halved(link, flat, combine, gather)
+
+
+def _halved(link: Link, flat: torch.Tensor, combine: Combine, then: Callable[..., None]) -> None:
     fold(link, flat, combine)
     if core := _core(link):
         bounds = even_bounds(flat.numel(), core.size)
         halve(core, flat, bounds, combine)
-        gather(core, flat, bounds)
+        then(core, flat, bounds)
 
 
 def broadcast(link: Link, flat: torch.Tensor) -> None:
@@ -497,3 +497,80 @@ def _relay(
             combine(block, received)
         ready = block
     link.exchange(ready, behind, None, None)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The costs of the critical path."""
+
+    steps: int  # messages, one after another
+    volume: float  # their bytes, as a multiple of the vector's
+    summed: float  # the bytes that are summed, likewise
+
+    def __add__(self, then: Terms) -> Terms:
+        return Terms(self.steps + then.steps, self.volume + then.volume, self.summed + then.summed)
+
+
+def cost(
+    algorithm: str,
+    operation: str,
+    nbytes: float,
+    ranks: int,
+    alpha: float,
+    beta: float,
+    gamma: float = 0.0,
+) -> float:
+    """Return the seconds of an operation on a whole vector of ``nbytes``.
+
+    A message takes ``alpha`` seconds, a byte ``beta`` to send and ``gamma`` to sum.
+    """
+    found = terms(algorithm, operation, ranks)
+    return found.steps * alpha + nbytes * (found.volume * beta + found.summed * gamma)
+
+
+def terms(algorithm: str, operation: str, ranks: int) -> Terms:
+    """Return the factors of alpha, ``n * beta`` and ``n * gamma``. See :func:`cost`."""
+    ALGORITHMS[operation][algorithm]
+    if ranks == 1:
+        return Terms(0, 0.0, 0.0)
+    if algorithm == "halving-doubling":
+        return _halving_doubling(operation, ranks)
+    if operation == "all_reduce":
+        parts = ("reduce_scatter", "all_gather") if algorithm == "ring" else ("reduce", "broadcast")
+        first, then = (terms(algorithm, part, ranks) for part in parts)
+        return first + then
+    sums = operation in ("reduce", "reduce_scatter")
+    if algorithm == "ring":
+        chain = operation in ("reduce", "broadcast")
+        steps = 2 * (ranks - 1) if chain else ranks - 1
+        return Terms(steps, steps / ranks, sums * steps / ranks)
+    steps = ranks - 1 if algorithm == "linear" else (ranks - 1).bit_length()
+    return Terms(steps, float(steps), float(sums * steps))
+
+
+def _halving_doubling(operation: str, ranks: int) -> Terms:
+    """Return the costs of the core, a power of two, and of the steps before and after it.
+
+    With reduce_scatter and all_gather, the first ranks of the core stand for two blocks each. In
+    the step at distance ``width`` the longest message then has those of the first ``width`` ranks.
+    """
+    power = power_below(ranks)
+    pairs, levels = ranks - power, power.bit_length() - 1
+    whole, fold = Terms(1, 1.0, 0.0), Terms(1, 1.0, 1.0)
+    if operation in ("reduce_scatter", "all_gather"):
+        widths = [1 << level for level in range(levels)]
+        share = sum(width + min(width, pairs) for width in widths) / ranks
+        block = Terms(1, 1 / ranks, 0.0)
+        if operation == "all_gather":
+            core, extra = Terms(levels, share, 0.0), block + whole
+        else:
+            core, extra = Terms(levels, share, share), fold + block
+    else:
+        share = (power - 1) / power
+        one_way, summing = Terms(levels, share, 0.0), Terms(levels, share, share)
+        core, extra = {
+            "broadcast": (one_way + one_way, whole),
+            "reduce": (summing + one_way, fold),
+            "all_reduce": (summing + one_way, fold + whole),
+        }[operation]
+    return core + extra if pairs else core

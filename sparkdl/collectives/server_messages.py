@@ -29,15 +29,9 @@ from enum import IntEnum
 import torch
 import torch.distributed as dist
 
+from sparkdl import errors
 from sparkdl.collectives.key_range import WHOLE, KeySpec
-from sparkdl.errors import (
-    CheckpointError,
-    ParameterError,
-    SparkdlError,
-    StalledError,
-    StateLostError,
-    TrainingError,
-)
+from sparkdl.errors import ParameterError, SparkdlError
 
 
 class Kind(IntEnum):
@@ -147,11 +141,8 @@ class OperationOrder:
 
 
 ERRORS: tuple[type[SparkdlError], ...] = (
-    ParameterError,
-    StalledError,
-    StateLostError,
-    TrainingError,
-    CheckpointError,
+    *(errors.ParameterError, errors.StalledError, errors.StateLostError),
+    *(errors.TrainingError, errors.CheckpointError),
 )
 """The errors that an answer can carry: its first number is 0, or 1 + the error's place here."""
 

@@ -6,6 +6,9 @@ import hashlib
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+
 SAME_SHAPE = "Every row must have the same shape: filter out, pad or truncate such rows."
 NO_VALUES = "Filter out such rows, or leave the column out."
 MEND_RECORDS = "Filter out such records, or fix them with rdd.map."
@@ -117,6 +120,15 @@ class RowError(Exception):
 def drop(name: str) -> str:
     """Return the remedy for rows in which a whole column is missing."""
     return f'Drop such rows with df.dropna(subset=["{name}"]), or fill them.'
+
+
+def refuse_nulls(
+    array: pa.Array, name: str, first_row: int, text: str = "is null", column: str = ""
+) -> None:
+    """Raise RowError for the first null of an array, which is in ``column`` (else ``name``)."""
+    if array.null_count:
+        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
+        raise RowError(name, first_row + row, text, drop(column or name))
 
 
 def finite(dtype: str) -> str:

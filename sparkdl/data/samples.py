@@ -33,11 +33,10 @@ from sparkdl.data.fields import Field, SampleHandle, check_handles, check_total_
 from sparkdl.data.partition_writer import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
-from sparkdl.data.record_tasks import WriteRecords
-from sparkdl.data.records import Names
+from sparkdl.data.records import Names, WriteRecords
 from sparkdl.data.row_errors import AS_ERRORS, BadRow, Handling
 from sparkdl.data.sampling import Draws, Sampling
-from sparkdl.data.schema import read_schema, sampling_column
+from sparkdl.data.schema import sample_columns
 from sparkdl.errors import DataError, StaleReferenceError, StateLostError, TrainingError, nearest
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
@@ -386,18 +385,10 @@ def chosen_columns(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
             f'columns names "{unknown[0]}", a field of an RDD\'s records, but the data is a '
             f"DataFrame: name one of its columns, {', '.join((*source.features, *source.label))}."
         )
-    inputs, labels, weights = read_schema(
-        data.schema,
-        source.features,
-        source.label,
-        source.weight,
-        source.float_dtype,
-        source.columns,
-        source.fields,
+    columns = sample_columns(
+        *(data.schema, source.features, source.label, source.weight, source.float_dtype),
+        *(source.columns, source.sampling, source.fields),
     )
-    how = source.sampling
-    drawn = () if how is None else (sampling_column(data.schema, how.column, how.spec),)
-    columns = (*inputs, *labels, *drawn, *weights)
     key = source.handling.key
     if key is not None and not columns_named(data, key):
         raise DataError(

@@ -24,7 +24,7 @@ from sparkdl.data.columns.numeric import check_weights, numeric_column, to_numpy
 from sparkdl.data.epoch import apportion, generator
 from sparkdl.data.fields import Field, SampleHandle
 from sparkdl.data.partition_reader import MappedPartition, open_partition
-from sparkdl.data.row_errors import MEND_RECORDS, RowError, drop
+from sparkdl.data.row_errors import MEND_RECORDS, RowError, refuse_nulls
 from sparkdl.errors import DataError, ParameterError, raise_all, shown
 from sparkdl.plain import is_whole, make_plain
 
@@ -306,9 +306,7 @@ class _Key(ColumnSpec):
         return Column(name, "int64", spec=self)
 
     def convert(self, array: pa.Array, column: Column, first_row: int) -> np.ndarray:
-        if array.null_count:
-            row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-            raise RowError(column.name, first_row + row, "is null", drop(column.name))
+        refuse_nulls(array, column.name, first_row)
         encoded = array.dictionary_encode()
         keys = np.array([_key(value) for value in encoded.dictionary.to_pylist()], np.int64)
         return keys[encoded.indices.to_numpy()]

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from sparkdl.data.columns.base import KINDS, Column, ColumnSpec, Specs, default_spec
 from sparkdl.data.columns.numeric import numeric_column, weight_column
 from sparkdl.data.fields import Field
+from sparkdl.data.sampling import Sampling
 from sparkdl.errors import DataError, kind_of, nearest, raise_all
 
 if TYPE_CHECKING:
@@ -90,7 +91,25 @@ def read_schema(
     return tuple(found[0]), tuple(found[1]), tuple(found[2])
 
 
-def sampling_column(schema: StructType, name: str, spec: ColumnSpec) -> Column:
+def sample_columns(
+    schema: StructType,
+    features: Names[str],
+    label: Names[str],
+    weight: str | None,
+    float_dtype: str,
+    specs: Specs | None,
+    sampling: Sampling | None,
+    fields: Names[Field] = (),
+) -> tuple[Column, ...]:
+    """Return the columns of a sample: features, labels, what rows are drawn by, and the weight."""
+    inputs, labels, weights = read_schema(
+        schema, features, label, weight, float_dtype, specs, fields
+    )
+    drawn = [] if sampling is None else [_sampling_column(schema, sampling.column, sampling.spec)]
+    return (*inputs, *labels, *drawn, *weights)
+
+
+def _sampling_column(schema: StructType, name: str, spec: ColumnSpec) -> Column:
     """Return the column by which rows are drawn. Raises DataError."""
     if name not in schema.names:
         raise DataError(

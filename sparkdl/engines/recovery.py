@@ -33,6 +33,7 @@ from sparkdl.errors import (
     UserError,
     counted,
 )
+from sparkdl.loop.advance import IterationResult
 from sparkdl.loop.engine import (
     CURRENT,
     PendingStateWork,
@@ -43,7 +44,6 @@ from sparkdl.loop.engine import (
     StateAccess,
     StateWorkResult,
 )
-from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.replica.iteration import Decisions, Iteration
 from sparkdl.slices.spec import SliceSpec, SliceState
 

@@ -14,7 +14,7 @@ from sparkdl.data.batches import preview_batch
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
-from sparkdl.engines.local.groups import local_engine
+from sparkdl.engines.local.engine import local_engine
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.engine import ShuffleEngine

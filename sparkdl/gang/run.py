@@ -20,9 +20,9 @@ from sparkdl.errors import (
     ParameterError,
     SessionError,
     TrainingError,
-    cannot_travel,
     in_quotes,
     kind_of,
+    pickling,
     shown,
 )
 from sparkdl.gang.connect import check_slots_of, run_led, slots_of
@@ -193,11 +193,9 @@ def _run_led(
 
 def _pickled_call(name: str, fn: Any, args: Any, kwargs: Any) -> bytes:
     """Return a call as bytes. Raises ParameterError if it cannot be pickled."""
-    try:
+    what, remedy = f"{name}, or an argument of it,", "Open files, locks and sessions inside it."
+    with pickling(what, remedy):
         call: bytes = cloudpickle.dumps(accompanied((fn, args, kwargs)))
-    except Exception as error:
-        what, remedy = f"{name}, or an argument of it,", "Open files, locks and sessions inside it."
-        raise ParameterError(cannot_travel(what, error, remedy)) from None
     return call
 
 

@@ -20,14 +20,7 @@ from sparkdl.data.ragged import dense
 from sparkdl.data.records import Names
 from sparkdl.data.row_errors import FIRST
 from sparkdl.data.schema import columns_of
-from sparkdl.errors import (
-    DataError,
-    ParameterError,
-    TrainingError,
-    UserError,
-    cannot_travel,
-    counted,
-)
+from sparkdl.errors import DataError, TrainingError, UserError, counted, pickling
 from sparkdl.infer.forward import ShippedModule, device_of, run_batches
 from sparkdl.infer.read import ReadColumns, Reader, ReadRecords, record_specs
 from sparkdl.metrics.base import Metric
@@ -45,12 +38,9 @@ MOST_REASONS, OTHERS = 100, "other reasons"
 def check_metrics(metrics: Iterable[Metric]) -> None:
     """Raise :class:`ParameterError` if a metric cannot be pickled."""
     for metric in metrics:
-        try:
+        remedy = "Use a function or class of an importable module, with no open resource in it."
+        with pickling(f'metric "{metric.name}"', remedy):
             pickle.loads(cloudpickle.dumps(metric))
-        except Exception as error:
-            what = f'metric "{metric.name}"'
-            remedy = "Use a function or class of an importable module, with no open resource in it."
-            raise ParameterError(cannot_travel(what, error, remedy)) from None
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from sparkdl.infer.generation_engines import (
     VllmEngine,
 )
 from sparkdl.infer.outputs import Output, RowsColumn
-from sparkdl.infer.predict import PREPARED, check_data, computed
-from sparkdl.infer.score import Inference, Inputs, ModelSource, Options, prepare
+from sparkdl.infer.predict import FUNCTIONS, check_data, computed
+from sparkdl.infer.score import Inputs, ModelSource, Options, prepare
 from sparkdl.infer.source import library, longest, tokenizer_of
 from sparkdl.model.recipe import Signature
 from sparkdl.plain import is_whole, plain
@@ -135,42 +135,6 @@ def generate(
     Raises:
         UserError: The data, an argument or the model does not fit.
     """
-    engine = _engine(engine)
-    size = engine.batch_size if batch_size is None else batch_size
-    ready = prepare_generation(
-        *(data, model, prompt, max_new_tokens, do_sample, temperature, top_k, top_p),
-        *(num_return_sequences, stop_strings, seed, tokenizer, max_length, dtype, engine),
-        *(output_col, finish_col, tokens_col),
-        options=Options(size, handle_invalid=handle_invalid, error_col=error_col),
-        **options,
-    )
-    return computed(ready, data, path, partitions, overwrite)
-
-
-def prepare_generation(
-    data: DataFrame,
-    model: Any,
-    prompt: str,
-    max_new_tokens: int,
-    do_sample: bool | None,
-    temperature: float | None,
-    top_k: int | None,
-    top_p: float | None,
-    num_return_sequences: int,
-    stop_strings: str | Sequence[str],
-    seed: int,
-    tokenizer: Any,
-    max_length: int | None,
-    dtype: str | torch.dtype | None,
-    engine: str | GenerationEngine,
-    output_col: str,
-    finish_col: str | None,
-    tokens_col: str | None,
-    *,
-    options: Options,
-    **others: Any,
-) -> Inference:
-    """Return the work that :func:`generate` does; see there for the arguments."""
     if not isinstance(data, DataFrame):
         raise wrong_data("generate", data, "a DataFrame")
     check_data(data, output_col)
@@ -185,8 +149,11 @@ def prepare_generation(
     stops = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
     if not all(isinstance(one, str) and one for one in stops):
         raise ParameterError(f"stop_strings={shown(stop_strings)}: give texts that are not empty.")
-    loaded = _engine(engine).load(model, _dtype(dtype))
-    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, **others}
+    engine = _engine(engine)
+    size = engine.batch_size if batch_size is None else batch_size
+    how = Options(size, handle_invalid=handle_invalid, error_col=error_col)
+    loaded = engine.load(model, _dtype(dtype))
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, **options}
     sampling = replace(
         _sampling(loaded.generation_config, do_sample, given),
         max_new_tokens=plain(max_new_tokens),
@@ -216,7 +183,8 @@ def prepare_generation(
         if column is not None:
             kind = _KINDS[part] if sampling.num_return_sequences == 1 else pa.list_(_KINDS[part])
             columns.append(RowsColumn(column, part, Output((), "float32"), kind=kind))
-    return prepare(data, source, inputs, None, output_col, options, columns=columns)
+    ready = prepare(data, source, inputs, None, output_col, how, columns=columns)
+    return computed(ready, data, path, partitions, overwrite)
 
 
 _KINDS = {"text": pa.string(), "finish_reason": pa.string(), "token_ids": pa.list_(pa.int32())}
@@ -312,4 +280,4 @@ def _prompts(
     return Prompts(encoder, max_length, padding, padding_side="left", limit=limit, most=most)
 
 
-PREPARED[generate] = prepare_generation
+FUNCTIONS.append(generate)

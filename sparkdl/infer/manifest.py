@@ -203,13 +203,6 @@ def file_checksum(path: str | os.PathLike[str], sync: bool = False) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _names(folder: Path, start: str) -> list[str]:
-    """Return the names in a folder of files that were to replace others and begin like this."""
-    with contextlib.suppress(OSError):
-        return sorted(n for n in os.listdir(folder) if is_staged(n) and n.startswith(start))
-    return []
-
-
 def _staged(folder: Path, start: str, suffix: str) -> list[str]:
     """Return the names of files that were to replace others, with this start and end."""
     with contextlib.suppress(OSError):

@@ -104,37 +104,14 @@ def predict(
         UserError: The data, an argument or the model does not fit.
     """
     options = Options(batch_size, precision, quantize, handle_invalid, error_col)
-    ready = prepare_any(
-        *(data, model, features, outputs, columns, tokenizer, max_length, prediction_col),
-        options=options,
-        weights=weights,
-        example=example,
-    )
-    return computed(ready, data, path, partitions, overwrite)
-
-
-def prepare_any(
-    data: DataFrame | RDD,
-    model: Any,
-    features: Any,
-    outputs: Any,
-    columns: Mapping[str, ColumnSpec] | None,
-    tokenizer: Any,
-    max_length: int | None,
-    prediction_col: str,
-    *,
-    options: Options,
-    weights: Any = None,
-    example: DataFrame | None = None,
-) -> Inference:
-    """Return the work that :func:`predict` does; see there for the arguments."""
     source = read_model(model, weights)
     check_data(data, prediction_col, example)
     inputs = inputs_of(data, source, features, columns, tokenizer, max_length)
     parts = named_parts(outputs, prediction_col)
     if parts is None and source.part is not None:
         parts = {prediction_col: source.part}
-    return prepare(data, source, inputs, parts, prediction_col, options, example=example)
+    ready = prepare(data, source, inputs, parts, prediction_col, options, example=example)
+    return computed(ready, data, path, partitions, overwrite)
 
 
 def check_data(data: Any, prediction_col: Any, example: Any = None) -> None:
@@ -148,7 +125,12 @@ def check_data(data: Any, prediction_col: Any, example: Any = None) -> None:
 
 
 def computed(ready: Inference, data: Any, path: Any, partitions: int, overwrite: bool) -> Any:
-    """Return the data with predictions: lazily, or as read from ``path`` once it is there."""
+    """Return the data with predictions: lazily, or as read from ``path`` once it is there.
+
+    Return ``ready`` itself where ``path`` is :data:`NOWHERE`.
+    """
+    if path is NOWHERE:
+        return ready
     if isinstance(data, RDD):
         if path is not None:
             raise ParameterError(
@@ -303,34 +285,34 @@ def register_function(
         raise ParameterError(f"name={shown(name)}: give a name of letters, digits and underscores.")
     if not isinstance(example, DataFrame):
         raise wrong_data("register_function", example, "a DataFrame as example")
-    if use not in PREPARED:
-        names = ", ".join(f"sparkdl.{function.__name__}" for function in PREPARED)
+    if use not in FUNCTIONS:
+        names = ", ".join(f"sparkdl.{function.__name__}" for function in FUNCTIONS)
         raise ParameterError(f"use: give one of {names}.")
     if arguments.get("handle_invalid") == "skip":
         raise ParameterError(
             'handle_invalid="skip": a function of SQL cannot leave out rows. Use "keep".'
         )
-    options = Options(**{key: arguments.pop(key) for key in _OPTIONS & arguments.keys()})
-    defaults = {
-        parameter.name: parameter.default
+    known = [
+        parameter.name
         for parameter in inspect.signature(use).parameters.values()
         if parameter.name not in _NO_ARGUMENTS
         and parameter.kind is not inspect.Parameter.VAR_KEYWORD
-    }
-    for unknown in arguments.keys() - defaults.keys():
+    ]
+    for unknown in arguments.keys() - {*known}:
         raise ParameterError(
             f"{use.__name__} as a function of SQL has no argument {shown(unknown)}."
-            f"{nearest(unknown, defaults)}"
+            f"{nearest(unknown, known)}"
         )
     if features is not None:
-        arguments[next(iter(defaults))] = features
+        arguments[known[0]] = features
     if use is predict:
-        defaults["example"] = example
-    ready = PREPARED[use](example, model, options=options, **{**defaults, **arguments})
+        arguments["example"] = example
+    ready: Any = use(example, model, path=NOWHERE, **arguments)
     return example.sparkSession.udf.register(name, ready.function(example))
 
 
-_OPTIONS = {"batch_size", "precision", "quantize", "handle_invalid", "error_col"}
-_NO_ARGUMENTS = {"data", "model", "example", "path", "partitions", "overwrite", *_OPTIONS}
-PREPARED: dict[Any, Callable[..., Inference]] = {predict: prepare_any}
-"""The preparation of each function that predicts; other modules add theirs."""
+_NO_ARGUMENTS = {"data", "model", "example", "path", "partitions", "overwrite"}
+NOWHERE: Any = object()
+"""The ``path`` of a call that shall only prepare the work."""
+FUNCTIONS: list[Callable[..., Any]] = [predict]
+"""The functions that predict; other modules add theirs."""

@@ -17,8 +17,8 @@ from torch import nn
 from sparkdl.data.arrow_tasks import check_new_columns
 from sparkdl.errors import ModelError, ParameterError, kind_of, shown, wrong_data
 from sparkdl.infer.outputs import named_parts
-from sparkdl.infer.predict import PREPARED, TEXT, check_data, computed, inputs_of
-from sparkdl.infer.score import Inference, Inputs, ModelSource, Options, prepare
+from sparkdl.infer.predict import FUNCTIONS, TEXT, check_data, computed, inputs_of
+from sparkdl.infer.score import Inputs, ModelSource, Options, prepare
 from sparkdl.infer.source import read_model
 from sparkdl.model.recipe import Part, described
 from sparkdl.model.windows import Windows
@@ -123,24 +123,6 @@ def embed(
         UserError: The data, an argument or the model does not fit.
     """
     options = Options(batch_size, precision, quantize, handle_invalid, error_col)
-    ready = prepare_embedding(
-        data, model, text, pooling, normalize, tokenizer, max_length, output_col, options
-    )
-    return computed(ready, data, path, partitions, overwrite)
-
-
-def prepare_embedding(
-    data: DataFrame,
-    model: Any,
-    text: str,
-    pooling: str | None,
-    normalize: bool,
-    tokenizer: Any,
-    max_length: int | None,
-    output_col: str,
-    options: Options,
-) -> Inference:
-    """Return the work that :func:`embed` does; see there for the arguments."""
     source = read_model(model, head="none")
     chosen = pooling or _pooling_of(source.folder)
     if chosen not in POOLINGS:
@@ -152,7 +134,8 @@ def prepare_embedding(
     given = replace(source, module=embedder, build=embedder, inner=source.module)
     # on the right: a text's vector does not depend on the others of its batch
     inputs = inputs_of(data, given, text, None, tokenizer, max_length, {"padding_side": "right"})
-    return prepare(data, given, inputs, None, output_col, options)
+    ready = prepare(data, given, inputs, None, output_col, options)
+    return computed(ready, data, path, partitions, overwrite)
 
 
 def classify(
@@ -197,27 +180,6 @@ def classify(
         UserError: The data, an argument or the model does not fit.
     """
     options = Options(batch_size, precision, quantize, handle_invalid, error_col)
-    ready = prepare_classes(
-        *(data, model, text, tokenizer, max_length, stride, pooling),
-        *(prediction_col, score_col, scores_col, options),
-    )
-    return computed(ready, data, path, partitions, overwrite)
-
-
-def prepare_classes(
-    data: DataFrame,
-    model: Any,
-    text: Names,
-    tokenizer: Any,
-    max_length: int | None,
-    stride: int | None,
-    pooling: str,
-    prediction_col: str,
-    score_col: str,
-    scores_col: str | None,
-    options: Options,
-) -> Inference:
-    """Return the work that :func:`classify` does; see there for the arguments."""
     source = read_model(model, head="classes")
     config = getattr(source.module, "config", None)
     labels = getattr(config, "id2label", None)
@@ -244,7 +206,8 @@ def prepare_classes(
         outputs[scores_col] = partial(_score, several)
     source, inputs = _of_scores(data, source, text, tokenizer, max_length, stride, pooling)
     parts = named_parts(outputs, prediction_col)
-    return prepare(data, source, inputs, parts, prediction_col, options)
+    ready = prepare(data, source, inputs, parts, prediction_col, options)
+    return computed(ready, data, path, partitions, overwrite)
 
 
 def _of_scores(
@@ -308,27 +271,6 @@ def rerank(
         UserError: The data, an argument or the model does not fit.
     """
     options = Options(batch_size, precision, quantize, handle_invalid, error_col)
-    ready = prepare_reranking(
-        *(data, model, query, text, activation, tokenizer, max_length, stride, pooling),
-        *(score_col, options),
-    )
-    return computed(ready, data, path, partitions, overwrite)
-
-
-def prepare_reranking(
-    data: DataFrame,
-    model: Any,
-    query: str,
-    text: str,
-    activation: str | None,
-    tokenizer: Any,
-    max_length: int | None,
-    stride: int | None,
-    pooling: str,
-    score_col: str,
-    options: Options,
-) -> Inference:
-    """Return the work that :func:`rerank` does; see there for the arguments."""
     source = read_model(model, head="classes")
     config = getattr(source.module, "config", None)
     if (count := getattr(config, "num_labels", 1)) != 1:
@@ -344,7 +286,8 @@ def prepare_reranking(
     _check_text(data, (query, text), score_col)
     source, inputs = _of_scores(data, source, (query, text), tokenizer, max_length, stride, pooling)
     parts = named_parts({score_col: partial(_relevance, chosen == "sigmoid")}, score_col)
-    return prepare(data, source, inputs, parts, score_col, options)
+    ready = prepare(data, source, inputs, parts, score_col, options)
+    return computed(ready, data, path, partitions, overwrite)
 
 
 def _relevance(sigmoid: bool, returned: Any) -> torch.Tensor:
@@ -412,4 +355,4 @@ _MODES = {
 """The poolings by their names in a folder of sentence-transformers."""
 
 
-PREPARED.update({embed: prepare_embedding, classify: prepare_classes, rerank: prepare_reranking})
+FUNCTIONS.extend((embed, classify, rerank))

@@ -67,7 +67,7 @@ class Callback:
     def for_search(self) -> Any:
         """Return the log of a search, which then takes the place of this callback in the trials.
 
-        It has the methods of :class:`sparkdl.tune.logs.SearchLog`. None, the default, leaves this
+        It has the methods of :class:`sparkdl.tune.search.SearchLog`. None, the default, leaves this
         callback in each trial.
         """
         return None

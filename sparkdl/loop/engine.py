@@ -10,7 +10,7 @@ import torch
 
 from sparkdl.codec.packed import ByParameter
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.loop.iteration_result import IterationResult
+from sparkdl.loop.advance import IterationResult
 from sparkdl.replica.iteration import Iteration
 from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.slices.update import EMA, EVALUATED

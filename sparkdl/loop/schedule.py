@@ -20,9 +20,6 @@ from sparkdl.errors import ModelError, kind_of, nearest, no_number, wrong_argume
 from sparkdl.loop.state import TrainState
 from sparkdl.slices.optimizer import OptimizerSpec
 
-PER = ("iteration", "epoch")
-"""The units in which a schedule steps. ReduceLROnPlateau steps at each validation instead."""
-
 _log = logging.getLogger("sparkdl")
 
 

@@ -15,8 +15,7 @@ from sparkdl.infer.outputs import ClassScores
 from sparkdl.ml.estimator import TorchEstimator
 from sparkdl.ml.model import TorchModel
 from sparkdl.ml.params import ClassParams, arguments_of
-from sparkdl.ml.plan import CLASSES
-from sparkdl.ml.rows import class_count, class_metadata, column, part_of_scores
+from sparkdl.ml.plan import CLASSES, class_count, class_metadata, column, part_of_scores
 from sparkdl.train.trainer import Trainer
 
 

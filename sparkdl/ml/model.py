@@ -21,7 +21,7 @@ from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.ml.params import FitParams
 from sparkdl.ml.persistence import ModelReader, ModelWriter
-from sparkdl.ml.rows import are_valid, as_numbers, column, nothing_like, zeros
+from sparkdl.ml.plan import are_valid, as_numbers, column, nothing_like, zeros
 
 
 @dataclass(frozen=True)

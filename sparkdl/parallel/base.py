@@ -258,6 +258,13 @@ class ParallelStrategy:
         return self
 
 
+def names_problems(strategy: ParallelStrategy, name: str, remedy: str) -> Iterator[str]:
+    """Yield the problems of an option that is a list of names."""
+    names = getattr(strategy, name)
+    if not isinstance(names, (list, tuple)) or not all(isinstance(one, str) for one in names):
+        yield f"{name}={shown(names)}): give a list of {remedy}."
+
+
 def flag_problems(strategy: ParallelStrategy, *names: str) -> Iterator[str]:
     """Yield the problems of options that are True or False."""
     for name in names:

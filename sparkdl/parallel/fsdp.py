@@ -10,11 +10,17 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from sparkdl.errors import ModelError, in_quotes, known_arguments, nearest, shown
+from sparkdl.errors import ModelError, in_quotes, known_arguments, nearest
 from sparkdl.model.buffers import PRECISIONS, TrainingOptions
 from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import ParallelStrategy, check_dense, check_elementwise, flag_problems
+from sparkdl.parallel.base import (
+    ParallelStrategy,
+    check_dense,
+    check_elementwise,
+    flag_problems,
+    names_problems,
+)
 from sparkdl.plain import make_plain
 from sparkdl.slices.optimizer import OptimizerSpec
 
@@ -62,9 +68,7 @@ class FSDP(ParallelStrategy):
 
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
-        units = self.units
-        if not isinstance(units, (list, tuple)) or not all(isinstance(n, str) for n in units):
-            yield f'units={shown(units)}): give a list of names or patterns, such as ["layers.*"].'
+        yield from names_problems(self, "units", 'names or patterns, such as ["layers.*"]')
         yield from flag_problems(self, "reshard_after_forward", "cpu_offload")
         if self.param_dtype not in PRECISIONS:
             yield f"param_dtype={in_quotes(self.param_dtype)}): use one of {', '.join(PRECISIONS)}."

@@ -17,12 +17,18 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from sparkdl.errors import ModelError, ParameterError, in_quotes, known_arguments, shown
+from sparkdl.errors import ModelError, ParameterError, in_quotes, known_arguments
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout
 from sparkdl.model.loss import is_own_loss
 from sparkdl.model.preparation import matches_module, modes_kept
-from sparkdl.parallel.base import Mesh, ParallelStrategy, check_dense, count_problems
+from sparkdl.parallel.base import (
+    Mesh,
+    ParallelStrategy,
+    check_dense,
+    count_problems,
+    names_problems,
+)
 from sparkdl.parallel.tensor import without_fused_layers
 from sparkdl.parallel.trace import Items, chain_of, first_of, is_chain
 from sparkdl.plain import make_plain
@@ -150,9 +156,7 @@ class Pipeline(ParallelStrategy):
 
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
-        split = self.split
-        if not isinstance(split, (list, tuple)) or not all(isinstance(n, str) for n in split):
-            yield f'split={shown(split)}): give a list of names of modules, such as ["3", "6"].'
+        yield from names_problems(self, "split", 'names of modules, such as ["3", "6"]')
         yield from count_problems(self, "micro_batches", "stages_per_rank")
         if self.schedule not in SCHEDULES:
             yield f"schedule={in_quotes(self.schedule)}): use one of {', '.join(SCHEDULES)}."

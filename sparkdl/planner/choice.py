@@ -12,7 +12,6 @@ from sparkdl.errors import counted
 from sparkdl.parallel.base import MODEL_DIMENSIONS, Mesh
 from sparkdl.parallel.plan import STRATEGIES, strategy_of
 
-AUTO = "auto"
 SHUFFLE, GANG = "shuffle", "gang"
 MICRO_BATCHES = (2, 4, 8, 16)
 PLAINNESS = ("ddp", "zero1", "fsdp", "pipeline", "tensor")

@@ -16,7 +16,7 @@ from sparkdl.planner.choice import GANG, SHUFFLE, Choice, Facts
 from sparkdl.planner.estimate import Estimate
 from sparkdl.planner.probe import Probe
 from sparkdl.planner.profile import BUSY, Profile
-from sparkdl.planner.timeline import draw, simulated
+from sparkdl.planner.timeline import draw, keys, picture, simulated
 
 GAIN = 0.15
 """The least gain, as a share, for which the default is left."""
@@ -178,14 +178,8 @@ class Plan:
                 x += width
             label = html.escape(str(estimate.choice))
             drawn.append(f"<text x='{x + 4:.1f}' y='{16 * y + 10}'>{label}</text>")
-        keys = "".join(
-            f"<text x='{i * 150}' y='{16 * len(rows) + 14}' fill='{colour}'>{html.escape(words)}</text>"
-            for i, (words, colour) in enumerate(_PARTS.values())
-        )
-        return (
-            f"<svg xmlns='http://www.w3.org/2000/svg' width='760' height='{16 * len(rows) + 20}' "
-            f"style='font:10px sans-serif' fill='currentColor'>{''.join(drawn)}{keys}</svg>"
-        )
+        drawn += keys(dict(_PARTS.values()), 0, 150, 16 * len(rows) + 14)
+        return picture(760, 16 * len(rows) + 20, drawn)
 
     def _title(self) -> str:
         when = "" if self.measured_in is None else f"; measured in {self.measured_in:.0f} s"

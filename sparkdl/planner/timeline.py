@@ -14,7 +14,7 @@ import html
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sparkdl.planner.choice import SHUFFLE, Choice, Facts
@@ -323,15 +323,27 @@ def draw(spans: Sequence[Bar]) -> str:
     for tick in range(int(1e3 * whole / step) + 1):
         x = left + tick * step / 1e3 * scale
         drawn.append(f"<text x='{x:.1f}' y='{y}' text-anchor='middle'>{tick * step:g}</text>")
-    keys = "".join(
-        f"<text x='{left + i * 80}' y='{y + 16}' fill='{colour}'>{kind}</text>"
-        for i, (kind, colour) in enumerate(COLOURS.items())
-    )
+    drawn += [
+        *keys(COLOURS, left, 80, y + 16),
+        f"<text x='0' y='{y}'>ms</text>",
+        f"<text x='0' y='{y + 30}'>{1e3 * whole:.3g} ms{hidden}; computed</text>",
+    ]
+    return picture(WIDTH, y + 34, drawn)
+
+
+def keys(colours: Mapping[str, str], left: int, step: int, y: int) -> list[str]:
+    """Return names in their colours, side by side."""
+    return [
+        f"<text x='{left + i * step}' y='{y}' fill='{colour}'>{html.escape(words)}</text>"
+        for i, (words, colour) in enumerate(colours.items())
+    ]
+
+
+def picture(width: int, height: int, drawn: Sequence[str]) -> str:
+    """Return SVG of such elements."""
     return (
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{WIDTH}' height='{y + 34}' "
-        f"style='font:10px sans-serif' fill='currentColor'>{''.join(drawn)}{keys}"
-        f"<text x='0' y='{y}'>ms</text><text x='0' y='{y + 30}'>{1e3 * whole:.3g} ms{hidden}; computed"
-        "</text></svg>"
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
+        f"style='font:10px sans-serif' fill='currentColor'>{''.join(drawn)}</svg>"
     )
 
 

@@ -1,4 +1,7 @@
-"""Plans of a fit, and the decision of the fields that a trainer leaves to one."""
+"""Plans of a fit, and the decision of the fields that a trainer leaves to one.
+
+Fits of a tiny model find out what an engine itself costs, and short fits of the user's what it gains.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +19,7 @@ import pyspark
 import torch
 from pyspark import RDD
 from pyspark.sql import SparkSession
+from torch import nn
 
 from sparkdl import gang
 from sparkdl.care.rules import decided_later
@@ -27,16 +31,26 @@ from sparkdl.data.samples import SampleSet
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import ParameterError, SessionError, TrainingError, UserError, counted
 from sparkdl.gang.slots import check_slots, cpus_of, task_slots
+from sparkdl.loop.callbacks import Callback, none_added
 from sparkdl.loop.progress import log_line
+from sparkdl.loop.state import TrainState
+from sparkdl.loop.triggers import max_iteration
 from sparkdl.parallel.plan import parallel_of
 from sparkdl.planner import follow
-from sparkdl.planner.cache import CACHE, digest
 from sparkdl.planner.choice import GANG, PLAINNESS, SHUFFLE, Choice, Facts, Search, replicas_up_to
-from sparkdl.planner.cluster import Cluster
 from sparkdl.planner.estimate import Estimate, Formulas
+from sparkdl.planner.follow import CACHE, digest
 from sparkdl.planner.plan import Plan, ranked, with_measured
-from sparkdl.planner.probe import SUMMED, Probe, measure_on_rank, probe_of
-from sparkdl.planner.profile import BUSY, Profile, ProfileOrder, profile_of, scaled
+from sparkdl.planner.probe import (
+    SUMMED,
+    Cluster,
+    Probe,
+    Trial,
+    measure_on_rank,
+    probe_of,
+    processor_seconds,
+)
+from sparkdl.planner.profile import BUSY, Profile, ProfileOrder, Timed, profile_of, scaled
 from sparkdl.process.memory import left_to_machine
 from sparkdl.replica.compute import to_tensors
 from sparkdl.session import SessionFacts
@@ -44,12 +58,81 @@ from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.frames import is_local
 from sparkdl.train.engine_inputs import batch_spec
 from sparkdl.train.placed_samples import PlacedSamples, replicas_of
-from sparkdl.train.preflight import preflight
+from sparkdl.train.preflight import check_mesh, preflight
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.request import FitRequest
-from sparkdl.train.sizes import check_mesh
 from sparkdl.train.spec import TrainerSpec
-from sparkdl.train.trial import Run, timed_fit, tiny_trial
+
+TINY_ROWS = 4
+"""The rows of a tiny fit's batch, for each replica."""
+Run = Callable[[Any, FitRequest, SessionFacts], Any]
+"""The type of :func:`sparkdl.train.fit.run`."""
+
+
+def tiny_model() -> nn.Module:
+    """Return four linear layers, 1,152 bytes of parameters in eight tensors."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(8, 8), nn.Tanh())]
+    return nn.Sequential(*layers)
+
+
+@dataclass
+class LastThird(Callback):
+    """Times of the last third of some iterations, all processes of this machine together."""
+
+    iterations: int
+    everything: bool  # this machine runs the executors too
+    times: list[Timed] = field(default_factory=list)
+
+    def on_iteration_end(self, trainer: Any, state: TrainState) -> None:
+        if state.iteration in (self.iterations - self.iterations // 3, self.iterations):
+            spent = processor_seconds() if self.everything else 0.0
+            self.times.append(Timed(time.perf_counter(), spent))
+
+    @property
+    def each(self) -> Timed:
+        """The times of an iteration."""
+        (clock, spent), (end, total) = self.times
+        count = self.iterations // 3
+        return Timed((end - clock) / count, (total - spent) / count)
+
+
+def timed_fit(
+    trainer: TrainerSpec, data: Any, facts: SessionFacts, iterations: int, run: Run
+) -> Timed:
+    """Return the times of an iteration of a fit, which shows and keeps nothing."""
+    watch = LastThird(iterations, is_local(facts.context))
+    short = replace(
+        trainer,
+        stop=max_iteration(iterations),
+        callbacks=[watch],
+        validation=None,
+        checkpoint=None,
+        keep_optimizer_state=False,
+        on_nan="skip",
+    )
+    with none_added():
+        run(data, FitRequest(trainer=short, quiet=True), facts)
+    return watch.each
+
+
+def tiny_trial(facts: SessionFacts, run: Run) -> Trial:
+    """Return a function that times fits of the tiny model in a session."""
+
+    def trial(choice: Choice, iterations: int) -> Timed:
+        count = choice.replicas
+        row = np.linspace(-1, 1, 8, dtype=np.float32)
+        rows = [(row * n, row) for n in range(2 * TINY_ROWS * count)]
+        trainer = TrainerSpec(
+            model=tiny_model,
+            loss=nn.MSELoss(),
+            optimizer=functools.partial(torch.optim.SGD, lr=0.01),
+            batch_size=TINY_ROWS * count,
+            **choice.fields(),
+        )
+        return timed_fit(trainer, facts.context.parallelize(rows, count), facts, iterations, run)
+
+    return trial
+
 
 logger = logging.getLogger("sparkdl")
 USUAL = PLAINNESS[0]
@@ -72,12 +155,14 @@ class Planner:
     data: Any
     facts: SessionFacts
     run: Run
+    shared: bool = field(init=False)  # what is measured, with other processes
     began: float = field(default_factory=time.monotonic)
     wholly_known: bool = True
+    refusals: dict[Any, str] = field(default_factory=dict)
 
-    @functools.cached_property
-    def settled(self) -> Any:
-        return self.trainer.settled()
+    def __post_init__(self) -> None:
+        self.settled: Any = self.trainer.settled()
+        self.shared = self.facts.settings.plan_cache
 
     @functools.cached_property
     def model(self) -> PreparedModel:
@@ -88,10 +173,6 @@ class Planner:
         """The trainer of a single replica in this process."""
         plain = {"strategy": USUAL, "mesh": None, "sync_batchnorm": False, "min_ranks": None}
         return replace(self.settled, engine="local", validation=None, checkpoint=None, **plain)
-
-    @property
-    def kept(self) -> bool:
-        return self.facts.settings.plan_cache
 
     @functools.cached_property
     def slots(self) -> int:
@@ -149,8 +230,7 @@ class Planner:
         if searched and not _keeps_statistics(settled, self.model):
             most = max(1, min(slots, settled.batch_size))
             counts = sorted({*replicas_up_to(most), min(usual, most)})
-        search = Search(engines, counts, strategies)
-        choices = [*search.choices()]
+        choices = [*Search(engines, counts, strategies).choices()]
         if not strategies and GANG in engines:
             with contextlib.suppress(UserError):
                 on_gang = replace(settled, engine=GANG)
@@ -159,45 +239,43 @@ class Planner:
         if cluster is not None:
             profile, probe = _elsewhere(cluster, profile, probe)
         iterations = self.iterations  # which may count the rows
-        told = Facts(
-            settled.batch_size, self.__dict__.get("rows"), iterations, settled.options.local_steps
-        )
+        rows, steps = self.__dict__.get("rows"), settled.options.local_steps
+        told = Facts(settled.batch_size, rows, iterations, steps)
         formulas = Formulas(told, profile, probe)
-        refusals = Refusals(self, profile, cluster is None)
-        estimates = [formulas.estimate(choice, refusals.of(choice)) for choice in choices]
+        estimates = [
+            formulas.estimate(choice, self._refusal(choice, profile, cluster is None))
+            for choice in choices
+        ]
+        key = follow.key_of(settled, self.model.layout, facts)
         if cluster is None:
-            key = follow.key_of(settled, self.model.layout, facts)
-            estimates = [
-                with_measured(e, CACHE.measured(key, e.choice, self.kept)) for e in estimates
-            ]
+            measured = (CACHE.measured(key, e.choice, self.shared) for e in estimates)
+            estimates = [*map(with_measured, estimates, measured)]
         default = follow.own_choice(settled, usual)
-        rows = ranked(estimates, default)
-        if not rows:
-            raise ParameterError(_nothing_possible(estimates))
+        ways = ranked(estimates, default)
+        if not ways:
+            least = min(estimates, key=lambda e: e.memory)
+            raise ParameterError(
+                f"no way to run this fit is possible here. {least.choice}, of the least memory: "
+                f"{least.refused or least.unknown}."
+            )
+        seconds = ways[0].seconds or 0.0
         if trials is None:
-            cost = TRIED * (START_SECONDS + TRIAL_ITERATIONS * (rows[0].seconds or 0.0))
-            run_takes = (iterations or 0) * (rows[0].seconds or 0.0)
-            trials = len(rows) > 1 and run_takes > TIMES_TRIALS * cost
-        if trials and cluster is None:
-            rows = ranked([*self._tried(rows[:TRIED]), *rows[TRIED:]], default)
-        if cluster is None:
-            for row in rows:
-                CACHE.note_plan(key, row.choice, row.seconds or 0.0)
+            cost = TRIED * (START_SECONDS + TRIAL_ITERATIONS * seconds)
+            trials = len(ways) > 1 and (iterations or 0) * seconds > TIMES_TRIALS * cost
+        where = f"{facts.context.master} on {counted(probe.cores, 'core')}"
+        if cluster is not None:
+            where = str(cluster)
+        else:
+            if trials:
+                ways = ranked([*map(self._tried, ways[:TRIED]), *ways[TRIED:]], default)
+            for way in ways:
+                CACHE.note_plan(key, way.choice, way.seconds or 0.0)
+        refused = [e for e in estimates if e.seconds is None]
+        others = [*self._others(formulas, ways[0].choice)]
         parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
-        where = (
-            str(cluster) if cluster else f"{facts.context.master} on {counted(probe.cores, 'core')}"
-        )
-        return Plan(
-            rows,
-            [e for e in estimates if e.seconds is None],
-            [*self._others(formulas, rows[0].choice)],
-            told,
-            profile,
-            probe,
-            f"a model of {counted(parameters, 'parameter')}; {where}",
-            None if self.wholly_known else time.monotonic() - self.began,
-            settled,
-        )
+        subject = f"a model of {counted(parameters, 'parameter')}; {where}"
+        spent = None if self.wholly_known else time.monotonic() - self.began
+        return Plan(ways, refused, others, told, profile, probe, subject, spent, settled)
 
     def _measured(
         self, counts: Sequence[int], strategies: Sequence[str], engines: Sequence[str]
@@ -221,7 +299,7 @@ class Planner:
             context.master, self.slots, threads, sorted({min(counts), max(counts)}),
             sorted(strategies), sorted(engines), pyspark.__version__,
         )  # fmt: skip
-        probe = CACHE.probe(name, self.kept)
+        probe = CACHE.probe(name, self.shared)
         profile = _profiles.get(order.key())
         if probe is not None and profile is not None:
             return profile, probe
@@ -240,7 +318,7 @@ class Planner:
         if probe is None:
             trial = tiny_trial(facts, self.run)
             probe = probe_of(measured, self.slots, trial, counts, strategies, engines, profile.busy)
-            CACHE.keep_probe(name, probe, self.kept and probe.busy <= BUSY)
+            CACHE.keep_probe(name, probe, self.shared and probe.busy <= BUSY)
         elif is_local(context):
             probe = replace(probe, memory=left_to_machine() / self.slots)
         return profile, probe
@@ -262,12 +340,11 @@ class Planner:
                 resources, self.alone, few, 1, self.model.float_dtype
             ).training
 
-    def _tried(self, rows: Sequence[Estimate]) -> Iterator[Estimate]:
-        """Yield the rows with what short fits took."""
-        for row in rows:
-            trainer = replace(self.settled, **row.choice.fields())
-            times = timed_fit(trainer, self.data, self.facts, TRIAL_ITERATIONS, self.run)
-            yield with_measured(row, times.clock)
+    def _tried(self, row: Estimate) -> Estimate:
+        """Return a row with what a short fit took."""
+        trainer = replace(self.settled, **row.choice.fields())
+        times = timed_fit(trainer, self.data, self.facts, TRIAL_ITERATIONS, self.run)
+        return with_measured(row, times.clock)
 
     def _others(self, formulas: Formulas, first: Choice) -> Iterator[Estimate]:
         """Yield the predictions of what would be another algorithm."""
@@ -284,57 +361,46 @@ class Planner:
                 if estimate.seconds is not None:
                     yield estimate
 
-
-@dataclass
-class Refusals:
-    """The sentences with which choices are refused: today's, of the trainer and of the strategies."""
-
-    planner: Planner
-    profile: Profile
-    here: bool  # the session has the task slots
-    _known: dict[Any, str] = field(default_factory=dict)
-
-    def of(self, choice: Choice) -> str:
-        """Return why a choice cannot run, or an empty string."""
-        planner = self.planner
+    def _refusal(self, choice: Choice, profile: Profile, here: bool) -> str:
+        """Return why a choice cannot run, or an empty string: the sentence of the trainer, of the
+        session's slots if it has them (``here``), or of a strategy."""
         try:
-            trainer = replace(planner.settled, **choice.fields())
+            trainer = replace(self.settled, **choice.fields())
+            if choice.engine == GANG and here:
+                _check_slots(trainer, self.facts)
         except UserError as error:
             return _line(error)
         if choice.engine != GANG:
             return ""
-        keys = ("slots", choice.replicas), (choice.strategy, choice.mesh, choice.split)
-        for key, check in zip(keys, (self._slots, self._strategy), strict=True):
-            if key not in self._known:
-                try:
-                    check(trainer, choice)
-                    self._known[key] = ""
-                except UserError as error:
-                    self._known[key] = _line(error)
-            if self._known[key]:
-                return self._known[key]
-        return ""
+        key = choice.strategy, choice.mesh, choice.split
+        if key not in self.refusals:
+            try:
+                self._check_strategy(trainer, choice.replicas, profile)
+                self.refusals[key] = ""
+            except UserError as error:
+                self.refusals[key] = _line(error)
+        return self.refusals[key]
 
-    def _slots(self, trainer: TrainerSpec, choice: Choice) -> None:
-        if self.here:
-            context, least = self.planner.facts.context, trainer.min_ranks
-            profile = trainer.resource_profile
-            check_slots(context, choice.replicas, 0.0, profile, min_slots=least)
-
-    def _strategy(self, trainer: TrainerSpec, choice: Choice) -> None:
-        model = self.planner.model
-        check_mesh(trainer, model, choice.replicas)
-        parallel = parallel_of(trainer.parts, trainer.mesh, choice.replicas)
+    def _check_strategy(self, trainer: TrainerSpec, replicas: int, profile: Profile) -> None:
+        model = self.model
+        check_mesh(trainer, model, replicas)
+        parallel = parallel_of(trainer.parts, trainer.mesh, replicas)
         for name, parameter in model.module.named_parameters():
-            if parameter.requires_grad and name not in self.profile.without_gradient:
+            if parameter.requires_grad and name not in profile.without_gradient:
                 parameter.grad = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
         try:
             for part in parallel.parts.values():
                 part.check_model(model.module, model.layout, model.optimizer, model.recipe.options)
-                part.check_rows(model.module, self.planner.fields)
-            parallel.planned(model.module, self.planner.inputs, model.recipe.options)
+                part.check_rows(model.module, self.fields)
+            parallel.planned(model.module, self.inputs, model.recipe.options)
         finally:
             model.module.zero_grad()
+
+
+def _check_slots(trainer: TrainerSpec, facts: SessionFacts) -> None:
+    assert trainer.number_of_replicas is not None
+    profile, least = trainer.resource_profile, trainer.min_ranks
+    check_slots(facts.context, trainer.number_of_replicas, 0.0, profile, min_slots=least)
 
 
 def _first(samples: SampleSet) -> list[Rows]:
@@ -361,17 +427,8 @@ def _elsewhere(cluster: Cluster, profile: Profile, probe: Probe) -> tuple[Profil
             "Cluster(gpus=...) without speed=: this machine has no GPU, so nothing is known of their "
             "speed. Give speed=, how many times as fast as a slot here one of them computes."
         )
-    line = replace(profile.line, spread=cluster.spread)
-    return scaled(
-        replace(profile, line=line, busy=1.0), 1.0 / (cluster.speed or 1.0)
-    ), cluster.probe(dict(probe.units))
-
-
-def _nothing_possible(estimates: Sequence[Estimate]) -> str:
-    """Return the message that no choice can run, with the one that needs the least memory."""
-    least = min(estimates, key=lambda e: e.memory)
-    why = least.refused or least.unknown
-    return f"no way to run this fit is possible here. {least.choice}, of the least memory: {why}."
+    quiet = replace(profile, line=replace(profile.line, spread=cluster.spread), busy=1.0)
+    return scaled(quiet, 1.0 / (cluster.speed or 1.0)), cluster.probe(dict(probe.units))
 
 
 def _line(error: Exception) -> str:
@@ -391,9 +448,8 @@ def decided(data: Any, request: FitRequest, facts: SessionFacts, run: Run) -> Fi
     record, replicas = _record_of(request)
     if record is not None:
         try:
-            return replace(
-                request, trainer=_as_recorded(settled, record, later, facts), plan=record
-            )
+            kept = _as_recorded(settled, record, later, facts)
+            return replace(request, trainer=kept, plan=record)
         except (UserError, KeyError, TypeError, ValueError) as error:
             text = "the plan of the checkpoint cannot be kept, and is made anew: %s."
             logger.warning(text, _line(error))
@@ -428,13 +484,11 @@ def _as_recorded(
 
     Raises ParameterError or SessionError if this session cannot run it.
     """
-    choice = Choice.from_plain(record["fields"])
+    recorded = Choice.from_plain(record["fields"]).fields()
     open_fields = {*later, *(("strategy", "mesh") if {"engine", "strategy"} & {*later} else ())}
-    fields = {name: value for name, value in choice.fields().items() if name in open_fields}
-    trainer = replace(settled, **fields)
+    trainer = replace(settled, **{n: value for n, value in recorded.items() if n in open_fields})
     if trainer.engine == GANG:
-        profile, least = trainer.resource_profile, trainer.min_ranks
-        check_slots(facts.context, choice.replicas, 0.0, profile, min_slots=least)
+        _check_slots(replace(trainer, replicas=recorded["replicas"]), facts)
     return trainer
 
 

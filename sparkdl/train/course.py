@@ -9,8 +9,11 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
+from py4j.protocol import Py4JError
 
 from sparkdl.care.advice import ENOUGH_ITERATIONS, Spent, advice
 from sparkdl.care.rules import BALANCED
@@ -33,29 +36,37 @@ from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.recovery import RecoveringEngine
 from sparkdl.engines.registry import build_engine
 from sparkdl.engines.shuffle.placement import INLINE_BYTES
-from sparkdl.errors import ParameterError, counted
+from sparkdl.errors import ModelError, ParameterError, counted
 from sparkdl.gang.slots import slots_now
+from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.saved import manifest_of_model
 from sparkdl.loop.advance import catch_up, first_state
 from sparkdl.loop.callbacks import Callback, added_callbacks
-from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.engine import BEST, Engine, PendingStateWork, ReadState, StateWork
 from sparkdl.loop.history import History
-from sparkdl.loop.interrupt import interruptible
-from sparkdl.loop.loop import PeriodicTask, train
+from sparkdl.loop.interrupt import Interrupt, interruptible
+from sparkdl.loop.loop import LoopConfig, PeriodicTask, train
 from sparkdl.loop.state import TrainState, recent_validations
 from sparkdl.loop.triggers import MaxEpoch
 from sparkdl.loop.validation import Validator
 from sparkdl.model.recipe import frozen_digest
+from sparkdl.settings import Settings
+from sparkdl.slab.root import SlabConfig
 from sparkdl.slices.slice_file import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.train.engine_inputs import Site, engine_inputs, facts_of, packed_state, settings_of
-from sparkdl.train.placed_samples import validation_set
+from sparkdl.train.placed_samples import balanced_weights, validation_set, with_draws
 from sparkdl.train.preflight import preflight, with_dimensions
-from sparkdl.train.prepare import PreparedModel
+from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.request import FitRequest, begin_batch
-from sparkdl.train.result import FinishedFit, FitEnd, Rescue, result_maker, wanted_weights
+from sparkdl.train.result import (
+    FinishedFit,
+    FitEnd,
+    Rescue,
+    result_maker,
+    trained_model,
+    wanted_weights,
+)
 from sparkdl.train.spec import TrainerSpec
-from sparkdl.train.tallies import balanced_weights, with_draws
 
 logger = logging.getLogger("sparkdl")
 
@@ -264,7 +275,7 @@ def advice_of(
         return
     try:
         slots = slots_now(site.resources.context)
-    except Exception:  # Spark may be gone by now: advice never ends a fit
+    except (Py4JError, AttributeError):  # the JVM, or the context in it, has gone by now
         return
     timings = {name: row["median"] for name, row in history.timings().items()}
     rows, replicas = sum(samples.counts), len(samples.counts)
@@ -413,3 +424,65 @@ def _facts(trainer: TrainerSpec, model: PreparedModel, samples: SampleSet) -> st
     rows = counted(sum(handle.num_rows for handle in samples.handles), "row")
     replicas = counted(len(samples.counts), "replica")
     return f'{kind} of {size} on {rows}: {replicas}, engine="{trainer.engine}"'
+
+
+@dataclass(frozen=True)
+class LocalResult:
+    """The end of a local fit."""
+
+    weights: Mapping[str, torch.Tensor]  # flat vectors by kind
+    history: History
+
+
+@dataclass(frozen=True)
+class LocalFit:
+    """Fits by the local engine on samples that this process can map, for any trainer that reads the
+    data alike.
+
+    A fit has the bits of ``trainer.fit`` with ``engine="local"`` on the same samples.
+    """
+
+    training: SampleSet
+    validation: SampleSet | None
+    float_dtype: str
+
+    def run(
+        self,
+        trainer: TrainerSpec,
+        callbacks: Sequence[Callback],
+        settings: Settings,
+        slab: SlabConfig,
+        threads: int,
+    ) -> LocalResult:
+        """Train with ``callbacks`` in place of the trainer's, whose checkpoint is not written.
+
+        Nothing is written to ``slab``, which only names the run.
+        """
+        trainer = replace(trainer, callbacks=callbacks, checkpoint=None, keep_optimizer_state=False)
+        model, request = self._prepared(trainer), FitRequest(trainer=trainer)
+        site = Site(settings, slab, threads, interrupt=Interrupt(), rescues=False)
+        with run_course(request, model, self.training, self.validation, None, site) as finished:
+            weights = {kind: finished.engine.weights(kind) for kind in finished.end.kinds}
+            return LocalResult(weights, finished.end.history)
+
+    def trained(
+        self,
+        trainer: TrainerSpec,
+        kinds: Sequence[str],
+        weights: Callable[[str], torch.Tensor],
+        history: History,
+    ) -> TrainedModel:
+        """Return the trained model of a fit that :meth:`run` made in another process."""
+        model = self._prepared(trainer)
+        validation = validation_set(trainer, self.validation, model.float_dtype)
+        output, _ = preflight(trainer, model, self.training, validation, False, care=False)
+        return trained_model(trainer, model, self.training, output, kinds, weights, history)
+
+    def _prepared(self, trainer: TrainerSpec) -> PreparedModel:
+        model = prepare(trainer, None)
+        if model.float_dtype != self.float_dtype:
+            raise ModelError(
+                f"the model is of {model.float_dtype}, and the samples were placed for one of "
+                f"{self.float_dtype}: let all models have one floating dtype."
+            )
+        return model

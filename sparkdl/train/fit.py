@@ -15,9 +15,9 @@ from sparkdl.errors import SessionError
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.progress import Progress, progress_of
-from sparkdl.planner.cluster import Cluster
 from sparkdl.planner.follow import ScheduleShare, compare
 from sparkdl.planner.plan import Plan
+from sparkdl.planner.probe import Cluster
 from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.executors import waiting_for_locality, warming_up
@@ -26,9 +26,10 @@ from sparkdl.train.chosen import Planner, decided
 from sparkdl.train.course import check_replay, run_course
 from sparkdl.train.engine_inputs import Site
 from sparkdl.train.placed_samples import PlacedSamples, check_validation_data, data_of, replicas_of
-from sparkdl.train.prepare import prepare
+from sparkdl.train.preflight import check_gang, check_sizes
+from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.request import CarriedRun, FitRequest, PassSeries
-from sparkdl.train.sizes import check_gang, check_sizes
+from sparkdl.train.spec import TrainerSpec
 
 CONNECTED = "sparkdl.connect.fit:run"
 """The counterpart of :func:`run` for a session of Spark Connect; its room lies above this one."""
@@ -108,16 +109,24 @@ def run(data: Any, request: FitRequest, facts: SessionFacts) -> CarriedRun:
         return _run(data, request, facts, progress)
 
 
-def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress) -> CarriedRun:
-    trainer = request.trainer
-    placed = data if isinstance(data, PlacedSamples) else None
-    context, settings = facts.context, facts.settings
+def built(
+    trainer: TrainerSpec, request: FitRequest, facts: SessionFacts, progress: Progress
+) -> PreparedModel:
+    """Return the model of a fit; what it begins with must fit it."""
     check_validation_data(trainer, facts)
     progress.doing("building the model")
     model = prepare(trainer, request.start)
     progress.doing("starting workers")
     if request.kept is not None:
         request.kept.check(ModelIdentity.of(model.layout), model.optimizers)
+    return model
+
+
+def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress) -> CarriedRun:
+    trainer = request.trainer
+    placed = data if isinstance(data, PlacedSamples) else None
+    context, settings = facts.context, facts.settings
+    model = built(trainer, request, facts, progress)
     resuming = request.checkpoints()
     directory, beside = settings.slab_dir, ""
     if placed is not None:

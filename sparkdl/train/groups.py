@@ -35,8 +35,8 @@ from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.samples import SampleSet, materialize_here
-from sparkdl.data.schema import columns_of, quoted, read_schema, sampling_column
-from sparkdl.engines.local.groups import local_engine
+from sparkdl.data.schema import columns_of, quoted, sample_columns
+from sparkdl.engines.local.engine import local_engine
 from sparkdl.errors import (
     DataError,
     ModelError,
@@ -51,10 +51,9 @@ from sparkdl.infer.model import TrainedModel, load
 from sparkdl.infer.outputs import as_numpy, to_arrow
 from sparkdl.infer.written import as_read
 from sparkdl.loop.advance import catch_up, first_state
-from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import Interrupt
-from sparkdl.loop.loop import train
+from sparkdl.loop.loop import LoopConfig, train
 from sparkdl.loop.schedule import Schedule
 from sparkdl.model.flat import filled
 from sparkdl.model.preparation import dumps
@@ -64,13 +63,12 @@ from sparkdl.process.system import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.train.engine_inputs import run_spec
-from sparkdl.train.placed_samples import source
+from sparkdl.train.placed_samples import balanced_weights, source, with_draws
 from sparkdl.train.plain_tasks import PlainTasks
 from sparkdl.train.preflight import preflight
 from sparkdl.train.prepare import PreparedModel, build_model, prepare
 from sparkdl.train.request import begin_batch
 from sparkdl.train.result import result_maker
-from sparkdl.train.tallies import balanced_weights, with_draws
 from sparkdl.train.trainer import Trainer
 from sparkdl.usercode import accompanied
 
@@ -326,19 +324,13 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     tasks = PlainTasks.of(data)
     model = prepare(trainer, None)
     trainer = replace(trainer, weights=model.recipe.weights)  # not a path, which tasks may lack
-    inputs, labels, weights = read_schema(
-        data.schema,
-        trainer.feature_columns,
-        trainer.label_columns,
-        trainer.weight,
-        model.float_dtype,
-        trainer.columns,
+    features, labels = trainer.feature_columns, trainer.label_columns
+    columns = sample_columns(
+        *(data.schema, features, labels, trainer.weight, model.float_dtype),
+        *(trainer.columns, trainer.sampling),
     )
-    how = trainer.sampling
-    drawn = () if how is None else (sampling_column(data.schema, how.column, how.spec),)
-    columns = (*inputs, *labels, *drawn, *weights)
     task: Callable[..., pa.Table] = accompanied(
-        FitGroup(trainer, columns, len(inputs), tasks.slab, tasks.threads, Numerics.here())
+        FitGroup(trainer, columns, len(features), tasks.slab, tasks.threads, Numerics.here())
     )
 
     def fit(key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:

@@ -1,9 +1,13 @@
-"""Training and validation samples in place: written into slabs once, for one fit or for several."""
+"""Training and validation samples in place: written into slabs once, for one fit or for several.
+
+Their rows are counted where that decides how they are drawn, or what a class weighs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 import threading
 import time
 from collections.abc import Iterator
@@ -19,10 +23,14 @@ from sparkdl.data.columns.base import masked_of
 from sparkdl.data.equal_rows import tell_of_shares
 from sparkdl.data.fields import Field
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
+from sparkdl.data.sampling import MOST_VALUES, Tallies, Tally, counts_of
 from sparkdl.engines.delivery import ValidationSet
+from sparkdl.engines.gang.rank import frames_of
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import DataError, ParameterError, SessionError, shown
 from sparkdl.gang.driver import is_one_to_one
+from sparkdl.gang.rank_group import StartableGroup
+from sparkdl.gang.rank_task import RankContext
 from sparkdl.gang.slots import SLOT_SECONDS, default_replicas, task_slots
 from sparkdl.loop.progress import progress_of
 from sparkdl.metrics.named import resolve, suited
@@ -33,12 +41,14 @@ from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.device import within_gpus
 from sparkdl.spark.executors import place_contiguously, waiting_for_locality, warming_up
 from sparkdl.spark.failures import reading_explained
+from sparkdl.spark.frames import stage_name
 from sparkdl.train.engine_inputs import batch_spec
 from sparkdl.train.prepare import prepare
 from sparkdl.train.spec import TrainerSpec
 
 if TYPE_CHECKING:
     from typing import Self
+
 
 PERSISTED = "sparkdl.connect.rows:PersistedSamples"
 """The samples of a session of Spark Connect; their room lies above this one."""
@@ -397,3 +407,62 @@ def _remedy(one: Field, other: Field) -> str:
             f'Trainer(columns={{"{other.name}": sparkdl.Sequence()}}).'
         )
     return ""
+
+
+def with_draws(
+    trainer: TrainerSpec, samples: SampleSet, gang: StartableGroup | None = None
+) -> SampleSet:
+    """Return the samples with the draws of an epoch, if the trainer asks for any.
+
+    Where there is no driver, the samples lie with the ranks of ``gang``.
+    """
+    how, field = trainer.sampling, samples.num_features + samples.num_labels
+    if how is None:
+        return samples
+    return replace(samples, draws=how.draws(field, _tallies(how.tally(field), samples, gang)))
+
+
+def balanced_weights(samples: SampleSet, gang: StartableGroup | None = None) -> tuple[float, ...]:
+    """Return weights with which all classes of the first label together count the same.
+
+    They are rows / (classes * rows of the class), as in scikit-learn; a class without rows counts 1.
+    """
+    number = samples.num_features
+    label = samples.fields[number] if samples.num_labels else None
+    if label is None or label.shape or label.ragged or np.dtype(label.dtype).kind not in "iub":
+        what = "there is no label" if label is None else f'"{label.name}" is {label}'
+        raise DataError(
+            f'class_weights="balanced" needs a label of class numbers, and {what}: cast it to int, '
+            "or number the classes with pyspark.ml.feature.StringIndexer."
+        )
+    classes, counts = counts_of(_tallies(Tally(number), samples, gang))
+    totals = counts.sum(axis=0)[classes >= 0]  # a negative number is none that a loss looks at
+    classes = classes[classes >= 0].astype(np.int64)
+    if not len(classes) or len(classes) > MOST_VALUES or classes[-1] > 1 << 20:
+        raise DataError(
+            f'class_weights="balanced": "{label.name}" has no class numbers that can be counted: they '
+            f"begin at 0, and there are at most {MOST_VALUES:,}."
+        )
+    table = np.ones(int(classes[-1]) + 1)
+    table[classes] = totals.sum() / (len(classes) * totals)
+    return tuple(table.tolist())
+
+
+def _tallies(tally: Tally, samples: SampleSet, gang: StartableGroup | None) -> Tallies:
+    """Return the tally of each partition, wherever it lies."""
+    if samples.rdd is not None:
+        with stage_name(samples.rdd.ctx, "count rows to draw or to weigh"):
+            return samples.rdd.ctx.runJob(samples.rdd, tally)
+    if gang is not None:
+        return gang.call(_TallyPart(tally), "counting rows to draw or to weigh")
+    return [tally.read(handle) for handle in samples.handles]
+
+
+@dataclass(frozen=True)
+class _TallyPart:
+    """The command that counts a rank's training rows."""
+
+    tally: Tally
+
+    def __call__(self, member: RankContext) -> tuple[np.ndarray, np.ndarray]:
+        return self.tally.read(pickle.loads(frames_of(member.frames)[0]))

@@ -20,7 +20,14 @@ from sparkdl.care.hints import text_of
 from sparkdl.codec.files import mappable
 from sparkdl.consistency.base import Consistency
 from sparkdl.data.columns.base import Specs
-from sparkdl.errors import ModelError, ParameterError, cannot_travel, nearest, wrong_argument
+from sparkdl.errors import (
+    ModelError,
+    ParameterError,
+    cannot_travel,
+    nearest,
+    pickling,
+    wrong_argument,
+)
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.model import TrainedModel
 from sparkdl.infer.saved import not_tensors
@@ -218,12 +225,9 @@ def _cannot_travel(recipe: Recipe, error: Exception) -> ModelError:
 def check_columns(specs: Specs) -> None:
     """Raise :class:`ModelError` if the function of a column cannot be pickled."""
     for name, spec in specs.items():
-        try:
+        remedy = "Use a function of an importable module, with no open resource in it."
+        with pickling(f'the function of columns["{name}"]', remedy, ModelError):
             pickle.loads(cloudpickle.dumps(spec))
-        except Exception as error:
-            what = f'the function of columns["{name}"]'
-            remedy = "Use a function of an importable module, with no open resource in it."
-            raise ModelError(cannot_travel(what, error, remedy)) from None
 
 
 def build_model(payload: bytes, reported: bool = False) -> nn.Module:

@@ -356,25 +356,23 @@ class TrainerSpec:
     @property
     def options(self) -> TrainingOptions:
         """The options that the tasks of an iteration need."""
+        model = self.consistency_model
         return TrainingOptions(
-            accumulate=self.accumulate,
-            local_steps=self.local_steps * self.consistency_model.inner_steps,
-            outer=self.consistency_model.outer_optimizer is not None,
-            topology=self.consistency_model.topology,
-            precision=self.precision,
-            wire=self.wire,
-            clip_norm=self.clip_norm,
-            clip_value=self.clip_value,
-            l1=self.l1,
-            l2=self.l2,
-            on_nan=self.on_nan,
-            ema=self.ema,
-            sync_batchnorm=self.sync_batchnorm,
+            **{name: getattr(self, name) for name in _AS_THEY_ARE},
+            local_steps=self.local_steps * model.inner_steps,
+            outer=model.outer_optimizer is not None,
+            topology=model.topology,
             buffers=dict(self.buffers),
             class_weights=_table(self.class_weights),
             activation_checkpointing=tuple(self.activation_checkpointing),
-            compile=self.compile,
         )
+
+
+_AS_THEY_ARE = (
+    *("accumulate", "precision", "wire", "clip_norm", "clip_value", "l1", "l2", "on_nan", "ema"),
+    *("sync_batchnorm", "compile"),
+)
+"""The fields of a trainer that its tasks need as they are."""
 
 
 def _default(one: Field[Any]) -> Any:

@@ -6,8 +6,8 @@ once. Its result has the table of the trials and the best model.
 May import: ``train``, ``infer`` and every room below them. Must not know: how an engine works.
 """
 
-from sparkdl.tune.optuna_search import Optuna
-from sparkdl.tune.record import Score, TrialRecord
+from sparkdl.tune.algorithms import Optuna
+from sparkdl.tune.folder import Score, TrialRecord
 from sparkdl.tune.result import SearchResult
 from sparkdl.tune.search import search
 from sparkdl.tune.space import choice, integers, loguniform, uniform

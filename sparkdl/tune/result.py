@@ -21,7 +21,7 @@ from sparkdl.loop.report import duration
 from sparkdl.plain import is_number
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.arguments import trainer_of
-from sparkdl.tune.record import FAILED, Objective, TrialRecord
+from sparkdl.tune.folder import FAILED, Objective, TrialRecord
 from sparkdl.tune.space import Domain
 
 if TYPE_CHECKING:

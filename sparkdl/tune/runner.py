@@ -12,7 +12,7 @@ import os
 import pickle
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -23,14 +23,16 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame
 
 from sparkdl.checkpoint.files import Folder
+from sparkdl.connect.rows import for_gang
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_reader import segment_files
 from sparkdl.data.partition_writer import where_there_is_room
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import ModelError, ParameterError, TrainingError, cannot_travel
+from sparkdl.errors import ModelError, ParameterError, SessionError, TrainingError, cannot_travel
+from sparkdl.gang.connect import slots_of
 from sparkdl.gang.slots import cpus_of
 from sparkdl.infer.model import TrainedModel
-from sparkdl.loop.callbacks import Callback
+from sparkdl.loop.callbacks import Callback, none_added
 from sparkdl.loop.engine import AVERAGE, BEST, CURRENT
 from sparkdl.loop.interrupt import INTERRUPTED
 from sparkdl.loop.state import TrainState
@@ -45,12 +47,20 @@ from sparkdl.spark.executors import task_per_executor
 from sparkdl.spark.failures import explain
 from sparkdl.spark.frames import RunningJob, is_local, map_frames, stage_name
 from sparkdl.spark.worker import finish_task, task_cancelled
-from sparkdl.train.local_fit import LocalFit
+from sparkdl.train.course import LocalFit
+from sparkdl.train.fit import fit
 from sparkdl.train.placed_samples import PlacedSamples
+from sparkdl.train.request import FitRequest
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.arguments import READING, trainer_of
-from sparkdl.tune.folder import SearchFolder
-from sparkdl.tune.record import Objective, TrialOutcome, TrialRecord, failed, is_of_trial
+from sparkdl.tune.folder import (
+    Objective,
+    SearchFolder,
+    TrialOutcome,
+    TrialRecord,
+    failed,
+    is_of_trial,
+)
 from sparkdl.tune.space import Domain
 from sparkdl.usercode import accompanied
 
@@ -489,3 +499,54 @@ def _paths(handle: SampleHandle) -> list[str]:
 def _in(folder: Path, path: str) -> str:
     """Return the path of the same file name in ``folder``."""
     return str(folder / os.path.basename(path))
+
+
+def check_search(trainer: Trainer, path: Any) -> None:
+    """Raise :class:`SessionError` for what a search cannot have in a Spark Connect session."""
+    for name, value in (("path=", path), ("Trainer(checkpoint=)", trainer.checkpoint)):
+        if value is not None:
+            raise SessionError(
+                f"{name} cannot be had by a search in a Spark Connect session, which keeps its trials "
+                "in this process: leave it out, or start a classic session."
+            )
+
+
+class ConnectedTrials(FitsHere):
+    """Trials as fits of gangs, one after another, or several at once in threads."""
+
+    def __init__(
+        self,
+        data: Any,
+        trainer: Trainer,
+        space: Mapping[str, Domain],
+        objective: Objective,
+        parallel: int | None,  # trials at once; None: as many as have slots
+    ) -> None:
+        self._data, self._session, trainer = data, data.sparkSession, for_gang(trainer)
+        if parallel != 1:
+            trainer = replace(trainer, replicas=trainer.number_of_replicas or 1)
+            most = max(1, slots_of(self._session) // (trainer.number_of_replicas or 1))
+            self.slots = min(most, parallel or most)
+        super().__init__(None, trainer, space, objective, None)
+        self._tag = f"sparkdl-{secrets.token_hex(8)}"
+        self._threads = ThreadPoolExecutor(self.slots) if parallel != 1 else None
+
+    def _start(self, trial: Proposed, trainer: Trainer, placed: Any) -> RunningTrial:
+        if self._threads is None:
+            return super()._start(trial, trainer, placed)
+        return self._threads.submit(self._outcome, trial, trainer, placed)
+
+    def _fit(self, trainer: Trainer, placed: Any, number: int) -> TrainedModel:
+        self._session.addTag(self._tag)
+        try:
+            with none_added():
+                request = FitRequest(trainer=trainer, quiet=self._threads is not None)
+                return fit(self._data, request).trained
+        finally:
+            self._session.removeTag(self._tag)
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._threads is not None:
+            with contextlib.suppress(PySparkException):
+                self._session.interruptTag(self._tag)
+            self._threads.shutdown(cancel_futures=True)

@@ -34,12 +34,24 @@ class Domain(Protocol):
 
 
 @dataclass(frozen=True)
-class Uniform:
-    """Floating-point numbers from ``low`` to ``high``; with ``log``, uniform in their logarithm."""
+class _Between:
+    """Numbers from ``low`` to ``high``; with ``log``, uniform in their logarithm."""
 
-    low: float
-    high: float
+    low: Any
+    high: Any
     log: bool = False
+
+    def value(self, shown: Any) -> Any:
+        return shown
+
+    def _draw(self, generator: random.Random, above: float) -> float:
+        """Return a number below ``above``, by its logarithm."""
+        return math.exp(generator.uniform(math.log(self.low), math.log(above)))
+
+
+@dataclass(frozen=True)
+class Uniform(_Between):
+    """Floating-point numbers from ``low`` to ``high``; with ``log``, uniform in their logarithm."""
 
     @property
     def size(self) -> float:
@@ -47,7 +59,7 @@ class Uniform:
 
     def draw(self, generator: random.Random) -> Shown:
         if self.log:
-            found = math.exp(generator.uniform(math.log(self.low), math.log(self.high)))
+            found = self._draw(generator, self.high)
         else:
             found = generator.uniform(self.low, self.high)
         return min(max(found, self.low), self.high)  # rounding may leave the range
@@ -55,17 +67,10 @@ class Uniform:
     def suggest(self, trial: Any, name: str) -> Shown:
         return float(trial.suggest_float(name, self.low, self.high, log=self.log))
 
-    def value(self, shown: Any) -> Any:
-        return shown
-
 
 @dataclass(frozen=True)
-class Integers:
+class Integers(_Between):
     """Whole numbers from ``low`` to ``high``, both included; with ``log``, uniform in the logarithm."""
-
-    low: int
-    high: int
-    log: bool = False
 
     @property
     def size(self) -> float:
@@ -74,14 +79,11 @@ class Integers:
     def draw(self, generator: random.Random) -> Shown:
         if not self.log:
             return generator.randint(self.low, self.high)
-        drawn = math.exp(generator.uniform(math.log(self.low), math.log(self.high + 1)))
+        drawn = self._draw(generator, self.high + 1)
         return min(max(int(drawn), self.low), self.high)
 
     def suggest(self, trial: Any, name: str) -> Shown:
         return int(trial.suggest_int(name, self.low, self.high, log=self.log))
-
-    def value(self, shown: Any) -> Any:
-        return shown
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,17 @@
 
 Faults strike on a standalone cluster whose master, workers and executors are real processes: two
 replicas on two executors and six on three, whose slab roots are one (references travel) or apart
-(bytes do), always with speculation on; and in local mode, the rows that can. On the first cluster state
-is lost, too, with an executor or with a rank of a gang: the run goes on from what is kept.
+(bytes do), always with speculation on; and in local mode, the rows that can. On the first cluster ranks
+of a gang are lost, too: the run goes on from what is kept.
+
+All of it soaks: ``test_retry.py`` always tries failed tasks, killed workers, deleted slabs and a lost
+executor, tests of gangs lost ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +20,15 @@ from typing import Any
 
 import fault_table
 import gang_lost
-import lose_executors
 import pytest
 from harness import processes
 from harness.cluster import PATIENT, Standalone
 from harness.faulty import frame, outcome, trainer
-from launch import asked_for, launch_together, soak_but
+from launch import asked_for, launch_together
 
 import sparkdl
 
-pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.faults, pytest.mark.spark, pytest.mark.soak, pytest.mark.timeout(1800)]
 SPECULATION = {
     "spark.speculation": "true",
     "spark.speculation.interval": "50ms",
@@ -42,14 +43,12 @@ LOCAL_ROWS = fault_table.all_rows(fault_table.Cluster(2, Path(), "slabs", execut
 
 @dataclass(frozen=True)
 class Shape:
-    """``executors`` with ``cores`` each; none: local mode. ``quick``: the rows that are always tried;
-    the others soak."""
+    """``executors`` with ``cores`` each; none: local mode."""
 
     replicas: int
     executors: int
     cores: int
     way: str
-    quick: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         place = f"on {self.executors}" if self.executors else "in local mode"
@@ -60,9 +59,7 @@ class Shape:
         return ROWS if self.executors else LOCAL_ROWS
 
 
-TWO = Shape(2, 2, 1, "references", ("straggler",))
-"""Others are tried always too: killed workers by ``test_retry.py``, deleted slabs and a killed
-executor below, lost ranks in local mode by the tests of gangs."""
+TWO = Shape(2, 2, 1, "references")
 SHAPES = [
     Shape(2, 0, 2, "references"),
     TWO,
@@ -70,13 +67,7 @@ SHAPES = [
     Shape(6, 3, 2, "references"),
     Shape(6, 3, 2, "bytes"),
 ]
-CASES = [
-    pytest.param(
-        shape, row, id=f"{shape}: {row}", marks=() if row in shape.quick else pytest.mark.soak
-    )
-    for shape in SHAPES
-    for row in shape.rows
-]
+CASES = [pytest.param(shape, row, id=f"{shape}: {row}") for shape in SHAPES for row in shape.rows]
 
 
 def train(shape: Shape, folder: Path, parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -119,14 +110,9 @@ def found(request, tmp_path_factory) -> Callable[[Shape], dict[str, Any]]:
         rows = [row for row in shape.rows if (shape, row) in asked]
         parts: dict[str, dict[str, Any]] = {}
         if shape == TWO:  # first: a row of the table loses a host
-            notes, local = folder / "lost", str(folder / "cluster")
-            parts["lose_executors"] = {
-                "notes": str(notes / "executors"),
-                "names": asked_for(request, "name"),
-            }
             parts["gang_lost"] = {
-                "local": local,
-                "notes": str(notes / "gang"),
+                "local": str(folder / "cluster"),
+                "notes": str(folder / "lost"),
                 "rows": [row for row in GANGS if row in lost or row in map(unharmed, lost)],
             }
         parts["fault_table"] = table(shape, folder, rows)
@@ -167,29 +153,6 @@ def test_the_fault_happened_and_the_bits_are_the_same(found, undisturbed, shape,
         assert tried["executors left"] == shape.executors - 1
 
 
-# State that is lost, on two executors with slab roots of their own
-
-
-RESUMED = r".+\. Continued from {} and repeated \d+ iterations?: \d+\.\d s\."
-
-
-@pytest.mark.parametrize(
-    "name",
-    soak_but(["slabs and an executor, with all that a state can hold"], lose_executors.CASES),
-)
-def test_the_run_goes_on_with_the_same_bits_and_says_from_where(found, spark, name):
-    case, result = lose_executors.CASES[name], found(TWO)["lose_executors"][name]
-    assert result["struck"] == [fault.times for fault in case.faults]
-    assert result["outcome"] == lose_executors.fit(spark, case, engine="local")
-    told = [line for line in result["log"] if "cannot be read" not in line]
-    points = [re.compile(RESUMED.format(point)) for point in case.points]
-    assert all(any(point.fullmatch(line) for line in told) for point in points), result["log"]
-    assert all(any(point.fullmatch(line) for point in points) for line in told), result["log"]
-    assert len(result["recoveries"]) == len(told)
-    assert all(0 < done < lose_executors.ITERATIONS for done in result["recoveries"])
-    assert result["persisted"] == 0
-
-
 GANGS = gang_lost.all_rows()
 
 
@@ -199,7 +162,6 @@ def unharmed(row: str) -> str:
 
 
 @pytest.mark.gang
-@pytest.mark.soak
 @pytest.mark.parametrize("gang", GANGS)
 def test_a_gang_ends_with_the_same_bits(found, undisturbed, gang):
     results, (how, faults) = found(TWO)["gang_lost"], GANGS[gang]

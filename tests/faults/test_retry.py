@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import lose_executors
 import numpy as np
 import pytest
 import torch
@@ -54,7 +55,7 @@ def undisturbed(spark) -> str:
     return digest(train_with_faults.trainer(engine="local").fit(df).module)
 
 
-@pytest.fixture(scope="module", params=soak_but(["references"], MASTERS))
+@pytest.fixture(scope="module", params=soak_but(["bytes"], MASTERS))
 def results(request, tmp_path_factory) -> dict:
     """All runs of the script on one master.
 
@@ -63,6 +64,7 @@ def results(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("faults")
     how, notes = request.param, str(folder / "notes")
     lasting, deleted = asked_for(request, "fault"), asked_for(request, "deleted")
+    lost = asked_for(request, "name") if how == "bytes" else []
     return launch(
         SCRIPT,
         folder,
@@ -71,6 +73,7 @@ def results(request, tmp_path_factory) -> dict:
         notes=notes,
         lasting=lasting,
         deleted=deleted,
+        lost=lost,
     )
 
 
@@ -105,7 +108,10 @@ def test_nor_where_replicas_keep_residuals(results, spark):
 @pytest.mark.spark
 @pytest.mark.parametrize(
     "deleted",
-    soak_but([n for n in train_with_faults.DELETED if "end" not in n], train_with_faults.DELETED),
+    soak_but(
+        ["shuffle, after every iteration", "gang, while samples are placed"],
+        train_with_faults.DELETED,
+    ),
 )
 def test_slabs_may_go_at_any_moment_and_any_number_of_times(results, spark, deleted):
     engine, when = train_with_faults.DELETED[deleted]
@@ -160,6 +166,31 @@ def test_failed_runs_leave_nothing_behind(results):
     assert after == before
     for fault in results["lasting"]:
         assert results[fault]["after"] == before
+
+
+RESUMED = r".+\. Continued from {} and repeated \d+ iterations?: \d+\.\d s\."
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.spark
+@pytest.mark.parametrize("results", ["bytes"], indirect=True)
+@pytest.mark.parametrize(
+    "name",
+    soak_but(["slabs and an executor, with all that a state can hold"], lose_executors.CASES),
+)
+def test_the_run_goes_on_with_the_same_bits_and_says_from_where(results, spark, name):
+    """State that is lost with an executor, on two that have slab roots of their own."""
+    case, result = lose_executors.CASES[name], results["lost"][name]
+    assert result["struck"] == [fault.times for fault in case.faults]
+    assert result["outcome"] == lose_executors.fit(spark, case, engine="local")
+    told = [line for line in result["log"] if "cannot be read" not in line]
+    points = [re.compile(RESUMED.format(point)) for point in case.points]
+    assert all(any(point.fullmatch(line) for line in told) for point in points), result["log"]
+    assert all(any(point.fullmatch(line) for point in points) for line in told), result["log"]
+    assert len(result["recoveries"]) == len(told)
+    assert all(0 < done < lose_executors.ITERATIONS for done in result["recoveries"])
+    assert result["persisted"] == 0
 
 
 # Twins: two attempts of one task, as speculation runs them, here one after the other by hand.

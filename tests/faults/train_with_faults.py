@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import lose_executors
 from harness import faulty
+from harness.cluster import PATIENT
 from harness.inject import Fault, at
 from harness.slabs import all_slabs
 from harness.strikes import Strike, Strikes
@@ -136,7 +138,7 @@ def main() -> None:
 
     given = spec()
     results, notes = {}, Path(given["notes"])
-    settings = {"spark.sparkdl.slab.dir": "slabs"}
+    settings = {**PATIENT, "spark.task.maxFailures": "4", "spark.sparkdl.slab.dir": "slabs"}
     if given["sums"]:  # whatever the size of the model
         forms.BYTES_PER_SECOND = 1e-9
     with session(given["master"], **settings) as spark:
@@ -166,6 +168,7 @@ def main() -> None:
             results[name] = fit_without_slabs(spark, *DELETED[name])
         results["undisturbed"] = digest(trainer().fit(df).module)
         results["leftovers"] = [before, leftovers(spark)]
+        results["lost"] = lose_executors.run(spark, str(notes / "lost"), given["lost"])
     answer(results)
 
 

@@ -18,7 +18,7 @@ from sparkdl.engines.gang import engine as gang_start
 from sparkdl.errors import StateLostError
 from sparkdl.gang import driver
 from sparkdl.gang.rank_task import Introduction, Rendezvous
-from sparkdl.train import sizes
+from sparkdl.train import preflight
 
 PATIENCE = 60.0
 
@@ -102,7 +102,7 @@ def gangs_of(pool: RankPool) -> Iterator[None]:
 
     with (
         without_spark(),
-        mock.patch.object(sizes, "check_slots", enough),
+        mock.patch.object(preflight, "check_slots", enough),
         mock.patch.object(driver, "check_slots", enough),
         mock.patch.object(driver, "BarrierJob", side_effect=lambda *args: PooledJob(pool)),
         mock.patch.object(gang_start, "zip_frames", Partitions.zipped),

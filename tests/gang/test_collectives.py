@@ -13,8 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_ranks import Network, VirtualLink, on_virtual_ranks
 
-from sparkdl.collectives.algorithms import ALGORITHMS, SubgroupLink, even_bounds, power_below
-from sparkdl.collectives.costs import Terms, cost, terms
+from sparkdl.collectives.algorithms import (
+    ALGORITHMS,
+    SubgroupLink,
+    Terms,
+    cost,
+    even_bounds,
+    power_below,
+    terms,
+)
 
 CASES = [(operation, name) for operation, names in ALGORITHMS.items() for name in names]
 SUMS = ("reduce", "all_reduce", "reduce_scatter")

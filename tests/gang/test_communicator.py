@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from launch import soak_but
 from real_ranks import WORLD, impatient
 
-from sparkdl.collectives.algorithms import ALGORITHMS
+from sparkdl.collectives.algorithms import ALGORITHMS, terms
 from sparkdl.collectives.communicator import DTYPES, LIBRARY, OPS, Communicator
-from sparkdl.collectives.costs import terms
 from sparkdl.collectives.parameter_server import ParameterServer
 from sparkdl.errors import ParameterError
 

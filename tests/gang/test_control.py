@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 from pyspark import cloudpickle
 
-from sparkdl.connect import control
-from sparkdl.connect.control import ControlClient, ControlServer
+from sparkdl.connect import news
+from sparkdl.connect.news import ControlClient, ControlServer
 from sparkdl.gang import connect
 
 pytestmark = pytest.mark.gang
@@ -69,7 +69,7 @@ def test_a_question_that_fails_is_the_only_one() -> None:
 
 
 def test_nobody_waits_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "SERVER_SECONDS", 0.1)
+    monkeypatch.setattr(news, "SERVER_SECONDS", 0.1)
     session, over = Session(), threading.Event()
     monkeypatch.setattr(session, "sql", lambda *_, **__: over.wait(60))
     client = ControlClient(session, ())

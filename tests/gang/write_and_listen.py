@@ -61,7 +61,11 @@ def main() -> None:
     os.chdir(places["working"])
     paths = places["paths"]
     roots = [*places.values(), Path(given["sockets"])]
-    with noting(roots) as modes, watching() as listened, session("local[2]", **settings) as spark:
+    with (
+        noting(roots) as modes,
+        watching(0.2) as listened,
+        session("local[2]", **settings) as spark,
+    ):
         rows = [([float(i % 5), float(i % 3)], [float(i % 2)]) for i in range(64)]
         data = spark.createDataFrame(rows, "features array<float>, label array<float>")
         for engine in ("shuffle", "gang"):
@@ -72,7 +76,7 @@ def main() -> None:
                 engine=engine,
                 replicas=2,
                 batch_size=16,
-                stop=sparkdl.max_iteration(12),
+                stop=sparkdl.max_iteration(8),
                 checkpoint=sparkdl.Checkpoint(paths / f"{engine} run", every=sparkdl.every(4)),
             ).fit(data)
         trained.save(paths / "saved")

@@ -1,10 +1,10 @@
 """Script: the digests of eight fits, predictions and a pipeline, equal on every version of Spark.
 
-    python tests/matrix/eight_fits.py FOLDER [--resume OTHER] [--only FIT ...]
+    python tests/matrix/eight_fits.py FOLDER [--resume] [--only FIT ...]
 
 FOLDER keeps a checkpoint of the last fit. With ``--resume`` that fit goes on from the checkpoint that
-another version left in OTHER. With ``--only`` the other fits before it are left out. The last line of
-the output is JSON.
+another version left there. With ``--only`` the other fits before it are left out. The last line of the
+output is JSON.
 """
 
 from __future__ import annotations
@@ -12,18 +12,22 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import sys
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pyspark
 import torch
+from pyspark import cloudpickle
 from pyspark.ml import Pipeline
 from torch import nn
 
 import sparkdl
 from sparkdl.ml import TorchClassifier
 
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 WIDTH, CLASSES = 8, 4
 
 
@@ -79,37 +83,46 @@ def rows(spark: Any) -> Any:
     return spark.createDataFrame(pairs, "features array<float>, label long")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--resume", type=Path)
-    parser.add_argument("--only", nargs="*", default=[*FITS])
-    given = parser.parse_args()
-    spark = sparkdl.session(
-        "local[2]", **{"spark.ui.enabled": "false", "spark.sparkdl.progress": "false"}
-    )
-    df = rows(spark)
-    digests = {name: digest(FITS[name].fit(df).module) for name in given.only}
+def digests(
+    spark: Any, folder: Path, only: Sequence[str] = tuple(FITS), resume: bool = False
+) -> dict[str, str]:
+    """Return the digests of the fits in ``only`` and of all that comes after them.
 
-    folder = given.resume or given.folder
+    The last fit goes on from a checkpoint in ``folder``, which is made there unless ``resume``.
+    """
+    df = rows(spark)
+    found = {name: digest(FITS[name].fit(df).module) for name in only}
     half = trainer(stop=sparkdl.max_iteration(6), checkpoint=sparkdl.Checkpoint(str(folder)))
-    if given.resume is None:
+    if not resume:
         half.fit(df)
     whole = trainer().fit(df, resume=str(folder))
-    digests[RESUMED] = digest(whole.module)
+    found[RESUMED] = digest(whole.module)
 
     predicted = [row.prediction for row in whole.transform(df).select("prediction").collect()]
-    digests["transform"] = hexdigest(json.dumps(predicted).encode())
+    found["transform"] = hexdigest(json.dumps(predicted).encode())
     scored = sparkdl.predict(df, whole.module, outputs={"best": lambda out: out.argmax(1)})
-    digests["predict"] = hexdigest(json.dumps([row.best for row in scored.collect()]).encode())
+    found["predict"] = hexdigest(json.dumps([row.best for row in scored.collect()]).encode())
     stage = TorchClassifier(
         model=plain, learningRate=0.01, batchSize=32, maxEpochs=1, trainerArgs={"replicas": 2}
     )
     pipeline = Pipeline(stages=[stage]).fit(df)
     classes = [row.prediction for row in pipeline.transform(df).select("prediction").collect()]
-    digests["pipeline"] = hexdigest(json.dumps(classes).encode())
+    found["pipeline"] = hexdigest(json.dumps(classes).encode())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[*FITS])
+    given = parser.parse_args()
+    spark = sparkdl.session(
+        "local[2]", **{"spark.ui.enabled": "false", "spark.sparkdl.progress": "false"}
+    )
+    found = digests(spark, given.folder, given.only, given.resume)
     spark.stop()
-    print(json.dumps({"spark": pyspark.__version__, "digests": digests}))
+    print(json.dumps({"spark": pyspark.__version__, "digests": found}))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import torch
-from bad_inputs import Mistake
+from bad_inputs import Mistake, data_error, row_error
 from pyspark import cloudpickle
 from pyspark.ml.linalg import Matrices, Vectors
 from pyspark.sql import functions
 
 import sparkdl
-from sparkdl import DataError, TrainingError
+from sparkdl import TrainingError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -41,24 +41,21 @@ TIME = (
 
 LABELLED = "features array<double>, label double"
 COLUMNS = [
-    Mistake(
+    data_error(
         "missing column",
         lambda fit: fit(fit.good(), features="feature"),
-        DataError,
         'feature column "feature" is missing. Did you mean "features"? '
         "The DataFrame has: features, label, n, s.",
     ),
-    Mistake(
+    data_error(
         "missing label",
         lambda fit: fit(fit.good().drop("label")),
-        DataError,
         'label column "label" is missing. The DataFrame has: features, n, s. '
         "To train without a label, set label=None.",
     ),
-    Mistake(
+    data_error(
         "several at once",
         lambda fit: fit(fit.good(), features=["featres", "n", "s"], label="labels"),
-        DataError,
         '3 problems:\n  - feature column "featres" is missing. Did you mean "features"? The '
         'DataFrame has: features, label, n, s.\n  - feature column "s" is of type string: '
         "tokenize text with columns={...: sparkdl.Text(tokenizer)}, number categories with "
@@ -66,151 +63,131 @@ COLUMNS = [
         'it holds numbers.\n  - label column "labels" is missing. Did you mean "label"? The '
         "DataFrame has: features, label, n, s. To train without a label, set label=None.",
     ),
-    Mistake(
+    data_error(
         "string column",
         lambda fit: fit(fit.good(), features="s"),
-        DataError,
         'feature column "s" is of type string: tokenize text with columns={...: '
         "sparkdl.Text(tokenizer)}, number categories with pyspark.ml.feature.StringIndexer, or cast "
         "it if it holds numbers.",
     ),
-    Mistake(
+    data_error(
         "array of strings",
         lambda fit: fit(fit.features("array<string>", ["a"])),
-        DataError,
         'feature column "features" is of type array<string>: tokenize text with columns='
         "{...: sparkdl.Text(tokenizer)}, number categories with pyspark.ml.feature.StringIndexer, or "
         "cast it if it holds numbers.",
     ),
-    Mistake(
+    data_error(
         "timestamp column",
         lambda fit: fit(fit.good().withColumn("label", functions.current_timestamp())),
-        DataError,
         'label column "label" is of type timestamp, which cannot become a tensor: use numbers, '
         "arrays of numbers or pyspark.ml.linalg vectors." + TIME,
     ),
-    Mistake(
+    data_error(
         "struct column",
         lambda fit: fit(fit.features("struct<a:double,b:double>", (1.0, 2.0))),
-        DataError,
         'feature column "features" is of type struct<a:double,b:double>, which cannot become a '
         "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors. Select its fields as "
         'columns, as df.withColumn("a", df["features"]["a"]), or give ' + CONVERT("features"),
     ),
-    Mistake(
+    data_error(
         "array of vectors",
         lambda fit: fit(
             fit.spark.createDataFrame([([Vectors.dense([1.0])], 1.0)], ["features", "label"])
         ),
-        DataError,
         'feature column "features" is an array of vectors: use nested arrays, or one vector a row.',
     ),
-    Mistake(
+    data_error(
         "a stream",
         lambda fit: fit(
             fit.spark.readStream.format("rate").load().selectExpr("value features", "value label")
         ),
-        DataError,
         "the DataFrame is a stream, which never ends: write it to a table and pass that, or pass "
         "each of its batches, in writeStream.foreachBatch. Only predictions work on a stream.",
     ),
-    Mistake(
+    data_error(
         "two columns of one name",
         lambda fit: fit(fit.good().selectExpr("features", "label", "n label")),
-        DataError,
         'column "label" is ambiguous, the DataFrame has label and label: rename or drop all '
         "but one.",
     ),
-    Mistake(
+    data_error(
         "two columns whose names differ in case",
         lambda fit: fit(fit.good().selectExpr("features", "label", "n LABEL")),
-        DataError,
         'column "label" is ambiguous, the DataFrame has label and LABEL: rename or drop all '
         "but one.",
     ),
-    Mistake(
+    data_error(
         "map column",
         lambda fit: fit(fit.good().selectExpr("features", "map('a', 1.0) label")),
-        DataError,
         'label column "label" is of type map<string,decimal(2,1)>, which cannot become a tensor: '
         "use numbers, arrays of numbers or pyspark.ml.linalg vectors. Select its values as "
         'columns, as df["label"]["a key"], or give ' + CONVERT("label"),
     ),
-    Mistake(
+    data_error(
         "null column",
         lambda fit: fit(fit.good().selectExpr("features", "null label")),
-        DataError,
         'label column "label" is of type void, which cannot become a tensor: use numbers, '
         "arrays of numbers or pyspark.ml.linalg vectors.",
     ),
-    Mistake(
+    data_error(
         "interval column",
         lambda fit: fit(fit.good().selectExpr("features", "interval 1 day label")),
-        DataError,
         'label column "label" is of type interval day, which cannot become a tensor: use '
         "numbers, arrays of numbers or pyspark.ml.linalg vectors. Or give " + CONVERT("label"),
     ),
-    Mistake(
+    data_error(
         "variant column",
         lambda fit: fit(fit.good().selectExpr("features", "parse_json('1') label")),
-        DataError,
         'label column "label" is of type variant, which cannot become a tensor: use numbers, '
         "arrays of numbers or pyspark.ml.linalg vectors.",
     ),
-    Mistake(
+    data_error(
         "date column",
         lambda fit: fit(fit.good().selectExpr("features", "current_date() label")),
-        DataError,
         'label column "label" is of type date, which cannot become a tensor: use numbers, '
         "arrays of numbers or pyspark.ml.linalg vectors." + TIME,
     ),
-    Mistake(
+    data_error(
         "matrix column",
         lambda fit: fit(
             fit.spark.createDataFrame([(Matrices.dense(1, 1, [1.0]), 1.0)], ["features", "label"])
         ),
-        DataError,
         'feature column "features" is of type matrix, which cannot become a tensor: use '
         "numbers, arrays of numbers or pyspark.ml.linalg vectors. Or give " + CONVERT("features"),
     ),
-    Mistake(
+    data_error(
         "binary column",
         lambda fit: fit(fit.good().selectExpr("binary(s) features", "label")),
-        DataError,
         'feature column "features" is of type binary, which cannot become a tensor by itself: say '
         'what it holds, as columns={"features": sparkdl.Image()} for encoded images, or with '
         "sparkdl.Convert(function).",
     ),
-    Mistake(
+    data_error(
         "image of numbers",
         lambda fit: fit(fit.good(), columns={"features": sparkdl.Image()}),
-        DataError,
         'feature column "features" is of type array<double>, which is not an image: give encoded '
         'bytes (binary), or what spark.read.format("image") reads.',
     ),
-    Mistake(
+    data_error(
         "sequence of numbers",
         lambda fit: fit(fit.good(), columns={"label": sparkdl.Sequence()}),
-        DataError,
         'label column "label" is of type double: a sparkdl.Sequence is an array of numbers.',
     ),
-    Mistake(
+    data_error(
         "missing weight",
         lambda fit: fit(fit.good(), weight="w"),
-        DataError,
         'weight column "w" is missing. The DataFrame has: features, label, n, s. To train '
         "without weights, set weight=None.",
     ),
-    Mistake(
+    data_error(
         "weight of several numbers",
         lambda fit: fit(fit.good(), weight="features"),
-        DataError,
         'weight column "features" is of type array<double>: a weight is one number.',
     ),
-    Mistake(
+    data_error(
         "no columns",
         lambda fit: fit(fit.good().select()),
-        DataError,
         "2 problems:\n"
         '  - feature column "features" is missing. The DataFrame has: no columns.\n'
         '  - label column "label" is missing. The DataFrame has: no columns. To train '
@@ -219,10 +196,9 @@ COLUMNS = [
 ]
 
 COLUMNS += [
-    Mistake(
+    data_error(
         f"a gang on {name}",
         lambda fit, make=make: fit(make(fit), engine="gang"),
-        DataError,
         "coalesce(), union() or the like made these partitions of others, and over such Spark runs no "
         "barrier stage, which a gang needs: divide the rows anew with repartition(2).",
     )
@@ -240,30 +216,24 @@ def in_partitions(fit: Any, count: int) -> Any:
 
 
 ROWS = [
-    Mistake(
+    row_error(
         "null",
         lambda fit: fit(fit.labels("double", 1.0, 1.0, 1.0, 1.0, None, 1.0)),
-        DataError,
         'column "label", row 1 of partition 1: is null. '
         'Drop such rows with df.dropna(subset=["label"]), or fill them.',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "null array",
         lambda fit: fit(fit.features("array<double>", [1.0, 2.0], [1.0, 2.0], None, [1.0, 2.0])),
-        DataError,
         'column "features", row 0 of partition 1: is null. '
         'Drop such rows with df.dropna(subset=["features"]), or fill them.',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "null in an array",
         lambda fit: fit(fit.features("array<double>", [1.0, 2.0], [1.0, None])),
-        DataError,
         f'column "features", row 0 of partition 1: holds a null. {IN_ARRAYS}',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "null in a nested array",
         lambda fit: fit(
             fit.features(
@@ -271,38 +241,30 @@ ROWS = [
             ).coalesce(1),
             replicas=1,
         ),
-        DataError,
         f'column "features", row 2 of partition 0: holds a null. {IN_ARRAYS}',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "null vector",
         lambda fit: fit(
             fit.spark.createDataFrame(
                 [(Vectors.dense([1.0, 2.0]), 1.0), (None, 1.0)], ["features", "label"]
             )
         ),
-        DataError,
         'column "features", row 0 of partition 1: is null. '
         'Drop such rows with df.dropna(subset=["features"]), or fill them.',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "NaN",
         lambda fit: fit(fit.labels("double", 1.0, float("nan"), 1.0, 1.0)),
-        DataError,
         'column "label", row 1 of partition 0: is NaN. '
         'Drop such rows with df.dropna(subset=["label"]), or fill them.',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "NaN in an array",
         lambda fit: fit(fit.features("array<float>", [1.0, 2.0], [1.0, 2.0], [1.0, float("nan")])),
-        DataError,
         f'column "features", row 1 of partition 1: holds NaN. {IN_ARRAYS}',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "NaN in a vector",
         lambda fit: fit(
             fit.spark.createDataFrame(
@@ -310,29 +272,23 @@ ROWS = [
             ).coalesce(1),
             replicas=1,
         ),
-        DataError,
         'column "features", row 0 of partition 0: holds NaN. dropna does not look into vectors: '
         "fix them at their source, or convert them to arrays with "
         "pyspark.ml.functions.vector_to_array and filter out such rows with functions.exists.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "ragged arrays",
         lambda fit: fit(fit.features("array<double>", *[[1.0, 2.0]] * 5, [1.0, 2.0, 3.0])),
-        DataError,
         f'column "features", row 2 of partition 1: has 3 values where row 0 has 2. {VARYING}',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "ragged nested arrays",
         lambda fit: fit(
             fit.features("array<array<double>>", *[[[1.0], [2.0]]] * 3, [[1.0], [2.0, 3.0]])
         ),
-        DataError,
         f'column "features", row 1 of partition 1: has 2 values where row 0 has 1. {SHAPE}',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "ragged in a later Arrow batch",
         lambda fit: fit(
             fit.spark.range(0, 12_000, 1, 1).selectExpr(
@@ -340,20 +296,16 @@ ROWS = [
             ),
             replicas=1,
         ),
-        DataError,
         'column "features", row 11000 of partition 0: has 1 values where row 10000 has 2. '
         + VARYING,
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "partitions disagree",
         lambda fit: fit(fit.features("array<double>", *[[1.0, 2.0]] * 3, *[[1.0, 2.0, 3.0]] * 3)),
-        DataError,
         'column "features", row 0 of partition 1: is float32[3] where row 0 of partition 0 is '
         f"float32[2]. {SHAPE}",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "vector sizes",
         lambda fit: fit(
             fit.spark.createDataFrame(
@@ -361,376 +313,288 @@ ROWS = [
                 ["features", "label"],
             )
         ),
-        DataError,
         f'column "features", row 1 of partition 1: has 3 values where row 0 has 2. {SHAPE}',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "empty array",
         lambda fit: fit(fit.features("array<double>", [], [])),
-        DataError,
         'column "features", row 0 of partition 0: is an empty array. Filter out such rows, or '
         "leave the column out.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "empty vector",
         lambda fit: fit(
             fit.spark.createDataFrame([(Vectors.dense([]), 1.0)] * 2, ["features", "label"])
         ),
-        DataError,
         'column "features", row 0 of partition 0: is an empty vector. Filter out such rows, or '
         "leave the column out.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "empty DataFrame",
         lambda fit: fit(fit.good().filter("n < 0")),
-        DataError,
         "the data is empty: it has no rows.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "inf",
         lambda fit: fit(fit.labels("double", 1.0, float("inf"))),
-        DataError,
         'column "label", row 0 of partition 1: is inf. It is infinite, or beyond the 3.4e+38 of '
         "float32: filter out such rows, or scale the numbers.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "too large for float32",
         lambda fit: fit(fit.labels("double", 1.0, 1e39)),
-        DataError,
         'column "label", row 0 of partition 1: is inf. It is infinite, or beyond the 3.4e+38 of '
         "float32: filter out such rows, or scale the numbers.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "inf in an array",
         lambda fit: fit(fit.features("array<double>", [1.0, 2.0], [1.0, float("-inf")])),
-        DataError,
         'column "features", row 0 of partition 1: holds inf. It is infinite, or beyond the 3.4e+38 '
         "of float32: filter out such rows, or scale the numbers.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "negative weight",
         lambda fit: fit(fit.good().selectExpr("*", "-n w"), weight="w"),
-        DataError,
         'column "w", row 1 of partition 0: is -1.0, but a weight must be a finite number of at '
         "least 0. Filter out such rows, or fix their weights.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "infinite weight",
         lambda fit: fit(fit.good().selectExpr("*", "double('inf') w"), weight="w"),
-        DataError,
         'column "w", row 0 of partition 0: is inf, but a weight must be a finite number of at '
         "least 0. Filter out such rows, or fix their weights.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "NaN weight",
         lambda fit: fit(fit.good().selectExpr("*", "double('nan') w"), weight="w"),
-        DataError,
         'column "w", row 0 of partition 0: is NaN. Drop such rows with '
         'df.dropna(subset=["w"]), or fill them.',
-        jobs=2,
     ),
-    Mistake(
+    data_error(
         "weights that are all 0",
         lambda fit: fit(fit.good().selectExpr("*", "0 w"), weight="w"),
-        DataError,
         'column "w": all weights are 0, so no sample counts. Give some rows a weight above 0, or '
         "train with weight=None.",
         jobs=3,
     ),
-    Mistake(
+    row_error(
         "broken image",
         lambda fit: fit(
             fit.features("binary", b"abc").coalesce(1),
             columns={"features": sparkdl.Image()},
             replicas=1,
         ),
-        DataError,
         'column "features", row 0 of partition 0: is not an image that can be read (3 bytes; '
         "UnidentifiedImageError: cannot be identified). Filter out such rows, or fix the images at "
         "their source.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "images of two sizes",
         lambda fit: fit(
             fit.features("binary", picture(2), picture(3)).coalesce(1),
             columns={"features": sparkdl.Image()},
             replicas=1,
         ),
-        DataError,
         'column "features", row 1 of partition 0: is an image of 3 x 3 where row 0 is of 2 x 2. '
         'Resize them: columns={"features": sparkdl.Image(size=(height, width))}.',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "null in a sequence",
         lambda fit: fit(
             fit.features("array<int>", [1], [None]), columns={"features": sparkdl.Sequence()}
         ),
-        DataError,
         'column "features", row 0 of partition 1: holds a null. dropna does not look into arrays: '
         "filter out such rows with functions.exists, or fill them with functions.transform.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "function of a column that raises",
         lambda fit: fit(fit.good(), features="s", columns={"s": sparkdl.Convert(float)}),
-        DataError,
         'column "s", row 0 of partition 0: the function of this column raised ValueError: could '
         "not convert string to float: 'x'. It was given 'x'. Fix the function, or filter out such "
         "rows.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "function of a column that returns nothing",
         lambda fit: fit(
             fit.good(), features="s", columns={"s": sparkdl.Convert(lambda value: None)}
         ),
-        DataError,
         'column "s", row 0 of partition 0: is None, not a number or an array of numbers. Fix the '
         "function of this column, or filter out such rows.",
-        jobs=2,
     ),
-    Mistake(
+    data_error(
         "validation data without a row",
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good().filter("n < 0"))),
-        DataError,
         "validation data: the data is empty: it has no rows.",
         jobs=5,
     ),
-    Mistake(
+    data_error(
         "validation data of another width",
         lambda fit: fit(
             fit.good(), validation=sparkdl.Validation(fit.features("array<double>", [1.0]))
         ),
-        DataError,
         'validation data: "features" is float32[1], in the training data float32[2]. If rows vary '
         'in length, declare the column as a sequence, for both: Trainer(columns={"features": '
         "sparkdl.Sequence()}).",
         jobs=6,
     ),
-    Mistake(
+    data_error(
         "validation data of two inputs",
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.rdd((([1.0], [2.0]), 1.0)))),
-        DataError,
         "validation data: a sample has 2 inputs and 1 labels, in the training data 1 and 1.",
         jobs=6,
     ),
-    Mistake(
+    data_error(
         "a field of an RDD, of a DataFrame",
         lambda fit: fit(fit.good(), columns={"features[0]": sparkdl.Sequence(max_length=2)}),
-        DataError,
         'columns names "features[0]", a field of an RDD\'s records, but the data is a DataFrame: '
         "name one of its columns, features, label.",
     ),
 ]
 
 RECORDS = [
-    Mistake(
-        "empty RDD",
-        lambda fit: fit(fit.rdd()),
-        DataError,
-        "the data is empty: it has no rows.",
-        jobs=2,
-    ),
-    Mistake(
+    row_error("empty RDD", lambda fit: fit(fit.rdd()), "the data is empty: it has no rows."),
+    row_error(
         "RDD of strings",
         lambda fit: fit(fit.rdd("a", "b")),
-        DataError,
         'field "record", row 0 of partition 0: is a str. '
         "Give (features, label) pairs or sparkdl.Sample(features, label).",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD of pairs of strings",
         lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0, 2.0], "b"))),
-        DataError,
         'field "label", row 0 of partition 1: is a str, not a number or an array of numbers. '
         + MEND,
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD of triples",
         lambda fit: fit(fit.rdd((1.0, 2.0, 3.0), (1.0, 2.0, 3.0))),
-        DataError,
         'field "record", row 0 of partition 0: is a tuple of 3. '
         "Give (features, label) pairs or sparkdl.Sample(features, label).",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD of mappings",
         lambda fit: fit(fit.rdd(({"a": 1.0}, 1.0), ({"a": 1.0}, 1.0))),
-        DataError,
         'field "features", row 0 of partition 0: is a dict, not a number or an array of numbers. '
         + MEND,
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD with None",
         lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0, 2.0], None))),
-        DataError,
         'field "label", row 0 of partition 1: is None, not a number or an array of numbers. '
         + MEND,
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "Sample without label",
         lambda fit: fit(fit.rdd(sparkdl.Sample([1.0, 2.0]), sparkdl.Sample([1.0, 2.0]))),
-        DataError,
         'field "label", row 0 of partition 0: is None. '
         "Give Sample(features, label), or train with label=None.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD with NaN",
         lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0, float("nan")], 1.0))),
-        DataError,
         f'field "features", row 0 of partition 1: holds NaN. {MEND}',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD with a masked value",
         lambda fit: fit(
             fit.rdd(([1.0, 2.0], 1.0), (np.ma.masked_equal([1.0, 9.9e36], 9.9e36), 1.0))
         ),
-        DataError,
         f'field "features", row 0 of partition 1: holds a masked value. {MEND}',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "ragged record",
         lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([[1.0], [2.0, 3.0]], 1.0))),
-        DataError,
         'field "features", row 0 of partition 1: is ragged: its parts differ in length. ' + SHAPE,
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "records of mixed shapes",
         lambda fit: fit(fit.rdd(*[([1.0, 2.0], 1.0)] * 3, ([1.0], 1.0))),
-        DataError,
         'field "features", row 1 of partition 1: is float32[1] where row 0 is float32[2]. ' + SHAPE,
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "partitions of mixed shapes",
         lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0], 1.0))),
-        DataError,
         'field "features", row 0 of partition 1: is float32[1] where row 0 of partition 0 is '
         f"float32[2]. {SHAPE}",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "records of mixed widths",
         lambda fit: fit(fit.rdd(*[([1.0], 1.0)] * 3, (([1.0], [2.0]), 1.0))),
-        DataError,
         'field "features", row 1 of partition 1: has features[0], features[1], label where row 0 '
         f"has features, label. {SHAPE}",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "partitions of mixed widths",
         lambda fit: fit(fit.rdd(([1.0], 1.0), (([1.0], [2.0]), 1.0))),
-        DataError,
         "row 0 of partition 1 has features[0], features[1], label where row 0 of partition 0 has "
         f"features, label. {SHAPE}",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "empty record",
         lambda fit: fit(fit.rdd(([], 1.0), ([], 1.0))),
-        DataError,
         f'field "features", row 0 of partition 0: is an empty array. {MEND}',
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "bad records to be redistributed",
         lambda fit: fit(fit.rdd("a", "b"), replicas=3),
-        DataError,
         'field "record", row 0 of partition 0: is a str. '
         "Give (features, label) pairs or sparkdl.Sample(features, label).",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD of rows with other names",
         lambda fit: fit(fit.good().selectExpr("label y", "features x").rdd, replicas=3),
-        DataError,
         'field "record", row 0 of partition 0: is a Row of y, x, which has no features, label. '
         "Records with named values are read by name: give the trainer these names, as "
         "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD of rows without the weight",
         lambda fit: fit(fit.good().rdd, weight="w"),
-        DataError,
         'field "record", row 0 of partition 0: is a Row of features, label, n, s, which has no w. '
         "Records with named values are read by name: give the trainer these names, as "
         "Trainer(features=..., label=...), or make (features, label) pairs with rdd.map.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD with inf",
         lambda fit: fit(fit.rdd(([1.0, 2.0], 1.0), ([1.0, float("inf")], 1.0))),
-        DataError,
         'field "features", row 0 of partition 1: holds inf. It is infinite, or beyond the 3.4e+38 '
         "of float32: filter out such rows, or scale the numbers.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD with numbers beyond 64 bits",
         lambda fit: fit(fit.rdd(([1.0, 2.0], 1), ([1.0, 2.0], 2**70))),
-        DataError,
         'field "label", row 0 of partition 1: holds a whole number that does not fit into int64. '
         "Filter out such records, or fix them with rdd.map.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD of complex numbers",
         lambda fit: fit(fit.rdd(([1j, 2.0], 1.0), ([1j, 2.0], 1.0))),
-        DataError,
         'field "features", row 0 of partition 0: is a list, not a number or an array of numbers. '
         "Filter out such records, or fix them with rdd.map.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD of sparse tensors",
         lambda fit: fit(fit.rdd((torch.eye(2).to_sparse(), 1.0)), replicas=1),
-        DataError,
         'field "features", row 0 of partition 0: is a Tensor that cannot become an array (can\'t '
         "convert Sparse layout tensor to numpy. Use Tensor.to_dense() first.). Filter out such "
         "records, or fix them with rdd.map.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "RDD of integers here and floats there",
         lambda fit: fit(fit.rdd(([1, 2], 1.0), ([1.0, 2.0], 1.0))),
-        DataError,
         'field "features", row 0 of partition 1: is float32[2] where row 0 of partition 0 is '
         "int64[2]. Every row must be of the same type: write 1.0, not 1, where a measurement is "
         "meant, or fix them with rdd.map.",
-        jobs=2,
     ),
-    Mistake(
+    row_error(
         "Sample without weight",
         lambda fit: fit(fit.rdd(*[sparkdl.Sample([1.0, 2.0], 1.0)] * 2), weight="w"),
-        DataError,
         'field "weight", row 0 of partition 0: is None. Give Sample(features, label, '
         "weight), or train with weight=None.",
-        jobs=2,
     ),
-    Mistake(
+    data_error(
         "images of an RDD",
         lambda fit: fit(fit.rdd(([1.0], 1.0), ([1.0], 1.0)), columns={"features": sparkdl.Image()}),
-        DataError,
         'columns["features"] is a sparkdl.Image, which is for DataFrames: records of an RDD must '
         "hold numbers and arrays already. Convert them with rdd.map (only sparkdl.Sequence works "
         "for an RDD).",
@@ -755,48 +619,40 @@ def gone(fit: Any) -> Any:
 
 
 QUERIES = [
-    Mistake(
+    row_error(
         "cast that fails",
         lambda fit: fit(fit.good().selectExpr("features", "double(s) label")),
-        DataError,
         "the data cannot be read: The value 'x' of the type \"STRING\" cannot be cast to "
         '"DOUBLE" because it is malformed. Correct the value as per the syntax, or change its '
         "target type. Use `try_cast` to tolerate malformed input and return NULL instead. Fix the "
         "query or the function that produces the data; data.count() fails in the same way.",
-        jobs=2,
         tasks_fail=True,
     ),
-    Mistake(
+    row_error(
         "division by 0",
         lambda fit: fit(fit.good().selectExpr("features", "n / (n - n) label")),
-        DataError,
         "the data cannot be read: Division by zero. Use `try_divide` to tolerate divisor being 0 "
         'and return NULL instead. If necessary set "spark.sql.ansi.enabled" to "false" to bypass '
         "this error. Fix the query or the function that produces the data; data.count() fails in "
         "the same way.",
-        jobs=2,
         tasks_fail=True,
     ),
-    Mistake(
+    row_error(
         "UDF that raises",
         lambda fit: fit(
             fit.good().withColumn("label", functions.udf(lambda n: 1 / 0, "double")("n"))
         ),
-        DataError,
         "the data cannot be read: ZeroDivisionError: division by zero\nTraceback (most recent call "
         "last):\n…ZeroDivisionError: division by zero\nFix the query or the function that produces "
         "the data; data.count() fails in the same way.",
-        jobs=2,
         tasks_fail=True,
     ),
-    Mistake(
+    row_error(
         "rdd.map that raises",
         lambda fit: fit(fit.rdd(1, 2).map(lambda n: n / 0)),
-        DataError,
         "the data cannot be read: partition … on … failed once. ZeroDivisionError: division by "
         "zero\nTraceback (most recent call last):\n…ZeroDivisionError: division by zero\nFix the "
         "query or the function that produces the data; data.count() fails in the same way.",
-        jobs=2,
         tasks_fail=True,
     ),
     Mistake(

@@ -20,6 +20,7 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
+from sparkdl import DataError, ModelError, ParameterError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -42,6 +43,32 @@ class Mistake:
     message: str
     jobs: int = 0
     tasks_fail: bool = False
+
+
+def model_error(name: str, make: Callable[[Fit], Any], message: str, jobs: int = 0) -> Mistake:
+    return Mistake(name, make, ModelError, message, jobs)
+
+
+def tried(name: str, make: Callable[[Fit], Any], message: str) -> Mistake:
+    """A mistake that shows when the model is tried on the first rows."""
+    return Mistake(name, make, ModelError, message, jobs=3)
+
+
+def parameter_error(name: str, make: Callable[[Fit], Any], message: str, jobs: int = 0) -> Mistake:
+    return Mistake(name, make, ParameterError, message, jobs)
+
+
+def data_error(
+    name: str, make: Callable[[Fit], Any], message: str, jobs: int = 0, tasks_fail: bool = False
+) -> Mistake:
+    return Mistake(name, make, DataError, message, jobs, tasks_fail)
+
+
+def row_error(
+    name: str, make: Callable[[Fit], Any], message: str, tasks_fail: bool = False
+) -> Mistake:
+    """A mistake that shows when the rows are read."""
+    return Mistake(name, make, DataError, message, 2, tasks_fail)
 
 
 @dataclass

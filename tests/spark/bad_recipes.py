@@ -13,7 +13,6 @@ from bad_inputs import (
     FOREIGN,
     Embedded,
     HoldsLock,
-    Mistake,
     SumOfInputs,
     Weighing,
     batch_normed,
@@ -23,8 +22,11 @@ from bad_inputs import (
     frozen,
     holding,
     mean_square,
+    model_error,
+    parameter_error,
     raising,
     scalar_model,
+    tried,
     two_classes,
     vector_loss,
 )
@@ -33,7 +35,6 @@ from pyspark import cloudpickle
 from torch import nn
 
 import sparkdl
-from sparkdl import ModelError, ParameterError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -206,18 +207,16 @@ def loss_that_raises(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 
 
 MODELS = [
-    Mistake(
+    model_error(
         "model with a lock",
         lambda fit: fit(fit.good(), model=HoldsLock()),
-        ModelError,
         "model cannot be pickled, so it cannot travel to the executors (TypeError: cannot pickle "
         "'_thread.lock' object). Pass a function that builds the module (model=make_model), and "
         "open files, locks, connections and Spark sessions inside it.",
     ),
-    Mistake(
+    model_error(
         "model with a session",
         lambda fit: fit(fit.good(), model=holding(fit.spark)),
-        ModelError,
         "model cannot be pickled, so it cannot travel to the executors (PySparkRuntimeError: "
         "[CONTEXT_ONLY_VALID_ON_DRIVER] It appears that you are attempting to reference "
         "SparkContext from a broadcast variable, action, or transformation. SparkContext can "
@@ -226,154 +225,127 @@ MODELS = [
         "Pass a function that builds the module (model=make_model), and "
         "open files, locks, connections and Spark sessions inside it.",
     ),
-    Mistake(
+    model_error(
         "loss with a lock",
         lambda fit: fit(fit.good(), loss=partial(mean_square, target=threading.Lock())),
-        ModelError,
         "loss cannot be pickled, so it cannot travel to the executors (TypeError: cannot pickle "
         "'_thread.lock' object). Use a function or class of an importable module, with no open "
         "resource in it.",
     ),
-    Mistake(
+    model_error(
         "model that raises",
         lambda fit: fit(fit.good(), model=raising),
-        ModelError,
         "model(), which is called without arguments, raised KeyError: 'no such layer'",
     ),
-    Mistake(
+    model_error(
         "model that wants arguments",
         lambda fit: fit(fit.good(), model=nn.Linear),
-        ModelError,
         "model(), which is called without arguments, raised TypeError: Linear.__init__() missing 2 "
         "required positional arguments: 'in_features' and 'out_features'",
     ),
-    Mistake(
+    model_error(
         "no module",
         lambda fit: fit(fit.good(), model=lambda: [nn.Linear(2, 1)]),
-        ModelError,
         "model() returned a list: it must return a torch.nn.Module.",
     ),
-    Mistake(
+    model_error(
         "no trainable parameter",
         lambda fit: fit(fit.good(), model=frozen),
-        ModelError,
         "the model has no trainable parameter: none of its 2 parameters has requires_grad=True. "
         "Leave some out of freeze=, name some in unfreeze=, or add layers that have some.",
     ),
-    Mistake(
+    tried(
         "wrong input size",
         lambda fit: fit(fit.good(), model=lambda: nn.Linear(3, 1)),
-        ModelError,
         'the model fails on the first rows ("features" [2, 2]; float32): RuntimeError: mat1 '
         "and mat2 shapes "
         "cannot be multiplied (2x2 and 3x1). Each is [rows, ...]: build the model for inputs "
         "of these shapes and types.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "two columns for one input",
         lambda fit: fit(fit.good(), features=["features", "label"]),
-        ModelError,
         'the model fails on the first rows ("features" [2, 2], "label" [2]; float32, float32): '
         "TypeError: Sequential.forward() takes 2 positional arguments but 3 were given. Each "
         "of the 2 feature columns "
         "is an input of its own, model(a, b, ...); for one input join them first: "
         "VectorAssembler, or functions.array(...).",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a keyword that forward does not take",
         lambda fit: fit(
             fit.good().selectExpr("*", "features c"),
             model=SumOfInputs,
             features={"a": "features", "bb": "c"},
         ),
-        ModelError,
         'the model fails on the first rows ("features" [2, 2], "c" [2, 2]; float32, float32): '
         "TypeError: SumOfInputs.forward() got an unexpected keyword argument 'bb'. features= gives "
         '"bb", and the parameters of its forward are b, a: give columns by these names.',
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "integers into Linear",
         lambda fit: fit(fit.features("array<int>", [1, 2], [3, 4])),
-        ModelError,
         'the model fails on the first rows ("features" [3, 2]; int64): RuntimeError: mat1 and '
         "mat2 must have the same dtype, but got Long and Float. Integer "
         "columns stay integers; cast a column that holds measurements: "
         'df.withColumn(name, df[name].cast("float")) or .cast("array<float>").',
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "an index beyond the embedding, in a late row",
         lambda fit: fit(fit.features("int", 0, 1, 2, 0, 1, 2, 0, 1, 5, 0), model=Embedded),
-        ModelError,
         'the model fails on the first rows ("features" [3]; int64): IndexError: index out of range '
         'in self. In the data, "features" goes from 0 to 5: an embedding needs a row for each '
         "number from 0 to the largest.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "rows that are normed in place",
         lambda fit: fit(fit.features("int", 0, 1, 2, 0, 1, 2), model=Normed),
-        ModelError,
         '"table" has max_norm=1.5: torch then changes the weights of the rows that are looked up, '
         "and each replica would change its own copy. Leave it out, and scale the embeddings in "
         "forward.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "gradients that are divided by counts",
         lambda fit: fit(fit.features("int", 0, 1, 2, 0, 1, 2), model=Counted),
-        ModelError,
         '"table" has scale_grad_by_freq=True: torch then divides by how often a row occurs in a '
         "mini-batch, and each replica or micro-batch would count its own. Leave it out, or train "
         "with replicas=1 and accumulate=1.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a forward that writes to constants",
         lambda fit: fit(fit.good(), model=Momentum),
-        ModelError,
         'forward writes to "target.weight", a parameter with requires_grad=False: such parameters '
         "are treated as constants, and each worker would change its own copy. Make it a buffer "
         "(register_buffer): replicas agree on buffers, which are saved with the model.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a counter that is no buffer",
         lambda fit: fit(fit.good(), model=Counting),
-        ModelError,
         'forward changes "0.passes" in each pass, but it is neither a parameter nor a buffer that '
         "has a tensor from the start: each worker would have its own value, and the trained model "
         "would have none. If the model needs it, make it a buffer: call register_buffer with a "
         "tensor in __init__, and change that in forward. If it does not, as with a measured time, "
         "remove it, or list it in the "
         'module\'s class: sparkdl_no_state = ("passes",).',
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a buffer that takes another form",
         lambda fit: fit(fit.good(), model=Growing),
-        ModelError,
         'forward makes the buffer "seen" [2] float32, but __init__ made it [1] float32: replicas '
         "exchange buffers, so their shape and type must not change. Give it its "
         "final form in __init__ (for the longest input, say). If it is only a cache, register it "
         "with persistent=False.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "one row a mini-batch for batch norm",
         lambda fit: fit(fit.good(), model=batch_normed, stop=sparkdl.max_epoch(1)),
-        ModelError,
         "the model needs mini-batches of more than one row (Expected more than 1 value per "
         "channel when training, got input size torch.Size([1, 2])), and in iteration 2 of each "
         "epoch a "
         "replica gets one: 6 rows, batch_size=4, replicas=2. Choose another batch_size or fewer "
         "replicas.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "one row a mini-batch for a loss",
         lambda fit: fit(
             fit.good(),
@@ -382,172 +354,143 @@ MODELS = [
             label="n",
             stop=sparkdl.max_epoch(1),
         ),
-        ModelError,
         "the loss needs mini-batches of more than one row (size mismatch (got input: [6], target: "
         "[1]); the output of one is [6] float32), and in iteration 2 of each epoch a replica gets one: "
         "6 rows, batch_size=4, replicas=2. Choose another batch_size or fewer replicas.",
-        jobs=3,
     ),
-    Mistake(
+    model_error(
         "model on no device",
         lambda fit: fit(fit.good(), model=lambda: nn.Linear(2, 1, device="meta")),
-        ModelError,
         'parameter "weight" is on the device "meta" and has no values: build the model on the CPU.',
     ),
-    Mistake(
+    model_error(
         "lazy parameters",
         lambda fit: fit(fit.good(), model=lambda: nn.LazyLinear(1)),
-        ModelError,
         'parameter "weight" is lazy and has no shape yet: give the layer its sizes, or let '
         "the function given as model= call the module once on an example.",
     ),
-    Mistake(
+    model_error(
         "complex parameters",
         lambda fit: fit(fit.good(), model=lambda: nn.Linear(2, 1, dtype=torch.complex64)),
-        ModelError,
         'parameter "weight" is torch.complex64: only parameters of a real floating-point type can '
         "be trained.",
     ),
-    Mistake(
+    model_error(
         "parameters that share memory",
         lambda fit: fit(fit.good(), model=SharedMemory),
-        ModelError,
         'parameters "one" and "other" share memory but are two objects: to tie them, assign the '
         "same nn.Parameter to both places.",
     ),
-    Mistake(
+    model_error(
         "a hook on the gradient of an instance",
         lambda fit: fit(fit.good(), model=hooked()),
-        ModelError,
         'the model is an instance of a module, and its "weight" has a hook on the gradient, which '
         "the copies that train would not have: pass a function that builds the module and registers "
         "the hook.",
     ),
-    Mistake(
+    model_error(
         "parameters of a module that share memory",
         lambda fit: fit(fit.good(), model=tied_by_view()),
-        ModelError,
         'parameters "0.weight" and "1.weight" share memory but are two objects: to tie them, assign '
         "the same nn.Parameter to both places.",
     ),
-    Mistake(
+    tried(
         "model of half precision",
         lambda fit: fit(fit.good(), model=lambda: scalar_model().half()),
-        ModelError,
         'the model fails on the first rows ("features" [2, 2]; float32): RuntimeError: mat1 '
         "and mat2 must have the same dtype, but got Float and Half. The model has weights of float16, "
         "and columns of floats arrive as float32: build it in float32 and pass "
         'precision="fp16", which computes in float16, or begin its forward with '
         "x = x.to(torch.float16).",
-        jobs=3,
     ),
-    Mistake(
+    model_error(
         "no parameter at all",
         lambda fit: fit(fit.good(), model=lambda: nn.Flatten(0)),
-        ModelError,
         "the model has no trainable parameter: none of its 0 parameters has requires_grad=True. "
         "Leave some out of freeze=, name some in unfreeze=, or add layers that have some.",
     ),
-    Mistake(
+    model_error(
         "everything frozen",
         lambda fit: fit(fit.good(), freeze=["0"]),
-        ModelError,
         "the model has no trainable parameter: none of its 2 parameters has requires_grad=True. "
         "Leave some out of freeze=, name some in unfreeze=, or add layers that have some.",
     ),
-    Mistake(
+    model_error(
         "freezing what is not there",
         lambda fit: fit(fit.good(), freeze=["0.weigth"]),
-        ModelError,
         'freeze: no parameter matches "0.weigth". Did you mean "0.weight"? The model has '
         "0.weight, 0.bias.",
     ),
-    Mistake(
+    model_error(
         "a penalty of what is not there",
         lambda fit: fit(fit.good(), l2={"*.weigth": 1.0}),
-        ModelError,
         'l2: no trainable parameter matches "*.weigth". Did you mean "0.weight"? A pattern must '
         'match the whole name, such as "encoder.*" or "*.weight".',
     ),
-    Mistake(
+    tried(
         "model that returns nothing",
         lambda fit: fit(fit.good(), model=ReturnsNothing),
-        ModelError,
         "the model returned None: its forward must return the output.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "model that computes gradients where there are none",
         lambda fit: fit(fit.good(), model=Force),
-        ModelError,
         "the model works in training, and fails on the same rows in evaluation mode without "
         "gradients, as in validation and predictions: RuntimeError: element 0 of tensors does not "
         "require grad and does not have a grad_fn. If its forward computes gradients, as by "
         "torch.autograd.grad, do that in a block of torch.enable_grad().",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "model that returns a tuple",
         lambda fit: fit(fit.good(), model=ReturnsTuple),
-        ModelError,
         "the loss fails on output tuple and label [2] float32: AttributeError: 'tuple' object has "
         "no attribute 'size'. The loss gets what the model returns, a tuple of 0 [2], 1 [2, 2]: "
         "say which part of it the loss needs, output=0, or output=function of what it returns, "
         "write a loss that takes all of it, or, if the model computes its own loss from the label, "
         "use loss=sparkdl.ModelLoss().",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a part that the model does not return",
         lambda fit: fit(fit.good(), model=ReturnsTuple, output="logits"),
-        ModelError,
         "output='logits': the model returned a tuple of 0 [2], 1 [2, 2], which has no such part.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a function of the output that fails",
         lambda fit: fit(fit.good(), output=lambda returned: returned["logits"]),
-        ModelError,
         "output=, the function of what the model returns, fails on a tensor of shape [2]: IndexError: "
         "too many indices for tensor of dimension 1.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "model that returns NaN",
         lambda fit: fit(fit.good(), model=ReturnsNaN),
-        ModelError,
         'the output of the model holds NaN on the first rows ("features" [2, 2]; float32), before '
         "any training. Look for a division by 0, the log or root of 0, or inputs that are too "
         'large; on_nan="skip" skips such updates.',
-        jobs=3,
     ),
-    Mistake(
+    model_error(
         "weights that differ in each process",
         lambda fit: fit(fit.good(), engine="shuffle", model=unseeded),
-        ModelError,
         "model() gave different initial weights in different processes: draw them with "
         "torch, numpy or random only (all three are seeded), or pass a module instance.",
         jobs=4,
     ),
-    Mistake(
+    model_error(
         "a model of another shape on the executors",
         lambda fit: fit(fit.good(), engine="shuffle", model=partial(wider_elsewhere, os.getpid())),
-        ModelError,
         'the executors build a different model than this process: "0.0.weight" is a trained '
         "parameter [3, 2] of float32 here, and a trained parameter [4, 2] of float32 there "
         "(replica 0). " + OWN_MODELS,
         jobs=4,
     ),
-    Mistake(
+    model_error(
         "a model of another shape on the ranks",
         lambda fit: fit(fit.good(), engine="gang", model=partial(wider_elsewhere, os.getpid())),
-        ModelError,
         'the executors build a different model than this process: "0.0.weight" is a trained '
         "parameter [3, 2] of float32 here, and a trained parameter [4, 2] of float32 there "
         "(replica 0). " + OWN_MODELS,
         jobs=4,
     ),
-    Mistake(
+    model_error(
         "another frozen backbone on the executors",
         lambda fit: fit(
             fit.good(),
@@ -555,13 +498,12 @@ MODELS = [
             model=partial(other_backbone_elsewhere, os.getpid()),
             freeze=["0"],
         ),
-        ModelError,
         "the executors start with different weights than this process: the frozen parameter "
         '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with (replica '
         "0). " + OWN_WEIGHTS,
         jobs=4,
     ),
-    Mistake(
+    model_error(
         "another frozen backbone on the ranks",
         lambda fit: fit(
             fit.good(),
@@ -569,345 +511,281 @@ MODELS = [
             model=partial(other_backbone_elsewhere, os.getpid()),
             freeze=["0"],
         ),
-        ModelError,
         "the executors start with different weights than this process: the frozen parameter "
         '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with (replica '
         "0). " + OWN_WEIGHTS,
         jobs=4,
     ),
-    Mistake(
+    model_error(
         "weights of another model",
         lambda fit: fit(fit.good(), weights={"a": torch.ones(1)}, strict_weights=False),
-        ModelError,
         "weights do not fit the model: no name of the weights (a) is one of the model "
         "(0.weight, 0.bias).",
     ),
-    Mistake(
+    model_error(
         "weights that are no tensors",
         lambda fit: fit(fit.good(), weights={"0.weight": 3}),
-        ModelError,
         "weights['0.weight'] is an int: give a state_dict, which maps the names of the model "
         "to tensors.",
     ),
 ]
 
 LOSSES = [
-    Mistake(
+    tried(
         "vector loss",
         lambda fit: fit(fit.good(), loss=vector_loss),
-        ModelError,
         "the loss returned a tensor of shape [2]: it must return one number, the mean over the "
         'batch (reduction="mean" in torch.nn losses), or (sum, count).',
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "unreduced loss",
         lambda fit: fit(fit.good(), loss=nn.MSELoss(reduction="none")),
-        ModelError,
         "the loss returned a tensor of shape [2]: it must return one number, the mean over the "
         'batch (reduction="mean" in torch.nn losses), or (sum, count).',
-        jobs=3,
     ),
     *(
-        Mistake(
+        tried(
             f"a loss that adds up: {name}",
             lambda fit, loss=loss: fit(fit.good(), loss=loss),
-            ModelError,
             'the loss adds up (reduction="sum"), but the losses of replicas are averaged, each '
             'weighted by its samples: use reduction="mean", or return (sum, count) from your own '
             "function, where count is the number of values in the sum.",
-            jobs=3,
         )
         for name, loss in {
             "module": nn.MSELoss(reduction="sum"),
             "function": partial(nn.functional.mse_loss, reduction="sum"),
         }.items()
     ),
-    Mistake(
+    tried(
         "a loss that is no mean over rows",
         lambda fit: fit(fit.good(), replicas=2, loss=root_mean_square),
-        ModelError,
         "the loss of the first 3 rows is …, and … when two parts of them are combined as replicas "
         "and accumulate do, each part weighted by its rows: it is not a mean over the rows. If it "
         "is a mean over tokens, pairs or labels that are not padding, return both, (sum, count), "
         "such as ((losses * mask).sum(), mask.sum()). If it makes rows depend on each other, train "
         "with replicas=1 and accumulate=1, or let each replica compute the loss of its own rows, "
         "as torch's DDP does: loss=sparkdl.PerReplica(loss).",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a pair that is no sum and count",
         lambda fit: fit(fit.good(), loss=lambda output, target: (output.sum(), output.mean())),
-        ModelError,
         "the loss returned a pair, which stands for (sum, count), and the count has a gradient: "
         "the sum must be one number or one for each row; the count must be the number of values "
         "(tokens, pairs, ...) in it, in the same shape, at least 0 and without a gradient.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a model that takes no labels",
         lambda fit: fit(fit.good(), loss=sparkdl.ModelLoss()),
-        ModelError,
         'the model fails on the first rows ("features" [2, 2]; float32): TypeError: '
         "Sequential.forward() got an unexpected keyword argument 'labels'. With ModelLoss, the "
         "model is called with the label as labels=: name the parameter that takes it, "
         "ModelLoss(labels=name), or give labels=None to pass it after the inputs.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a class that a model with a loss of its own does not have",
         lambda fit: fit(fit.labels("long", 5, 5, 5, 5), model=Classifies, loss=sparkdl.ModelLoss()),
-        ModelError,
         'the model fails on the first rows ("features" [2, 2]; float32): IndexError: Target 5 is out '
         'of bounds. "label" goes from 5 to 5: give the model an output for each class from 0 on, or '
         "renumber the classes (pyspark.ml.feature.StringIndexer).",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a model without a loss of its own",
         lambda fit: fit(fit.good(), model=TakesLabels, loss=sparkdl.ModelLoss()),
-        ModelError,
         "no loss was found in what the model returned, a tuple: it must be one number, have an "
         "attribute or key named loss, or be a tuple with one number in it. Otherwise pass "
         "sparkdl.ModelLoss(loss=function), a function that returns the loss from it.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a loss with parameters",
         lambda fit: fit(fit.good(), loss=Weighing()),
-        ModelError,
         "the loss has parameters (scale), but only the parameters of the model are trained: move "
         "them into the model, or set requires_grad=False.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "float loss",
         lambda fit: fit(fit.good(), loss=float_loss),
-        ModelError,
         "the loss returned a float: it must return one number, the mean over the batch "
         '(reduction="mean" in torch.nn losses), or (sum, count).',
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "detached loss",
         lambda fit: fit(fit.good(), loss=detached_loss),
-        ModelError,
         "the loss cannot be differentiated: RuntimeError: element 0 of tensors does not "
         "require grad and does not have a grad_fn. It must depend on the model's output "
         "through torch operations.",
-        jobs=3,
     ),
     *[
-        Mistake(
+        tried(
             f"output [B, 1] and label [B], {type(loss).__name__}",
             lambda fit, loss=loss: fit(fit.good(), model=lambda: nn.Linear(2, 1), loss=loss),
-            ModelError,
             'the output has shape [2, 1] and the label "label" [2] (2 rows): torch would broadcast '
             "them against each other; end the model with torch.nn.Flatten(0) or .squeeze(-1).",
-            jobs=3,
         )
         for loss in (nn.MSELoss(), mean_square)
     ],
-    Mistake(
+    tried(
         "output [B] and label [B, 1]",
         lambda fit: fit(fit.labels("array<double>", [1.0], [2.0])),
-        ModelError,
         'the output has shape [2] and the label "label" [2, 1] (2 rows): torch would broadcast '
         "them against each other; give the model an output of that shape, for example "
         ".unsqueeze(-1).",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "MSELoss of other shapes",
         lambda fit: fit(fit.labels("array<double>", [1.0], [2.0]), model=two_classes),
-        ModelError,
         "the loss fails on output [2, 2] float32 and label [2, 1] float32: UserWarning: Using a "
         "target size (torch.Size([2, 1])) that is different to the input size (torch.Size([2, 2]))"
         ". This will likely lead to incorrect results due to broadcasting. Please ensure they have "
         "the same size. Give the model an output of the label's shape.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "class numbers as doubles",
         lambda fit: fit(fit.good(), **cross_entropy),
-        ModelError,
         "the loss fails on output [2, 2] float32 and label [2] float32: RuntimeError: expected "
         "target dtype to be Long or Byte, but got Float. "
         'If "label" holds class numbers, cast it: '
         'df.withColumn("label", df["label"].cast("long")).',
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a class beyond the outputs, in a late row",
         lambda fit: fit(fit.labels("int", 0, 1, 0, 1, 0, 1, 0, 1, 7, 0), **cross_entropy),
-        ModelError,
         "the loss fails on output [4, 2] float32 and label [4] int64: IndexError: Target 7 is out "
         'of bounds. "label" goes from 0 to 7: give the model an output for each class from 0 on, '
         "or renumber the classes (pyspark.ml.feature.StringIndexer).",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "a negative class",
         lambda fit: fit(fit.labels("int", 0, 1, 0, 1, 0, 1, 0, 1, -1, 0), **cross_entropy),
-        ModelError,
         "the loss fails on output [3, 2] float32 and label [3] int64: IndexError: Target -1 is out "
         'of bounds. "label" goes from -1 to 1: give the model an output for each class from 0 on, '
         "or renumber the classes (pyspark.ml.feature.StringIndexer).",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "class numbers in arrays of one",
         lambda fit: fit(fit.labels("array<double>", [0.0], [1.0], [0.0]), **cross_entropy),
-        ModelError,
         "the loss fails on output [2, 2] float32 and label [2, 1] float32: RuntimeError: 0D or 1D "
         'target tensor expected, multi-target not supported. "label" is an array of one number a row, '
         'and the loss takes the number itself: df.withColumn("label", df["label"][0].cast("long")).',
-        jobs=3,
     ),
-    Mistake(
+    model_error(
         "a class of the validation data alone",
         lambda fit: fit(
             fit.labels("int", 0, 1, 0, 1),
             validation=sparkdl.Validation(fit.labels("int", 0, 1, 0, 2)),
             **cross_entropy,
         ),
-        ModelError,
         "validation data: the loss fails on output (3, 2) float32 and label (3,) int64: "
         "IndexError: "
         "Target 2 is out of bounds. Give a label of the kind and range that the model was trained "
         "on.",
         jobs=6,
     ),
-    Mistake(
+    model_error(
         "an index of the validation data alone",
         lambda fit: fit(
             fit.features("int", 0, 1, 2, 0),
             model=Embedded,
             validation=sparkdl.Validation(fit.features("int", 0, 1, 2, 3)),
         ),
-        ModelError,
         "validation data: the model fails on a batch of [3] int64: IndexError: index out of "
         "range in "
         "self.",
         jobs=6,
     ),
-    Mistake(
+    tried(
         "a label beyond a loss, in a late row",
         lambda fit: fit(
             fit.labels("double", *[0.0, 1.0] * 4, 1.5, 0.0),
             model=lambda: nn.Sequential(scalar_model(), nn.Sigmoid()),
             loss=nn.BCELoss(),
         ),
-        ModelError,
         '"label" goes from 0 to 1.5, and BCELoss takes labels from 0 to 1: make them 0 and 1, or '
         "use CrossEntropyLoss for class numbers and MSELoss for measurements.",
-        jobs=3,
     ),
-    Mistake(
+    model_error(
         "labels of signs for probabilities, in the validation data alone",
         lambda fit: fit(
             fit.labels("double", 0.0, 1.0, 0.0, 1.0),
             loss=partial(nn.functional.binary_cross_entropy_with_logits),
             validation=sparkdl.Validation(fit.labels("double", 1.0, -1.0, 1.0, 1.0)),
         ),
-        ModelError,
         'validation data: "label" goes from -1 to 1, and BCEWithLogitsLoss takes labels from 0 to '
         "1: make them 0 and 1, or use CrossEntropyLoss for class numbers and MSELoss for "
         "measurements.",
         jobs=6,
     ),
-    Mistake(
+    model_error(
         "an RDD of probabilities for signs",
         lambda fit: fit(
             fit.spark.sparkContext.parallelize([([1.0, 2.0], float(i % 2)) for i in range(6)], 2),
             loss=nn.SoftMarginLoss(),
         ),
-        ModelError,
         '"label" goes from 0 to 1, and SoftMarginLoss takes labels of -1 and 1: make them -1 and 1: '
         'df.withColumn("label", df["label"] * 2 - 1) does if they are 0 and 1.',
         jobs=2,
     ),
-    Mistake(
+    tried(
         "integer labels for BCE",
         lambda fit: fit(fit.labels("int", 0, 1), loss=nn.BCEWithLogitsLoss()),
-        ModelError,
         "the loss fails on output [3] float32 and label [3] int64: RuntimeError: result type "
         "Float can't be cast to the desired output type Long. "
         'If "label" holds measurements, cast it: '
         'df.withColumn("label", df["label"].cast("float")).',
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "loss that raises",
         lambda fit: fit(fit.good(), loss=loss_that_raises),
-        ModelError,
         "the loss fails on output [2] float32 and label [2] float32: KeyError: 'margin'.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "loss of one argument",
         lambda fit: fit(fit.good(), loss=lambda output: output.mean()),
-        ModelError,
         "the loss fails on output [2] float32 and label [2] float32: TypeError: "
         "<lambda>.<locals>.<lambda>() "
         "takes 1 positional argument but 2 were given. It is called as loss(output, label).",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "loss of two arguments, and no label",
         lambda fit: fit(fit.good(), label=None, loss=mean_square),
-        ModelError,
         "the loss fails on output [2] float32 and label no label: TypeError: mean_square() "
         "missing 1 required positional argument: 'target'. It is called as loss(output).",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "loss that returns nothing",
         lambda fit: fit(fit.good(), loss=lambda output, target: None),
-        ModelError,
         "the loss returned None: it must return one number, the mean over the batch "
         '(reduction="mean" in torch.nn losses), or (sum, count).',
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "NaN loss",
         lambda fit: fit(
             fit.good(), loss=lambda output, target: (output - target).mean() * float("nan")
         ),
-        ModelError,
         'the loss is nan on the first rows ("features" [2, 2]; float32), before any training. Look '
         'for a division by 0, the log or root of 0, or inputs that are too large; on_nan="skip" '
         "skips such updates.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "classes without a weight",
         lambda fit: fit(fit.labels("int", 0, 5), class_weights=[1.0, 1.0], **cross_entropy),
-        ModelError,
         'class_weights has 2 classes, 0 to 1, and "label" goes from 0 to 5: give a list with a '
         "weight for each class.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "class weights of measurements",
         lambda fit: fit(fit.good(), class_weights=[1.0, 1.0]),
-        ModelError,
         "class_weights need one label that holds class numbers: a column of whole numbers.",
-        jobs=3,
     ),
-    Mistake(
+    tried(
         "weights, and a loss that is one number",
         lambda fit: fit(fit.good(), weight="n", loss=mean_square),
-        ModelError,
         "weights of samples or classes need a loss value for each sample, but the loss gave [] for "
         '3 samples: use a torch loss, a function with reduction="none", or one that returns shape '
         "[rows], or (sum, count) of that shape each.",
-        jobs=3,
     ),
-    Mistake(
+    parameter_error(
         "augment that raises",
         lambda fit: fit(fit.good(), augment=lambda x, rng: 1 / 0),
-        ParameterError,
         "augment raised ZeroDivisionError: division by zero. It is called with the arrays of "
         "one sample (float32[2]) and a numpy.random.Generator.",
         jobs=3,
@@ -935,66 +813,58 @@ class Tagged(torch.optim.SGD):
 
 ONE_LBFGS = partial(torch.optim.LBFGS, max_iter=1)
 OPTIMIZERS = [
-    Mistake(
+    model_error(
         "no optimizer",
         lambda fit: fit(fit.good(), optimizer=lambda module: "adam"),
-        ModelError,
         "optimizer gave a str: give a torch.optim class, a partial of one, or a callable(module) "
         "that returns a torch.optim.Optimizer.",
     ),
-    Mistake(
+    parameter_error(
         "optimizer by name",
         lambda fit: fit(fit.good(), optimizer="adam"),
-        ParameterError,
         "optimizer is a str: give a torch.optim class, or a partial of one such as "
         "partial(torch.optim.Adam, lr=1e-3).",
     ),
-    Mistake(
+    parameter_error(
         "optimizer instance",
         lambda fit: fit(fit.good(), optimizer=torch.optim.Adam(FOREIGN.parameters())),
-        ParameterError,
         "optimizer is already built: give a recipe for it instead, partial(torch.optim.Adam, "
         "lr=...).",
     ),
-    Mistake(
+    model_error(
         "optimizer of parameters, not of the module",
         lambda fit: fit(fit.good(), optimizer=lambda parameters: torch.optim.SGD(parameters)),
-        ModelError,
         "the optimizer cannot be built (TypeError: optimizer can only optimize Tensors, but "
         "one of the params is torch.nn.modules.linear.Linear). Give a "
         "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
         "callable that is given the module and returns an optimizer.",
     ),
-    Mistake(
+    model_error(
         "bad learning rate",
         lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, lr=-1.0)),
-        ModelError,
         "the optimizer cannot be built (ValueError: Invalid learning rate: -1.0). Give a "
         "torch.optim class, a partial of one such as partial(torch.optim.Adam, lr=1e-3), or a "
         "callable that is given the module and returns an optimizer.",
     ),
-    Mistake(
+    model_error(
         "LBFGS",
         lambda fit: fit(fit.good(), optimizer=torch.optim.LBFGS),
-        ModelError,
         "optimizer LBFGS evaluates the loss more than once in a step, but an iteration is a single "
         "pass over a batch. Make each step evaluate it once: for LBFGS, partial(torch.optim.LBFGS, "
         "max_iter=1) without line_search_fn.",
     ),
-    Mistake(
+    model_error(
         "LBFGS on several slices",
         lambda fit: fit(fit.good(), optimizer=partial(torch.optim.LBFGS, max_iter=1), slices=2),
-        ModelError,
         "optimizer LBFGS uses all parameters together, so they must be in one slice, but there are "
         "2: set slices=1.",
     ),
     *[
-        Mistake(
+        model_error(
             f"{name} in {model}",
             lambda fit, model=model, optimizer=optimizer: fit(
                 fit.good(), optimizer=optimizer, consistency=model
             ),
-            ModelError,
             f"optimizer {name} with consistency={type(model).__name__}: its step needs the loss of the "
             "very weights that it changes, and with this model other changes of the weights come in "
             "between. Use an optimizer whose step takes no closure, such as torch.optim.Adam, or "
@@ -1008,12 +878,11 @@ OPTIMIZERS = [
         ]
     ],
     *[
-        Mistake(
+        model_error(
             f"schedule-free in {type(model).__name__}",
             lambda fit, model=model, how=how: fit(
                 fit.good(), optimizer=ScheduleFree, consistency=model, **how
             ),
-            ModelError,
             f"optimizer ScheduleFree with consistency={type(model).__name__}: the weights that count "
             "are those of its eval(), which depend on its state, and with this model each replica "
             "keeps a state of its own. Use an optimizer without eval(), such as torch.optim.AdamW, or "
@@ -1021,26 +890,23 @@ OPTIMIZERS = [
         )
         for model, how in [(sparkdl.DiLoCo(), {}), (sparkdl.Gossip(), {"engine": "local"})]
     ],
-    Mistake(
+    model_error(
         "an optimizer that moves the weights before it evaluates the loss",
         lambda fit: fit(fit.good(), optimizer=LooksAhead),
-        ModelError,
         "optimizer LooksAhead moves the weights before it evaluates the loss, but an iteration is a "
         "single pass, at the weights with which it begins: use an optimizer whose step takes no "
         "closure, such as torch.optim.AdamW.",
     ),
-    Mistake(
+    model_error(
         "an optimizer whose state is more than its values",
         lambda fit: fit(fit.good(), optimizer=Tagged),
-        ModelError,
         'optimizer Tagged keeps "kept" of its state in a tensor of the class Tag, of which slices and '
         "checkpoints would keep the values alone: use an optimizer whose state is plain tensors, such "
         "as torch.optim.AdamW.",
     ),
-    Mistake(
+    model_error(
         "SparseAdam on dense gradients",
         lambda fit: fit(fit.good(), optimizer=torch.optim.SparseAdam),
-        ModelError,
         "optimizer SparseAdam fails on a parameter of 1 dimension with a dense gradient "
         "(RuntimeError: SparseAdam does not support dense gradients, please consider Adam "
         "instead). Give "
@@ -1048,138 +914,119 @@ OPTIMIZERS = [
         'optimizer={"encoder": torch.optim.Muon, "embedding": torch.optim.SparseAdam, "": '
         "torch.optim.AdamW}.",
     ),
-    Mistake(
+    model_error(
         "no optimizer of that name",
         lambda fit: fit(fit.good(), optimizer={"heat": torch.optim.SGD, "": torch.optim.Adam}),
-        ModelError,
         'optimizer: "heat" is no submodule or parameter of the model.',
     ),
-    Mistake(
+    model_error(
         "foreign parameters",
         lambda fit: fit(
             fit.good(), optimizer=lambda module: torch.optim.SGD(FOREIGN.parameters(), lr=0.1)
         ),
-        ModelError,
         "the optimizer has a parameter of shape [3, 3] that is not one of the module's: build it "
         "from the module it is given.",
     ),
-    Mistake(
+    model_error(
         "no schedule",
         lambda fit: fit(fit.good(), schedule=lambda optimizer: None),
-        ModelError,
         "schedule gave None, not a torch.optim.lr_scheduler.LRScheduler.",
     ),
-    Mistake(
+    model_error(
         "schedule that cannot be built",
         lambda fit: fit(fit.good(), schedule=torch.optim.lr_scheduler.StepLR),
-        ModelError,
         "schedule cannot be built on the optimizer (TypeError: StepLR.__init__() missing 1 "
         "required positional argument: 'step_size'). Give a partial of a "
         "torch.optim.lr_scheduler class, such as "
         "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100).",
     ),
-    Mistake(
+    tried(
         "plateau without validation",
         lambda fit: fit(fit.good(), schedule=torch.optim.lr_scheduler.ReduceLROnPlateau),
-        ModelError,
         "schedule ReduceLROnPlateau follows a metric of the validation, but there is no "
         "validation: pass validation=..., or use a schedule that follows the iterations.",
-        jobs=3,
     ),
-    Mistake(
+    model_error(
         "unknown argument of the optimizer",
         lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, learning_rate=0.1)),
-        ModelError,
         "the optimizer cannot be built (TypeError: SGD.__init__() got an unexpected keyword "
         "argument 'learning_rate'). Give a torch.optim class, a partial of one such as "
         "partial(torch.optim.Adam, lr=1e-3), or a callable that is given the module and "
         "returns an optimizer.",
     ),
-    Mistake(
+    model_error(
         "class that is no optimizer",
         lambda fit: fit(fit.good(), optimizer=nn.Linear),
-        ModelError,
         "the optimizer cannot be built (TypeError: Linear.__init__() missing 1 required "
         "positional argument: 'out_features'). Give a torch.optim class, a partial of one "
         "such as partial(torch.optim.Adam, lr=1e-3), or a callable that is given the module "
         "and returns an optimizer.",
     ),
-    Mistake(
+    model_error(
         "learning rate that is text",
         lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, lr="0.1")),
-        ModelError,
         'the optimizer cannot be built: lr is the text "0.1": give a number, lr=0.1.',
     ),
-    Mistake(
+    model_error(
         "learning rate nan",
         lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, lr=float("nan"))),
-        ModelError,
         "optimizer SGD has the learning rate nan: give a finite number, such as lr=1e-3.",
     ),
-    Mistake(
+    model_error(
         "learning rate inf",
         lambda fit: fit(fit.good(), optimizer=partial(torch.optim.SGD, lr=float("inf"))),
-        ModelError,
         "optimizer SGD has the learning rate inf: give a finite number, such as lr=1e-3.",
     ),
-    Mistake(
+    model_error(
         "LBFGS that searches",
         lambda fit: fit(
             fit.good(),
             optimizer=partial(torch.optim.LBFGS, max_iter=1, line_search_fn="strong_wolfe"),
         ),
-        ModelError,
         "optimizer LBFGS evaluates the loss more than once in a step, but an iteration is a single "
         "pass over a batch. Make each step evaluate it once: for LBFGS, partial(torch.optim.LBFGS, "
         "max_iter=1) without line_search_fn.",
     ),
-    Mistake(
+    model_error(
         "two optimizers of one parameter",
         lambda fit: fit(
             fit.good(),
             optimizer=lambda m: [torch.optim.SGD(m.parameters()), torch.optim.Adam(m.parameters())],
         ),
-        ModelError,
         'two optimizers, SGD and Adam, have the parameter "0.weight": give it to one.',
     ),
-    Mistake(
+    model_error(
         "no optimizer at all",
         lambda fit: fit(fit.good(), optimizer=lambda module: []),
-        ModelError,
         "the optimizer has no trainable parameter of the model, so nothing would be trained: "
         "give it the parameters of the module that it is built for.",
     ),
-    Mistake(
+    model_error(
         "optimizer for a part of the model only",
         lambda fit: fit(fit.good(), optimizer={"0.weight": torch.optim.SGD}),
-        ModelError,
         "no optimizer is given for parameter \"0.bias\" (keys: '0.weight'): add a key for it, "
         'or "" for all the rest.',
     ),
-    Mistake(
+    model_error(
         "optimizer by name for a part",
         lambda fit: fit(fit.good(), optimizer={"0": "sgd"}),
-        ModelError,
         "optimizer['0'] is 'sgd': give the name of a submodule or parameter, and for it a "
         "torch.optim class or a partial of one, such as partial(Adam, lr=1e-3).",
     ),
-    Mistake(
+    model_error(
         "compression that returns a number",
         lambda fit: fit(fit.good(), compression=lambda bucket: 3),
-        ModelError,
         "compression fails on a gradient of \"0.weight\" [1, 2]: AttributeError: 'int' object "
         "has no attribute 'items'. It is a function of a sparkdl.GradBucket that returns a "
         "dictionary of tensors, as sparkdl.TopK and sparkdl.PowerSGD do.",
     ),
-    Mistake(
+    tried(
         "schedule that ends too early",
         lambda fit: fit(
             fit.good(),
             stop=sparkdl.max_iteration(9),
             schedule=partial(torch.optim.lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=5),
         ),
-        ModelError,
         "schedule ends after total_steps=5, and the run has 9 iterations: set total_steps=9.",
-        jobs=3,
     ),
 ]

@@ -9,44 +9,49 @@ from typing import Any
 
 import numpy as np
 import torch
-from bad_inputs import WHOLE, Fit, Mistake, Started, locked
+from bad_inputs import (
+    WHOLE,
+    Fit,
+    Mistake,
+    Started,
+    data_error,
+    locked,
+    model_error,
+    parameter_error,
+)
 from pyspark import cloudpickle
 from pyspark.sql import functions
 from torch import nn
 
 import sparkdl
-from sparkdl import CheckpointError, DataError, ModelError, ParameterError
+from sparkdl import CheckpointError
 from sparkdl.metrics.named import METRICS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 PARAMETERS = [
-    Mistake(
+    parameter_error(
         "output",
         lambda fit: fit(fit.good(), output=["logits"]),
-        ParameterError,
         "output=['logits']: name a field of what the model returns, or give a function of it, or "
         "None.",
     ),
-    Mistake(
+    parameter_error(
         "keywords that are none",
         lambda fit: fit(fit.good(), features={"input ids": "features"}),
-        ParameterError,
         "features={'input ids': 'features'}: give a mapping from each parameter of forward to the "
         "name of a column.",
     ),
-    Mistake(
+    parameter_error(
         "keywords for a pipeline",
         lambda fit: fit(fit.good(), features={"x": "features"}, engine="gang", strategy="pipeline"),
-        ParameterError,
         'features by keyword with strategy="pipeline": pipeline stages take tensors by position '
         "and pass tensors on. Give a list of columns, and a model that returns only its output.",
     ),
     *[
-        Mistake(
+        parameter_error(
             f"{name}={value!r}",
             lambda fit, name=name, value=value: fit(fit.good(), **{name: value}),
-            ParameterError,
             f"{name}={value!r}: {WHOLE}",
         )
         for name, value in [
@@ -60,373 +65,315 @@ PARAMETERS = [
             ("slices", 0),
         ]
     ],
-    Mistake(
+    parameter_error(
         "unknown engine",
         lambda fit: fit(fit.good(), engine="shufle"),
-        ParameterError,
         'engine="shufle": use one of local, shuffle, gang, auto. Did you mean "shuffle"?',
     ),
-    Mistake(
+    parameter_error(
         "no features",
         lambda fit: fit(fit.good(), features=[]),
-        ParameterError,
         "features is empty: name at least one column.",
     ),
-    Mistake(
+    parameter_error(
         "features by number",
         lambda fit: fit(fit.good(), features=[0]),
-        ParameterError,
         "features=[0]: give a column name, or a list of names.",
     ),
-    Mistake(
+    parameter_error(
         "label by Column",
         lambda fit: fit(fit.good(), label=3),
-        ParameterError,
         "label=3: give a column name, or a list of names.",
     ),
-    Mistake(
+    parameter_error(
         "loss class",
         lambda fit: fit(fit.good(), loss=nn.MSELoss),
-        ParameterError,
         "loss is the class MSELoss: give an instance, MSELoss().",
     ),
-    Mistake(
+    parameter_error(
         "loss by name",
         lambda fit: fit(fit.good(), loss="mse"),
-        ParameterError,
         "loss is a str: give a function of (output, target), such as torch.nn.MSELoss(), or "
         "sparkdl.ModelLoss() for a model that computes its own.",
     ),
-    Mistake(
+    parameter_error(
         "a model's own loss, and no label",
         lambda fit: fit(fit.good(), label=None, loss=sparkdl.ModelLoss()),
-        ParameterError,
         "loss=ModelLoss() with label=None: a model that computes its own loss needs labels. Name "
         "the label column.",
     ),
-    Mistake(
+    parameter_error(
         "a model's own loss, and two labels with one name",
         lambda fit: fit(fit.good(), label=["label", "n"], loss=sparkdl.ModelLoss()),
-        ParameterError,
         "loss=ModelLoss(labels='labels') with 2 label columns: give a list with one keyword for "
         "each label, or None to pass the labels after the inputs.",
     ),
-    Mistake(
+    parameter_error(
         "a model's own loss, and weights",
         lambda fit: fit(fit.good(), weight="n", loss=sparkdl.ModelLoss()),
-        ParameterError,
         "loss=ModelLoss() with weight: the model returns one loss for all rows together. Leave one "
         "of the two out, or give a loss that is computed from the model's output.",
     ),
-    Mistake(
+    parameter_error(
         "a model's own loss in a pipeline",
         lambda fit: fit(
             fit.good(), engine="gang", strategy="pipeline", loss=sparkdl.ModelLoss(), replicas=2
         ),
-        ParameterError,
         'loss=ModelLoss() with strategy="pipeline": only the last stage has the labels. Give a '
         "loss that is computed from the model's output.",
     ),
-    Mistake(
+    parameter_error(
         "model by state",
         lambda fit: fit(fit.good(), model={}),
-        ParameterError,
         "model is a dict: give a function that builds a torch.nn.Module, or a module.",
     ),
-    Mistake(
+    parameter_error(
         "stop by number",
         lambda fit: fit(fit.good(), stop=10),
-        ParameterError,
         "stop=10: give a trigger, such as sparkdl.max_epoch(10).",
     ),
-    Mistake(
+    parameter_error(
         "trigger of nothing",
         lambda fit: fit(fit.good(), stop=sparkdl.max_epoch(0)),
-        ParameterError,
         "max_epoch(0): give a whole number of at least 1.",
     ),
-    Mistake(
+    parameter_error(
         "schedule that is none",
         lambda fit: fit(fit.good(), schedule=0.1),
-        ParameterError,
         "schedule is a float: give a partial of a torch.optim.lr_scheduler class, such as "
         "partial(StepLR, step_size=10).",
     ),
-    Mistake(
+    parameter_error(
         "callback that is none",
         lambda fit: fit(fit.good(), callbacks=[3]),
-        ParameterError,
         "callback 3 is not a sparkdl.Callback.",
     ),
-    Mistake(
+    parameter_error(
         "callback class",
         lambda fit: fit(fit.good(), callbacks=[Started]),
-        ParameterError,
         "callback Started is a class: give an instance of it.",
     ),
-    Mistake(
+    parameter_error(
         "a callback without its list",
         lambda fit: fit(fit.good(), callbacks=sparkdl.Callback()),
-        ParameterError,
         "callbacks is a Callback: give a list of sparkdl.Callback objects.",
     ),
-    Mistake(
-        "seed",
-        lambda fit: fit(fit.good(), seed=0.5),
-        ParameterError,
-        "seed=0.5: give a whole number.",
+    parameter_error(
+        "seed", lambda fit: fit(fit.good(), seed=0.5), "seed=0.5: give a whole number."
     ),
-    Mistake(
+    parameter_error(
         "all at once",
         lambda fit: fit(fit.good(), batch_size=0, replicas=-2, engine="gpu", features=[]),
-        ParameterError,
         "4 problems:\n"
         "  - features is empty: name at least one column.\n"
         f"  - batch_size=0: {WHOLE}\n"
         f"  - replicas=-2: {WHOLE}\n"
         '  - engine="gpu": use one of local, shuffle, gang, auto.',
     ),
-    Mistake(
+    parameter_error(
         "accumulate=0",
         lambda fit: fit(fit.good(), accumulate=0),
-        ParameterError,
         "accumulate=0: give a whole number of at least 1.",
     ),
-    Mistake(
+    parameter_error(
         "local_steps=0",
         lambda fit: fit(fit.good(), local_steps=0),
-        ParameterError,
         "local_steps=0: give a whole number of at least 1.",
     ),
-    Mistake(
+    parameter_error(
         "batch size of NumPy",
         lambda fit: fit(fit.good(), batch_size=np.float64(4.5)),
-        ParameterError,
         f"batch_size=4.5: {WHOLE}",
     ),
-    Mistake(
+    parameter_error(
         "clip_norm",
         lambda fit: fit(fit.good(), clip_norm=-1),
-        ParameterError,
         "clip_norm=-1: give a number above 0, or None.",
     ),
-    Mistake(
+    parameter_error(
         "clip_value",
         lambda fit: fit(fit.good(), clip_value=0),
-        ParameterError,
         "clip_value=0: give a number above 0, or None.",
     ),
-    Mistake(
+    parameter_error(
         "ema",
         lambda fit: fit(fit.good(), ema=2),
-        ParameterError,
         "ema=2: give a decay between 0 and 1, such as 0.999, or None.",
     ),
-    Mistake(
+    parameter_error(
         "l1",
         lambda fit: fit(fit.good(), l1=-1.0),
-        ParameterError,
         "l1=-1.0: give a number of at least 0, or a mapping of patterns to such numbers.",
     ),
-    Mistake(
+    parameter_error(
         "precision",
         lambda fit: fit(fit.good(), precision="bf61"),
-        ParameterError,
         'precision="bf61": use one of fp32, bf16, fp16. Did you mean "bf16"?',
     ),
-    Mistake(
+    parameter_error(
         "precision by dtype",
         lambda fit: fit(fit.good(), wire=torch.bfloat16),
-        ParameterError,
         "wire=torch.bfloat16: use one of fp32, bf16, fp16.",
     ),
-    Mistake(
+    parameter_error(
         "engine by array",
         lambda fit: fit(fit.good(), engine=np.ones(2)),
-        ParameterError,
         "engine=array([1., 1.]): use one of local, shuffle, gang, auto.",
     ),
-    Mistake(
+    parameter_error(
         "on_nan",
         lambda fit: fit(fit.good(), on_nan="ignore"),
-        ParameterError,
         'on_nan="ignore": use one of raise, skip.',
     ),
-    Mistake(
+    parameter_error(
         "schedule_per",
         lambda fit: fit(fit.good(), schedule_per="epochs"),
-        ParameterError,
         'schedule_per="epochs": use one of iteration, epoch. Did you mean "epoch"?',
     ),
-    Mistake(
+    model_error(
         "schedule_per of no schedule",
         lambda fit: fit(fit.good(), schedule_per="epoch"),
-        ModelError,
         'schedule_per="epoch" has no effect without a schedule: pass schedule=..., or leave it '
         "out.",
     ),
-    Mistake(
+    parameter_error(
         "bucketing of samples of one length",
         lambda fit: fit(fit.good(), bucketing=16),
-        ParameterError,
         "bucketing=16 groups samples of similar length, but all samples of this data have the same "
         'length: declare the column that varies in length, columns={"...": sparkdl.Sequence()}, or '
         "leave bucketing out.",
         jobs=3,
     ),
-    Mistake(
+    parameter_error(
         "rounded weights",
         lambda fit: fit(fit.good(), local_steps=2, wire="bf16"),
-        ParameterError,
         'wire="bf16" with local_steps=2: with local steps, replicas send weights and optimizer '
         'state, which must not be rounded. Use wire="fp32".',
     ),
-    Mistake(
+    parameter_error(
         "compressed weights",
         lambda fit: fit(fit.good(), local_steps=2, compression=sparkdl.TopK()),
-        ParameterError,
         "compression with local_steps=2: with local steps, replicas send weights and optimizer "
         "state, not gradients. Leave one of the two out.",
     ),
-    Mistake(
+    parameter_error(
         "compression class",
         lambda fit: fit(fit.good(), compression=sparkdl.TopK),
-        ParameterError,
         "compression is the class TopK: give an instance, TopK().",
     ),
-    Mistake(
+    parameter_error(
         "compression by name",
         lambda fit: fit(fit.good(), compression="topk"),
-        ParameterError,
         "compression is a str: give sparkdl.TopK(), sparkdl.PowerSGD(), a function of a "
         "sparkdl.GradBucket, or None.",
     ),
-    Mistake(
+    parameter_error(
         "augment by name",
         lambda fit: fit(fit.good(), augment="flip"),
-        ParameterError,
         "augment is a str: give a function of (*features, rng).",
     ),
-    Mistake(
+    parameter_error(
         "label as a Column",
         lambda fit: fit(fit.good(), label=functions.col("label")),
-        ParameterError,
         "label=Column<'label'>: give a column name, or a list of names.",
     ),
-    Mistake(
+    parameter_error(
         "features as a Column",
         lambda fit: fit(fit.good(), features=functions.col("n")),
-        ParameterError,
         "features=Column<'n'>: give a column name, or a list of names.",
     ),
-    Mistake(
+    parameter_error(
         "weight as a Column",
         lambda fit: fit(fit.good(), weight=functions.col("n")),
-        ParameterError,
         "weight is a Column: give the name of a column.",
     ),
-    Mistake(
+    parameter_error(
         "specification of no column",
         lambda fit: fit(fit.good(), columns={"photo": sparkdl.Image()}),
-        ParameterError,
         'columns["photo"] is neither a feature nor a label. Known: features, label.',
     ),
-    Mistake(
+    parameter_error(
         "specification class",
         lambda fit: fit(fit.good(), columns={"label": sparkdl.Sequence}),
-        ParameterError,
         'columns["label"] is the class Sequence: give an instance of it.',
     ),
-    Mistake(
+    parameter_error(
         "class weights by name",
         lambda fit: fit(fit.good(), class_weights="inverse"),
-        ParameterError,
         'class_weights is a str: give "balanced", a list with the weight of each class, or a mapping '
         "{class: weight}, all of at least 0.",
     ),
-    Mistake(
+    parameter_error(
         "no class counts",
         lambda fit: fit(fit.good(), class_weights=[0.0, 0]),
-        ParameterError,
         "class_weights=[0.0, 0]: no sample would count. Give at least one class a weight above 0.",
     ),
-    Mistake(
+    parameter_error(
         "optimizer None",
         lambda fit: fit(fit.good(), optimizer=None),
-        ParameterError,
         "optimizer is None: give a torch.optim class, or a partial of one such as "
         "partial(torch.optim.Adam, lr=1e-3).",
     ),
-    Mistake(
+    parameter_error(
         "metric with a lock",
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good(), [locked()])),
-        ParameterError,
         'metric "gap" cannot be pickled, so it cannot travel to the executors (TypeError: cannot '
         "pickle '_thread.lock' object). Use a function or class of an importable module, with no "
         "open resource in it.",
     ),
-    Mistake(
+    parameter_error(
         "stop that waits for no validation",
         lambda fit: fit(fit.good(), stop=sparkdl.max_score("accuracy", 0.9)),
-        ParameterError,
         'stop needs the metric "accuracy", and there is no validation: give '
         'validation=sparkdl.Validation(data, metrics=["accuracy"]).',
     ),
-    Mistake(
+    parameter_error(
         "stop that waits for another metric",
         lambda fit: fit(
             fit.good(),
             stop=sparkdl.plateau("mea", 2),
             validation=sparkdl.Validation(fit.good(), metrics=["mae"]),
         ),
-        ParameterError,
         'stop needs the metric "mea", which the validation does not have. Did you mean "mae"? It '
         "has: loss, mae.",
     ),
-    Mistake(
+    parameter_error(
         "validation that is a DataFrame",
         lambda fit: fit(fit.good(), validation=fit.good()),
-        ParameterError,
         "validation is a DataFrame: give sparkdl.Validation(data, metrics=[...]).",
     ),
-    Mistake(
+    data_error(
         "validation on a list",
         lambda fit: fit(fit.good(), validation=sparkdl.Validation([1.0])),
-        DataError,
         "validation data: fit takes a DataFrame or an RDD, not builtins.list. Make one with "
         "spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples).",
     ),
-    Mistake(
+    parameter_error(
         "metric of the validation",
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good(), metrics=["acuracy"])),
-        ParameterError,
         'unknown metric "acuracy". Did you mean "accuracy"? '
         f"Known: {', '.join(['loss', *METRICS])}, or a sparkdl.Metric or torchmetrics.Metric.",
     ),
-    Mistake(
+    parameter_error(
         "best of no metric",
         lambda fit: fit(fit.good(), validation=sparkdl.Validation(fit.good(), best="mae")),
-        ParameterError,
         'Validation(best="mae") is not one of its metrics: loss.',
     ),
-    Mistake(
+    data_error(
         "fit on a path",
         lambda fit: fit("data.parquet"),
-        DataError,
         "fit takes a DataFrame or an RDD, not builtins.str. Make one with "
         "spark.createDataFrame(rows, schema) or spark.sparkContext.parallelize(samples).",
     ),
-    Mistake(
+    parameter_error(
         "start that is a module",
         lambda fit: fit(fit.good(), start=nn.Linear(2, 1)),
-        ParameterError,
         "start is a Linear: give what fit returned, or sparkdl.load(path). A state_dict or a "
         "file is weights= of the trainer.",
     ),
-    Mistake(
+    parameter_error(
         "resume by number",
         lambda fit: fit(fit.good(), resume=5),
-        ParameterError,
         'resume is an int: give "latest", or the path of a checkpoint or of a folder of them.',
     ),
 ]
@@ -481,33 +428,29 @@ PATHS = [
         "Checkpoint(path) a folder that can be written, on a file system that the driver and "
         "all executors share.",
     ),
-    Mistake(
+    parameter_error(
         "checkpoints without a path",
         lambda fit: fit(fit.good(), checkpoint=sparkdl.Checkpoint(" ", keep=0)),
-        ParameterError,
         "2 problems:\n"
         "  - Checkpoint path=' ': give a folder, such as \"/shared/run-1\" or "
         '"s3://bucket/run-1".\n'
         "  - Checkpoint keep=0: give a whole number of at least 1, or None for all.",
     ),
-    Mistake(
+    parameter_error(
         "checkpoint by path",
         lambda fit: fit(fit.good(), checkpoint="/shared/run"),
-        ParameterError,
         'checkpoint is a str: give sparkdl.Checkpoint("path").',
     ),
-    Mistake(
+    parameter_error(
         "latest of nothing",
         lambda fit: fit(fit.good(), resume="latest"),
-        ParameterError,
         'resume="latest" means the latest checkpoint in '
         "Trainer(checkpoint=sparkdl.Checkpoint(path)), which this trainer does not have. Set "
         "checkpoint=, or pass the path of a checkpoint.",
     ),
-    Mistake(
+    parameter_error(
         "resume from nowhere",
         lambda fit: fit(fit.good(), resume=fit.tmp / "nowhere"),
-        ParameterError,
         "there is no checkpoint in {tmp}/nowhere: the folder is empty or does not exist.",
     ),
     Mistake(
@@ -516,17 +459,15 @@ PATHS = [
         CheckpointError,
         "cannot list {tmp}/file: Not a directory.",
     ),
-    Mistake(
+    parameter_error(
         "weights that are not there",
         lambda fit: fit(fit.good(), weights=fit.tmp / "none"),
-        ParameterError,
         'weights="{tmp}/none" cannot be read as a safetensors file (No such file or '
         "directory). Give its path, or a state_dict.",
     ),
-    Mistake(
+    parameter_error(
         "weights of another format",
         lambda fit: fit(fit.good(), weights=file(fit)),
-        ParameterError,
         'weights="{tmp}/file" cannot be read as a safetensors file (it is too '
         "short for a safetensors file). Give its path, or a state_dict.",
     ),

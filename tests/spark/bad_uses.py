@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 
 import torch
-from bad_inputs import WHOLE, Mistake, locked
+from bad_inputs import WHOLE, data_error, locked, model_error, parameter_error
 from pyspark import cloudpickle
 from pyspark.sql import functions
 from torch import nn
 
 import sparkdl
-from sparkdl import DataError, ModelError, ParameterError
 from sparkdl.metrics.named import METRICS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -26,10 +25,9 @@ NOT_ON_35 = (
 
 USES = [
     *(
-        Mistake(
+        data_error(
             f"{name} over Spark Connect of 3.5",
             use,
-            DataError,
             NOT_ON_35.format(name, " or an RDD" if name == "predict" else ""),
         )
         for name, use in {
@@ -40,235 +38,201 @@ USES = [
             "transform": lambda t: t.model.transform(OF_CONNECT),
         }.items()
     ),
-    Mistake(
+    parameter_error(
         "metric that holds a lock",
         lambda t: t.model.evaluate(t.good(), metrics=[locked()]),
-        ParameterError,
         'metric "gap" cannot be pickled, so it cannot travel to the executors (TypeError: cannot '
         "pickle '_thread.lock' object). Use a function or class of an importable module, with no "
         "open resource in it.",
     ),
-    Mistake(
+    data_error(
         "existing prediction column",
         lambda t: t.model.transform(t.good().withColumn("prediction", functions.lit(1))),
-        DataError,
         'the DataFrame already has a column "prediction": drop it, or choose another name with '
         "prediction_col=.",
     ),
-    Mistake(
+    data_error(
         "existing column of the chosen name",
         lambda t: t.model.transform(t.good(), prediction_col="label"),
-        DataError,
         'the DataFrame already has a column "label": drop it, or choose another name with '
         "prediction_col=.",
     ),
-    Mistake(
+    data_error(
         "transform without the column",
         lambda t: t.model.transform(t.good().drop("features")),
-        DataError,
         'feature column "features" is missing. The DataFrame has: label, n, s.',
     ),
-    Mistake(
+    data_error(
         "transform of strings",
         lambda t: t.model.transform(t.features("string", "a")),
-        DataError,
         'feature column "features" is of type string: tokenize text with columns={...: '
         "sparkdl.Text(tokenizer)}, number categories with pyspark.ml.feature.StringIndexer, or cast "
         "it if it holds numbers.",
     ),
-    Mistake(
-        "batch size",
-        lambda t: t.model.transform(t.good(), batch_size=0),
-        ParameterError,
-        f"batch_size=0: {WHOLE}",
+    parameter_error(
+        "batch size", lambda t: t.model.transform(t.good(), batch_size=0), f"batch_size=0: {WHOLE}"
     ),
-    Mistake(
+    parameter_error(
         "postprocess that sums up",
         lambda t: t.model.transform(t.good(), postprocess=torch.sum),
-        ParameterError,
         "postprocess returned a tensor of shape [] for a batch of 2 rows: it must return a tensor "
         "with one value for each row, of shape [2, ...], as partial(torch.argmax, dim=1) does.",
     ),
-    Mistake(
+    parameter_error(
         "unknown metric",
         lambda t: t.model.evaluate(t.good(), metrics=["acuracy"]),
-        ParameterError,
         'unknown metric "acuracy". Did you mean "accuracy"? '
         f"Known: {', '.join(['loss', *METRICS])}, or a sparkdl.Metric or torchmetrics.Metric.",
     ),
-    Mistake(
+    data_error(
         "evaluate without the label",
         lambda t: t.model.evaluate(t.good().drop("label")),
-        DataError,
         'label column "label" is missing. The DataFrame has: features, n, s.',
     ),
-    Mistake(
+    data_error(
         "evaluate on a stream",
         lambda t: t.model.evaluate(
             t.spark.readStream.format("rate").load().selectExpr("array(1.0) features", "1.0 label")
         ),
-        DataError,
         "the DataFrame is a stream, which never ends: write it to a table and pass that, or pass "
         "each of its batches, in writeStream.foreachBatch. Only predictions work on a stream.",
     ),
-    Mistake(
+    data_error(
         "evaluate nothing",
         lambda t: t.model.evaluate(t.good().filter("n < 0")),
-        DataError,
         "the data is empty: there are no rows to evaluate.",
         jobs=1,
     ),
-    Mistake(
+    data_error(
         "evaluate a list",
         lambda t: t.model.evaluate([1.0]),
-        DataError,
         "evaluate takes a DataFrame or an RDD, not builtins.list.",
     ),
-    Mistake(
+    data_error(
         "transform a list",
         lambda t: t.model.transform([1.0]),
-        DataError,
         "transform takes a DataFrame, not builtins.list. For an RDD, use predict.",
     ),
-    Mistake(
+    data_error(
         "transform an RDD",
         lambda t: t.model.transform(t.rdd(1.0)),
-        DataError,
         "transform takes a DataFrame, not pyspark.core.rdd.RDD. For an RDD, use predict.",
     ),
-    Mistake(
+    data_error(
         "predict on a DataFrame",
         lambda t: t.model.predict(t.good()),
-        DataError,
         "predict takes an RDD, not pyspark.sql.classic.dataframe.DataFrame. For a DataFrame, use "
         "transform.",
     ),
-    Mistake(
+    data_error(
         "transform a frame of pandas",
         lambda t: t.model.transform(t.good().toPandas()),
-        DataError,
         "transform takes a DataFrame, not pandas.core.frame.DataFrame. Pass "
         "spark.createDataFrame(df).",
         jobs=1,
     ),
-    Mistake(
+    data_error(
         "predict on a frame of pandas",
         lambda t: t.model.predict(t.good().toPandas()),
-        DataError,
         "predict takes an RDD, not pandas.core.frame.DataFrame. Pass spark.createDataFrame(df) to "
         "transform.",
         jobs=1,
     ),
-    Mistake(
+    parameter_error(
         "metrics by name",
         lambda t: t.model.evaluate(t.good(), metrics="mae"),
-        ParameterError,
         "metrics='mae': give a list, such as metrics=['mae'].",
     ),
-    Mistake(
+    parameter_error(
         "metric by number",
         lambda t: t.model.evaluate(t.good(), metrics=[5]),
-        ParameterError,
         "unknown metric 5 (int). Give a name, a sparkdl.Metric, a torchmetrics.Metric, or a "
         "pair (name, metric).",
     ),
-    Mistake(
+    parameter_error(
         "metric of classes",
         lambda t: t.model.evaluate(t.good(), metrics=["top5"]),
-        ParameterError,
         'metric "top5" failed: …',
         jobs=1,
     ),
-    Mistake(
+    parameter_error(
         "prediction column by number",
         lambda t: t.model.transform(t.good(), prediction_col=5),
-        ParameterError,
         "prediction_col=5: give a column name.",
     ),
-    Mistake(
+    data_error(
         "existing column in another case",
         lambda t: t.model.transform(t.good(), prediction_col="LABEL"),
-        DataError,
         'the DataFrame already has a column "label": drop it, or choose another name with '
         "prediction_col=.",
     ),
-    Mistake(
+    data_error(
         "transform of two columns of one name",
         lambda t: t.model.transform(t.good().selectExpr("features", "label", "n Features")),
-        DataError,
         'column "features" is ambiguous, the DataFrame has features and Features: rename or '
         "drop all but one.",
     ),
-    Mistake(
+    parameter_error(
         "postprocess of complex numbers",
         lambda t: t.model.transform(t.good(), postprocess=lambda output: output + 1j),
-        ParameterError,
         "Spark has no column type for complex64: convert the output with postprocess=, for example "
         "to torch.float32.",
     ),
-    Mistake(
+    parameter_error(
         "postprocess that raises",
         lambda t: t.model.transform(t.good(), postprocess=lambda output: 1 / 0),
-        ParameterError,
         "postprocess fails on a tensor of shape [2]: ZeroDivisionError: division by zero. It gets "
         "the model's output for a batch.",
         jobs=2,  # the first rows may lie in two partitions
     ),
-    Mistake(
+    parameter_error(
         "postprocess by name",
         lambda t: t.model.transform(t.good(), postprocess="argmax"),
-        ParameterError,
         "postprocess is a str: give a function.",
     ),
-    Mistake(
+    data_error(
         "evaluate a null",
         lambda t: t.model.evaluate(t.features("array<double>", [1.0, 2.0], None)),
-        DataError,
         'column "features", row 0 of partition 1: is null. Drop such rows with '
         'df.dropna(subset=["features"]), or fill them.',
         jobs=1,
     ),
-    Mistake(
+    model_error(
         "evaluate other widths",
         lambda t: t.model.evaluate(t.features("array<double>", [1.0, 2.0, 3.0])),
-        ModelError,
         "the model fails on a batch of [1, 3] float32: RuntimeError: mat1 and mat2 shapes "
         "cannot be multiplied (1x3 and 2x1).",
         jobs=1,
     ),
-    Mistake(
+    model_error(
         "evaluate other labels",
         lambda t: t.model.evaluate(
             t.labels(
                 "array<double>", [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0], [1.0, 2.0, 3.0]
             )
         ),
-        ModelError,
         "the loss fails on output (2,) float32 and label (2, 3) float32: RuntimeError: The "
         "size of tensor a (2) must match the size of tensor b (3) at non-singleton dimension "
         "1. Give a label of the kind and range that the model was trained on.",
         jobs=1,
     ),
-    Mistake(
+    data_error(
         "evaluate records of strings",
         lambda t: t.model.evaluate(t.rdd("a", "b")),
-        DataError,
         'field "record", row 0 of partition 0: is a str. Give (features, label) pairs or '
         "sparkdl.Sample(features, label).",
         jobs=1,
     ),
-    Mistake(
+    data_error(
         "evaluate records of two shapes",
         lambda t: t.model.evaluate(t.rdd(*[([1.0, 2.0], 1.0)] * 3, ([1.0], 1.0))),
-        DataError,
         'field "features", row 1 of partition 1: is float32[1] where row 0 is float32[2]. Every '
         "row must have the same shape: filter out, pad or truncate such rows.",
         jobs=1,
     ),
-    Mistake(
+    data_error(
         "evaluate records of two widths",
         lambda t: t.model.evaluate(t.rdd(*[([1.0, 2.0], 1.0)] * 3, (([1.0], [2.0]), 1.0))),
-        DataError,
         'field "features", row 1 of partition 1: has features[0], features[1], label where row 0 '
         "has features, label. Every row must have the same shape: filter out, pad or truncate such "
         "rows.",

@@ -58,7 +58,7 @@ def tables(draw: st.DrawFn) -> tuple[sql.StructType, list[tuple[Any, ...]]]:
 
 
 @settings(
-    max_examples=EXAMPLES or 60,
+    max_examples=EXAMPLES or 40,
     derandomize=not EXAMPLES,
     deadline=datetime.timedelta(seconds=30),
     suppress_health_check=[HealthCheck.too_slow],

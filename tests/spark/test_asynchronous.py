@@ -21,7 +21,7 @@ from torch import nn
 import sparkdl
 from sparkdl.consistency.asynchronous import Turn
 from sparkdl.engines import registry
-from sparkdl.engines.local.groups import LocalGroupEngine
+from sparkdl.engines.local.engine import LocalGroupEngine
 
 pytestmark = pytest.mark.spark
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -193,7 +193,10 @@ def test_going_on_from_a_checkpoint(data: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"clip_norm": 0.3, "slices": 1}, {"precision": "bf16", "accumulate": 2}],
+    [
+        {"clip_norm": 0.3, "slices": 1},
+        pytest.param({"precision": "bf16", "accumulate": 2}, marks=pytest.mark.soak),
+    ],
     ids=["clip_norm", "bf16"],
 )
 def test_what_goes_with_it(data: Any, changes: dict[str, Any]) -> None:
@@ -219,7 +222,7 @@ def test_gradients_that_are_not_finite_are_left_out(data: Any) -> None:
         at_once(loss=fails).fit(data)
 
 
-@pytest.mark.parametrize("engine", ["shuffle", "local"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["shuffle", "local"]))
 def test_groups_without_rows(data: Any, engine: str) -> None:
     """A batch of one row is one of the replicas'; the gradient of the other changes nothing."""
     changes = {"batch_size": 1, "optimizer": partial(torch.optim.SGD, lr=0.1)}

@@ -152,7 +152,9 @@ def test_staleness_0_has_the_bits_of_the_default(fit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes", [{"clip_norm": 0.3}, {"precision": "fp16"}, {"ema": 0.9}], ids=str
+    "changes",
+    soak_but([{"clip_norm": 0.3}], [{"clip_norm": 0.3}, {"precision": "fp16"}, {"ema": 0.9}]),
+    ids=str,
 )
 def test_what_goes_with_stale_gradients(fit: Any, changes: dict[str, Any]) -> None:
     model = sparkdl.StaleSynchronous(staleness=2)

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from launch import soak_but
+from launch import in_turn, soak_but
 from pyspark import RDD, StorageLevel, cloudpickle
 from pyspark.ml.linalg import Matrices, Vectors
 from pyspark.sql import Row, functions
@@ -289,8 +289,7 @@ def test_redistributed_rows_do_not_remember_their_split(
         np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("adaptive", ["true", "false"])
-@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(("cached", "adaptive"), in_turn([False, True], ["true", "false"]))
 def test_partitions_of_a_shuffle_are_none(
     reader: Reader, reference: SampleSet, adaptive: str, cached: bool
 ) -> None:
@@ -308,8 +307,9 @@ def test_partitions_of_a_shuffle_are_none(
         reader.spark.conf.set("spark.sql.adaptive.enabled", before)
 
 
-@pytest.mark.parametrize("here", [False, True])
-@pytest.mark.parametrize("kind", ["RDD", "DataFrame", "cached", "cached table"])
+@pytest.mark.parametrize(
+    ("kind", "here"), in_turn(["RDD", "DataFrame", "cached", "cached table"], [False, True])
+)
 def test_partitions_of_an_rdd_are_kept_where_their_number_fits(
     reader: Reader, kind: str, here: bool, request: pytest.FixtureRequest
 ) -> None:
@@ -383,8 +383,7 @@ EQUAL = {
 """The values of some rows each, and how many copies the rows have that are spread."""
 
 
-@pytest.mark.parametrize("kind", EQUAL)
-@pytest.mark.parametrize("form", ["table", "records"])
+@pytest.mark.parametrize(("kind", "form"), in_turn(EQUAL, ["table", "records"]))
 def test_equal_rows_are_spread_evenly(
     reader: Reader, kind: str, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -728,7 +727,7 @@ BAD_ROWS = {3: ("features", "is null"), 11: ("features", "holds NaN"), 20: ("lab
 PARTLY_BAD = "IF(id = 3, NULL, array(id / 40f, IF(id = 11, float('NaN'), 1f))) AS features"
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
 def test_rows_that_cannot_be_read_are_left_out(spark: Any, engine: str, caplog: Any) -> None:
     """The fit is that of the other rows, bit by bit; the log and the history tell of them."""
     data = spark.range(40).selectExpr(

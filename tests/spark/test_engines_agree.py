@@ -331,13 +331,14 @@ SPARED = [
         "clip_norm, N == M",
     ),
     *("skip, compression", "a sum and its count, accumulate", "schedule-free, local_steps"),
-    "inputs by keyword, an output of several fields",
+    *("ema, local_steps", "inputs by keyword, an output of several fields"),
 ]
 """Tried in another test, or part of another case: they soak here."""
 SPARED_IN_A_GANG = [
     *("plain", "tables", "tables, clip_norm", "compression PowerSGD", "skip", "skip, clip_norm"),
     *("augment", "clip_value", "accumulate", "weights", "regularisers", "draws", "care"),
-    "sampling, weights",
+    *("sampling, weights", "sequences", "ema", "precision bf16", "clip_norm, N == M"),
+    *("labels that the loss ignores and weighs", "skip, compression"),
 ]
 
 
@@ -456,7 +457,9 @@ def test_same_bits(frames, alone, set_stages, case, stages):
     _compare(case, trainer, here, run(trainer, frames[0], "shuffle"))
 
 
-@pytest.mark.parametrize(("case", "fits"), in_turn(["plain", "clip_norm, N != M"], [True, False]))
+@pytest.mark.parametrize(
+    ("case", "fits"), soak_but([("plain", True)], [("plain", True), ("clip_norm, N != M", False)])
+)
 def test_what_is_too_much_to_be_told_goes_through_a_shuffle(
     frames, alone, monkeypatch, set_stages, case, fits
 ):
@@ -617,7 +620,7 @@ class DeletesSamples(sparkdl.Callback):
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
 def test_files_that_are_deleted_before_the_first_validation_cost_nothing(spark, frames, engine):
     df, _ = frames  # of whose second part no row is looked at before
     trainer = trainer_of({"stop": sparkdl.max_iteration(4)}, df)

@@ -51,8 +51,8 @@ ROWS = [(name, *learned) for name, learned in LEARNED.items()]
 IN_THE_GUIDE = (
     *("digits", "early_stopping", "engines", "fine_tune_text", "fine_tuning", "fully_sharded"),
     *("generate_text", "images", "matrix_factorization", "ml_pipeline", "pipeline", "rdd_samples"),
-    *("sequences", "several_tasks", "streaming", "tabular_etl", "tensor_parallel", "tune_digits"),
-    "two_optimizers",
+    *("score_any_model", "sequences", "several_tasks", "streaming", "tabular_etl"),
+    *("tensor_parallel", "tune_digits", "two_optimizers"),
 )
 """Examples of what a page of the guide, or a job of the tests, trains as well: these soak."""
 FOUR_SLOTS = {"hybrid": ("accuracy", 0.94)}

@@ -20,7 +20,7 @@ from sparkdl.checkpoint import save as checkpointing
 from sparkdl.checkpoint import store
 from sparkdl.errors import CheckpointError
 from sparkdl.spark import broadcasts
-from sparkdl.train import sizes
+from sparkdl.train import preflight
 
 pytestmark = pytest.mark.spark
 WIDTH = 700
@@ -212,8 +212,8 @@ def _raise(reason: str) -> None:
 def test_a_model_that_cannot_come_back_is_told_of_before_training(
     df, num_jobs, monkeypatch, where, message
 ):
-    monkeypatch.setattr(sizes, "SMALL_BYTES", 0)
-    monkeypatch.setattr(sizes, where, lambda *_: 1000.0)
+    monkeypatch.setattr(preflight, "SMALL_BYTES", 0)
+    monkeypatch.setattr(preflight, where, lambda *_: 1000.0)
     before = num_jobs()
     with pytest.raises(sparkdl.ParameterError, match=message):
         trainer().fit(df)

@@ -23,7 +23,7 @@ from torch import nn
 import sparkdl
 import sparkdl.tune
 
-pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.linux]
+pytestmark = [pytest.mark.spark, pytest.mark.soak, pytest.mark.linux]
 
 
 def model() -> nn.Module:
@@ -121,10 +121,7 @@ def held(context: SparkContext) -> Counter:
 
 @pytest.mark.parametrize(
     ("kinds", "rounds"),
-    [
-        (["checkpoints, validation, predictions", "a gang that fails"], 1),
-        pytest.param([*KINDS], 29, marks=pytest.mark.soak),
-    ],
+    [(["checkpoints, validation, predictions", "a gang that fails"], 1), ([*KINDS], 29)],
     ids=["two kinds, twice", "all kinds, thirty times"],
 )
 def test_what_there_is_after_one_round_is_what_there_is_after_all(

@@ -14,7 +14,7 @@ from pyspark.sql import DataFrame, SparkSession
 from torch import nn
 
 import sparkdl
-from sparkdl.planner import cache, follow, probe
+from sparkdl.planner import follow, probe
 from sparkdl.planner.choice import Choice
 from sparkdl.train import chosen
 
@@ -26,7 +26,7 @@ def short(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(probe, "ITERATIONS", 9)
     monkeypatch.setattr(follow, "FEW", 4)
     monkeypatch.setattr(follow, "MEASURED", 4)
-    monkeypatch.setattr(cache.CACHE, "_rows", {})
+    monkeypatch.setattr(follow.CACHE, "_rows", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
 
 

@@ -111,9 +111,11 @@ class Watch(sparkdl.Callback):
 
 ENGINES = [
     {"engine": "local"},
-    {"engine": "local", "accumulate": 3, "precision": "bf16"},
+    pytest.param({"engine": "local", "accumulate": 3, "precision": "bf16"}, marks=pytest.mark.soak),
     {"engine": "shuffle"},
-    pytest.param({"engine": "gang", "strategy": "zero1"}, marks=pytest.mark.gang),
+    pytest.param(
+        {"engine": "gang", "strategy": "zero1"}, marks=[pytest.mark.gang, pytest.mark.soak]
+    ),
     pytest.param({"engine": "gang", "strategy": "fsdp"}, marks=pytest.mark.gang),
 ]
 
@@ -236,7 +238,7 @@ def among_all(module: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.mark.gang
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", soak_but(["fsdp"], ["ddp", "fsdp"]))
 def test_rows_of_all_ranks(orders: DataFrame, strategy: str) -> None:
     """Ranks have unequal numbers of rows; in the last batch, one of them has none."""
     some = orders.where("amount > 0.1").cache()

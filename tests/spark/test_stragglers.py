@@ -166,7 +166,7 @@ def test_in_virtual_time(data: Any, virtual: None, kind: str) -> None:
     assert list(trained.history)[-1]["samples"] == 3 * 16 + 3 * 10
 
 
-@kinds
+@quick_kinds
 def test_too_little_is_done_again(data: Any, virtual: None, kind: str) -> None:
     """In iteration 5 both replicas stop after the first of four parts."""
     slow = partial(Slow, virtual_time.sleep, 1.0, both_at=17)
@@ -177,7 +177,7 @@ def test_too_little_is_done_again(data: Any, virtual: None, kind: str) -> None:
 
 
 @pytest.mark.parametrize("stages", soak_but(["two"], ["shuffle", "two", "one"]))
-@kinds
+@pytest.mark.parametrize("kind", soak_but(["micro_batches"], KINDS))
 def test_an_update_that_falls_short_does_not_count(
     data: Any, set_stages: Any, impatient: None, stages: str, kind: str
 ) -> None:

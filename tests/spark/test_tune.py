@@ -26,6 +26,7 @@ import sparkdl.mlflow
 import sparkdl.summaries
 from sparkdl import tune
 from sparkdl.tune.algorithms import Random
+from sparkdl.tune.search import TrialTable
 from sparkdl.tune.space import domains_of
 
 if TYPE_CHECKING:
@@ -432,14 +433,14 @@ def test_an_interrupt_ends_a_search(
     nothing_left: Callable[[], None],
 ) -> None:
     """The finished trials and the best model of them are there, and nothing goes on running."""
-    add = tune.logs.TrialTable.add
+    add = TrialTable.add
 
     def interrupted(self: Any, outcome: Any) -> None:
         add(self, outcome)
         if len(self.records) == 2:
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(tune.logs.TrialTable, "add", interrupted)
+    monkeypatch.setattr(TrialTable, "add", interrupted)
     result = tune.search(trainer, frames[0], SPACE, trials=30, parallel=2)
     assert result.stopped == "interrupted"
     assert 2 <= len(result.trials) <= 3

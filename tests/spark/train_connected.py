@@ -66,15 +66,6 @@ def training(
     noting = replace(good, engine="shuffle", callbacks=[note])
     by_default = noting.fit(data)
     result["default engine"] = digests(by_default)
-    content = json.loads(by_default.history.to_json_bytes())
-    content["decisions"] = {"micro_batches/0": [1] * len(content["iterations"])}
-    dropped = sparkdl.History.from_json_bytes(json.dumps(content).encode())
-    result["replay"] = {
-        "synchronous": digests(
-            replace(good, engine="shuffle").fit(data, replay=by_default.history)
-        ),
-        "dropped": told(lambda: replace(good, engine="shuffle").fit(data, replay=dropped)),
-    }
     process, *noted = (folder / "note").read_text().split()
     result["noted"] = [int(process) != os.getpid(), *noted, note.iterations]
     lock: Any = threading.Lock()
@@ -91,8 +82,7 @@ def training(
         "session": told(sparkdl.session),
     }
     result["slots"] = told(lambda: replace(good, replicas=9).fit(data))
-    two = [good.partial_fit(data.where(f"kind % 2 = {i}")) for i in (0, 1)]
-    result["passes"] = [digest(trained.module) for trained in two]
+    result["pass"] = digest(good.partial_fit(data.where("kind % 2 = 0")).module)
     result["killed"] = {}
     most, sparkdl.connect.fit.MAX_ROWS_BYTES = sparkdl.connect.fit.MAX_ROWS_BYTES, 10
     result["no path"] = told(lambda: good.fit(data))
@@ -110,23 +100,32 @@ def training(
     return result
 
 
-def sends(spark: Any, data: Any, model: Any) -> list[int]:
-    """How many files evaluations of a large model and a prediction send."""
+def replayed(data: Any) -> dict[str, Any]:
+    trainer = replace(connected_fits.fits(data)["perceptron"], engine="shuffle")
+    history = trainer.fit(data).history
+    content = json.loads(history.to_json_bytes())
+    content["decisions"] = {"micro_batches/0": [1] * len(content["iterations"])}
+    dropped = sparkdl.History.from_json_bytes(json.dumps(content).encode())
+    return {
+        "synchronous": digests(trainer.fit(data, replay=history)),
+        "dropped": told(lambda: trainer.fit(data, replay=dropped)),
+    }
+
+
+def sends(spark: Any, data: Any, model: Any) -> int:
+    """How many files an evaluation of a large model and a prediction send."""
     sent: list[Any] = []
     add = type(spark).addArtifacts
     type(spark).addArtifacts = lambda self, *paths, **kinds: (
         sent.append(paths),
         add(self, *paths, **kinds),
     )
-    counts = []
     try:
-        for _ in range(2):
-            model.evaluate(data, metrics=["mse"])
-            model.transform(data).count()
-            counts.append(len(sent))
+        model.evaluate(data, metrics=["mse"])
+        model.transform(data).count()
     finally:
         type(spark).addArtifacts = add
-    return counts
+    return len(sent)
 
 
 def guide(spark: Any, folder: Path) -> list[str]:
@@ -406,16 +405,22 @@ def gangs(spark: Any) -> dict[str, Any]:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         found = sparkdl.gang.run(summed, 1.0, ranks=2, spark=spark, output=True)
-    report = sparkdl.diagnose(spark)
     return {
-        "engines": [*report.milliseconds, *report.reasons],
         "results": [[each["sum"].item(), each["rank"]] for each in found],
         "printed": sorted(printed.getvalue().splitlines()),
         "slots": len(sparkdl.gang.run(os.getpid)),
+        "fails": told(lambda: sparkdl.gang.run(fails, ranks=2, spark=spark)),
+    }
+
+
+def more_gangs(spark: Any) -> dict[str, Any]:
+    """Functions on ranks with large arguments and results, one that exits; and how fast gangs are."""
+    report = sparkdl.diagnose(spark)
+    return {
+        "engines": [*report.milliseconds, *report.reasons],
         "large": sparkdl.gang.run(len, bytes(3 << 20), ranks=2, spark=spark),
         "too large": told(lambda: sparkdl.gang.run(bytes, 70_000_000, ranks=2, spark=spark)),
         "exits": told(lambda: sparkdl.gang.run(sys.exit, 3, ranks=2, spark=spark)),
-        "fails": told(lambda: sparkdl.gang.run(fails, ranks=2, spark=spark)),
     }
 
 
@@ -480,7 +485,9 @@ PARTS: dict[str, Callable[[Any, Path, Any, dict[str, Any]], Any]] = {
     ),
     "guide": lambda spark, folder, data, given: guide(spark, folder),
     "pipeline": lambda spark, folder, data, given: pipeline(data),
+    "replayed": lambda spark, folder, data, given: replayed(data),
     "gangs": lambda spark, folder, data, given: gangs(spark),
+    "more gangs": lambda spark, folder, data, given: more_gangs(spark),
     "waits": lambda spark, folder, data, given: waits(spark, data),
 }
 """The parts of the work that tests may need, by name."""

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, ColumnSpec, DataType
+from sparkdl.data.columns.base import Column, DataType
 from sparkdl.data.columns.convert import as_array
-from sparkdl.data.columns.numeric import nested, numeric_column
-from sparkdl.data.fields import Field
+from sparkdl.data.columns.numeric import NumericSpec, nested
 from sparkdl.data.row_errors import MEND_RECORDS, RowError, finite
 
 IGNORED = -100
@@ -20,7 +19,7 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
-class Masked(ColumnSpec):
+class Masked(NumericSpec):
     """A specification of a label of which some values are missing: null or NaN.
 
     The column is a number, or an array of numbers with one for each task. What is missing is NaN in
@@ -40,13 +39,8 @@ class Masked(ColumnSpec):
                 "column with df.fillna, or with pyspark.ml.feature.Imputer."
             )
 
-    def resolve(
-        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
-    ) -> Column | str:
+    def of_numbers(self, column: Column, data_type: DataType, float_dtype: str) -> Column | str:
         """Return the column, or an error text if it holds no numbers that may be missing."""
-        column = numeric_column(name, data_type, float_dtype, trained)
-        if isinstance(column, str):
-            return column
         if column.vector:
             return (
                 f"is of type {data_type.simpleString()}: a sparkdl.Masked is a number or an array; "

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, DataType
+from sparkdl.data.columns.base import Column, ColumnSpec, DataType
 from sparkdl.data.fields import Field, dtype_as
 from sparkdl.data.ragged import Rows
 from sparkdl.data.row_errors import (
@@ -18,6 +19,7 @@ from sparkdl.data.row_errors import (
     RowError,
     drop,
     finite,
+    refuse_nulls,
     varying,
 )
 
@@ -36,6 +38,23 @@ def numeric_column(
     if isinstance(column, str):
         return column + _way_out(name, data_type)
     return replace(column, dtype=dtype_as(column.dtype, trained))
+
+
+class NumericSpec(ColumnSpec):
+    """The base of column types that read numbers, arrays or vectors in a way of their own."""
+
+    def resolve(
+        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
+    ) -> Column | str:
+        """Return the column as this type reads it, or an error text."""
+        column = numeric_column(name, data_type, float_dtype, trained)
+        return (
+            column if isinstance(column, str) else self.of_numbers(column, data_type, float_dtype)
+        )
+
+    @abstractmethod
+    def of_numbers(self, column: Column, data_type: DataType, float_dtype: str) -> Column | str:
+        """Return a column that holds numbers as this type reads it, or an error text."""
 
 
 def weight_column(
@@ -176,16 +195,8 @@ def nested(
         if level == column.depth:
             break
         lengths = array.value_lengths().to_numpy(zero_copy_only=False)
-        length = int(lengths[0]) if len(lengths) else 0
-        ragged = np.flatnonzero(lengths != length)
-        if len(ragged):
-            item = int(ragged[0])
-            raise RowError(
-                column.name,
-                first_row + item // rows_per_item,
-                f"has {int(lengths[item])} values where row {first_row} has {length}",
-                varying(column.name) if level == 0 else SAME_SHAPE,
-            )
+        remedy = varying(column.name) if level == 0 else SAME_SHAPE
+        length = _one_length(lengths, column, first_row, remedy, rows_per_item)
         shape.append(length)
         rows_per_item *= length
         array = array.flatten()
@@ -197,6 +208,19 @@ def nested(
     return np.ascontiguousarray(flat, dtype=column.dtype).reshape(-1, *shape)
 
 
+def _one_length(
+    lengths: np.ndarray, column: Column, first_row: int, remedy: str, per_row: int = 1
+) -> int:
+    """Return the length that all items have, ``per_row`` of which make a row. Raises RowError."""
+    length = int(lengths[0]) if len(lengths) else 0
+    wrong = np.flatnonzero(lengths != length)
+    if len(wrong):
+        item = int(wrong[0])
+        text = f"has {int(lengths[item])} values where row {first_row} has {length}"
+        raise RowError(column.name, first_row + item // per_row, text, remedy)
+    return length
+
+
 def vector_entries(
     array: pa.Array, column: Column, first_row: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -204,9 +228,7 @@ def vector_entries(
 
     They arrive as struct<type, size, indices, values>; type 0 is sparse.
     """
-    if array.null_count:
-        row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-        raise RowError(column.name, first_row + row, "is null", drop(column.name))
+    refuse_nulls(array, column.name, first_row)
     kinds, sizes, indices, values = array.flatten()
     sparse = kinds.to_numpy(zero_copy_only=False) == 0
     counts = values.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
@@ -221,16 +243,7 @@ def vector_entries(
 def _vectors(array: pa.Array, column: Column, first_row: int) -> np.ndarray:
     """Convert ml.linalg vectors."""
     row_of_value, position, flat, lengths = vector_entries(array, column, first_row)
-    width = int(lengths[0]) if len(lengths) else 0
-    wrong = np.flatnonzero(lengths != width)
-    if len(wrong):
-        row = int(wrong[0])
-        raise RowError(
-            column.name,
-            first_row + row,
-            f"has {int(lengths[row])} values where row {first_row} has {width}",
-            SAME_SHAPE,
-        )
+    width = _one_length(lengths, column, first_row, SAME_SHAPE)
     if width == 0:
         raise RowError(column.name, first_row, "is an empty vector", NO_VALUES)
     if len(flat) == len(lengths) * width and (position == np.arange(len(flat)) % width).all():

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, ColumnSpec, DataType
+from sparkdl.data.columns.base import Column, DataType
 from sparkdl.data.columns.convert import as_array
-from sparkdl.data.columns.numeric import numeric_column, to_numpy
+from sparkdl.data.columns.numeric import NumericSpec, to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
-from sparkdl.data.row_errors import INSIDE_ARRAYS, MEND_RECORDS, SAME_SHAPE, RowError, drop
+from sparkdl.data.row_errors import INSIDE_ARRAYS, MEND_RECORDS, SAME_SHAPE, RowError, refuse_nulls
 from sparkdl.errors import ParameterError, kind_of, known_arguments, raise_all, shown
 from sparkdl.plain import is_number, is_whole, make_plain
 
@@ -30,7 +30,7 @@ VARYING_ITEMS = f"{SAME_SHAPE} Lists of lists are read by sparkdl.Sequence(spark
 
 @known_arguments
 @dataclass(frozen=True, kw_only=True)
-class Sequence(ColumnSpec):
+class Sequence(NumericSpec):
     """A specification of rows of varying length, which may be empty.
 
     The column is ``array<number>``, or ``array<array<number>>`` for (T, D). Rows are stored
@@ -96,17 +96,12 @@ class Sequence(ColumnSpec):
             if getattr(self, name) and role == "label":
                 yield f"has {name}=True, which is for features only: the loss gets no {name}."
 
-    def resolve(
-        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
-    ) -> Column | str:
+    def of_numbers(self, column: Column, data_type: DataType, float_dtype: str) -> Column | str:
         """Return the column, or an error text if it is no array that can hold the padding."""
-        column = numeric_column(name, data_type, float_dtype, trained)
-        if isinstance(column, str):
-            return column
         shown = data_type.simpleString()
         if not column.depth or column.vector:
             return f"is of type {shown}: a sparkdl.Sequence is an array of numbers."
-        levels = len(Field(name, column.dtype, (), self.rule).rules)
+        levels = len(Field(column.name, column.dtype, (), self.rule).rules)
         if column.depth < levels:
             return f"is of type {shown}, which has fewer than {levels} levels of arrays."
         if not _holds(column.dtype, self.padding):
@@ -115,9 +110,7 @@ class Sequence(ColumnSpec):
 
     def convert(self, array: pa.Array, column: Column, first_row: int) -> Ragged:
         """Return the rows; where items are no sequences themselves, they must have one shape."""
-        if array.null_count:
-            row = int(np.flatnonzero(array.is_null().to_numpy(zero_copy_only=False))[0])
-            raise RowError(column.name, first_row + row, "is null", drop(column.name))
+        refuse_nulls(array, column.name, first_row)
         lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         inner = replace(column, depth=column.depth - 1, spec=self.items)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pyarrow as pa
 
-from sparkdl.data.columns.base import Column, ColumnSpec, DataType
-from sparkdl.data.columns.numeric import numeric_column, vector_entries
-from sparkdl.data.fields import Field
+from sparkdl.data.columns.base import Column, DataType
+from sparkdl.data.columns.numeric import NumericSpec, vector_entries
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import INSIDE_VECTORS, RowError, finite
 from sparkdl.errors import ParameterError, known_arguments, raise_all, shown
@@ -23,7 +22,7 @@ EXACT = {"float32": 1 << 24, "float64": 1 << 53}
 
 @known_arguments
 @dataclass(frozen=True)
-class Sparse(ColumnSpec):
+class Sparse(NumericSpec):
     """A specification of vectors of ``pyspark.ml`` that are stored without their zeros.
 
     These are what HashingTF, CountVectorizer, OneHotEncoder and files of libsvm hold. A row is stored
@@ -63,13 +62,8 @@ class Sparse(ColumnSpec):
         if role == "label":
             yield "is a sparkdl.Sparse, which is for features: a loss takes dense labels."
 
-    def resolve(
-        self, name: str, data_type: DataType, float_dtype: str, trained: Field | None
-    ) -> Column | str:
+    def of_numbers(self, column: Column, data_type: DataType, float_dtype: str) -> Column | str:
         """Return the column, or an error text if it is no vector, or too large to count in floats."""
-        column = numeric_column(name, data_type, float_dtype, trained)
-        if isinstance(column, str):
-            return column
         if not column.vector:
             return (
                 f"is of type {data_type.simpleString()}: a sparkdl.Sparse is a vector of pyspark.ml. "

@@ -14,7 +14,7 @@ from sparkdl.data.columns.base import Column, ColumnSpec, DataType, NamedFunctio
 from sparkdl.data.columns.convert import shorten
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
-from sparkdl.data.row_errors import MEND_RECORDS, RowError, drop
+from sparkdl.data.row_errors import MEND_RECORDS, RowError, refuse_nulls
 from sparkdl.errors import ParameterError, kind_of, known_arguments, raise_all, shown
 from sparkdl.plain import is_whole, make_plain
 
@@ -177,10 +177,8 @@ class Text(ColumnSpec):
         """Tokenize the texts, all at once."""
         several = array.flatten() if self.text_pair is not None else [array]
         for name, one in zip(column.names, several, strict=True):
-            if one.null_count:
-                row = int(np.flatnonzero(one.is_null().to_numpy(zero_copy_only=False))[0])
-                text = "is null" if name == column.name else f'has no text_pair: "{name}" is null'
-                raise RowError(column.name, first_row + row, text, drop(name))
+            text = "is null" if name == column.name else f'has no text_pair: "{name}" is null'
+            refuse_nulls(one, column.name, first_row, text, name)
         texts = [one.to_pylist() for one in several]
         rows = self._rows(list(zip(*texts, strict=True)), column.name, first_row)
         return Ragged.of(rows or [self._row([np.zeros((0, 2), DTYPE)])], self.rule)[: len(array)]

@@ -41,8 +41,8 @@ from sparkdl.gang.driver import Gang
 from sparkdl.gang.oversubscribe import Oversubscription
 from sparkdl.gang.rank_group import RankGroup, StartableGroup
 from sparkdl.gang.slots import too_few
+from sparkdl.loop.advance import IterationResult, slowest, summarize
 from sparkdl.loop.engine import CURRENT, ReadResiduals, ReadState, StateWork, StateWorkResult
-from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.model.flat import Layout
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.replica.compare import Description, check_same

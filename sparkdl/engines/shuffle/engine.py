@@ -51,8 +51,8 @@ from sparkdl.engines.shuffle.state_reads import (
 from sparkdl.engines.shuffle.store import weights_at
 from sparkdl.engines.shuffle.update_tasks import AtOwner, apply_pending
 from sparkdl.errors import ParameterError
+from sparkdl.loop.advance import IterationResult, slowest, summarize, summed
 from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState
-from sparkdl.loop.iteration_result import IterationResult, slowest, summarize, summed
 from sparkdl.replica.iteration import (
     Fault,
     Iteration,

@@ -67,7 +67,7 @@ from sparkdl.engines.shuffle.update_tasks import (
     update_slice,
 )
 from sparkdl.gang.slots import task_slots
-from sparkdl.loop.iteration_result import busiest, summed
+from sparkdl.loop.advance import busiest, summed
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout
 from sparkdl.replica.iteration import Fault, SliceHandle, SliceReport

@@ -52,8 +52,8 @@ from sparkdl.engines.shuffle.state_reads import SnapshotRdds
 from sparkdl.engines.shuffle.store import next_version
 from sparkdl.engines.shuffle.update_tasks import ReadSections, read_sections
 from sparkdl.errors import TrainingError
+from sparkdl.loop.advance import IterationResult, slowest, summarize
 from sparkdl.loop.engine import CURRENT, ReadState
-from sparkdl.loop.iteration_result import IterationResult, slowest, summarize
 from sparkdl.replica.iteration import Clock, Decisions, Fault, Iteration, ReplicaReport, SliceReport
 from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import open_pool

@@ -22,7 +22,7 @@ from sparkdl.data.epoch import derive_seed
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.resources import FitResources, samples_changed
 from sparkdl.errors import StateLostError
-from sparkdl.loop.iteration_result import Traffic
+from sparkdl.loop.advance import Traffic
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout
 from sparkdl.replica.compare import Description

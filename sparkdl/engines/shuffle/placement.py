@@ -171,7 +171,7 @@ class Placement:
         if self.has_all_weights(states, copies):
             body = AtReplicas(task, states, checksums, copies)
             return map_frames(self._with_samples(samples), body)
-        publish = PublishWeights(states, self.replica_nodes, everything=self.everything_travels)
+        publish = PublishWeights(states, self.replica_nodes, everything=self._options.averages)
         published = shuffle_frames(
             map_frames(self.slice_rdd, publish), self._run.replicas, self.few_bytes
         )
@@ -183,11 +183,6 @@ class Placement:
     def slices(self) -> int:
         """Return N."""
         return self._run.slices
-
-    @property
-    def everything_travels(self) -> bool:
-        """Return whether replicas need the optimizer state beside the weights."""
-        return self._options.averages
 
     def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
         """Return the replicas with their samples; ``counts`` gives the number of records of each."""

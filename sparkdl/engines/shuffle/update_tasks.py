@@ -285,49 +285,53 @@ def _write(
 
 
 @dataclass(frozen=True)
-class Synchronize:
-    """Body of the synchronization stage: reduce slice n, update it, and write version t+1."""
+class SliceTask:
+    """Body of a stage over the slices: read the frames for slice n, and do what a subclass does."""
 
     step: IterationMessage
-    tell: ReportSink = to_driver
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        frames, run = _read(pairs)
-        yield from self.tell(synchronize(self.step, partition, run, frames), run)
+        yield from self.work(partition, *_read(pairs))
+
+    def work(self, n: int, frames: list[Frame], run: RunSpec) -> Iterator[bytes]:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Reduce:
+class Synchronize(SliceTask):
+    """Body of the synchronization stage: reduce slice n, update it, and write version t+1."""
+
+    tell: ReportSink = to_driver
+
+    def work(self, n: int, frames: list[Frame], run: RunSpec) -> Iterator[bytes]:
+        yield from self.tell(synchronize(self.step, n, run, frames), run)
+
+
+class Reduce(SliceTask):
     """Body of the reduction stage, which exists if the global norm must be known before the update.
 
     It reduces slice n into a slab, and sends every slice its part of the norm.
     """
 
-    step: IterationMessage
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        frames, run = _read(pairs)
-        header = reduce_slice(self.step, partition, run, frames)
-        yield from send(partition, encode(header))
-        told = encode(ReducedHeader(partition, header.squares))
+    def work(self, n: int, frames: list[Frame], run: RunSpec) -> Iterator[bytes]:
+        header = reduce_slice(self.step, n, run, frames)
+        yield from send(n, encode(header))
+        told = encode(ReducedHeader(n, header.squares))
         for other in range(run.slices):
-            if other != partition:
+            if other != n:
                 yield from send(other, told)
 
 
 @dataclass(frozen=True)
-class Update:
+class Update(SliceTask):
     """Body of the update stage after :class:`Reduce`: clip by the global norm and update slice n."""
 
-    step: IterationMessage
     tell: ReportSink = to_driver
 
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        frames, run = _read(pairs)
+    def work(self, n: int, frames: list[Frame], run: RunSpec) -> Iterator[bytes]:
         frames.sort(key=lambda frame: frame[0].index)
         headers = [header for header, _ in frames]
-        report = update_slice(self.step, partition, run, headers)
-        yield from self.tell(report, run)
+        yield from self.tell(update_slice(self.step, n, run, headers), run)
 
 
 def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:

@@ -29,7 +29,7 @@ from sparkdl.checkpoint.store import (
     write_slice,
 )
 from sparkdl.codec.files import checksum
-from sparkdl.connect.rank import store_rows
+from sparkdl.connect.fit import store_rows
 from sparkdl.errors import CheckpointError, DamagedCheckpoint, ParameterError
 from sparkdl.model.flat import layout_of
 from sparkdl.slices.spec import SliceState, slice_specs

@@ -243,7 +243,7 @@ def files_of(case: str, place: Place) -> tuple[Path, list[Path], Callable[[], ob
 
 
 @pytest.mark.linux
-@pytest.mark.parametrize("part", [8, pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("part", [16, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("case", CASES)
 def test_a_mutated_file_is_refused_or_read_right(case: str, part: int, place: Place) -> None:
     count = CASES[case] // part

@@ -43,7 +43,7 @@ def gradient_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=50)
 @given(
     st.sampled_from([*HOOKS, signs, random_k]),
     st.sampled_from(SHAPES),
@@ -71,7 +71,7 @@ def test_sent_and_left_out_are_the_gradient_and_what_was_left_out(hook, shape, d
     assert torch.allclose(arrived + left_out, total, rtol=0, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.integers(-6, 6), min_size=1, max_size=60),  # many of one size
     st.floats(0, 1),

@@ -98,7 +98,7 @@ def one_after_another(tasks: list[Task]) -> tuple[list[Any], World]:
     return found, world
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(TASKS, st.integers(1, 4))
 def test_results_are_those_of_one_task_after_another(tasks, threads):
     expected, alone = one_after_another(tasks)

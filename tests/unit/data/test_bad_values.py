@@ -18,13 +18,12 @@ from pyspark.sql.pandas.types import to_arrow_type
 from sparkdl import Masked, Sequence
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.ragged import Ragged, Rows
-from sparkdl.data.record_tasks import WriteRecords
-from sparkdl.data.records import Sample, check_alike, record_array, stack_records
+from sparkdl.data.records import Sample, WriteRecords, check_alike, record_array, stack_records
 from sparkdl.data.row_errors import BadRow, RowError
 from sparkdl.data.schema import read_schema
 from sparkdl.errors import DataError
 
-many = settings(max_examples=EXAMPLES or 300, deadline=None, derandomize=not EXAMPLES)
+many = settings(max_examples=EXAMPLES or 150, deadline=None, derandomize=not EXAMPLES)
 
 
 @many

@@ -12,7 +12,7 @@ from sparkdl.data.epoch import EpochPlan, apportion, derive_seed, permutation
 
 COUNTS = st.lists(st.integers(0, 40), min_size=1, max_size=7)
 LARGE_COUNTS = st.lists(st.integers(0, 10**9), min_size=1, max_size=6)
-quick = settings(deadline=None, max_examples=100)
+quick = settings(deadline=None, max_examples=50)
 
 
 def sainte_lague(counts: list[int], position: int) -> list[int]:

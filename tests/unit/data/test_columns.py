@@ -31,7 +31,7 @@ from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.partition_reader import open_partition
 from sparkdl.data.ragged import Padding
-from sparkdl.data.record_tasks import WriteRecords
+from sparkdl.data.records import WriteRecords
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import check_specs, columns_of, read_schema
 from sparkdl.errors import DataError, ParameterError

@@ -97,7 +97,7 @@ def column_of(rows: list[list[int]], ragged: bool) -> Rows:
     return np.array([[*row, 2, 2][:3] for row in rows], np.int8)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), min_size=1, max_size=12),
     st.booleans(),

@@ -26,7 +26,7 @@ from sparkdl.data.equal_rows import RepeatedRows
 from sparkdl.data.partition_reader import close_partitions, open_partition, segment_files
 from sparkdl.data.partition_writer import PartitionWriter, SampleHandle, join_partition
 from sparkdl.data.ragged import Padding, Ragged, Rows
-from sparkdl.data.record_tasks import WriteRecords
+from sparkdl.data.records import WriteRecords
 from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, RowError
 from sparkdl.errors import SlabFullError, StaleReferenceError, TrainingError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root

@@ -23,7 +23,7 @@ from sparkdl.data.row_errors import BadRow, RowError
 from sparkdl.data.schema import columns_of, quoted
 from sparkdl.errors import DataError
 
-quick = settings(deadline=None, max_examples=100)
+quick = settings(deadline=None, max_examples=50)
 
 DROP = 'Drop such rows with df.dropna(subset=["x"]), or fill them.'
 SAME_SHAPE = "Every row must have the same shape: filter out, pad or truncate such rows."

@@ -14,7 +14,7 @@ from sparkdl.engines.shuffle.messages import (
     planned,
     sum_is_smaller,
 )
-from sparkdl.loop.iteration_result import Traffic, busiest
+from sparkdl.loop.advance import Traffic, busiest
 
 SLICE = SliceBytes(wire=400, flat=400, weights=400)
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from sparkdl.engines.recovery import MAX_LOSSES, RecoveringEngine, ReplayLog
 from sparkdl.errors import CheckpointError, ModelError, StalledError, StateLostError, TrainingError
+from sparkdl.loop.advance import IterationResult
 from sparkdl.loop.engine import BEST
-from sparkdl.loop.iteration_result import IterationResult
 from sparkdl.replica.iteration import Iteration
 
 

@@ -13,8 +13,18 @@ from sparkdl import Convert
 from sparkdl.data.columns.base import Column
 from sparkdl.infer import outputs as output_module
 from sparkdl.infer.forward import ShippedModule
-from sparkdl.infer.nested import common_type, sql_type, to_nested, type_of
-from sparkdl.infer.outputs import Output, OutputColumn, as_numpy, offsets, pieces, to_arrow
+from sparkdl.infer.outputs import (
+    Output,
+    OutputColumn,
+    as_numpy,
+    common_type,
+    offsets,
+    pieces,
+    sql_type,
+    to_arrow,
+    to_nested,
+    type_of,
+)
 from sparkdl.infer.read import ReadColumns
 from sparkdl.infer.score import ScoreColumns
 from sparkdl.model.recipe import Signature

@@ -14,8 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import sparkdl
-from sparkdl.loop.config import LoopConfig
-from sparkdl.loop.lookahead import MOST, SECONDS, Lookahead
+from sparkdl.loop.loop import MOST, SECONDS, Lookahead, LoopConfig
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, Validated, next_counters
 from sparkdl.loop.triggers import MaxEpoch

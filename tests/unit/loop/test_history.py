@@ -371,7 +371,7 @@ def test_an_epochs_mean_is_over_what_has_a_loss() -> None:
         max_size=40,
     )
 )
-@settings(max_examples=150)
+@settings(max_examples=50)
 def test_histories_that_go_on_from_one_leave_each_other_alone(steps: list[tuple[str, int]]) -> None:
     """Each is what a copy is to which the same is done."""
     shared, alone = [History()], [History()]

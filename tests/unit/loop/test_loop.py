@@ -12,12 +12,10 @@ from torch import nn
 
 import sparkdl
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.loop.advance import first_state
-from sparkdl.loop.config import LoopConfig
+from sparkdl.loop.advance import IterationResult, first_state
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import Interrupt
-from sparkdl.loop.iteration_result import IterationResult
-from sparkdl.loop.loop import train
+from sparkdl.loop.loop import LoopConfig, train
 from sparkdl.loop.schedule import Schedule
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import Recipe

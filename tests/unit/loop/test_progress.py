@@ -27,6 +27,7 @@ from sparkdl.loop import progress
 from sparkdl.loop.advance import (
     FIRST_SCALE,
     GROWTH_ITERATIONS,
+    IterationResult,
     advance,
     catch_up,
     describe,
@@ -34,9 +35,8 @@ from sparkdl.loop.advance import (
     next_iteration,
     next_scale,
 )
-from sparkdl.loop.config import LoopConfig
 from sparkdl.loop.history import History
-from sparkdl.loop.iteration_result import IterationResult
+from sparkdl.loop.loop import LoopConfig
 from sparkdl.loop.progress import LiveCurves
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState, Validated

@@ -18,7 +18,7 @@ from sparkdl import reports
 from sparkdl.loop.history import History
 from sparkdl.loop.report import run_page
 from sparkdl.loop.state import TrainState, Validated
-from sparkdl.tune.record import Objective, TrialRecord
+from sparkdl.tune.folder import Objective, TrialRecord
 from sparkdl.tune.result import search_page
 
 EVIL = "</script><script>document.title='taken'</script>&\"'@y $x $$a$$"

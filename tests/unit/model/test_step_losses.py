@@ -14,7 +14,7 @@ from torch import nn
 
 from sparkdl import History, PerReplica, Trainer, TrainState
 from sparkdl.errors import ModelError, ParameterError
-from sparkdl.loop.iteration_result import summarize
+from sparkdl.loop.advance import summarize
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.loss import ReturnedLosses, StepLoss
 from sparkdl.model.recipe import LiveReplica, Recipe, Signature

@@ -21,9 +21,9 @@ from sparkdl.data.batches import BatchSpec
 from sparkdl.loop.history import History
 from sparkdl.loop.state import TrainState
 from sparkdl.planner import follow
-from sparkdl.planner.cache import MOST, PlanCache, place
 from sparkdl.planner.choice import PLAINNESS, Choice, Facts, Search, replicas_up_to
 from sparkdl.planner.estimate import LIBRARIES, Estimate, Formulas
+from sparkdl.planner.follow import MOST, PlanCache, place
 from sparkdl.planner.plan import Plan, ranked, with_measured
 from sparkdl.planner.probe import Probe, _between, measure_on_rank, probe_of
 from sparkdl.planner.profile import Block, Line, Profile, ProfileOrder, Timed, profile_of

@@ -30,7 +30,7 @@ import torch
 import asks_for_gpus
 modules = set(sys.modules)
 from sparkdl.engines.shuffle import update_tasks
-from sparkdl.data import arrow_tasks, record_tasks
+from sparkdl.data import arrow_tasks, records
 from sparkdl.slices.optimizer import take_step
 parameter = torch.nn.Parameter(torch.zeros(3))
 parameter.grad = torch.ones(3)

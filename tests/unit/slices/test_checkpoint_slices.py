@@ -20,7 +20,7 @@ from sparkdl.slices.slice_file import StoredSlice, WithoutAverage, pack, reslice
 from sparkdl.slices.spec import SliceSpec, SliceState, slice_specs
 from sparkdl.slices.update import EMA
 
-quick = settings(deadline=None, max_examples=120)
+quick = settings(deadline=None, max_examples=50)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -13,7 +13,7 @@ from sparkdl.model.flat import Layout, TensorRange
 from sparkdl.slices.spec import slice_specs
 
 KINDS = ("parameter", "parameter", "average", "exact")
-quick = settings(deadline=None, max_examples=100)
+quick = settings(deadline=None, max_examples=50)
 
 
 @st.composite

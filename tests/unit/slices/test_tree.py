@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sparkdl.slices.reduce import CHUNK, Term, additions, blocks, tree_sum
 
-quick = settings(deadline=None, max_examples=100)
+quick = settings(deadline=None, max_examples=50)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

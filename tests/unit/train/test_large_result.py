@@ -11,8 +11,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from sparkdl.connect import rank as large_result
-from sparkdl.connect.rank import store_rows
+from sparkdl.connect import fit as large_result
+from sparkdl.connect.fit import store_rows
 from sparkdl.errors import CheckpointError
 
 

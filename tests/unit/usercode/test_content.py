@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import types
 from collections.abc import Callable
 from enum import Enum
@@ -139,10 +137,5 @@ def test_what_no_result_depends_on_does_not() -> None:
 
 def test_another_process_computes_the_same() -> None:
     code = "import sys; sys.path[:0] = sys.argv[1:]; import test_content as t; print(t.digests())"
-    found = subprocess.run(
-        [sys.executable, "-c", code, *map(str, [__file__.rpartition("/")[0], *fork_server.PATHS])],
-        env={"PYTHONHASHSEED": "7", "PATH": ""},
-        capture_output=True,
-        text=True,
-    )
+    found = fork_server.run_fresh(code, __file__.rpartition("/")[0], *fork_server.PATHS)
     assert found.stdout.strip() == str(digests()), found.stderr

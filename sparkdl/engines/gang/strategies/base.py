@@ -135,6 +135,11 @@ class Build:
     setup: RankConfig
     samples: Sequence[SampleLocation]  # of all ranks; empty if the model is not split
     member: RankContext
+    rank: int = field(init=False)
+    device: torch.device = field(init=False)
+    parallel: ParallelPlan = field(init=False)
+    mesh: Mesh = field(init=False)
+    spare: Batch = field(init=False)
     live: LiveReplica = field(init=False)
     state: RankState = field(init=False)
     groups: MeshGroups = field(init=False)
@@ -148,25 +153,10 @@ class Build:
     row_dimensions: tuple[str, ...] = field(init=False)  # of the mesh, the outermost first
     shards: ShardSpec = field(init=False)
 
-    @property
-    def rank(self) -> int:
-        return self.member.rank
-
-    @property
-    def device(self) -> torch.device:
-        return self.member.device
-
-    @property
-    def parallel(self) -> ParallelPlan:
-        return self.setup.parallel
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.parallel.mesh
-
-    @property
-    def spare(self) -> Batch:
-        return self.setup.spare
+    def __post_init__(self) -> None:
+        self.rank, self.device = self.member.rank, self.member.device
+        self.parallel, self.spare = self.setup.parallel, self.setup.spare
+        self.mesh = self.parallel.mesh
 
     @property
     def plans(self) -> list[SliceSpec]:
