@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from sparkdl.consistency.gossip import Gossip
     from sparkdl.consistency.synchronous import StaleSynchronous, Synchronous
     from sparkdl.data import Sample
+    from sparkdl.data.batches import Batched
     from sparkdl.data.columns.convert import Convert
     from sparkdl.data.columns.image import Image
     from sparkdl.data.columns.masked import Masked
@@ -81,6 +82,7 @@ __all__ = [
     "FSDP",
     "Asynchronous",
     "Balanced",
+    "Batched",
     "Callback",
     "Checkpoint",
     "CheckpointError",
@@ -170,6 +172,7 @@ _NAMES = {
     "sparkdl.consistency.gossip": "Gossip",
     "sparkdl.consistency.synchronous": "StaleSynchronous Synchronous",
     "sparkdl.data": "Sample",
+    "sparkdl.data.batches": "Batched",
     "sparkdl.data.columns.convert": "Convert",
     "sparkdl.data.columns.image": "Image",
     "sparkdl.data.columns.masked": "Masked",

@@ -19,6 +19,8 @@ def autolog(disable: bool = False, log_models: bool = True) -> None:
     """Log each fit of this process to MLflow: parameters, metrics, curves and the model, as one run.
 
     A fit whose trainer has the callback :class:`sparkdl.summaries.MLflow` itself is left to that.
+    Inside an active run, the first fit is logged to it and others are child runs; those of a
+    ``CrossValidator`` and of other threads all are.
 
     Args:
         disable: End the logging.
@@ -29,6 +31,6 @@ def autolog(disable: bool = False, log_models: bool = True) -> None:
     """
     remove_from_every_fit(MLflow)
     if not disable:
-        make = functools.partial(MLflow, log_models=log_models)
+        make = functools.partial(MLflow, log_models=log_models, nested=True)
         make()  # an error now, where the library is not installed
         add_to_every_fit(MLflow, make)

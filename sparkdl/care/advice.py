@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sparkdl.data.batches import Batched
+
 ENOUGH_ITERATIONS = 50
 """The fewest iterations that say where the time of a run goes."""
 _COMPUTING = ("forward", "backward")
@@ -69,12 +71,11 @@ def _fewer_tasks(spent: Spent, name: str, count: int) -> str:
 
 def _augmented(spent: Spent) -> str:
     share = spent.share("data")
-    if spent.trainer.augment is None or share < 0.5:
+    if spent.trainer.augment is None or share < 0.5 or isinstance(spent.trainer.augment, Batched):
         return ""
     return (
-        f"{share:.0%} of an iteration was augment=, which is called for each row: what works on whole "
-        "batches of tensors can be the first lines of the model's forward, if self.training, and saves "
-        "most of that"
+        f"{share:.0%} of an iteration was augment=, which is called for each row: "
+        "augment=sparkdl.Batched(function) calls it once a batch, and saves most of that"
     )
 
 

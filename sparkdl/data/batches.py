@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sparkdl.data.columns.convert import masked
-from sparkdl.data.epoch import derive_seed, drawn, generator, permutation, remembered
+from sparkdl.data.epoch import RowDraws, derive_seed, drawn, generator, permutation, remembered
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged, RowLengths, Rows, dense, model_inputs, padded_lengths
 from sparkdl.errors import ParameterError, kind_of
@@ -27,6 +27,25 @@ from sparkdl.process.determinism import steadily
 if TYPE_CHECKING:
     from sparkdl.data.partition_reader import MappedPartition
     from sparkdl.data.sampling import Draws
+
+
+@dataclass(frozen=True)
+class Batched:
+    """A function for ``Trainer(augment=...)`` that changes all rows of a batch at once.
+
+    It may be used as a decorator. The function gets arrays of shape (rows, ...) in place of those of
+    one sample, and returns arrays with as many rows. Rows of varying length must have equal lengths
+    in a batch. ``rng`` has ``random(*shape)``, ``integers(low, high, *shape)`` and ``normal(*shape)``,
+    whose arrays begin with the rows: a row's numbers are the same in any batch.
+
+    Args:
+        function: The function ``(*features, rng)``, or of keywords, as ``Trainer.augment``.
+    """
+
+    function: Callable[..., Any]
+
+    def __call__(self, *features: Any, **named: Any) -> Any:
+        return self.function(*features, **named)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +187,8 @@ def _at_place(
         augmented = _augmented(batch_spec, augment, features, *place, seed)
         return [*augmented, *fields[batch_spec.num_features :]]
 
-    name = getattr(augment, "__qualname__", type(augment).__qualname__)
+    whose = getattr(augment, "function", augment)
+    name = getattr(whose, "__qualname__", type(whose).__qualname__)
     return steadily(name, work)
 
 
@@ -186,29 +206,13 @@ def _augmented(
             "augment takes arrays, and a feature is a list of lists of varying length, "
             "sparkdl.Sequence(Sequence()): change such rows in Spark or in the model, or leave it out."
         )
+    if isinstance(getattr(augment, "func", augment), Batched):  # or a partial of it
+        return _all_rows(batch_spec, augment, features, rows, (epoch, replica), seed)
     results: list[list[np.ndarray]] = [[] for _ in features]
     for row, sample in zip(rows.tolist(), zip(*features, strict=True), strict=True):
         rng = generator(batch_spec.seed, "augment", epoch, replica, row)
         seed(derive_seed(batch_spec.seed, "draws of augment", epoch, replica, row))
-        try:
-            if batch_spec.inputs:
-                found = augment(**dict(zip(batch_spec.inputs, sample, strict=True)), rng=rng)
-            else:
-                found = augment(*sample, rng)
-        except Exception as error:
-            shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in sample)
-            raise ParameterError(
-                f"augment raised {type(error).__name__}: {error}. It is called with the arrays of "
-                f"one sample ({shapes}) and a numpy.random.Generator."
-            ) from error
-        if isinstance(found, Mapping):
-            found = _in_order(batch_spec.inputs, found)
-        found = found if isinstance(found, tuple) else (found,)
-        if len(found) != len(features):
-            raise ParameterError(
-                f"augment returned {len(found)} values for {len(features)} features: return a "
-                "tuple with as many values as it gets."
-            )
+        found = _called(batch_spec, augment, sample, rng, "one sample")
         for values, value, feature in zip(results, found, features, strict=True):
             values.append(_value(value, feature.dtype, batch_spec.float_dtype))
             first = values[0]
@@ -223,6 +227,72 @@ def _augmented(
         Ragged.of(values, feature.padding) if isinstance(feature, Ragged) else np.stack(values)
         for values, feature in zip(results, features, strict=True)
     ]
+
+
+def _all_rows(
+    batch_spec: BatchSpec,
+    augment: Callable[..., Any],
+    features: Sequence[Rows],
+    rows: np.ndarray,
+    place: tuple[int, int],
+    seed: Callable[[int], object],
+) -> list[Rows]:
+    """Return the features of all rows, changed by one call."""
+    arrays = []
+    for feature in features:
+        if isinstance(feature, Ragged) and len(set(feature.lengths.tolist())) > 1:
+            raise ParameterError(
+                "sparkdl.Batched takes rows of equal length, and a batch has some of "
+                f"{feature.lengths.min()} to {feature.lengths.max()}: let augment be a function of "
+                "one sample, without Batched."
+            )
+        arrays.append(np.stack(list(feature)) if isinstance(feature, Ragged) else feature)
+    seed(derive_seed(batch_spec.seed, "draws of augment", *place, int(rows[0]) if len(rows) else 0))
+    rng = RowDraws(derive_seed(batch_spec.seed, "augment", *place), rows)
+    changed: list[Rows] = []
+    for value, feature in zip(
+        _called(batch_spec, augment, arrays, rng, "a batch"), features, strict=True
+    ):
+        array = _value(value, feature.dtype, batch_spec.float_dtype)
+        varying = isinstance(feature, Ragged)
+        if array.ndim <= varying or len(array) != len(rows):
+            raise ParameterError(
+                f"augment returned an array of shape {list(array.shape)} for a batch of {len(rows)} "
+                "rows: a function in sparkdl.Batched returns arrays that begin with the rows."
+            )
+        changed.append(Ragged.of(list(array), feature.padding) if varying else array)  # type: ignore[union-attr]
+    return changed
+
+
+def _called(
+    batch_spec: BatchSpec,
+    augment: Callable[..., Any],
+    arrays: Sequence[Any],
+    rng: np.random.Generator | RowDraws,
+    noun: str,
+) -> tuple[Any, ...]:
+    """Return what ``augment`` makes of the features of a sample or a batch, in their order."""
+    try:
+        if batch_spec.inputs:
+            found = augment(**dict(zip(batch_spec.inputs, arrays, strict=True)), rng=rng)
+        else:
+            found = augment(*arrays, rng)
+    except Exception as error:
+        shapes = ", ".join(f"{value.dtype}{list(value.shape)}" for value in arrays)
+        kind = "RowDraws" if isinstance(rng, RowDraws) else "numpy.random.Generator"
+        raise ParameterError(
+            f"augment raised {type(error).__name__}: {error}. It is called with the arrays of "
+            f"{noun} ({shapes}) and a {kind}."
+        ) from error
+    if isinstance(found, Mapping):
+        found = _in_order(batch_spec.inputs, found)
+    found = found if isinstance(found, tuple) else (found,)
+    if len(found) != len(arrays):
+        raise ParameterError(
+            f"augment returned {len(found)} values for {len(arrays)} features: return a "
+            "tuple with as many values as it gets."
+        )
+    return found
 
 
 def _in_order(inputs: Sequence[str], found: Mapping[str, Any]) -> tuple[Any, ...]:

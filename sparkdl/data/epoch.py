@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
@@ -31,6 +32,48 @@ def derive_seed(seed: int, purpose: str, *position: int) -> int:
 def generator(seed: int, purpose: str, *position: int) -> np.random.Generator:
     """Return NumPy's random generator for one purpose at one position, see :func:`derive_seed`."""
     return np.random.Generator(np.random.PCG64(derive_seed(seed, purpose, *position)))
+
+
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _mixed(state: np.ndarray) -> np.ndarray:
+    """Return 64-bit states as random bits: the last step of SplitMix64 (Steele et al., 2014)."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+class RowDraws:
+    """Random numbers for all rows of a batch at once, which :class:`sparkdl.Batched` gets.
+
+    Each array begins with the rows. The numbers of a row depend on the seed, the epoch and the row
+    alone, and not on the batch that it is in.
+    """
+
+    def __init__(self, seed: int, rows: np.ndarray) -> None:
+        self._states = _mixed(_mixed(rows.astype(np.uint64) * _STEP) + np.uint64(seed))
+
+    def _bits(self, shape: tuple[int, ...]) -> np.ndarray:
+        count = math.prod(shape)
+        steps = np.arange(1, count + 1, dtype=np.uint64) * _STEP
+        bits = _mixed(self._states[:, None] + steps)
+        if count:
+            self._states = self._states + steps[-1]
+        return bits.reshape(len(self._states), *shape)
+
+    def random(self, *shape: int) -> np.ndarray:
+        """Return numbers from 0 to below 1, of shape (rows, *shape)."""
+        return (self._bits(shape) >> np.uint64(11)) * 2.0**-53
+
+    def integers(self, low: int, high: int, *shape: int) -> np.ndarray:
+        """Return integers from ``low`` to below ``high``, of shape (rows, *shape)."""
+        return low + (self.random(*shape) * (high - low)).astype(np.int64)
+
+    def normal(self, *shape: int) -> np.ndarray:
+        """Return numbers of the standard normal distribution, of shape (rows, *shape)."""
+        radius, angle = 1.0 - self.random(*shape), self.random(*shape)
+        return np.sqrt(-2.0 * np.log(radius)) * np.cos(2.0 * np.pi * angle)
 
 
 ORDER_BYTES = 64 << 20

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.data.fields import Field
-from sparkdl.data.ragged import Rows, concatenate, model_inputs
+from sparkdl.data.ragged import model_inputs
 from sparkdl.errors import ModelError, ParameterError, shown
 from sparkdl.infer.manifest import ModelData
 from sparkdl.infer.trial import ROWS, zeros_like
@@ -38,7 +37,7 @@ def export(trained: ModelData, path: str | os.PathLike[str], kind: str, overwrit
     program = program_of(trained)
     draft = target.with_name(f".{target.stem}.{secrets.token_hex(8)}.part{target.suffix}")
     try:
-        with _quiet():
+        with quiet():
             if kind == "onnx":
                 torch.onnx.export(program, dynamo=True, verbose=False).save(draft)  # type: ignore[union-attr]
             else:
@@ -48,8 +47,7 @@ def export(trained: ModelData, path: str | os.PathLike[str], kind: str, overwrit
         raise
     except Exception as error:
         raise ModelError(
-            f'the model cannot be written as format="{kind}": {type(error).__name__}: '
-            f"{str(error).strip().partition(chr(10))[0]}"
+            f'the model cannot be written as format="{kind}": {told(error)}'
         ) from error
     finally:
         draft.unlink(missing_ok=True)
@@ -58,11 +56,11 @@ def export(trained: ModelData, path: str | os.PathLike[str], kind: str, overwrit
 
 def program_of(trained: ModelData) -> torch.export.ExportedProgram:
     """Return the module as an exported program, for any number of rows and any length of them."""
-    fields, names = trained.fields[: trained.num_features], trained.signature.inputs
-    inputs = _inputs(trained, zeros_like(fields))
-    dims = [dict.fromkeys(free, torch.export.Dim.AUTO) for free in _free(fields)]
+    names = trained.signature.inputs
+    inputs, more = samples(trained, ROWS), samples(trained, ROWS + 1, ROWS + 1)
+    dims = [dict.fromkeys(free, torch.export.Dim.AUTO) for free in free_dims(inputs, more)]
     try:
-        with _quiet():
+        with quiet():
             program = torch.export.export(
                 trained.module.eval(),
                 () if names else tuple(inputs),
@@ -71,12 +69,11 @@ def program_of(trained: ModelData) -> torch.export.ExportedProgram:
             )
     except Exception as error:
         raise ModelError(
-            f"torch.export cannot make a program of {type(trained.module).__name__}: "
-            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]} "
+            f"torch.export cannot make a program of {type(trained.module).__name__}: {told(error)} "
             "https://docs.pytorch.org/docs/stable/export.html says what a forward pass may do; or save "
             "the model with trained.save(path)."
         ) from error
-    more = _inputs(trained, [concatenate([rows, rows]) for rows in zeros_like(fields)])
+    more = samples(trained, 2 * ROWS)
     try:
         program.module()(*(() if names else more), **dict(zip(names, more, strict=False)))
     except Exception as error:
@@ -88,32 +85,40 @@ def program_of(trained: ModelData) -> torch.export.ExportedProgram:
     return program
 
 
-def _inputs(trained: ModelData, arrays: Sequence[Rows]) -> list[torch.Tensor]:
-    tensors = to_tensors(model_inputs(arrays))
+def told(error: Exception) -> str:
+    """Return the kind of an error and its first line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def samples(
+    trained: ModelData, rows: int, length: int = ROWS, number: int = 0
+) -> list[torch.Tensor]:
+    """Return inputs of the module: integers that are all ``number``, and random other numbers."""
+    arrays = zeros_like(trained.fields[: trained.num_features], rows, length, number)
+    tensors = trained.signature.model_inputs(to_tensors(model_inputs(arrays)))
     own = next((p.dtype for p in trained.module.parameters() if p.is_floating_point()), None)
-    if own not in (torch.bfloat16, torch.float16):
-        return tensors
-    return [t.to(own) if t.is_floating_point() else t for t in tensors]
+    own = own if own in (torch.bfloat16, torch.float16) else None
+    draws = torch.Generator().manual_seed(0)
+    return [
+        torch.randn(t.shape, dtype=own or t.dtype, generator=draws) if t.is_floating_point() else t
+        for t in tensors
+    ]
 
 
-def _free(fields: Sequence[Field]) -> list[tuple[int, ...]]:
+def free_dims(some: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[list[int]]:
     """Return, for each input of the model, the dimensions whose length is not fixed."""
-    free: list[tuple[int, ...]] = []
-    for field in fields:
-        if field.padding is None:
-            free.append((0,))
-            continue
-        length = (0,) if field.padding.length else (0, 1)
-        free += [length, *([(0,)] if field.padding.lengths else [])]
-        free += [length] if field.padding.mask else []
-    return free
+    return [
+        [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]
+        for a, b in zip(some, others, strict=True)
+    ]
 
 
-class _quiet(warnings.catch_warnings):
+class quiet(warnings.catch_warnings):
     """Silences what torch says of its own on the way."""
 
     def __enter__(self) -> Any:
         found = super().__enter__()
         warnings.simplefilter("ignore")
-        logging.getLogger("torch.onnx").setLevel(logging.ERROR)
+        for name in ("torch.onnx", "torch.fx.experimental.symbolic_shapes"):
+            logging.getLogger(name).setLevel(logging.ERROR)
         return found

@@ -21,6 +21,7 @@ from sparkdl.data.columns.base import NamedFunction, Specs, name_of, specs_from_
 from sparkdl.errors import ModelError, TrustError, kind_of
 from sparkdl.infer.manifest import FORMAT, MODEL, PICKLE, VERSION, ModelData, Saved
 from sparkdl.infer.new_forward import build_around
+from sparkdl.infer.program import Program
 from sparkdl.model.preparation import plain
 from sparkdl.model.recipe import Signature, problems_of_part
 from sparkdl.model.squared_error import SquaredError
@@ -33,7 +34,7 @@ REMEDY = (
     "built by its name."
 )
 
-_OF_SPARKDL = (build_around, SquaredError, Windows)
+_OF_SPARKDL = (build_around, Program, SquaredError, Windows)
 _OF_THE_EXAMPLE = "sparkdl.jobs.digits:convnet"
 
 
@@ -111,6 +112,9 @@ def read_recipe(saved: Saved, trust: bool) -> Any:
     folder, named = saved.folder, saved.content.get("recipe")
     recipe: dict[str, Any] = named if isinstance(named, dict) else {}
     if recipe.get("kind") == "pickle":
+        program = recipe.get("program")
+        if not trust and isinstance(program, dict) and _is_named(program):
+            return _by_name(saved, program, trust)
         if not trust:
             raise TrustError(
                 f"{folder} holds its model as a pickle, which can run any code when opened. Pass "

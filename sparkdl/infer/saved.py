@@ -54,6 +54,7 @@ from sparkdl.infer.manifest import (
     take_dtypes,
 )
 from sparkdl.infer.new_forward import sparse_inputs
+from sparkdl.infer.program import Program, operations
 from sparkdl.infer.recipe import (
     REMEDY,
     WithoutName,
@@ -99,11 +100,16 @@ def save(
 
 def _save_here(trained: ModelData, folder: Path, overwrite: bool, shown: str) -> Path:
     """Write ``trained`` into a folder of this machine; messages call it ``shown``."""
-    why = None
+    why, alone = None, ""
+    recipe: dict[str, Any]
     try:
         recipe = recipe_by_name(trained.model)
     except WithoutName as error:
         recipe, why = {"kind": "pickle"}, str(error)
+        try:
+            recipe["program"] = recipe_by_name(functools.partial(Program, operations(trained)))
+        except ModelError as unable:
+            alone = str(unable)
     content = content_of(trained, recipe)
     json.dumps(content)  # fail before a file of an older model is replaced
     pickled = dumps(trained.model) if why is not None else b""
@@ -123,14 +129,13 @@ def _save_here(trained: ModelData, folder: Path, overwrite: bool, shown: str) ->
             files[BUFFERS] = _place(folder / BUFFERS, functools.partial(save_buffers, buffers))
         if why is not None:
             files[PICKLE] = _place(folder / PICKLE, lambda draft: draft.write_bytes(pickled))
-            logger.warning(
-                "%s/%s: the model is saved as a pickle, which sparkdl.load opens only with "
-                "trust=True, or with model=make_model: %s. %s",
-                shown,
-                PICKLE,
-                why,
-                REMEDY,
-            )
+            if alone:
+                logger.warning(
+                    "%s/%s: the model is saved as a pickle, which sparkdl.load opens only with "
+                    "trust=True, or with model=make_model: %s. %s A program for predictions without "
+                    "its code cannot be stored beside it: %s",
+                    *(shown, PICKLE, why, REMEDY, alone),
+                )
         text = json.dumps(with_checksum({**content, "files": files}), indent=1) + "\n"
         manifest = _place(folder / MODEL, lambda draft: draft.write_text(text, encoding="utf-8"))
         for name, checksum in {MODEL: manifest, **files}.items():

@@ -18,7 +18,7 @@ from sparkdl.data.arrow_tasks import of_structs, select_columns, ship_batches
 from sparkdl.data.columns.base import Column
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
-from sparkdl.data.ragged import Ragged, Rows, concatenate
+from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.row_errors import RowError
 from sparkdl.errors import DataError, ModelError, UserError
 from sparkdl.infer.forward import Forward
@@ -164,15 +164,20 @@ def _padded_length(arrays: Sequence[Rows]) -> int:
     return next(int(array.padded().shape[1]) for array in arrays if isinstance(array, Ragged))
 
 
-def zeros_like(fields: Sequence[Field]) -> list[Rows]:
-    """Return two rows of zeros; a field of varying length has two elements in each."""
+def zeros_like(
+    fields: Sequence[Field], rows: int = ROWS, length: int = ROWS, number: int = 0
+) -> list[Rows]:
+    """Return rows of ``number``, of ``length`` elements; lists in lists have 4 more a level."""
     arrays: list[Rows] = []
     for field in fields:
-        zeros = np.zeros((ROWS, *field.shape), field.dtype)
-        rows: Rows = zeros
-        for rule in reversed(field.rules):
-            rows = Ragged(concatenate([rows] * ROWS), np.arange(ROWS + 1) * ROWS, rule)
-        arrays.append(rows)
+        lengths = [length + 4 * level for level in range(len(field.rules))]
+        counts = np.cumprod([rows, *lengths])
+        zeros: Rows = np.full((counts[-1], *field.shape), number, field.dtype)
+        for rule, number, size in reversed(
+            list(zip(field.rules, counts[:-1], lengths, strict=True))
+        ):
+            zeros = Ragged(zeros, np.arange(number + 1) * size, rule)
+        arrays.append(zeros)
     return arrays
 
 

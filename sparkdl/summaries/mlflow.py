@@ -27,6 +27,7 @@ class MLflow(Summaries, Recorder):
       :func:`sparkdl.codec.describe.plain_parameters`).
     - Then the scalars of :class:`Summaries`.
     - At the end: the artifacts ``history.json``, and ``report.html`` if Bokeh is installed.
+    - Then the data set: columns, number of rows, and a digest that the same rows always have.
     - With ``log_models``: the trained model, by :func:`sparkdl.mlflow.log_model`.
 
     The step in MLflow is the number of iterations. If a fit fails, its own run becomes ``FAILED`` as
@@ -41,15 +42,21 @@ class MLflow(Summaries, Recorder):
         run_name: The name of a run that the callback starts.
         every: The trigger that logs scalars; None is every 10 iterations.
         log_models: Log the trained model after the fit.
+        nested: Make a child run where the active run has a fit already, or where another thread has
+            begun the active run, as with the fits of a ``CrossValidator``.
 
     Raises:
         ParameterError: The extra is not installed; or, when the fit starts, MLflow cannot log.
     """
 
     def __init__(
-        self, run_name: str | None = None, every: Trigger | None = None, log_models: bool = False
+        self,
+        run_name: str | None = None,
+        every: Trigger | None = None,
+        log_models: bool = False,
+        nested: bool = False,
     ) -> None:
-        self._run, self._log_models = TrackedRun(run_name, log_models), log_models
+        self._run, self._log_models = TrackedRun(run_name, log_models, nested), log_models
         self._run_name = run_name
         super().__init__(self._run, Every(10) if every is None else every)
 
@@ -66,6 +73,7 @@ class MLflow(Summaries, Recorder):
         super().on_fit_end(trainer, state)
 
     def on_result(self, trainer: Trainer, trained: TrainedModel) -> None:
+        self._run.attempt("the data set", lambda: self._run.data_set(trained.history.facts))
         if self._log_models:
             self._run.attempt("the model", lambda: log_model(trained, run_id=self.run_id))
             self._run.end("FINISHED")

@@ -37,6 +37,7 @@ def log_model(
     input_example: DataFrame | pd.DataFrame | None = None,
     signature: Any = None,
     registered_model_name: str | None = None,
+    alias: str | None = None,
     run_id: str | None = None,
     code_paths: Sequence[str | Path] = (),
     pip_requirements: Sequence[str] | None = None,
@@ -49,8 +50,11 @@ def log_model(
         input_example: Rows with the feature columns; the first five are stored. The signature
             follows from them.
         signature: A signature of MLflow, instead of that of the example. With neither, the signature
-            follows from the types and shapes of the training, if no column has a conversion.
-        registered_model_name: Register the model under this name as well.
+            follows from the types and shapes of the training, unless a column is an image or has a
+            conversion of your own. It has the types of the results, which ``spark_udf`` takes.
+        registered_model_name: Register the model under this name as well, in Unity Catalog
+            ``catalog.schema.name``.
+        alias: Give this alias, such as "champion", to the new version of the registered model.
         run_id: The run to log to, instead of the active one.
         code_paths: Files and folders of modules that the model needs, which are logged with it.
         pip_requirements: The packages that loading needs; None is this package and its own, in the
@@ -65,9 +69,15 @@ def log_model(
     """
     _mlflow("sparkdl.mlflow.log_model")
     check_model("sparkdl.mlflow.log_model", trained)
+    if alias is not None and registered_model_name is None:
+        raise ParameterError(
+            f"log_model(alias={alias!r}): an alias is of a registered model: give "
+            "registered_model_name, too."
+        )
+    import mlflow
     from mlflow.models import Model
 
-    return Model.log(
+    info = Model.log(
         artifact_path=None,
         name=name,
         flavor=SimpleNamespace(__name__=LOADER, save_model=save_model),
@@ -79,6 +89,10 @@ def log_model(
         code_paths=code_paths,
         pip_requirements=pip_requirements,
     )
+    if alias is not None:
+        version = info.registered_model_version
+        mlflow.MlflowClient().set_registered_model_alias(registered_model_name, alias, version)
+    return info
 
 
 def save_model(
@@ -109,7 +123,7 @@ def save_model(
     _mlflow("sparkdl.mlflow.save_model")
     check_model("sparkdl.mlflow.save_model", trained)
     from mlflow import pyfunc
-    from mlflow.models import Model, infer_signature
+    from mlflow.models import Model
     from mlflow.models.utils import _save_example
 
     folder = Path(path)
@@ -119,9 +133,7 @@ def save_model(
     example = None if input_example is None else _example(trained, input_example)
     shown = _example_of_zeros(trained) if example is None else example
     if signature is None and shown is not None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of whole numbers that may be missing
-            signature = infer_signature(shown, PyFunc(trained).predict(shown))
+        signature = _signature(shown, PyFunc(trained).predict(shown))
     folder.mkdir(parents=True, exist_ok=True)
     trained.save(folder / _FOLDER)
     _save_torch(trained.module, folder / _TORCH)
@@ -197,15 +209,30 @@ def _example(trained: TrainedModel, rows: DataFrame | pd.DataFrame) -> pd.DataFr
 
 
 def _example_of_zeros(trained: TrainedModel) -> pd.DataFrame | None:
-    """Return two rows of zeros like those of the training; None if a column has a conversion."""
-    if {*trained.columns} & {*trained.features}:
-        return None
-    table = {}
+    """Return two rows like those of the training; None where a conversion reads what is not known."""
+    table: dict[str, Any] = {}
     for name, field in zip(trained.features, trained.fields, strict=False):
+        spec = trained.columns.get(name)
         whole = np.dtype(field.dtype).kind in "iub"
-        zeros = np.zeros((2, *field.shape), field.dtype if whole else "float64")
-        table[name] = list(zeros) if field.shape else zeros
+        value = np.zeros(field.shape, field.dtype if whole else "float64")
+        if spec is not None:
+            value = spec.example(field)
+            if value is None:
+                return None
+        for column in names_read([name], trained.columns):
+            table[column] = [value, value] if np.ndim(value) else np.array([value, value])
     return pd.DataFrame(table)
+
+
+def _signature(table: pd.DataFrame, results: Any) -> Any:
+    """Return the signature of a table and its results, with the types that Spark gives to these."""
+    from mlflow.models import infer_signature
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of whole numbers that may be missing
+        if isinstance(results, np.ndarray):
+            results = pd.Series(results if results.ndim == 1 else list(results))
+        return infer_signature(table, results)
 
 
 def _save_torch(module: torch.nn.Module, folder: Path) -> None:

@@ -16,9 +16,11 @@ from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.row_errors import RowError
 from sparkdl.data.schema import columns_of
 from sparkdl.errors import DataError
-from sparkdl.infer.forward import run_batches
+from sparkdl.infer.forward import Forward
 from sparkdl.infer.model import TrainedModel
-from sparkdl.infer.outputs import as_numpy
+from sparkdl.infer.outputs import as_numpy, offered_parts, value_of
+from sparkdl.metrics.scorer import in_rows
+from sparkdl.model.recipe import Part
 
 BATCH_SIZE = 1024
 """The number of rows of a forward pass."""
@@ -30,8 +32,11 @@ class PyFunc:
     def __init__(self, trained: TrainedModel) -> None:
         self.trained = trained
 
-    def predict(self, model_input: Any, params: Any = None) -> np.ndarray:
+    def predict(self, model_input: Any, params: Any = None) -> np.ndarray | pd.DataFrame:
         """Return the predictions for a table with the feature columns, one for each row.
+
+        A model that returns several tensors by name or place, of which the training took no part,
+        gives a table of pandas with a column of each: in ``spark_udf`` a struct.
 
         Args:
             model_input: A DataFrame of pandas, a mapping of columns, or, if the model has one
@@ -47,19 +52,27 @@ class PyFunc:
         columns, _ = columns_of(
             schema, trained.features, (), trained.float_dtype, trained.columns, fields
         )
-        outputs = []
+        forward, part = Forward(trained.module, trained.signature), trained.signature.part
+        parts: dict[str, Part] = {} if part is None else {"prediction": part}
+        outputs: dict[str, list[np.ndarray]] = {}
         for start in range(0, batch.num_rows, BATCH_SIZE):
-            part = batch.slice(start, BATCH_SIZE)
+            rows = batch.slice(start, BATCH_SIZE)
             try:
-                read = [part.column(name) for column in columns for name in column.names]
+                read = [rows.column(name) for column in columns for name in column.names]
                 pairs = zip(of_structs(read, columns), columns, strict=True)
                 arrays = [to_numpy(array, column, start) for array, column in pairs]
             except RowError as error:
                 raise DataError(error.problem.message("the table")) from None
             known = None if trained.output is None else trained.output.dimensions
-            found = run_batches(trained.module, arrays, BATCH_SIZE, known, trained.signature)
-            outputs += [as_numpy(output) for output, _ in found]
-        return np.concatenate(outputs) if outputs else np.zeros(0, np.float32)
+            returned = forward.returned(arrays)
+            parts = parts or offered_parts(returned, rows.num_rows, "prediction")
+            for name, one in parts.items():
+                output = in_rows(value_of(returned, one), rows.num_rows, known)
+                outputs.setdefault(name, []).append(as_numpy(output))
+        found = {name: np.concatenate(arrays) for name, arrays in outputs.items()}
+        if len(found) < 2:
+            return next(iter(found.values()), np.zeros(0, np.float32))
+        return pd.DataFrame({name: list(values) for name, values in found.items()})
 
 
 def _table(trained: TrainedModel, model_input: Any) -> pd.DataFrame:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -25,6 +26,8 @@ MOST_UNSENT = 100_000
 """The most metrics that are kept while the store fails; earlier ones are dropped."""
 PAUSE_SECONDS = 10.0
 """The least time between two attempts to log to a store that fails."""
+PARENT = "mlflow.parentRunId"
+"""The tag by which MLflow shows a run inside another one."""
 _OPEN: set[str] = set()
 """The runs that a summary started and has not ended."""
 
@@ -58,15 +61,16 @@ class TrackedRun:
 
     It may travel to another process, as over Spark Connect. There it writes to the store, the active
     run and the experiment of the process that it comes from. If it ``awaits_model``, the run goes
-    on after the fit, until :meth:`end`.
+    on after the fit, until :meth:`end`. With ``nested``, a fit in a run that has one, or that another
+    thread has begun, gets a child run of that.
     """
 
-    def __init__(self, name: str | None, awaits_model: bool = False) -> None:
+    def __init__(self, name: str | None, awaits_model: bool = False, nested: bool = False) -> None:
         try:
             library()
         except ImportError:
             raise extra_needed("MLflow", "mlflow", "mlflow-skinny") from None
-        self._name, self._awaits_model = name, awaits_model
+        self._name, self._awaits_model, self._nested = name, awaits_model, nested
         self.client: Any = None
         self._unsent: list[Any] = []
         self._next_try = 0.0
@@ -109,18 +113,30 @@ class TrackedRun:
         if active is not None and active.info.run_id in _OPEN:  # its fit failed
             self._end(active.info.run_id, "FAILED")
             active = None
-        if active is None:
+        parent = self._parent(active) if self._nested else None
+        if parent is not None:
+            tags = {PARENT: parent.info.run_id}
+            active = self.client.create_run(
+                parent.info.experiment_id, tags=tags, run_name=self._name
+            )
+            _OPEN.add(active.info.run_id)
+        elif active is None:
             active = library().start_run(run_name=self._name, experiment_id=experiment)
             _OPEN.add(active.info.run_id)
         self.run_id = active.info.run_id
 
+    def _parent(self, active: Any) -> Any:
+        """Return the run whose child this fit is: one that has a fit, or that another thread began."""
+        if active is not None:
+            params = self.client.get_run(active.info.run_id).data.params
+            return active if "batch_size" in params else None
+        latest = getattr(library().tracking.fluent, "_get_latest_active_run", lambda: None)()
+        return None if latest is None or latest.info.run_id in _OPEN else latest
+
     def _log_parameters(self, params: Mapping[str, str]) -> None:
         run = self.client.get_run(self.run_id)
-        parameters = [
-            library().entities.Param(name, text)
-            for name, text in allowed_names(params).items()
-            if name not in run.data.params  # MLflow allows no changes: a resumed run keeps its own
-        ]
+        # MLflow allows no changes: a resumed run keeps its own
+        parameters = [one for one in parameters_of(params) if one.key not in run.data.params]
         self.client.log_batch(self.run_id, params=parameters)
 
     def scalars(self, values: Mapping[str, float], iteration: int) -> None:
@@ -172,6 +188,26 @@ class TrackedRun:
         """Add the content of a folder to the run, in the folder ``name`` unless that is empty."""
         self.client.log_artifacts(self.run_id, path, name or None)
 
+    def data_set(self, facts: Mapping[str, list[list[str]]]) -> None:
+        """Log the data set in the facts of a fit: columns, the number of rows and their digest."""
+        training = dict(row for row in facts.get("Training", []) if len(row) == 2)
+        if not {"rows", "digest of the rows"} <= training.keys():
+            return
+        columns = [
+            {"name": name, "type": f"{kind} ({role})"} for name, role, kind in facts["Columns"][1:]
+        ]
+        entities = library().entities
+        data = entities.Dataset(
+            name="training",
+            digest=training["digest of the rows"],
+            source_type="code",
+            source=json.dumps({"tags": {}}),
+            schema=json.dumps({"mlflow_colspec": columns}),
+            profile=json.dumps({"num_rows": int(training["rows"].replace(",", ""))}),
+        )
+        tags = [entities.InputTag("mlflow.data.context", "training")]
+        self.client.log_inputs(self.run_id, [entities.DatasetInput(data, tags)])
+
     def close(self, status: str) -> None:
         self._send()
         if status != "finished" or not self._awaits_model:
@@ -198,6 +234,12 @@ def library() -> Any:
     import mlflow
 
     return mlflow
+
+
+def parameters_of(values: Mapping[str, str]) -> list[Any]:
+    """Return MLflow's parameters of values; an argument that is None says nothing, and is left out."""
+    told = {name: text for name, text in values.items() if text != "None"}
+    return [library().entities.Param(name, text) for name, text in allowed_names(told).items()]
 
 
 def allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,15 +13,20 @@ from sparkdl.codec.describe import plain_parameters
 from sparkdl.loop.history import History
 from sparkdl.loop.triggers import Trigger
 from sparkdl.summaries.mlflow_model import log_model
-from sparkdl.summaries.mlflow_run import MOST_METRICS, TrackedRun, allowed_names, library
+from sparkdl.summaries.mlflow_run import (
+    MOST_METRICS,
+    PARENT,
+    TrackedRun,
+    allowed_names,
+    library,
+    parameters_of,
+)
 
 if TYPE_CHECKING:
     from sparkdl.train.trainer import Trainer
 
 EVERY = 10
 """The iterations from one figure of a curve to the next."""
-PARENT = "mlflow.parentRunId"
-"""The tag by which MLflow shows a run inside another one."""
 
 
 class SearchRuns:
@@ -68,10 +73,7 @@ class SearchRuns:
         own = self._shared if trainer is None else plain_parameters(trainer, (Trigger,))
         given = {name: str(value) for name, value in record.arguments.items()}
         entities = library().entities
-        params = [
-            entities.Param(name, text) for name, text in allowed_names({**own, **given}).items()
-        ]
-        client.log_batch(run, params=params)
+        client.log_batch(run, params=parameters_of({**own, **given}))
         metrics = [
             entities.Metric(name, float(value), began + int(1000 * seconds), iteration)
             for iteration, seconds, values in _figures(record, history)

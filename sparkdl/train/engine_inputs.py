@@ -167,6 +167,7 @@ def facts_of(
         "optimizer": texts["optimizer"],
         "schedule": texts["schedule"] if trainer.schedule else "none",
         "rows": f"{sum(counts):,}",
+        "digest of the rows": f"{sum(h.checksum for h in samples.handles) % 2**64:016x}",
         "replicas": f"{len(counts):,}",
         "rows of a replica": f"{few:,}" if few == most else f"{few:,} to {most:,}",
         "rows of an iteration": f"{trainer.batch_size * trainer.options.local_steps:,}",

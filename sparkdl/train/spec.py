@@ -114,7 +114,8 @@ class TrainerSpec:
     """A function that changes one sample (NumPy arrays) each time the sample is trained on:
     ``augment(*features, rng)`` returns the features. With features by keyword it is called as
     ``augment(**features, rng=rng)``. ``rng`` is a ``numpy.random.Generator`` that is seeded by
-    sample and epoch. The generators of torch, NumPy and ``random`` are seeded likewise."""
+    sample and epoch. The generators of torch, NumPy and ``random`` are seeded likewise.
+    :class:`sparkdl.Batched` makes it a function of all rows of a batch."""
     bucketing: int | None = field(default=None, metadata=rules.COUNT)
     """Sort windows of this many rows by length, so that a batch holds samples of similar length."""
     sampling: Sampling | None = field(default=None, metadata=rules.SAMPLING)

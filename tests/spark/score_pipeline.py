@@ -40,9 +40,10 @@ def main(folder: str) -> None:
         "names": [row.guess for row in scored.orderBy("id").collect()],
         "metrics": grid.avgMetrics,
         "rates": [next(iter(point.values())) for point in grid.getEstimatorParamMaps()],
-        "refused": said(lambda: PipelineModel.load(f"{folder}/pickled")),
         "untrained": said(lambda: Pipeline.load(f"{folder}/untrained")),
     }
+    program = PipelineModel.load(f"{folder}/pickled").transform(rows)
+    told["without_code"] = [row.prediction for row in program.orderBy("id").collect()]
     with sparkdl.ml.loading(model=perceptron):
         again = PipelineModel.load(f"{folder}/pickled").transform(rows)
         told["given"] = [row.prediction for row in again.orderBy("id").collect()]

@@ -47,6 +47,7 @@ LONG = [
     "pipelines.md",
     "planner.md",
     "predictions.md",
+    "recipes.md",
     "recommenders.md",
     "summaries.md",
     "time_series.md",

@@ -143,10 +143,8 @@ def test_a_pipeline_through_cross_validation_into_another_process(
     Pipeline(stages=[module]).save(f"{tmp_path}/untrained")
     messages = [record.getMessage() for record in caplog.records]
     told = [message for message in messages if "pickle" in message]
-    assert len(told) == 2
-    assert (
-        f"{tmp_path}/pickled/stages/3_{torch_stage.uid}/model/recipe.pkl: the model is" in told[0]
-    )
+    assert len(told) == 1
+    assert f"{tmp_path}/untrained/stages/0_{module.uid}/objects.pkl: the estimator" in told[0]
 
     done = subprocess.run(
         [fork_server.start(), ROOT / "tests/spark/score_pipeline.py", tmp_path],
@@ -158,12 +156,7 @@ def test_a_pipeline_through_cross_validation_into_another_process(
     assert found["names"] == numbers(scored, "guess")
     assert found["metrics"] == validated.avgMetrics
     assert found["rates"] == [0.0001, 0.1]
-    stage = f"{tmp_path}/pickled/stages/3_{torch_stage.uid}/model"
-    assert found["refused"] == (
-        f"TrustError: {stage} holds its model as a pickle, which can run any code when opened. Pass "
-        "model=make_model to build the module yourself, or trust=True if you trust the file. Give "
-        "model= or trust= around the load: with sparkdl.ml.loading(model=make_model): ..."
-    )
+    assert found["without_code"] == numbers(unnamed.transform(flowers))
     assert found["untrained"].startswith(f"TrustError: {tmp_path}/untrained/stages/0_")
     assert found["given"] == numbers(unnamed.transform(flowers))
 

@@ -69,6 +69,10 @@ class ColumnSpec(ABC):
         """The other columns that make the tensor together with its own; it is given a struct of all."""
         return ()
 
+    def example(self, field: Field) -> Any:
+        """Return a value that the column may hold, for examples of a model; None: it is not known."""
+        return None
+
     def problems(self, role: str) -> Iterator[str]:
         """Yield what is wrong with this specification for a "feature" or "label", without its name."""
         yield from ()

@@ -90,6 +90,10 @@ class Sequence(NumericSpec):
             items=None if self.items is None else self.items.rule,
         )
 
+    def example(self, field: Field) -> Any:
+        """Return two elements of zeros, if they are no lists themselves."""
+        return np.zeros((2, *field.shape), field.dtype) if len(field.rules) == 1 else None
+
     def problems(self, role: str) -> Iterator[str]:
         """Yield a problem if a label is to give lengths or a mask, which only a model takes."""
         for name in ("lengths", "mask"):

@@ -144,6 +144,10 @@ class Text(ColumnSpec):
         """Return the column of second texts, if there is one."""
         return () if self.text_pair is None else (self.text_pair,)
 
+    def example(self, field: Field) -> Any:
+        """Return a text."""
+        return "a"
+
     def problems(self, role: str) -> Iterator[str]:
         """Yield a problem if a label has no padding of its own, or is to give its lengths."""
         if role == "label" and self.padding is None:

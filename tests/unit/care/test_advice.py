@@ -39,7 +39,7 @@ def spent(timings: dict[str, float], **changes: Any) -> Spent:
         (spent(SCHEDULED, engine="gang", replicas=12, rows=60), []),
         (
             spent({**BUSY, "data": 0.015}, augment=print),
-            ["75% of an iteration was augment=, which is called for each row: what works on whole"],
+            ["75% of an iteration was augment=, which is called for each row: augment=sparkdl"],
         ),
         (spent({**BUSY, "data": 0.015}), []),
     ],

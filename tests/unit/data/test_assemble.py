@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from sparkdl.data import epoch as batches
 from sparkdl.data.batches import (
     Batch,
+    Batched,
     BatchSpec,
     fields_to_batch,
     input_fields,
@@ -28,7 +29,7 @@ from sparkdl.data.batches import (
     training_rows,
     visit_order,
 )
-from sparkdl.data.epoch import permutation
+from sparkdl.data.epoch import RowDraws, permutation
 from sparkdl.data.partition_reader import MappedPartition, close_partitions, open_partition
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.preview import Preview
@@ -203,6 +204,19 @@ def draws(words: np.ndarray, photo: np.ndarray, rng: np.random.Generator) -> tup
     return words, photo + np.float32(noise)
 
 
+@Batched
+def of_all(words: np.ndarray, photo: np.ndarray, rng: RowDraws) -> tuple[Any, Any]:
+    """All rows at once, of equal length."""
+    photo //= 2
+    normal, number = rng.normal(1), rng.integers(-5, 5, 2)
+    assert photo.shape == (*words.shape[:1], *photo.shape[1:])
+    noise = rng.random(1, 1, 1)
+    return np.concatenate([words, number, normal > 0], 1), photo + np.float32(noise)
+
+
+of_part = functools.partial(of_all)
+
+
 class Draws:
     """An object of that kind."""
 
@@ -219,10 +233,16 @@ def draw_from_all() -> tuple[Any, ...]:
     return torch.rand(1), np.random.rand(), random.random()
 
 
-@pytest.mark.parametrize("augment", [jitter, draws, Draws(), functools.partial(draws)])
+@pytest.mark.parametrize(
+    "augment", [jitter, draws, Draws(), functools.partial(draws), of_all, of_part]
+)
 def test_augmented_rows_are_the_same_in_any_batch(make: Make, augment: Any) -> None:
     """The global generators are seeded for each row, and go on afterwards as if nothing had been."""
-    partition = make(some_rows(30))
+    columns = some_rows(30)
+    if augment in (of_all, of_part):
+        assert isinstance(columns[0], Ragged)
+        columns[0] = Ragged.of([np.arange(4) + i for i in range(30)], columns[0].padding)
+    partition = make(columns)
     batch_spec = replace(ASSEMBLY, augment=augment)
     seed_all()
     expected = draw_from_all()
@@ -255,6 +275,17 @@ def test_augment_by_keyword(make: Make) -> None:
         training_batch(short, partition, rows, 0, 0)
 
 
+def test_numbers_of_rows_are_distributed_as_they_say() -> None:
+    draws, rows = RowDraws(7, np.arange(2000)), 2000
+    uniform, normal = draws.random(50), draws.normal(50)
+    assert abs(uniform.mean() - 0.5) < 0.005
+    assert abs(normal.std() - 1) < 0.01
+    assert abs(np.corrcoef(uniform[:-1].ravel(), uniform[1:].ravel())[0, 1]) < 0.015
+    assert set(np.unique(draws.integers(-2, 3, 9))) == {-2, -1, 0, 1, 2}
+    assert draws.random().shape == (rows,)
+    assert len(np.unique(uniform)) == uniform.size
+
+
 def test_augment_of_a_single_feature(make: Make) -> None:
     columns = some_rows(6)
     partition = make([columns[1], columns[2]])
@@ -277,6 +308,7 @@ def test_augment_of_a_single_feature(make: Make) -> None:
         (lambda a, b, rng: (a, "x"), "augment returned a str, which is not an array of numbers"),
         (lambda a, b, rng: (a, np.ma.masked_less(b, 200)), "augment returned a masked value"),
         (lambda a, b, rng: (a, b[:, : 1 + rng.integers(2)]), "augment returned an array of shape"),
+        (Batched(lambda a, b, rng: (a, b)), "rows of equal length, and a batch has some of"),
     ],
 )
 def test_augment_that_fails(make: Make, augment: Any, text: str) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -92,15 +94,43 @@ def test_the_signature_follows_from_the_training() -> None:
     """Rows of double and of whole numbers are what a model of float32 is given."""
     trained = a_model()
     with mlflow.start_run():
-        info = sparkdl.mlflow.log_model(trained, registered_model_name="both")
+        info = sparkdl.mlflow.log_model(trained, registered_model_name="both", alias="champion")
     assert "Array(Array(double))" in str(info.signature.inputs)
-    predict = pyfunc.load_model("models:/both/1").predict
+    assert result_type(info) == "array<float>"
+    predict = pyfunc.load_model("models:/both@champion").predict
     np.testing.assert_allclose(predict(ROWS), wanted(trained), rtol=1e-6)
     assert sparkdl.mlflow.load_model("models:/both/1").num_features == 3
 
 
+def result_type(info: Any) -> str:
+    """Return the type that ``spark_udf`` finds by itself."""
+    return pyfunc._infer_spark_udf_return_type(info.signature.outputs).simpleString()
+
+
+class Best(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Linear(3, 9)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        values, items = self.scores(x).topk(2)
+        return {"score": values, "item": items}
+
+
+def test_several_results_are_a_struct() -> None:
+    trained = trained_model(Best(), model=Best)
+    with mlflow.start_run():
+        info = sparkdl.mlflow.log_model(trained)
+    assert result_type(info) == "struct<score:array<float>,item:array<bigint>>"
+    rows = torch.randn(5, 3)
+    found = pyfunc.load_model(info.model_uri).predict(pd.DataFrame({"x": list(rows.numpy())}))
+    with torch.no_grad():
+        expected = trained.module(rows)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(np.stack(list(found[name])), values.numpy())
+
+
 def test_rows_of_any_length(tmp_path: Path) -> None:
-    """A column with a conversion has no signature without an example."""
     module = nn.EmbeddingBag(9, 2)
     trained = trained_model(
         module,
@@ -111,7 +141,7 @@ def test_rows_of_any_length(tmp_path: Path) -> None:
     )
     sparkdl.mlflow.save_model(trained, tmp_path / "model")
     model = pyfunc.load_model(str(tmp_path / "model"))
-    assert model.metadata.signature is None
+    assert "Array(long)" in str(model.metadata.signature.inputs)
     found = model.predict(pd.DataFrame({"ids": [[1, 2], [3], [4, 5, 6]]}))
     assert found.shape == (3, 2)
     with torch.no_grad():
@@ -201,6 +231,37 @@ def test_the_model_is_logged_after_the_fit() -> None:
     assert torch.equal(loaded.module.last.weight, trained.module.last.weight)
     names = [file.path for file in mlflow.MlflowClient().list_artifacts(callback.run_id)]
     assert sorted(names) == ["history.json", "report.html"]
+
+
+def test_fits_of_a_search_are_child_runs() -> None:
+    """The first of an active run is logged to it; a second one, and those of threads, are inside."""
+    with mlflow.start_run() as outer:
+        first, second, third = (sparkdl.summaries.MLflow(nested=True) for _ in range(3))
+        runs.play([first], runs.states())
+        runs.play([second], runs.states())
+        thread = threading.Thread(target=runs.play, args=([third], runs.states()))
+        thread.start()
+        thread.join()
+    assert first.run_id == outer.info.run_id
+    client = mlflow.MlflowClient()
+    for inner in (client.get_run(second.run_id), client.get_run(third.run_id)):
+        assert inner.info.run_id != first.run_id
+        assert inner.data.tags["mlflow.parentRunId"] == first.run_id
+        assert inner.info.status == "FINISHED"
+        assert "None" not in inner.data.params.values()
+
+
+def test_the_data_set_is_logged() -> None:
+    callback, trained = sparkdl.summaries.MLflow(), a_model()
+    training = [["rows", "1,200"], ["digest of the rows", "00ff"]]
+    columns = [["column", "role", "values"], ["m", "feature", "float32[2, 4]"]]
+    trained.history.note_facts({"Training": training, "Columns": columns})
+    runs.play([callback], runs.states())
+    callback.on_result(runs.a_trainer(), trained)
+    (logged,) = mlflow.MlflowClient().get_run(callback.run_id).inputs.dataset_inputs
+    assert (logged.dataset.digest, logged.tags[0].value) == ("00ff", "training")
+    assert logged.dataset.profile == '{"num_rows": 1200}'
+    assert "float32[2, 4] (feature)" in logged.dataset.schema
 
 
 def test_autologging_is_of_every_fit() -> None:
