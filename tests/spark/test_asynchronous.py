@@ -211,6 +211,7 @@ def fails(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return ((output - target) ** 2 / (target > 0)).mean()
 
 
+@pytest.mark.soak
 def test_gradients_that_are_not_finite_are_left_out(data: Any) -> None:
     """So the newest version is often the one before, whose buffers stay."""
     changes = {"loss": fails, "on_nan": "skip", "stop": sparkdl.max_iteration(12)}
