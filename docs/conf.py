@@ -37,7 +37,11 @@ napoleon_use_ivar = True
 
 
 def add_contents(app: Any, name: str, source: list[str]) -> None:
-    """Append the site's table of contents, which those who read the pages elsewhere do not need."""
+    """Append the site's table of contents, which those who read the pages elsewhere do not need.
+
+    The search leaves out what is not for users."""
+    if name == "CHANGELOG" or name.startswith("docs/internals/"):
+        source[0] = f"---\nnosearch: true\n---\n\n{source[0]}"
     if name == root_doc:
         source[0] += Path(__file__).with_name("contents.md").read_text(encoding="utf-8")
     elif name in ("docs/api/index", "docs/coming/index", "docs/internals/index"):

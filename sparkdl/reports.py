@@ -77,7 +77,9 @@ class Comparison:
         return [Panel(title, lines, across=across) for (title, across), lines in panels.items()]
 
     def __str__(self) -> str:
-        rows = self.rows()
+        rows = [
+            [cell if len(cell) < 60 else f"{cell[:58]}…" for cell in row] for row in self.rows()
+        ]
         widths = [max(len(row[n]) for row in rows) for n in range(len(rows[0]))]
         return "\n".join(
             "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -199,7 +201,7 @@ def _end(history: History) -> dict[str, str]:
         "time": duration(seconds),
         "samples a second": f"{samples / seconds:,.0f}" if seconds > 0 else "",
         **({"faults survived": str(len(lost))} if lost else {}),
-        **({"stopped": history.stopped} if history.stopped else {}),
+        **history.end,
     }
 
 

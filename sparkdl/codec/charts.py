@@ -34,7 +34,7 @@ _INK, _GRID, _PAPER, _FAULT = "#7a7b7c", "#bdbebf", "#fdfefe", "#d03f3e"
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a panel; ``dots`` marks its points."""
+    """A line of a panel; ``dots`` marks its points, which a ``width`` of 0 does not join."""
 
     name: str
     points: Sequence[tuple[float, float]] | np.ndarray
@@ -342,7 +342,8 @@ def _panel_figure(panel: Panel, across: Any, points: int) -> tuple[Any, str]:
             "width": line.width,
             "alpha": 0.6 if line.width == 1 else 1.0,
         }
-        names.append(figure.line("x", "y", source=source, **style))
+        if line.width:
+            names.append(figure.line("x", "y", source=source, **style))
         label = line.name if line.name == panel.title else f"{panel.title}, {line.name}"
         figure.add_tools(
             HoverTool(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,6 @@ _OF_JOBS = {
     *("epochs", "max_iterations", "max_seconds", "min_loss", "histograms"),
 }
 """Keys of the sections data and trainer that are no fields of :class:`sparkdl.Trainer`."""
-
-
-@dataclass(frozen=True)
-class EveryEpochs(sparkdl.Trigger):
-    """A trigger that is true at each multiple of ``epochs`` epochs."""
-
-    epochs: int
-
-    def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ParameterError(f"every_epochs={self.epochs}: give a whole number of at least 1.")
-
-    def __call__(self, previous: sparkdl.TrainState, current: sparkdl.TrainState) -> bool:
-        return current.epoch // self.epochs > previous.epoch // self.epochs
 
 
 class _Problems(list[str]):
@@ -72,6 +57,8 @@ def trainer_of(config: Config) -> sparkdl.Trainer:
     for name, make in _MAKERS.items():
         if fields[name] is not None:
             fields[name] = problems.of(keys.get(name, name), make, fields[name])
+    if config.data.prepare is not None:
+        problems.of("data.prepare", _bound, config.data.prepare)
     problems.of("schedule", schedule_of, config.schedule, 1)
     problems.of("metrics", lambda: resolve(metrics_of(config.metrics)))
     if config.loss is None and config.step is None:
@@ -217,7 +204,7 @@ def _stop(config: Config, problems: _Problems) -> sparkdl.Trigger:
 def _every(section: ValidationSection | CheckpointSection) -> sparkdl.Trigger:
     """Return a trigger for when an ``every_`` key is due; each epoch if none is given."""
     kinds: dict[str, Callable[[Any], sparkdl.Trigger]] = {
-        "every_epochs": EveryEpochs,
+        "every_epochs": sparkdl.every_epoch,
         "every_iterations": sparkdl.every,
         "every_seconds": sparkdl.every_seconds,
     }

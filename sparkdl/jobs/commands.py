@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from sparkdl import summaries
 from sparkdl.data.schema import quoted
 from sparkdl.jobs import building, console, datasets
 from sparkdl.jobs.config import Config, flat
-from sparkdl.jobs.run_folder import LATEST, RunFolder, load_saved, models_of, resume_point
+from sparkdl.jobs.run_folder import LATEST, RunFolder, Saved, load_saved, models_of, resume_point
 from sparkdl.loop.interrupt import INTERRUPTED
 
 SHOWN = 10
@@ -31,7 +32,6 @@ def train(config: Config, arguments: Any) -> None:
     """Train, write the run folder, evaluate, and print the results."""
     trainer = building.trainer_of(config)
     resume = arguments.resume and resume_point(arguments.resume, config)
-    datasets.prepare(config.data)
     with _session(f"train {config.name}", config) as spark:
         if arguments.dry_run:
             dry_run(spark, config, trainer)
@@ -46,11 +46,6 @@ def _train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | N
     test = datasets.read_test(spark, config.data)
     count = samples.count()
     iterations = building.iterations_of(config, trainer, count)
-    lines = console.EpochLines(
-        config.trainer.epochs, spark.conf.get("spark.sparkdl.progress", "auto")
-    )
-    if lines.shown:  # they take the place of those that fit logs without a terminal
-        spark.conf.set("spark.sparkdl.progress", "false")
     print(
         f"{config.name}: {count:,} samples{f' and {held.count():,} to validate on' if held else ''}"
         f", batches of {trainer.batch_size}, {iterations:,} iterations "
@@ -60,14 +55,14 @@ def _train(spark: Any, config: Config, trainer: sparkdl.Trainer, resume: str | N
     with RunFolder.create(config.runs, config.name) as folder:
         folder.write_config(config)
         trainer = _complete(config, trainer, held, iterations, folder.path)
-        shown = [folder, lines, *_summaries(config, folder.path), *trainer.callbacks]
+        shown = [folder, *_summaries(config, folder.path), *trainer.callbacks]
         with _columns_as_inputs(config, samples):
             trained = dataclasses.replace(trainer, callbacks=shown).fit(samples, resume=resume)
         interrupted = trained.history.stopped == INTERRUPTED
         if interrupted and not len(trained.history):
             raise KeyboardInterrupt
         folder.write_training(trained)
-        summary = _summarize(trained, count, lines.state, config)
+        summary = _summarize(trained, count, folder.state, config)
         folder.write_summary(summary)
         if interrupted:
             print(f"what was trained is in {folder.path}", file=sys.stderr)
@@ -168,18 +163,17 @@ def _summarize(
     trained: sparkdl.TrainedModel, count: int, state: sparkdl.TrainState, config: Config
 ) -> dict[str, Any]:
     """Return the figures of the final table."""
-    epochs, best = trained.history.epochs(), state.best
-    by = config.validation and config.validation.best
-    stopped = trained.history.stopped
+    history, best = trained.history, state.best
+    epochs, by = history.epochs(), config.validation and config.validation.best
     return {
         "samples": count,
         "parameters": sum(p.numel() for p in trained.module.parameters()),
         "epochs": len(epochs),
-        "iterations": len(trained.history),
+        "iterations": len(history),
+        **history.end,
         "seconds": state.seconds,
         "samples/s": state.samples / state.seconds,
         "train loss": epochs[-1]["loss"],
-        **({"stopped": stopped} if stopped else {}),
         **{f"validation {name}": value for name, value in state.metrics.items()},
         **({"best epoch": best.epoch} if trained.best and by and best else {}),
     }
@@ -188,7 +182,6 @@ def _summarize(
 def plan(config: Config, arguments: Any) -> None:
     """Print what an iteration of the training takes in each way to run it."""
     trainer = building.trainer_of(config)
-    datasets.prepare(config.data)
     with _session(f"plan {config.name}", config) as spark:
         samples, _ = datasets.read_samples(spark, config)
         ready = dataclasses.replace(trainer, validation=None, checkpoint=None)
@@ -199,7 +192,6 @@ def plan(config: Config, arguments: Any) -> None:
 def tune(config: Config, arguments: Any) -> None:
     """Search, write the run folder, evaluate the best model, and print the results."""
     trainer, search = building.trainer_of(config), building.search_of(config)
-    datasets.prepare(config.data)
     with _session(f"tune {config.name}", config) as spark:
         _tune(spark, config, trainer, search, arguments.resume)
 
@@ -245,7 +237,7 @@ def evaluate(arguments: Any) -> None:
     saved = load_saved(arguments.model, arguments.trust, arguments.loss, needs_loss=True)
     metrics = saved.metrics if arguments.metrics is None else arguments.metrics
     with console.session("evaluate", arguments.master) as spark:
-        data = _read_of(spark, arguments)
+        data = _read_of(spark, arguments, saved)
         scores = saved.trained.evaluate(data, building.metrics_of(metrics))
         count = data.count()
     path = saved.folder / "evaluation.json"
@@ -260,7 +252,7 @@ def predict(arguments: Any) -> None:
     """Write the data with a column of predictions, and print a few rows."""
     saved = load_saved(arguments.model, arguments.trust)
     with console.session("predict", arguments.master) as spark:
-        data = _read_of(spark, arguments)
+        data = _read_of(spark, arguments, saved)
         predicted = saved.trained.transform(
             data,
             prediction_col=arguments.column,
@@ -284,12 +276,22 @@ def predict(arguments: Any) -> None:
     print(arguments.output)
 
 
-def _read_of(spark: Any, arguments: Any) -> Any:
+def _read_of(spark: Any, arguments: Any, saved: Saved) -> Any:
     options = flat(arguments.options)
-    return datasets.read(
+    data = datasets.read(
         spark, "--data", arguments.data, arguments.format, options, arguments.select
     )
+    columns = set(data.columns)
+    missing = [n for n in saved.trained.features if not columns & {n, n.partition(".")[0]}]
+    if missing and saved.select:
+        given = shlex.quote(json.dumps(saved.select, ensure_ascii=False))
+        raise sparkdl.ParameterError(
+            f'--data: {arguments.data} has no column "{missing[0]}", which the run made of others: '
+            f"give --select {given}"
+        )
+    return data
 
 
 def _session(app: str, config: Config) -> contextlib.AbstractContextManager[Any]:
+    datasets.prepare(config.data)
     return console.session(app, config.spark.master, config.spark.settings)

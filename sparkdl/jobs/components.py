@@ -39,10 +39,7 @@ class Component:
             if odd := [name for name in arguments if not isinstance(name, str)]:
                 raise ParameterError(f"the argument {odd[0]!r} is not text: quote it.")
             return Component(spec["class_path"], arguments)
-        old = (
-            ' "use" is now class_path, and arguments are below init_args.' if "use" in spec else ""
-        )
-        raise ParameterError(f"give a name, or a mapping with class_path and init_args.{old}")
+        raise ParameterError("give a name, or a mapping with class_path and init_args.")
 
     def bound(self) -> Callable[..., Any]:
         """Return the named object with the arguments bound to it. Raises ParameterError."""

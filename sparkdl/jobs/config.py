@@ -6,6 +6,7 @@ Neither torch nor Spark is imported here, so that a mistyped key is told at once
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import re
 import types
@@ -34,7 +35,7 @@ class DataSection:
     format: str = "parquet"
     options: dict[str, Any] = field(default_factory=dict)
     select: list[str] | None = None
-    prepare: str | None = None
+    prepare: Spec | None = None
     features: str | list[str] | dict[str, str] = "features"
     label: str | list[str] | None = "label"
     weight: str | None = None
@@ -324,6 +325,10 @@ def parser_error(error: Exception, hints: Mapping[str, Any]) -> ParameterError:
         text = unknown_key(match[1], hints)
     elif match := re.match(r'Parser key "config": File does not exist: (.*)', text):
         text = f"config: there is no file {match[1]}."
+    elif match := re.match(r"Parser key \"(.+?)\":(?s:.*)Importing '(.+)' is not allowed", text):
+        text = f"{match[1]}: there is no file {match[2]}, and a section is a mapping or a file."
+    elif match := re.search(r"(?s)interpolation: \"?(.+?)\"?\n +full_key: (\S+)", text):
+        text = f"{match[2]}: {match[1]}."
     elif match := re.match(r'Parser key "(.+?)":\s*(.*)', text, re.DOTALL):
         value = re.search(r"(?:Got|Given) value: (.*)", match[2])
         text = f"{match[1]}: {match[2]}"
@@ -341,6 +346,40 @@ def parser_error(error: Exception, hints: Mapping[str, Any]) -> ParameterError:
     elif match := re.match(r"Unexpected config:", text):
         text = "give a mapping of keys to values."
     return ParameterError(text)
+
+
+def with_lines(message: str, arguments: Sequence[str]) -> str:
+    """Return the message of a mistake with the line of the file that has the key it begins with."""
+    overridden = [f"{each[2:].partition('=')[0]}." for each in arguments if each[:2] == "--"]
+    places: dict[str, str] = {}
+    for before, file in zip(["", *arguments], [*arguments, ""], strict=True):
+        if before == "--config" or file.startswith("--config="):
+            places |= dict(_places(file.removeprefix("--config=")))
+
+    def placed(line: str) -> str:
+        if match := re.match(r'(?:  - )?(?:unknown key ")?([\w.]*\w)(.*)', line):
+            name, inside = match[1], re.findall(r"\w+", match[2])
+            keys = [*(f"{name}.init_args.{word}" for word in inside), name]
+            for key in (*keys, f"trainer.{name}", f"data.{name}"):
+                head = key.partition("init_args")[0].rstrip(".") + "."
+                if key in places and not any(each.startswith(head) for each in overridden):
+                    return f"{line} ({places[key]})"
+        return line
+
+    return "\n".join(map(placed, message.split("\n")))
+
+
+def _places(file: str) -> Iterator[tuple[str, str]]:
+    """Yield each dotted key of a YAML file, and its line in words."""
+    import yaml
+
+    def below(node: Any, prefix: str) -> Iterator[tuple[str, str]]:
+        for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
+            yield prefix + str(name.value), f"line {name.start_mark.line + 1} of {file}"
+            yield from below(value, f"{prefix}{name.value}.")
+
+    with contextlib.suppress(OSError, yaml.YAMLError), open(file, encoding="utf-8") as text:
+        yield from below(yaml.compose(text), "")
 
 
 def unknown_key(key: str, hints: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The console of the jobs: session, exit statuses, errors of Spark in few words, tables, progress."""
+"""The console of the jobs: session, exit statuses, errors of Spark in few words, tables."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -16,9 +15,6 @@ from py4j.protocol import Py4JJavaError
 from pyspark.errors import AnalysisException, IllegalArgumentException, PySparkException
 
 import sparkdl
-from sparkdl import Callback, History, Trainer, TrainState
-from sparkdl.checkpoint.resume import history_in
-from sparkdl.codec.describe import without_credentials
 from sparkdl.errors import ParameterError
 from sparkdl.jobs.components import place_of
 from sparkdl.spark.executors import check_python
@@ -131,15 +127,6 @@ def _quietly(interrupt: Any) -> Callable[..., None]:
     return quiet
 
 
-def hush_pyspark() -> None:
-    """Silence PySpark's own log of an exception, with the stack of Java, before it is told."""
-    with contextlib.suppress(ImportError):  # Spark 3.5 has none
-        from pyspark.logger import PySparkLogger
-
-        for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
-            PySparkLogger.getLogger(name).disabled = True
-
-
 def _submitted_master() -> str | None:
     """Return the master given to ``spark-submit``; its own default, local[*], does not count."""
     if "PYSPARK_GATEWAY_PORT" not in os.environ:
@@ -164,51 +151,3 @@ def _readable(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-class EpochLines(Callback):
-    """A callback that prints about ten lines for a log; none if the progress bar is drawn.
-
-    ``state`` is the last state that it saw; ``shown`` is true if it prints lines.
-    """
-
-    def __init__(self, epochs: int, progress: str = "auto") -> None:
-        self._every = max(1, -(-epochs // 10))
-        self._epochs = epochs
-        self.shown = progress == "auto" and not sys.stderr.isatty()
-        self._epoch = History()
-        self._line = ""
-        self.state = TrainState()
-
-    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
-        self.state = state
-        if state.checkpoint is not None:
-            place = without_credentials(state.checkpoint)
-            print(f"on from iteration {state.iteration:,}: {place}", flush=True)
-            if state.position:  # what the epoch has behind it
-                self._epoch = history_in(state.checkpoint)
-
-    def on_epoch_start(self, trainer: Trainer, state: TrainState) -> None:
-        self._epoch = History.after(state)
-
-    def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
-        self._epoch.append(state, state.epoch + bool(state.position))
-
-    def on_epoch_end(self, trainer: Trainer, state: TrainState) -> None:
-        loss = self._epoch.epochs()[-1]["loss"]
-        self._line = f"epoch {state.epoch:>3}/{self._epochs}   loss {loss:<8.4g}   "
-        if state.validations and state.validations[-1].iteration == state.iteration:
-            found = [f"{name} {value:<7.4g}" for name, value in state.metrics.items()]
-            self._line += f"validation {' '.join(found)}  "
-        self._line += f"{state.samples / state.seconds:,.0f} samples/s"
-        if state.epoch % self._every == 0:
-            self._show()
-
-    def on_fit_end(self, trainer: Trainer, state: TrainState) -> None:
-        self.state = state
-        self._show()
-
-    def _show(self) -> None:
-        if self.shown and self._line:
-            print(self._line, flush=True)
-        self._line = ""

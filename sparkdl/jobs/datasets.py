@@ -1,15 +1,16 @@
-"""Data of a job: reading, writing, holding out, and the data set of the example."""
+"""Data of a job: reading, writing, holding out."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
+from sparkdl.codec.files import path_here
 from sparkdl.data.arrow_tasks import content_hash
 from sparkdl.errors import ParameterError
+from sparkdl.jobs.components import Component
 from sparkdl.jobs.config import Config, DataSection
 from sparkdl.jobs.console import told
 
@@ -124,25 +125,8 @@ def split(data: DataFrame, share: float, seed: int) -> tuple[DataFrame, DataFram
 
 
 def prepare(data: DataSection) -> None:
-    """Write the data set ``data.prepare`` if its files do not exist. Raises ParameterError."""
-    if data.prepare is None:
-        return
-    if data.prepare != "digits":
-        raise ParameterError(
-            f'data.prepare: "{data.prepare}" is not a known data set. Known: digits.'
-        )
-    if data.format != "parquet" or data.test is None:
-        raise ParameterError(
-            "data.prepare writes Parquet to data.train and data.test: "
-            "give both, and data.format parquet."
-        )
-    for path in (data.train, data.test):
-        if re.match(r"[A-Za-z][\w+.-]*:/", path):
-            raise ParameterError(
-                f"data.prepare writes to local paths, not to a URI such as {path}: copy the files "
-                "there, and set data.prepare to null."
-            )
-    if not (Path(data.train).exists() and Path(data.test).exists()):
-        from sparkdl.jobs import digits
-
-        digits.write(Path(data.train), Path(data.test))
+    """Call ``data.prepare``, which writes the data, unless its files exist. Raises ParameterError."""
+    if data.prepare is not None:
+        paths = [path_here(path) for path in (data.train, data.test) if path is not None]
+        if not all(path.exists() for path in paths):
+            Component.of(data.prepare).bound()(*paths)

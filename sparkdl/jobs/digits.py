@@ -54,7 +54,7 @@ def write(train: Path, test: Path) -> None:
         from sklearn.model_selection import train_test_split
     except ImportError:
         raise ParameterError(
-            "data.prepare: digits come with scikit-learn: pip install scikit-learn."
+            "data.prepare: the digits come with scikit-learn: pip install scikit-learn."
         ) from None
     pixels, labels = load_digits(return_X_y=True)
     parts = train_test_split(pixels, labels, test_size=0.2, random_state=0, stratify=labels)

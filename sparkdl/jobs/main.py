@@ -9,9 +9,9 @@ import argparse
 import io
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import sparkdl
 from sparkdl import __main__
@@ -54,8 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for a fault."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding != "utf-8":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's: it lacks letters
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        _run(list(sys.argv[1:] if arguments is None else arguments))
+        _run(arguments)
     except (Exception, KeyboardInterrupt) as error:
         message: str | None = str(error)
         status = 2
@@ -65,6 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
             status, message = ended_by(error)
         if message is None:
             raise
+        if status == 2:
+            message = config.with_lines(message, arguments)
         print(f"error: {without_credentials(message)}", file=sys.stderr)
         sys.exit(status)
     sys.exit(0)
@@ -93,12 +96,16 @@ def _run(arguments: list[str]) -> None:
 def _run_job(name: str, arguments: list[str]) -> None:
     from_file = name in ("train", "tune", "plan")
     kind = config.Config if from_file else config.SAVED[name]
+    needed = "--config FILE" if from_file else "--model FOLDER --data PATH"
+    usage = f"sparkdl {name} {needed} [--KEY VALUE ...]"
     parser = config.new_parser(
-        prog=f"sparkdl {name}", description=COMMANDS[name], parser_mode="omegaconf"
+        prog=f"sparkdl {name}", usage=usage, description=COMMANDS[name], parser_mode="omegaconf"
     )
     if from_file:
         parser.add_argument(
-            "--config", action="config", help="a YAML file; of several, the last counts"
+            "--config",
+            action="config",
+            help="a YAML file; conf/digits.yaml (sparkdl conf) explains every key",
         )
         if name != "plan":
             parser.add_argument("--resume", help=_HELP["resume"])
@@ -106,25 +113,20 @@ def _run_job(name: str, arguments: list[str]) -> None:
     parser.add_class_arguments(kind, None)
     for flag in _FLAGS[name]:
         parser.add_argument(f"--{flag}", action="store_true", help=_HELP[flag])
-    import jsonargparse
+    from jsonargparse import ArgumentError
+    from omegaconf.errors import OmegaConfBaseException
 
     hints = config.keys_of(kind)
     try:
-        parsed = parser.instantiate(parser.parse_args([_key(each, hints) for each in arguments]))
-    except jsonargparse.ArgumentError as error:
+        parsed = parser.instantiate(parser.parse_args(arguments))
+    except (ArgumentError, OmegaConfBaseException) as error:
         raise config.parser_error(error, hints) from None
     checked = [config.config_of(parsed)] if from_file else []
-    from sparkdl.jobs import commands, console
+    from sparkdl.jobs import commands
+    from sparkdl.spark.failures import query_log_hushed
 
-    console.hush_pyspark()
-    getattr(commands, name)(*checked, parsed)
-
-
-def _key(argument: str, hints: Mapping[str, Any]) -> str:
-    """Return an argument whose key may have hyphens, as in ``--output-format``."""
-    key, equals, value = argument.partition("=")
-    plain = key[2:].replace("-", "_")
-    return f"--{plain}{equals}{value}" if key[:2] == "--" and plain in hints else argument
+    with query_log_hushed():
+        getattr(commands, name)(*checked, parsed)
 
 
 def _write_configurations(folder: Path) -> None:

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import re
-import shlex
 import shutil
 import sys
 import time
@@ -41,16 +40,23 @@ LATEST = "latest"
 class RunFolder(Callback):
     """A new folder ``<runs>/<name>-<YYYYmmdd-HHMMSS>``; an existing one is never written to.
 
-    It is a callback of the training, so it knows whether there is anything to lose.
+    It is a callback of the training, so it knows how far that is, and whether there is anything to
+    lose.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.state = TrainState()
         self.trained = False
         """True if an iteration has ended, or if the training was complete when it was resumed."""
 
+    def on_fit_start(self, trainer: Trainer, state: TrainState) -> None:
+        if state.checkpoint is not None:
+            place = without_credentials(state.checkpoint)
+            print(f"on from iteration {state.iteration:,}: {place}", flush=True)
+
     def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
-        self.trained = True
+        self.state, self.trained = state, True
 
     on_fit_end = on_iteration_end
 
@@ -89,9 +95,7 @@ class RunFolder(Callback):
         import pyspark
         import torch
 
-        command = shlex.join(_without_secrets(sys.argv)).replace("\n", "\n# ")
         (self.path / "config.yaml").write_text(
-            f"# Written by {command}\n"
             f"# sparkdl {__version__}, pyspark {pyspark.__version__}, torch {torch.__version__}, "
             f"Python {platform.python_version()}\n"
             + yaml.safe_dump(
@@ -134,20 +138,6 @@ def redacted(value: Any, key: str = "") -> Any:
     if is_secret(key, value):
         return REDACTED
     return without_credentials(value) if isinstance(value, str) else value
-
-
-def _without_secrets(arguments: list[str]) -> list[str]:
-    shown, before = [], ""
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if equals and is_secret(key, value):
-            shown.append(f"{key}={REDACTED}")
-        elif before.startswith("--") and is_secret(before, argument):
-            shown.append(REDACTED)
-        else:
-            shown.append(without_credentials(argument))
-        before = argument
-    return shown
 
 
 def find_model(path: str | Path) -> tuple[Path, Path | None]:
@@ -222,11 +212,12 @@ def _runs(runs: Path, name: str) -> list[Path]:
 
 @dataclass(frozen=True)
 class Saved:
-    """A loaded model, the folder for results about it, and the metrics of its run."""
+    """A loaded model, the folder for results about it, and the metrics and columns of its run."""
 
     trained: TrainedModel
     folder: Path
     metrics: list[Any] = field(default_factory=list)
+    select: list[str] | None = None
 
 
 def load_saved(
@@ -250,7 +241,8 @@ def load_saved(
         ship(type(module).__module__)
     # best/ and ema/ of a run are written into themselves, what is of its model into the run
     folder = run if run is not None and model.name == "model" else model
-    return Saved(trained, folder, _metrics(config, trust))
+    select = (config.get("data") or {}).get("select")
+    return Saved(trained, folder, _metrics(config, trust), select)
 
 
 def _metrics(config: dict[str, Any], trust: bool) -> list[Any]:

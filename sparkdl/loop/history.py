@@ -317,8 +317,7 @@ class History(RunNotes):
     def summary(self) -> str:
         """Return in one line how far the run went, its last loss, and why it ended."""
         last = self.last(1)[-1] if len(self) else {"epoch": 0, "loss": math.nan}
-        reason = self.stopped or self.ended_by
-        return history_tables.as_line(len(self), int(last["epoch"]), last["loss"], reason)
+        return history_tables.as_line(len(self), int(last["epoch"]), last["loss"], self.end)
 
     def _repr_html_(self) -> str:
         """Return the view in a notebook: progress, loss, last metrics, and the curves."""

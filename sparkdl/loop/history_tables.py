@@ -151,12 +151,12 @@ def timing_table(found: Mapping[str, Mapping[str, float]]) -> str:
     return "\n".join(rows)
 
 
-def as_line(iterations: int, epoch: int, loss: float, reason: str | None) -> str:
+def as_line(iterations: int, epoch: int, loss: float, end: Mapping[str, str]) -> str:
     """Return in one line how far a run went, its last loss, and why it ended."""
     if not iterations:
         return "no iterations"
     parts = [f"{counted(iterations, 'iteration')} up to epoch {epoch:,}", f"last loss {loss:.4g}"]
-    return ", ".join([*parts, *([] if reason is None else [f"stopped: {reason}"])])
+    return ", ".join([*parts, *(f"{name}: {reason}" for name, reason in end.items())])
 
 
 def as_html(

@@ -430,7 +430,7 @@ class ProgressLog(_Shown):
             self._tell(trainer, state)
 
     def on_fit_end(self, trainer: Any, state: TrainState) -> None:
-        if self._begun:
+        if self._begun and state.iteration:
             self._tell(trainer, state, "training has ended: ")
         self.close()
 

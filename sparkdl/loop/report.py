@@ -116,22 +116,22 @@ def _add_summary(page: Page, history: Any) -> None:
 
 
 def _add_arrays(page: Page, validations: Sequence[Mapping[str, Any]]) -> None:
-    """Add matrices and curves of a validation; the first column of a curve is its horizontal axis."""
+    """Add matrices, curves and points of a validation; their first column is the horizontal axis.
+
+    Where that is in order they make a curve."""
     for name, value in (validations[0].get("arrays", {}) if validations else {}).items():
         title = f"{name} of the last validation"
         if isinstance(value, Mapping):
             columns = {str(key): each for key, each in value.items() if np.ndim(each) == 1}
             across, *others = columns or [""]
-            page.chart(
-                Panel(
-                    title,
-                    [
-                        Line(n, list(zip(columns[across], columns[n], strict=False)), colour)
-                        for n, colour in zip(others[:1], COLOURS, strict=False)
-                    ],
-                    across=across,
-                )
-            )
+            steps = np.diff(columns.get(across, []))
+            curve = bool((steps >= 0).all() or (steps <= 0).all())
+            style = (COLOURS[0], 2.0, False) if curve else (COLOURS[0], 0.0, True)
+            lines = [
+                Line(name, list(zip(columns[across], columns[name], strict=False)), *style)
+                for name in others[:1]
+            ]
+            page.chart(Panel(title, lines, across=across))
         elif (
             len({len(row) if isinstance(row, list) else 0 for row in value}) == 1
             and np.ndim(value) == 2

@@ -28,6 +28,12 @@ class RunNotes:
         self._events: list[dict[str, Any]] = []
 
     @property
+    def end(self) -> dict[str, str]:
+        """Return why the training ended, as ``{"ended by": trigger}`` or ``{"stopped": reason}``."""
+        ends = {"stopped": self.stopped, "ended by": None if self.stopped else self.ended_by}
+        return {name: reason for name, reason in ends.items() if reason}
+
+    @property
     def facts(self) -> dict[str, list[list[str]]]:
         """Return what was trained and where, as tables of text by their titles.
 

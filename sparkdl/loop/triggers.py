@@ -204,8 +204,10 @@ class MaxIteration(Trigger, predictable=True):
 class EveryEpoch(Trigger, predictable=True):
     """The trigger of :func:`every_epoch`."""
 
+    epochs: int = 1
+
     def __call__(self, previous: TrainState, current: TrainState) -> bool:
-        return current.epoch > previous.epoch
+        return current.epoch // self.epochs > previous.epoch // self.epochs
 
 
 @dataclass(frozen=True)
@@ -300,9 +302,9 @@ def max_iteration(iterations: int) -> Trigger:
     return MaxIteration(_positive("max_iteration", iterations))
 
 
-def every_epoch() -> Trigger:
-    """Return a trigger that is true at the end of each epoch."""
-    return EveryEpoch()
+def every_epoch(epochs: int = 1) -> Trigger:
+    """Return a trigger that is true at the end of each epoch, or of each ``epochs``-th one."""
+    return EveryEpoch(_positive("every_epoch", epochs))
 
 
 def every(iterations: int) -> Trigger:

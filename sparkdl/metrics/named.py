@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 
 from sparkdl.errors import ParameterError, kind_of, nearest, shown
@@ -41,6 +42,8 @@ from sparkdl.metrics.scores import (
     RocCurve,
     ScoreMetric,
 )
+
+_MOST_RESIDUALS = 500
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,38 @@ def _r2(count: torch.Tensor, spread: torch.Tensor, errors: torch.Tensor) -> torc
 
 def _root_mean(count: torch.Tensor, spread: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
     return (errors / count).sqrt()
+
+
+@dataclass(frozen=True)
+class Residuals(Metric):
+    """Predictions and what is left of the labels, of up to 500 elements that a hash of both chooses."""
+
+    name: str = "residuals"
+    scalar = False
+
+    def start(self) -> np.ndarray:
+        return np.empty((2, 0))
+
+    def update(self, state: np.ndarray, output: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+        errors = _difference(output, target).flatten()
+        if errors.is_complex():
+            raise ValueError("residuals are of real numbers")
+        return self.merge(state, np.stack([output.double().flatten().numpy(), -errors.numpy()]))
+
+    def merge(self, one: np.ndarray, other: np.ndarray) -> np.ndarray:
+        pairs = np.concatenate([one, other], axis=1)
+        bits = pairs.view(np.uint64) * np.array(
+            [[0x9E3779B97F4A7C15], [0xC2B2AE3D27D4EB4F]], np.uint64
+        )
+        mixed = (bits[0] ^ (bits[1] >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+        order = np.lexsort((pairs[1], pairs[0], mixed >> np.uint64(32)))
+        return pairs[:, order[:_MOST_RESIDUALS]]
+
+    def value(self, state: np.ndarray) -> dict[str, list[float]]:
+        return {"prediction": state[0].tolist(), "residual": state[1].tolist()}
+
+    def is_empty(self, state: np.ndarray) -> bool:
+        return not state.size
 
 
 def top_k(output: torch.Tensor, target: torch.Tensor, k: int) -> torch.Tensor:
@@ -259,6 +294,7 @@ METRICS: dict[str, Callable[..., Metric]] = {
     "rmse": partial(Regression, "rmse", _root_mean, higher_is_better=False),
     "mape": partial(MeanMetric, "mape", _relative_error, higher_is_better=False),
     "r2": partial(Regression, "r2", _r2),
+    "residuals": Residuals,
     "auc": AUC,
     "average_precision": AveragePrecision,
     **{name: partial(ClassRatio, name, kind=name) for name in _RATIOS},

@@ -86,8 +86,8 @@ class Choice:
             return ""
         name = self.strategy.replace("+", " + ")
         if self.mesh:
-            name += " " + "x".join(f"{size} {dimension}" for dimension, size in self.mesh)
-        return f"{name}, {self.micro_batches} parts" if self.micro_batches else name
+            name += f" ({', '.join(f'{dimension} {size}' for dimension, size in self.mesh)})"
+        return f"{name}, {self.micro_batches} micro-batches" if self.micro_batches else name
 
     def __str__(self) -> str:
         more = [f"{name}={value}" for name, value in self.more]

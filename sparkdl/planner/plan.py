@@ -227,15 +227,15 @@ def _plainer(first: Choice, choice: Choice) -> str:
 
 
 def _difference(one: Mapping[str, float], other: Mapping[str, float]) -> list[str]:
-    """Return the largest loss and the largest gain of another choice, in words."""
+    """Return the largest loss and the largest gain of another choice in words, the larger one first."""
     changes = {name: other.get(name, 0.0) - one.get(name, 0.0) for name in _PARTS}
     loss, gain = max(changes, key=changes.__getitem__), min(changes, key=changes.__getitem__)
     told = []
     if changes[gain] < -0.0002:
-        told.append(f"{_PARTS[gain][0]}: {_ms(-changes[gain])} ms less")
+        told.append((-changes[gain], f"{_PARTS[gain][0]}: {_ms(-changes[gain])} ms less"))
     if changes[loss] > 0.0002:
-        told.append(f"{_PARTS[loss][0]}: {_ms(changes[loss])} ms more")
-    return told
+        told.append((changes[loss], f"{_PARTS[loss][0]}: {_ms(changes[loss])} ms more"))
+    return [words for _, words in sorted(told, reverse=True)]
 
 
 def _of_other(estimate: Estimate, facts: Facts) -> str:

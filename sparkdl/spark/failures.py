@@ -6,6 +6,7 @@ A timeout for every wait of a fit: jobs in which nothing happens are cancelled w
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 import resource
 import sys
@@ -225,6 +226,28 @@ def _did_not_start(said: str) -> str:
 
 
 @contextlib.contextmanager
+def query_log_hushed() -> Iterator[None]:
+    """Silence PySpark's own log of a query that fails, with the stack of Java: an error tells it."""
+
+    def hush(record: logging.LogRecord) -> bool:
+        return False
+
+    logs: list[logging.Logger] = []
+    with contextlib.suppress(ImportError):  # Spark 3.5 has none
+        from pyspark.logger import PySparkLogger
+
+        names = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
+        logs = [PySparkLogger.getLogger(name) for name in names]
+    for log in logs:
+        log.addFilter(hush)
+    try:
+        yield
+    finally:
+        for log in logs:
+            log.removeFilter(hush)
+
+
+@contextlib.contextmanager
 def reading_explained(doing: str = "reading the data") -> Iterator[None]:
     """Translate the errors of jobs that read the data; ``doing`` says what the data are read for.
 
@@ -232,7 +255,8 @@ def reading_explained(doing: str = "reading the data") -> Iterator[None]:
     executors lack, a ModelError; the rest is as in :func:`faults_explained`.
     """
     try:
-        yield
+        with query_log_hushed():
+            yield
     except (Py4JError, PySparkException) as error:
         text = str(error)
         check_session(text)

@@ -146,14 +146,17 @@ class Placement:
         return map_frames(zip_frames(self._replicas, self.samples), AtReplicas(task, ()))
 
     def zipped_with_slices(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
-        """Run a task over (frame, owner) pairs, and return its unpickled results."""
+        """Run a task over (frame, owner) pairs where the frames are; return its unpickled results."""
         owners = map_frames(self.slice_rdd, Recount(count))
         return self.pickled(map_frames(zip_frames(frames, owners), task))
 
     def zipped_with_replicas(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
-        """Run a task over (frame, padded replica) pairs, and return its unpickled results."""
+        """Run a task over (padded replica, frame) pairs, and return its unpickled results.
+
+        It runs where the replicas are, not the frames: Spark goes by the first RDD with a place.
+        """
         padded = self._padded(self.samples, (count,) * self._run.replicas)
-        return self.pickled(map_frames(zip_frames(frames, padded), task))
+        return self.pickled(map_frames(zip_frames(padded, frames), task))
 
     def pickled(self, rdd: RDD) -> list[Any]:
         """Run a job and return its results, unpickled; delete the shuffles behind it."""

@@ -120,7 +120,7 @@ class TakeResidual:
 
 @dataclass(frozen=True)
 class RestoreResidual:
-    """Body over (snapshot, padded replica) pairs: write a replica's residuals into this node's slabs.
+    """Body over (padded replica, snapshot) pairs: write a replica's residuals into this node's slabs.
 
     Yields a pickled (replica, handle or None).
     """
@@ -128,7 +128,7 @@ class RestoreResidual:
     submission: int
 
     def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        pair, (replica, kept), frames = _opened(pairs)
+        pair, (replica, kept), frames = _opened((frame, pair) for pair, frame in pairs)
         run: RunSpec = pickle.loads(pickle.loads(pair)[0]).run
         handle = None
         if kept is not None:

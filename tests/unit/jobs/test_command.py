@@ -28,7 +28,10 @@ FILES = {
     "twice.yaml": "name: a\nname: b\n",
     "list.yaml": "- a\n",
     "open.yaml": "data:\n  train: [a\n",
-    "typo.yaml": "data: {trian: a}\n",
+    "typo.yaml": "data:\n  trian: a\n",
+    "variable.yaml": "name: ${oc.env:NOT_SET}\n",
+    "elsewhere.yaml": yaml.safe_dump({**SMALLEST, "trainer": "none.yaml"}),
+    "fields.yaml": yaml.safe_dump({**SMALLEST, "trainer": {"engine": "shufle"}}),
     "optional.yaml": yaml.safe_dump({**SMALLEST, "checkpoint": {"every_epoch": 5}}),
     "inside.yaml": yaml.safe_dump({**SMALLEST, "checkpoint": {"every_epochs": "five"}}),
     "short.yaml": yaml.safe_dump({k: v for k, v in SMALLEST.items() if k != "model"}),
@@ -55,7 +58,15 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
     "a key twice": (["train", "--config", "twice.yaml"], "found duplicate key name"),
     "a key in the file": (
         ["train", "--config", "typo.yaml"],
-        'unknown key "data.trian". Did you mean "data.train"?',
+        'unknown key "data.trian". Did you mean "data.train"? (line 2 of typo.yaml)\n',
+    ),
+    "a variable": (
+        ["train", "--config", "variable.yaml"],
+        "name: Environment variable 'NOT_SET' not found. (line 1 of variable.yaml)\n",
+    ),
+    "a section that is a file": (
+        ["train", "--config", "elsewhere.yaml"],
+        "trainer: there is no file none.yaml, and a section is a mapping or a file. (line ",
     ),
     "a key": (
         [*FILE, "--trainer.batchsize=3"],
@@ -77,8 +88,9 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
 BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
     "no checkpoint": (["train", "--resume", "ended"], "--resume: ended has no checkpoint: it ended"),
     "a value": ([*FILE, "--trainer.engine", "shufle"], 'engine="shufle": use one of local, shuffle'),
+    "a value of the file": (["train", "--config", "fields.yaml"], '"shuffle"? (line 14 of fields.y'),
     "a count": ([*FILE, "--trainer.epochs=0"], "trainer.epochs: max_epoch(0): give a whole number"),
-    "a rate": ([*FILE, "--optimizer.lr=-1"], "optimizer: SGD: Invalid learning rate: -1."),
+    "a rate": ([*FILE, "--optimizer.lr=-1"], "optimizer: SGD: Invalid learning rate: -1.\n"),
     "an argument": (
         [*FILE, "--optimizer.learning_rate=1"],
         'optimizer: torch.optim.SGD takes no argument "learning_rate". It takes: params, lr,',
@@ -96,9 +108,9 @@ BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
         'model: module "failing_net" cannot be imported (KeyError: 1).\n'
         '  File "{tmp}/failing_net.py", line 3, in sizes\n    return {}[1]',
     ),
-    "a former form": (
-        [*FILE, "--schedule", "{use: a:b}"],
-        'schedule: give a name, or a mapping with class_path and init_args. "use" is now class_path',
+    "no component": (
+        [*FILE, "--schedule", "{name: a:b}"],
+        "schedule: give a name, or a mapping with class_path and init_args.\n",
     ),
     "a metric": ([*FILE, "--metrics", "[acuracy]"], 'metrics: unknown metric "acuracy". Did you mean'),
     "a share": (
@@ -118,7 +130,7 @@ BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
         "data.columns: photo: Image: mode=",
     ),
     "weights": ([*FILE, "--trainer.weights=."], "trainer.weights: . is neither a run folder nor a"),
-    "data to prepare": ([*FILE, "--data.prepare=digts"], 'data.prepare: "digts" is not a known data'),
+    "data to prepare": ([*FILE, "--data.prepare=digts"], 'data.prepare: "digts" is not of the form'),
     "nothing varies": (["tune", *FILE[1:]], "tune.space: name what varies"),
     "a domain": (
         ["tune", *FILE[1:], "--tune.space",

@@ -181,7 +181,7 @@ def test_it_prints_itself_in_one_line() -> None:
     line = "5 iterations up to epoch 2, last loss 0.25"
     assert repr(history) == f"<sparkdl.History: {line}>"
     history.ended_by = "MaxEpoch(epochs=2)"
-    assert repr(history) == f"<sparkdl.History: {line}, stopped: MaxEpoch(epochs=2)>"
+    assert repr(history) == f"<sparkdl.History: {line}, ended by: MaxEpoch(epochs=2)>"
     history.stopped = "interrupted"
     assert repr(history).endswith(", last loss 0.25, stopped: interrupted>")
     assert history.branch().stopped is None

@@ -74,6 +74,7 @@ class AtLoss(Trigger):
         (max_iteration(10), [10, 11, 12]),
         (max_epoch(2), [8, 9, 10, 11, 12]),
         (every_epoch(), [4, 8, 12]),
+        (every_epoch(2), [8]),
         (every(5), [5, 10]),
         (every(1), list(range(1, 13))),
         (max_epoch(1) & max_iteration(10) | every(2), [2, 4, 6, 8, 10, 11, 12]),

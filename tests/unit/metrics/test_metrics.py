@@ -108,6 +108,21 @@ def test_batches_add_up(values: list[float], size: int) -> None:
         assert sum(total for total, _ in parts) == pytest.approx(whole[0])
 
 
+def test_residuals_are_those_of_500_samples_in_whatever_batches() -> None:
+    output, target = torch.linspace(-1, 1, 2000), torch.linspace(-2, 2, 2000).square()
+    (metric,) = resolve(["residuals"])
+    parts = metric.start()
+    for chunk in torch.arange(2000).split(7)[::-1]:
+        parts = metric.merge(metric.start(), metric.update(parts, output[chunk], target[chunk]))
+    found = metric.value(parts)
+    assert found == metric.value(metric.update(metric.start(), output, target))
+    pairs = {(p, t - p) for p, t in zip(output.tolist(), target.tolist(), strict=True)}
+    chosen = set(zip(*found.values(), strict=True))
+    assert len(chosen) == 500
+    assert chosen < pairs
+    assert 200 < sum(p > 0 for p, _ in chosen) < 300
+
+
 def test_sums_are_in_double_precision() -> None:
     values = torch.full((10_000,), 1e4 + 0.5)
     total, count = MeanMetric("mean", lambda output, target: output).sums(values, values)
