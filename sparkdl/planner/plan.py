@@ -73,6 +73,7 @@ class Plan:
     probe: Probe
     subject: str = ""
     measured_in: float | None = None  # seconds; None: known before
+    notes: Sequence[str] = ()  # lines on other settings of the session
     _trainer: Any = field(default=None, repr=False)
 
     @property
@@ -207,6 +208,7 @@ class Plan:
         """Return the lines below the table."""
         left = len(self.rows) - SHOWN
         lines = [f"and {left} slower"] if left > 0 else []
+        lines += self.notes
         for estimate in self.others:
             lines.append(f"another algorithm: {estimate.choice}: {_of_other(estimate, self.facts)}")
         told: dict[tuple[str, str], list[Estimate]] = {}

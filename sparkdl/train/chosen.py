@@ -142,6 +142,8 @@ ROWS = 64
 TRIED, TRIAL_ITERATIONS, START_SECONDS, TIMES_TRIALS = 3, 30, 3.0, 20
 """The choices that are tried, the iterations of each, about the seconds until the first of these, and
 how many times as long as the trials a fit must be."""
+SAVES = 0.85
+"""The share of the planned time below which another setting of the session is named."""
 MOST_RANKS = 128
 """The most ranks that measure at once."""
 _profiles: dict[str, Profile] = {}
@@ -235,9 +237,9 @@ class Planner:
             with contextlib.suppress(UserError):
                 on_gang = replace(settled, engine=GANG)
                 choices += [follow.own_choice(on_gang, count) for count in counts]
-        profile, probe = self._measured(counts, strategies or PLAINNESS, engines)
+        profile, probe = here = self._measured(counts, strategies or PLAINNESS, engines)
         if cluster is not None:
-            profile, probe = _elsewhere(cluster, profile, probe)
+            profile, probe = _elsewhere(cluster, *here)
         iterations = self.iterations  # which may count the rows
         rows, steps = self.__dict__.get("rows"), settled.options.local_steps
         told = Facts(settled.batch_size, rows, iterations, steps)
@@ -262,9 +264,10 @@ class Planner:
         if trials is None:
             cost = TRIED * (START_SECONDS + TRIAL_ITERATIONS * seconds)
             trials = len(ways) > 1 and (iterations or 0) * seconds > TIMES_TRIALS * cost
-        where = f"{facts.context.master} on {counted(probe.cores, 'core')}"
+        where, notes = f"{facts.context.master} on {counted(probe.cores, 'core')}", list[str]()
         if cluster is not None:
             where = str(cluster)
+            notes += whole_nodes(cluster, told, here, engines, seconds)
         else:
             if trials:
                 ways = ranked([*map(self._tried, ways[:TRIED]), *ways[TRIED:]], default)
@@ -275,7 +278,7 @@ class Planner:
         parameters = sum(parameter.numel() for parameter in self.model.module.parameters())
         subject = f"a model of {counted(parameters, 'parameter')}; {where}"
         spent = None if self.wholly_known else time.monotonic() - self.began
-        return Plan(ways, refused, others, told, profile, probe, subject, spent, settled)
+        return Plan(ways, refused, others, told, profile, probe, subject, spent, notes, settled)
 
     def _measured(
         self, counts: Sequence[int], strategies: Sequence[str], engines: Sequence[str]
@@ -429,6 +432,29 @@ def _elsewhere(cluster: Cluster, profile: Profile, probe: Probe) -> tuple[Profil
         )
     quiet = replace(profile, line=replace(profile.line, spread=cluster.spread), busy=1.0)
     return scaled(quiet, 1.0 / (cluster.speed or 1.0)), cluster.probe(dict(probe.units))
+
+
+def whole_nodes(
+    cluster: Cluster,
+    facts: Facts,
+    here: tuple[Profile, Probe],
+    engines: Sequence[str],
+    seconds: float,
+) -> Iterator[str]:
+    """Yield a line if one replica a node, of all its cores, takes less than the ``seconds`` planned."""
+    if cluster.slots == 1 or cluster.gpus:
+        return
+    speed, memory = (cluster.speed or 1.0) * cluster.slots, cluster.memory * cluster.slots
+    whole = Formulas(
+        facts, *_elsewhere(replace(cluster, slots=1, speed=speed, memory=memory), *here)
+    )
+    found = [whole.estimate(Choice(engine, cluster.nodes)) for engine in engines]
+    best = min(found, key=lambda estimate: estimate.milliseconds)
+    if best.milliseconds < SAVES * 1e3 * seconds:
+        yield (
+            f"with spark.task.cpus={cluster.slots} and replicas={cluster.nodes}, where torch's threads "
+            f"share the work evenly: {best.choice.engine}, {best.milliseconds:.3g} ms"
+        )
 
 
 def _line(error: Exception) -> str:

@@ -28,6 +28,7 @@ from sparkdl.planner.plan import Plan, ranked, with_measured
 from sparkdl.planner.probe import Probe, _between, measure_on_rank, probe_of
 from sparkdl.planner.profile import Block, Line, Profile, ProfileOrder, Timed, profile_of
 from sparkdl.planner.timeline import Timeline, draw, duration, one_f_one_b, simulated
+from sparkdl.train.chosen import whole_nodes
 from sparkdl.train.prepare import prepare
 
 BLOCKS = tuple(Block(str(n), 0.25, 100.0, 400.0) for n in range(4))
@@ -323,6 +324,17 @@ def test_formulas_and_simulation_agree_between_nodes(nodes: int, seconds: float)
     predicted = Formulas(facts, profile, probe).estimate(choice).seconds
     whole = duration(simulated(choice, facts, profile, probe))
     assert whole == pytest.approx(predicted, rel=0.03)
+
+
+@pytest.mark.parametrize(("slots", "each"), [(8, 0.05), (8, 1e-5), (1, 0.05)])
+def test_one_replica_a_node_is_named_where_it_saves(slots: int, each: float) -> None:
+    cluster, facts = sparkdl.Cluster(nodes=64, slots=slots), replace(FACTS, batch_size=512)
+    profile = replace(PROFILE, line=Line(0.0, each))
+    formulas = Formulas(facts, profile, cluster.probe())
+    seconds = formulas.estimate(Choice("shuffle", 64 * slots)).seconds if each > 1e-3 else 0.001
+    told = [*whole_nodes(cluster, facts, (profile, PROBE), ["shuffle"], seconds)]
+    named = "with spark.task.cpus=8 and replicas=64, where torch's threads share"
+    assert [line.startswith(named) for line in told] == [True] * (slots > 1 and each > 1e-3)
 
 
 def test_the_simulation_has_stragglers_and_uneven_stages() -> None:
