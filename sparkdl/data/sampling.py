@@ -113,8 +113,9 @@ class Tally:
 
     def read(self, handle: SampleHandle) -> tuple[np.ndarray, np.ndarray]:
         """Return the tally of one partition, which is on this node."""
-        values = open_partition(handle).values(self.field) if handle.num_rows else np.zeros(0)
-        assert isinstance(values, np.ndarray)
+        values: Any = np.zeros(0, np.float64 if self.weights else np.int64)
+        if handle.num_rows:
+            values = open_partition(handle).values(self.field)
         return self.of(values)
 
     def of(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
