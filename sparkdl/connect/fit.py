@@ -54,7 +54,7 @@ from sparkdl.gang.connect import check_slots_of, hosts_of, in_tasks, run_led, sl
 from sparkdl.gang.led import RESULT, LedGang, LedTask, picklable_attributes
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.loop.callbacks import Callback, added_callbacks
-from sparkdl.loop.interrupt import interruptible
+from sparkdl.loop.interrupt import interruptible, interrupts_held
 from sparkdl.loop.progress import Progress, progress_of
 from sparkdl.model.preparation import dumps
 from sparkdl.process.determinism import Numerics
@@ -506,7 +506,8 @@ class Submissions:
                 logger.warning("%s. Submitted again, from %s.", reason, where)
                 fit = replace(fit, resume=resume, again=True)
             except BaseException:
-                clean_nodes(session, self.fit.slab, self.ranks)
+                with interrupts_held():
+                    clean_nodes(session, self.fit.slab, self.ranks)
                 raise
 
     def _end_of(self, rows: dict[str, bytes]) -> LedEnd | None:

@@ -29,7 +29,7 @@ from pyspark.sql.types import StringType, StructType
 from sparkdl.errors import SparkdlError
 from sparkdl.gang.channel import Listener, connect
 from sparkdl.gang.connect import tell_line
-from sparkdl.loop.interrupt import Interrupt
+from sparkdl.loop.interrupt import Interrupt, interrupts_held
 from sparkdl.loop.progress import Progress, log_line, shows_bar
 from sparkdl.loop.state import TrainState
 from sparkdl.settings import Settings
@@ -311,7 +311,7 @@ class ControlClient:
     def close(self) -> None:
         """Remove the function from the session."""
         if self._works:
-            with contextlib.suppress(PySparkException):
+            with interrupts_held(), contextlib.suppress(PySparkException):
                 self._session.sql(f"DROP TEMPORARY FUNCTION IF EXISTS {self._function}")
 
 

@@ -4,14 +4,20 @@
 Spark tells it only how many tasks of a query have ended. A query that can never have its slots waits
 without a word, since Spark asks for them again for ten minutes; a query that is to end is interrupted
 by its tag.
+
+[Note: interrupts and gRPC] A KeyboardInterrupt inside gRPC's Python may leave a lock of the channel
+taken, and every later call of the session waits for ever. So a query that takes long is awaited in a
+thread of its own, where Python raises none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import operator
 import pickle
+import queue
 import secrets
 import threading
 import time
@@ -83,6 +89,8 @@ logger = logging.getLogger("sparkdl")
 SILENT_SECONDS = 60.0
 """The time after which a query that runs no task is taken for one that waits for slots that do not
 exist."""
+END_SECONDS = 20.0
+"""The time that a query has to end once it is interrupted."""
 NEWS_SECONDS = 30.0
 """The time between two lines of the log that say how long a query has been running."""
 ASK_SECONDS = 1.0
@@ -213,20 +221,49 @@ def run_led(
     Raise StateLostError if a rank was lost, and what rank 0 has raised.
     """
     session, tag = frame.sparkSession, f"sparkdl-{secrets.token_hex(8)}"
-    query = frame.mapInArrow(accompanied(task), SCHEMA, barrier=True, profile=profile)
-    session.addTag(tag)
+    tags, found, over = [*session.getTags(), tag], queue.SimpleQueue[Any](), threading.Event()
+
+    def await_end() -> None:
+        for each in tags:  # of this thread
+            session.addTag(each)
+        try:
+            query = frame.mapInArrow(accompanied(task), SCHEMA, barrier=True, profile=profile)
+            with _watched(session, tag, ranks, follower):
+                table = _collected(query)
+        except BaseException as error:
+            table = error
+        over.set()
+        found.put(table)
+
+    _in_thread(await_end)
     try:
-        with _watched(session, tag, ranks, follower):
-            table = _collected(query)
-    except PySparkException:
+        table = found.get()
+    except BaseException:  # KeyboardInterrupt: the ranks end with the query
+        _in_thread(lambda: _interrupt(session, tag, over))
+        with contextlib.suppress(queue.Empty):
+            found.get(timeout=END_SECONDS)
         raise
-    except BaseException:  # also KeyboardInterrupt: the ranks end with the query
+    if isinstance(table, BaseException):
+        raise table
+    return _contents(table, 0 if follower is None else follower.known)
+
+
+def _in_thread(work: Callable[[], None]) -> None:
+    """Begin ``work`` in a thread; see the note on interrupts and gRPC."""
+    context = contextvars.copy_context()
+    threading.Thread(
+        target=context.run, args=(work,), name="sparkdl-query-end", daemon=True
+    ).start()
+
+
+def _interrupt(session: Any, tag: str, over: threading.Event) -> None:
+    """Interrupt a query until it has ended: Spark may miss the interrupt of one that just begins."""
+    until = time.monotonic() + END_SECONDS
+    while time.monotonic() < until:
         with contextlib.suppress(PySparkException):
             session.interruptTag(tag)
-        raise
-    finally:
-        session.removeTag(tag)
-    return _contents(table, 0 if follower is None else follower.known)
+        if over.wait(1.0):
+            return
 
 
 def tell_line(level: int, text: str) -> None:

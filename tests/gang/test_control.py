@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import os
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -88,13 +90,16 @@ class Gang:
     def __init__(self, times: int) -> None:
         self.sparkSession, self._left = self, threading.Semaphore(0)
         self._times, self._called = times, False
+        self.begun, self.threads = threading.Event(), list[threading.Thread]()
 
     def mapInArrow(self, *_: Any, **__: Any) -> Gang:
         return self
 
     def toArrow(self) -> pa.Table:
+        self.begun.set()
         for _ in range(self._times):
             assert self._left.acquire(timeout=30)
+        self.begun.clear()
         return pa.table({})
 
     def ask(self) -> bool:
@@ -105,9 +110,14 @@ class Gang:
         return True
 
     def interruptTag(self, tag: str) -> None:
+        self.nothing()
         self._left.release()
 
-    def nothing(self, *_: Any) -> None: ...
+    def getTags(self) -> set[str]:
+        return set()
+
+    def nothing(self, *_: Any) -> None:
+        self.threads.append(threading.current_thread())
 
     addTag = removeTag = registerProgressHandler = removeProgressHandler = nothing
 
@@ -120,3 +130,21 @@ def test_a_gang_is_followed_until_it_ends(seconds: float, monkeypatch: pytest.Mo
     monkeypatch.setattr(connect, "accompanied", lambda task: task)
     gang = Gang(times=2)
     assert connect.run_led(gang, None, 2, None, gang) == {}
+
+
+def test_an_interrupt_finds_no_call_of_spark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gRPC would keep a lock for good. The query ends, also if its first interrupt is missed."""
+    monkeypatch.setattr(connect, "accompanied", lambda task: task)
+    gang = Gang(times=2)
+
+    def interrupt() -> None:
+        assert gang.begun.wait(30)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        connect.run_led(gang, None, 2, None)
+    thread.join()
+    assert not gang.begun.is_set()
+    assert threading.main_thread() not in gang.threads

@@ -13,7 +13,7 @@ from launch import ROOT
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 245,
-    "lines": 70_591,
+    "lines": 70_629,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 15,
     "modules with a single importer": 30,
@@ -25,11 +25,11 @@ CODE = {
     "checkpoint": 1266,
     "codec": 889,
     "collectives": 2483,
-    "connect": 821,
+    "connect": 822,
     "consistency": 729,
     "data": 4126,
     "engines": 7384,
-    "gang": 2240,
+    "gang": 2265,
     "infer": 4600,
     "jobs": 1457,
     "loop": 2341,

@@ -744,11 +744,13 @@ def test_rows_that_cannot_be_read_are_left_out(spark: Any, engine: str, caplog: 
     }  # fmt: skip
     told = {int(row["key"]): (row["column"], row["reason"]) for row in found["training"]["first"]}
     assert told == BAD_ROWS
-    assert "3 of 40 rows cannot be read, and are left out: " in caplog.text
+    told_in_log = "\n".join(caplog.messages)
+    assert "3 of 40 rows cannot be read, and are left out: " in told_in_log
     scored = [left_out.evaluate(rows, ["mae"], 7, None, "skip") for rows in (data, good)]
     assert scored[0] == pytest.approx(scored[1])
     reasons = [f'column "{name}" {text} (1)' for name, text in BAD_ROWS.values()]
-    assert f"3 rows cannot be read: {', '.join(reasons)}." in caplog.text
+    told_in_log = "\n".join(caplog.messages)
+    assert f"3 rows cannot be read: {', '.join(reasons)}." in told_in_log
     assert sparkdl.History.from_bytes(left_out.history.to_bytes()).invalid == found
     assert other.history.invalid == {}
     records = data.rdd.repartition(2)

@@ -119,7 +119,7 @@ KINDS = [
     ({"histograms": True}, "histograms=True: give a trigger, such as sparkdl.every(100)."),
     (
         {"histograms": sparkdl.every_epoch},
-        "histograms=sparkdl.every_epoch: call it, as in sparkdl.every_epoch().",
+        "histograms=sparkdl.every_epoch: call it, as in sparkdl.every_epoch(epochs).",
     ),
     ({"callbacks": sparkdl.Callback()}, "callbacks is a Callback: give a list of sparkdl.Callback"),
     ({"callbacks": [sparkdl.Callback]}, "callback Callback is a class: give an instance of it."),
