@@ -11,9 +11,10 @@ import fork_server
 from pyspark import SparkContext
 
 POOLS = re.compile(
-    r".*QueryStage|block-manager-|Executor task|map-output-|shuffle-|task-result-getter|rpc-|Attach"
+    r".*QueryStage|block-manager-|Executor task|map-output-|shuffle-|task-result-getter|rpc-|Attach|"
+    r"process reaper"
 )
-"""Threads of Spark's pools, which come with work, up to a bound of Spark's, and stay a minute."""
+"""Threads of pools of Spark and Java, which come with work, up to a bound, and stay a minute."""
 
 
 def shuffles(context: SparkContext) -> int:
