@@ -142,9 +142,15 @@ def test_an_interrupt_finds_no_call_of_spark(monkeypatch: pytest.MonkeyPatch) ->
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        connect.run_led(gang, None, 2, None)
-    thread.join()
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # which tests may have changed
+    try:
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            connect.run_led(gang, None, 2, None)
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not gang.begun.is_set()
     assert threading.main_thread() not in gang.threads
