@@ -1,4 +1,4 @@
-"""What the driver of a gang has to do for each rank: ranks of no work, 64 to 512 of them.
+"""Measure what the driver of a gang does for each rank, on 64 to 512 ranks of no work.
 
     python benchmarks/idle_ranks.py [--iterations 200] [--quick] [--json FILE]
 

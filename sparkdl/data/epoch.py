@@ -34,11 +34,12 @@ def generator(seed: int, purpose: str, *position: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(derive_seed(seed, purpose, *position)))
 
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
+STEP = np.uint64(0x9E3779B97F4A7C15)
+"""The increment of the states of SplitMix64."""
 
 
-def _mixed(state: np.ndarray) -> np.ndarray:
-    """Return 64-bit states as random bits: the last step of SplitMix64 (Steele et al., 2014)."""
+def mixed(state: np.ndarray) -> np.ndarray:
+    """Return 64-bit states as random bits: the finalizer of SplitMix64 (Steele et al., 2014)."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
@@ -52,12 +53,12 @@ class RowDraws:
     """
 
     def __init__(self, seed: int, rows: np.ndarray) -> None:
-        self._states = _mixed(_mixed(rows.astype(np.uint64) * _STEP) + np.uint64(seed))
+        self._states = mixed(mixed(rows.astype(np.uint64) * STEP) + np.uint64(seed))
 
     def _bits(self, shape: tuple[int, ...]) -> np.ndarray:
         count = math.prod(shape)
-        steps = np.arange(1, count + 1, dtype=np.uint64) * _STEP
-        bits = _mixed(self._states[:, None] + steps)
+        steps = np.arange(1, count + 1, dtype=np.uint64) * STEP
+        bits = mixed(self._states[:, None] + steps)
         if count:
             self._states = self._states + steps[-1]
         return bits.reshape(len(self._states), *shape)

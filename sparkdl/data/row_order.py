@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from sparkdl.data.epoch import STEP, mixed
 from sparkdl.data.ragged import Ragged, Rows
 
 
@@ -30,7 +31,7 @@ def row_hashes(columns: Sequence[Rows]) -> np.ndarray:
         hashes += np.einsum(
             "ij,j->i", words, _keys(number, words.shape[1]), dtype=np.uint64, casting="unsafe"
         )
-    return _mixed(hashes)
+    return mixed(hashes + STEP)
 
 
 def _words(column: Rows) -> np.ndarray:
@@ -50,14 +51,6 @@ def _keys(column: int, count: int) -> np.ndarray:
     keys = np.random.PCG64(0x5DA7 + column).random_raw(count) | np.uint64(1)
     keys.flags.writeable = False
     return keys
-
-
-def _mixed(hashes: np.ndarray) -> np.ndarray:
-    """Apply the finalizer of SplitMix64: each bit of the result depends on all bits of the hash."""
-    hashes = hashes + np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(factor)
-    return hashes ^ (hashes >> np.uint64(31))
 
 
 def _pieces(column: Rows) -> Iterator[memoryview | bytes]:

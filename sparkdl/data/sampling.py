@@ -104,9 +104,8 @@ class Tally:
     """A task over samples in place: the values of a field and how often each occurs, by partition."""
 
     field: int
-    weights: bool = (
-        False  # before them the sum of all, beside the number of rows; only those above 0
-    )
+    weights: bool = False
+    """Count those above 0 alone; before them come the sum of all and the number of rows."""
 
     def __call__(self, frames: Iterable[bytes]) -> list[tuple[np.ndarray, np.ndarray]]:
         return [self.read(pickle.loads(frame)) for frame in frames]

@@ -138,9 +138,8 @@ class Formulas:
                 "update": update,
             }
         else:
-            each = (
-                TASK_SECONDS * m
-            )  # half to launch, half to take results, some while others compute
+            # half to launch tasks, half to take their results, some of it while others compute
+            each = TASK_SECONDS * m
             driver = each + max(each / 2, each - compute)
             blocks = BLOCK_SECONDS * m * m / max(1, probe.slots)
             moved = 2 * nbytes * (probe.nodes - 1) / probe.nodes

@@ -151,7 +151,7 @@ def of_heads(module, part):
 
 
 def both_numbers(module, part):
-    """Of a float and a whole number side by side."""
+    """One column has floats and the other whole numbers."""
     numbers, labels = part.targets
     missing = torch.stack([numbers.isnan(), labels == IGNORED], 1)
     targets = torch.stack([numbers.nan_to_num(), labels.double()], 1)
