@@ -145,15 +145,6 @@ class Embedded(nn.Module):
         return self.table(word)[:, 0]
 
 
-class SumOfInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return self.linear(a + b)[:, 0]
-
-
 class HoldsLock(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 1)

@@ -13,7 +13,6 @@ from bad_inputs import (
     FOREIGN,
     Embedded,
     HoldsLock,
-    SumOfInputs,
     Weighing,
     batch_normed,
     cross_entropy,
@@ -270,17 +269,6 @@ MODELS = [
         "of the 2 feature columns "
         "is an input of its own, model(a, b, ...); for one input join them first: "
         "VectorAssembler, or functions.array(...).",
-    ),
-    tried(
-        "a keyword that forward does not take",
-        lambda fit: fit(
-            fit.good().selectExpr("*", "features c"),
-            model=SumOfInputs,
-            features={"a": "features", "bb": "c"},
-        ),
-        'the model fails on the first rows ("features" [2, 2], "c" [2, 2]; float32, float32): '
-        "TypeError: SumOfInputs.forward() got an unexpected keyword argument 'bb'. features= gives "
-        '"bb", and the parameters of its forward are b, a: give columns by these names.',
     ),
     tried(
         "integers into Linear",
@@ -574,14 +562,6 @@ LOSSES = [
         "(tokens, pairs, ...) in it, in the same shape, at least 0 and without a gradient.",
     ),
     tried(
-        "a model that takes no labels",
-        lambda fit: fit(fit.good(), loss=sparkdl.ModelLoss()),
-        'the model fails on the first rows ("features" [2, 2]; float32): TypeError: '
-        "Sequential.forward() got an unexpected keyword argument 'labels'. With ModelLoss, the "
-        "model is called with the label as labels=: name the parameter that takes it, "
-        "ModelLoss(labels=name), or give labels=None to pass it after the inputs.",
-    ),
-    tried(
         "a class that a model with a loss of its own does not have",
         lambda fit: fit(fit.labels("long", 5, 5, 5, 5), model=Classifies, loss=sparkdl.ModelLoss()),
         'the model fails on the first rows ("features" [2, 2]; float32): IndexError: Target 5 is out '
@@ -662,10 +642,10 @@ LOSSES = [
     ),
     tried(
         "class numbers in arrays of one",
-        lambda fit: fit(fit.labels("array<double>", [0.0], [1.0], [0.0]), **cross_entropy),
-        "the loss fails on output [2, 2] float32 and label [2, 1] float32: RuntimeError: 0D or 1D "
-        'target tensor expected, multi-target not supported. "label" is an array of one number a row, '
-        'and the loss takes the number itself: df.withColumn("label", df["label"][0].cast("long")).',
+        lambda fit: fit(fit.labels("array<long>", [0], [1], [0]), **cross_entropy),
+        "the loss fails on output [2, 2] float32 and label [2, 1] int64: RuntimeError: 0D or 1D "
+        'target tensor expected, multi-target not supported. "label" holds arrays, and the loss takes '
+        'numbers: df.withColumn("label", df["label"][0]).',
     ),
     model_error(
         "a class of the validation data alone",
