@@ -201,7 +201,8 @@ def loss_hint(
         )
     if "1D target" in str(error) and targets[0].ndim > 1:
         name = labels[0].name
-        return f' "{name}" holds arrays, and the loss takes numbers: df.withColumn("{name}", df["{name}"][0]).'
+        first = f'df.withColumn("{name}", df["{name}"][0])'
+        return f' "{name}" holds arrays, and the loss takes numbers: {first}.'
     if isinstance(error, TypeError):
         called = "loss(output, label)" if targets else "loss(output)"
         return f" It is called as {called}."
