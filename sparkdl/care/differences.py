@@ -80,8 +80,8 @@ DIFFERENCES: dict[str, Difference] = {
     ),
     "a model's own loss": Difference(
         f"{_COMBINED}say how many values its mean is over, as in sparkdl.ModelLoss(count=lambda "
-        "labels: (labels != -1).sum()), or (labels[:, 1:] != -1) where it shifts them. If it makes rows "
-        f"depend on each other, {_APART}"
+        "labels: (labels != -1).sum()), or (labels[:, 1:] != -1) where it shifts them. If it makes "
+        f"rows depend on each other, {_APART}"
     ),
     # the gradient or the output is not that of two parts
     "gradient": Difference(
