@@ -46,12 +46,6 @@ def preflight(
     Return the output for one sample (None: not a single tensor), and whether the loss returns
     ``(sum, count)``. ``endless``: ``stop`` has no effect. Without ``care`` there is one pass only.
     """
-    if trainer.bucketing is not None and not any(field.ragged for field in samples.fields):
-        raise ParameterError(
-            f"bucketing={trainer.bucketing} groups samples of similar length, but all samples of "
-            "this data have the same length: declare the column that varies in length, "
-            'columns={"...": sparkdl.Sequence()}, or leave bucketing out.'
-        )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.options.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
     mesh = trainer.mesh if trainer.engine == "gang" else None

@@ -58,10 +58,6 @@ class FitRequest:
     ) -> FitRequest:
         """Check the arguments of ``Trainer.fit`` and return its request."""
         raise_all(ParameterError, list(problems_of_start(resume, start, optimizer_state, replay)))
-        if any_data and resume is None:
-            raise ParameterError(
-                "any_data= has no effect without resume=: pass resume= too, or leave it out."
-            )
         if resume is not None and start is not None:
             raise ParameterError(
                 "resume= and start= cannot be combined: a resumed run has its own weights. Pass one "
@@ -131,10 +127,6 @@ def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> St
     Raises ParameterError if ``optimizer_state`` does not go with ``start``.
     """
     if start is None or optimizer_state is False:
-        if start is None and optimizer_state is not None:
-            raise ParameterError(
-                "optimizer_state= has no effect without start=: pass start= too, or leave it out."
-            )
         return None
     if start.optimizer_state is None and optimizer_state:
         raise ParameterError(

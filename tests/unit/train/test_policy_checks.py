@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mistakes import message_of
@@ -84,6 +85,7 @@ CHOICES = [
         {"engine": "shufle"},
         'engine="shufle": use one of local, shuffle, gang, auto. Did you mean "shuffle"?',
     ),
+    ({"engine": np.ones(2)}, "engine=array([1., 1.]): use one of local, shuffle, gang, auto."),
     ({"engine": None}, "engine=None: use one of local, shuffle, gang, auto."),
     ({"precision": "fp8"}, 'precision="fp8": use one of fp32, bf16, fp16.'),
     ({"precision": torch.bfloat16}, "precision=torch.bfloat16: use one of fp32, bf16, fp16."),
@@ -97,6 +99,8 @@ KINDS = [
     ({"loss": "mse"}, "loss is a str: give a function of (output, target), such as"),
     ({"loss": nn.MSELoss}, "loss is the class MSELoss: give an instance, MSELoss()."),
     ({"optimizer": "adam"}, "optimizer is a str: give a torch.optim class, or a partial of one"),
+    ({"optimizer": None}, "optimizer is None: give a torch.optim class, or a partial of one such as"),
+    ({"output": ["logits"]}, "output=['logits']: name a field of what the model returns, or give a"),
     ({"optimizer": ADAM}, (
         "optimizer is already built: give a recipe for it instead, partial(torch.optim.Adam,"
     )),
@@ -152,6 +156,10 @@ NAMES = [
     ({"features": 3}, "features=3: give a column name, or a list of names."),
     ({"features": ["a", 1]}, "features=['a', 1]: give a column name, or a list of names."),
     ({"label": {"y"}}, "label={'y'}: give a column name, or a list of names."),
+    (
+        {"features": {"input ids": "features"}},
+        "features={'input ids': 'features'}: give a mapping from each parameter of forward to the name",
+    ),
     ({"freeze": "encoder"}, "freeze='encoder': give a list of names or patterns, such as"),
     ({"unfreeze": [1]}, "unfreeze=[1]: give a list of names or patterns, such as"),
     ({"activation_checkpointing": None}, "activation_checkpointing=None: give a list of names"),
@@ -164,7 +172,34 @@ NAMES = [
     ({"weight": "w", "columns": {"w": sparkdl.Sequence()}}, 'columns["w"] is the weight'),
 ]  # fmt: skip
 ACCURATE = sparkdl.Validation(DATA, metrics=["accuracy"])
+OWN = {"loss": sparkdl.ModelLoss()}
+PIPELINE = {"engine": "gang", "strategy": "pipeline", "replicas": 2}
 COMBINATIONS = [
+    (
+        {**OWN, "label": None},
+        "loss=ModelLoss() with label=None: a model that computes its own loss needs labels. Name the "
+        "label column.",
+    ),
+    (
+        {**OWN, "label": ["a", "b"]},
+        "loss=ModelLoss(labels='labels') with 2 label columns: give a list with one keyword for each "
+        "label, or None to pass the labels after the inputs.",
+    ),
+    (
+        {**OWN, "weight": "n"},
+        "loss=ModelLoss() with weight: the model returns one loss for all rows together. Leave one of "
+        "the two out, or give a loss that is computed from the model's output.",
+    ),
+    (
+        {**OWN, **PIPELINE},
+        'loss=ModelLoss() with strategy="pipeline": only the last stage has the labels. Give a loss '
+        "that is computed from the model's output.",
+    ),
+    (
+        {"features": {"x": "features"}, **PIPELINE},
+        'features by keyword with strategy="pipeline": pipeline stages take tensors by position and '
+        "pass tensors on. Give a list of columns, and a model that returns only its output.",
+    ),
     (
         {"min_ranks": 2},
         'min_ranks=2 with engine="shuffle": only a gang needs task slots for all replicas at once. Use '
