@@ -31,14 +31,10 @@ IN_ARRAYS = (
 MEND = "Filter out such records, or fix them with rdd.map."
 
 
-CONVERT = 'columns={{"{0}": sparkdl.Convert(function)}}, a function of its Python value.'.format
-TIME = (
-    ' Convert it to a number, such as functions.datediff("label", start), or '
-    'functions.unix_timestamp("label") minus a start (float32 has 7 digits), or give '
-    + CONVERT("label")
-)
-
-
+WAY_OUT = (
+    " Take a number of it in Spark, such as a field or the days since a start (functions.datediff), or "
+    'give columns={{"{}": sparkdl.Convert(function)}}, a function of its Python value.'
+).format
 LABELLED = "features array<double>, label double"
 COLUMNS = [
     data_error(
@@ -81,14 +77,14 @@ COLUMNS = [
         "timestamp column",
         lambda fit: fit(fit.good().withColumn("label", functions.current_timestamp())),
         'label column "label" is of type timestamp, which cannot become a tensor: use numbers, '
-        "arrays of numbers or pyspark.ml.linalg vectors." + TIME,
+        "arrays of numbers or pyspark.ml.linalg vectors." + WAY_OUT("label"),
     ),
     data_error(
         "struct column",
         lambda fit: fit(fit.features("struct<a:double,b:double>", (1.0, 2.0))),
         'feature column "features" is of type struct<a:double,b:double>, which cannot become a '
-        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors. Select its fields as "
-        'columns, as df.withColumn("a", df["features"]["a"]), or give ' + CONVERT("features"),
+        "tensor: use numbers, arrays of numbers or pyspark.ml.linalg vectors."
+        + WAY_OUT("features"),
     ),
     data_error(
         "array of vectors",
@@ -121,8 +117,7 @@ COLUMNS = [
         "map column",
         lambda fit: fit(fit.good().selectExpr("features", "map('a', 1.0) label")),
         'label column "label" is of type map<string,decimal(2,1)>, which cannot become a tensor: '
-        "use numbers, arrays of numbers or pyspark.ml.linalg vectors. Select its values as "
-        'columns, as df["label"]["a key"], or give ' + CONVERT("label"),
+        "use numbers, arrays of numbers or pyspark.ml.linalg vectors." + WAY_OUT("label"),
     ),
     data_error(
         "null column",
@@ -134,7 +129,7 @@ COLUMNS = [
         "interval column",
         lambda fit: fit(fit.good().selectExpr("features", "interval 1 day label")),
         'label column "label" is of type interval day, which cannot become a tensor: use '
-        "numbers, arrays of numbers or pyspark.ml.linalg vectors. Or give " + CONVERT("label"),
+        "numbers, arrays of numbers or pyspark.ml.linalg vectors." + WAY_OUT("label"),
     ),
     data_error(
         "variant column",
@@ -146,7 +141,7 @@ COLUMNS = [
         "date column",
         lambda fit: fit(fit.good().selectExpr("features", "current_date() label")),
         'label column "label" is of type date, which cannot become a tensor: use numbers, '
-        "arrays of numbers or pyspark.ml.linalg vectors." + TIME,
+        "arrays of numbers or pyspark.ml.linalg vectors." + WAY_OUT("label"),
     ),
     data_error(
         "matrix column",
@@ -154,7 +149,7 @@ COLUMNS = [
             fit.spark.createDataFrame([(Matrices.dense(1, 1, [1.0]), 1.0)], ["features", "label"])
         ),
         'feature column "features" is of type matrix, which cannot become a tensor: use '
-        "numbers, arrays of numbers or pyspark.ml.linalg vectors. Or give " + CONVERT("features"),
+        "numbers, arrays of numbers or pyspark.ml.linalg vectors." + WAY_OUT("features"),
     ),
     data_error(
         "binary column",
