@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import importlib
 import inspect
 import itertools
 import os
@@ -122,6 +123,16 @@ class StaleReferenceError(SparkdlError, RuntimeError):
 
 class SlabFullError(TrainingError, OSError):
     """No slab directory of this node has room, or the directory cannot be created."""
+
+
+def optional_library(name: str, what: str, extra: str) -> Any:
+    """Return the module called ``name``, which ``what`` needs; pip installs it under the same name."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ParameterError(
+            f'{what} needs a library that is not installed: pip install {name} (the extra "{extra}").'
+        ) from None
 
 
 def kind_of(value: object) -> str:

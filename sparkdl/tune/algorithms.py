@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, optional_library
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.state import TrainState
 from sparkdl.tune.folder import FAILED, PRUNED, PRUNING, Objective, TrialRecord
@@ -310,15 +310,8 @@ def _direction(objective: Objective) -> str:
 
 
 def library() -> Any:
-    """Return the module ``optuna``."""
-    try:
-        import optuna
-    except ImportError:
-        raise ParameterError(
-            'algorithm="optuna" needs a library that is not installed: pip install optuna (the extra '
-            '"tune"), also on the executors if trials run side by side'
-        ) from None
-    return optuna
+    """Return the module ``optuna``, which trials side by side need on the executors too."""
+    return optional_library("optuna", 'algorithm="optuna"', "tune")
 
 
 @contextlib.contextmanager
