@@ -17,7 +17,7 @@ from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest
-from sparkdl.plain import plain
+from sparkdl.plain import is_whole, plain
 from sparkdl.train.spec import TrainerSpec
 
 
@@ -92,9 +92,7 @@ class FitRequest:
 def checked_batch(batch: Any) -> int | None:
     """Return the number of a batch. Raises ParameterError for what is none."""
     number = plain(batch)
-    if number is not None and (
-        isinstance(number, bool) or not isinstance(number, int) or number < 0
-    ):
+    if number is not None and not is_whole(number, 0):
         raise ParameterError(
             f"batch={shown(batch)}: give the number of the batch, which foreachBatch passes second."
         )

@@ -48,12 +48,8 @@ NUMBERS = (
         for value in (-1e-9, math.nan, math.inf, True, None, "0", {"*": -1.0}, {"a": 0.1, "b": "c"})
     ]
     + [
-        ({"seed": value}, f"seed={value!r}: give a whole number.")
-        for value in (1.0, True, "1", None)
-    ]
-    + [
-        ({"seed": value}, f"seed={value}: give a number from 0 to 2**63 - 1.")
-        for value in (-1, 2**63)
+        ({"seed": value}, f"seed={value!r}: give a whole number from 0 to 2**63 - 1.")
+        for value in (1.0, True, "1", None, -1, 2**63)
     ]
 )
 _REMEDY = (
@@ -289,9 +285,13 @@ def test_metrics_that_can_be_gone_through_once() -> None:
     ("changes", "message"),
     [
         ({"every": 3}, "Validation(every=3): give a trigger, such as sparkdl.every(3)."),
-        ({"batch_size": 0}, "Validation(batch_size=0): give at least 1."),
-        ({"batch_size": True}, "Validation(batch_size=True): give a whole number."),
-        ({"batch_size": 1.5}, "Validation(batch_size=1.5): give a whole number."),
+        *(
+            (
+                {"batch_size": size},
+                f"Validation(batch_size={size}): give a whole number of at least 1.",
+            )
+            for size in (0, True, 1.5)
+        ),
         (
             {"best": "auc", "metrics": ["accuracy"]},
             'Validation(best="auc") is not one of its metrics: loss, accuracy.',
