@@ -175,7 +175,13 @@ class OptunaSearch(Algorithm):
 
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
         with quiet(self._optuna):
-            study = self._study(self._sampler_of(number))
+            study = study_of(
+                [*self._before, *self._own],
+                self._objective,
+                self._name,
+                self._sampler_of(number),
+                self._pruner,
+            )
             if known is not None:
                 study.enqueue_trial(dict(known))
             trial = study.ask()
@@ -215,11 +221,6 @@ class OptunaSearch(Algorithm):
     @property
     def _name(self) -> str:
         return self._options.study_name or "sparkdl"
-
-    def _study(self, sampler: Any) -> Any:
-        return study_of(
-            [*self._before, *self._own], self._objective, self._name, sampler, self._pruner
-        )
 
     def _sampler_of(self, number: int) -> Any:
         digest = hashlib.blake2b(f"{self._seed}/{number}".encode(), digest_size=4).digest()
