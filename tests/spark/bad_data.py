@@ -306,9 +306,7 @@ ROWS = [
         lambda fit: fit(
             fit.good(), validation=sparkdl.Validation(fit.features("array<double>", [1.0]))
         ),
-        'validation data: "features" is float32[1], in the training data float32[2]. If rows vary '
-        'in length, declare the column as a sequence, for both: Trainer(columns={"features": '
-        "sparkdl.Sequence()}).",
+        'validation data: "features" is float32[1], in the training data float32[2]: give both alike.',
         jobs=6,
     ),
     data_error(
