@@ -582,7 +582,7 @@ LOSSES = [
     tried(
         "class numbers in arrays of one",
         lambda fit: fit(fit.labels("array<long>", [0], [1], [0]), **cross_entropy),
-        "the loss fails on output [2, 2] float32 and label [2, 1] int64: RuntimeError: 0D or 1D "
+        "the loss fails on output [3, 2] float32 and label [3, 1] int64: RuntimeError: 0D or 1D "
         'target tensor expected, multi-target not supported. "label" holds arrays, and the loss takes '
         'numbers: df.withColumn("label", df["label"][0]).',
     ),
