@@ -248,7 +248,8 @@ MODELS = [
         "TypeError: Sequential.forward() takes 2 positional arguments but 3 were given. Each "
         "of the 2 feature columns "
         "is an input of its own, model(a, b, ...); for one input join them first: "
-        "VectorAssembler, or functions.array(...).",
+        'df.selectExpr("array(features, label) AS features", ...), which is data.select of a job, or '
+        "VectorAssembler.",
     ),
     tried(
         "integers into Linear",
