@@ -148,9 +148,10 @@ def main() -> None:
         several = [fault.into(notes / name) for name, fault in FAULTS.items()]
         found = digest(trainer(*several).fit(df).module)
         results["faults"] = {"digest": found, "struck": [len(fault.told()) for fault in several]}
-        armed = COMPRESSED.into(notes / "compressed")
-        found = digest(trainer(armed, **COMPRESSION).fit(df).module)
-        results["compressed"] = {"digest": found, "struck": len(armed.told())}
+        if given["compressed"]:
+            armed = COMPRESSED.into(notes / "compressed")
+            found = digest(trainer(armed, **COMPRESSION).fit(df).module)
+            results["compressed"] = {"digest": found, "struck": len(armed.told())}
         results["lasting"] = given["lasting"]
         for name in given["lasting"]:
             armed = LASTING[name].into(notes / name)

@@ -254,7 +254,7 @@ def test_each_rank_has_cores_of_its_own(found, cores):
 
 
 RUNS = [run for run in contract.all_runs() if run[1] != "local"]
-QUICK = [("chain", "gang, fsdp"), ("compressed", "gang, zero1")]
+QUICK = [("chain", "gang, fsdp")]
 
 
 @pytest.mark.parametrize(("model", "engine"), soak_but(QUICK, RUNS))

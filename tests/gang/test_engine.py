@@ -182,6 +182,7 @@ WAYS: list[dict[str, Any]] = [
 
 
 @pytest.mark.spark
+@pytest.mark.soak
 def test_engines_and_strategies_change_places_at_a_checkpoint(frames, tmp_path, nothing_left):
     """Also what a replica has left out of its compressed gradients so far is part of it."""
     alike = {"ema": 0.9, "compression": sparkdl.TopK(0.2)}

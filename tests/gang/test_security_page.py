@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from launch import ROOT, launch
 
-pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.slow]
+pytestmark = [pytest.mark.gang, pytest.mark.spark, pytest.mark.soak]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
 PLACES = {"temporary": "temporary directory", "slabs": "slab.dir", "sockets": "socket directory"}
 ELSEWHERE = {  # what these runs do not write: Spark Connect, failures, searches, and the like

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from launch import ROOT
 from test_sizes import modules
+from trees import parsed
 
 SECTION = re.compile(r"^(Args|Attributes):\n((?:[ ]{4}.*\n?|\n)+)", re.M)
 ENTRY = re.compile(r"^ {4}(\*{0,2}\w+)(?: ?\(.*?\))?:", re.M)
@@ -52,7 +53,7 @@ def statements(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def test_the_names_in_sections_are_there() -> None:
-    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in modules().items()}
+    trees = {name: parsed(path) for name, path in modules().items()}
     nodes = [(name, node) for name, tree in trees.items() for node in statements(tree)]
     classes = {node.name: node for _, node in nodes if isinstance(node, ast.ClassDef)}
     wrong = []
@@ -76,7 +77,7 @@ def test_every_public_name_is_in_the_reference() -> None:
     for module in ("", ".ml", ".tune", ".gang", ".collectives", ".summaries", ".optim", ".mlflow"):
         path = ROOT / f"sparkdl{module.replace('.', '/')}"
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for node in parsed(path).body:
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
                 names |= {f"sparkdl{module}.{name}" for name in ast.literal_eval(node.value)}
     modules_of_ours = {name for name in names if (ROOT / name.replace(".", "/")).is_dir()}

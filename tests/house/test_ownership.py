@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from launch import ROOT
+from trees import parsed
 
 ROOMS = ("engines", "replica")
 TORCH = {
@@ -51,7 +52,7 @@ def test_nobody_assigns_to_the_attributes_of_another_object() -> None:
     paths = [path for room in ROOMS for path in sorted((ROOT / "sparkdl" / room).rglob("*.py"))]
     for path in paths:
         name = str(path.relative_to(ROOT / "sparkdl"))
-        own = {target for target in assigned(ast.parse(path.read_text())) if target not in TORCH}
+        own = {target for target in assigned(parsed(path)) if target not in TORCH}
         if name.startswith("engines/gang/strategies/"):
             own = {target for target in own if not target.startswith(ASSEMBLED)}
         if own:

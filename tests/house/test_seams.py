@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from launch import ROOT
+from trees import parsed
 
 import sparkdl
 from sparkdl.data.columns.base import KINDS
@@ -80,7 +81,7 @@ isinstance(x, Sequence) or isinstance(x, (int, Varying)) or issubclass(x, sparkd
 
 def test_no_module_asks_for_a_column_type() -> None:
     assert len(COLUMN_TYPES) >= 3
-    found = {str(path): list(asked_types(ast.parse(path.read_text()))) for path in PATHS}
+    found = {str(path): list(asked_types(parsed(path))) for path in PATHS}
     assert {path: names for path, names in found.items() if names} == {}
 
 
@@ -89,7 +90,7 @@ def test_a_column_type_is_named_in_its_file_and_the_package_alone() -> None:
     importers = {
         path.relative_to(ROOT)
         for path in PATHS
-        if any(COLUMN_TYPES.get(m) == name for m, name in imports(ast.parse(path.read_text())))
+        if any(COLUMN_TYPES.get(m) == name for m, name in imports(parsed(path)))
     }
     assert importers == {Path("sparkdl/__init__.py")}
     assert set(COLUMN_TYPES.values()) <= set(sparkdl.__all__)
@@ -173,7 +174,7 @@ def test_no_module_asks_which_strategy_runs() -> None:
     for path in PATHS:
         room = path.relative_to(ROOT).as_posix().removeprefix("sparkdl/")
         if room.startswith((*above, "jobs/")) and not room.startswith(STRATEGY_ROOMS):
-            found[room] = list(asked_strategies(ast.parse(path.read_text())))
+            found[room] = list(asked_strategies(parsed(path)))
     assert len(found) > 100
     assert {room: names for room, names in found.items() if names} == {}
 
@@ -198,7 +199,7 @@ def test_the_linter_keeps_strategies_apart() -> None:
 def test_planning_imports_nothing_that_only_ranks_need() -> None:
     """Ranks' halves are named by text; checks of torch's version import within functions."""
     for path in (ROOT / "sparkdl/parallel").glob("*.py"):
-        top = ast.Module([n for n in ast.parse(path.read_text()).body if not is_definition(n)], [])
+        top = ast.Module([n for n in parsed(path).body if not is_definition(n)], [])
         assert not [m for m, _ in imports(top) if m.startswith("torch.distributed")], path
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from launch import ROOT
+from trees import parsed
 
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
@@ -88,13 +89,14 @@ def fragments(tree: ast.AST) -> int:
     return sum(first in ("Of", "What", "Whether", "Where") for first in firsts)
 
 
-def lines_of_code(text: str) -> int:
+def lines_of_code(path: Path) -> int:
     """How many lines hold a token that is no docstring."""
+    text = path.read_text()
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
             lines.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
             lines.difference_update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     return len(lines)
@@ -104,7 +106,7 @@ def code_of_rooms() -> Counter[str]:
     rooms: Counter[str] = Counter()
     for path in PACKAGE.rglob("*.py"):
         room, *rest = path.relative_to(PACKAGE).parts
-        rooms[room if rest else ""] += lines_of_code(path.read_text())
+        rooms[room if rest else ""] += lines_of_code(path)
     return rooms
 
 
@@ -112,7 +114,7 @@ def figures() -> dict[str, float]:
     paths = modules()
     texts = {name: path.read_text() for name, path in paths.items()}
     lines = {name: text.count("\n") for name, text in texts.items()}
-    trees = {name: ast.parse(text) for name, text in texts.items()}
+    trees = {name: parsed(path) for name, path in paths.items()}
     rooms: Counter[str] = Counter()
     for name, number in lines.items():
         rooms[name.split(".")[1]] += number

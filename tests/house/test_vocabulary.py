@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launch import ROOT
+from trees import parsed
 
 OLD_WORDS = Path(__file__).with_name("old_words.txt")
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -40,7 +41,7 @@ def test_no_old_word_names_anything() -> None:
     words, wrong = old_words(), []
     for path in sorted((ROOT / "sparkdl").rglob("*.py")):
         room = ".".join(path.relative_to(ROOT / "sparkdl").with_suffix("").parts)
-        for name in set(names(ast.parse(path.read_text()))):
+        for name in set(names(parsed(path))):
             where, new = words.get(name, ("-", ""))
             if where == "" or (where != "-" and room.startswith(where)):
                 wrong.append(f"{path.relative_to(ROOT)}: {name}: say {new}")
