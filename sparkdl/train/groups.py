@@ -21,7 +21,7 @@ from pyspark.sql import DataFrame, SparkSession, functions
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 
-from sparkdl.care.hints import check_labels
+from sparkdl.care.hints import check_labels, check_there
 from sparkdl.care.rules import BALANCED
 from sparkdl.checkpoint.files import Folder
 from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, parse_json, with_checksum
@@ -415,7 +415,8 @@ def _tried_on(
 ) -> TrainedModel:
     """Try the trainer on these rows; return a model with untrained weights. Raises UserError."""
     with reading_explained():
-        samples = materialize_here(source(trainer, data, 1, model.float_dtype, tasks.slab))
+        rows = source(trainer, data, 1, model.float_dtype, tasks.slab)
+        samples = materialize_here(replace(rows, adapts=()))
     output, _ = preflight(trainer, model, samples, None, False, tasks.settings.care)
     make = result_maker(trainer, model, samples, output)
     return make(module=model.module, history=History())
@@ -477,6 +478,7 @@ class FitGroup:
             model = replace(model)
             model.weigh_classes(balanced_weights(samples))
         check_labels(trainer.objective, samples)
+        check_there(trainer.objective, samples)
         run = run_spec(trainer, model, samples, self.slab, self.threads)
         batch = trainer.batch_size * trainer.options.local_steps
         engine = local_engine(samples, run, model.payload, batch, None, trainer.consistency_model)
