@@ -140,6 +140,11 @@ class ReadOtherwise(DataError):
         super().__init__(message)
         self.specs = dict(specs)
 
+    @staticmethod
+    def of(text: str, name: str, spec: Any) -> ReadOtherwise:
+        """Return the error for one column."""
+        return ReadOtherwise(f'{text} Give columns={{"{name}": sparkdl.{spec}}}.', {name: spec})
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.specs)
 
@@ -165,7 +170,7 @@ def check_handles(
             number = partition if problem.partition is None else problem.partition
             text = problem.message(f"partition {number}{locate(problem)}", noun)
             if problem.spec is not None:
-                raise ReadOtherwise(text, {problem.column: problem.spec})
+                raise ReadOtherwise.of(text, problem.column, problem.spec)
             raise DataError(text)
     filled = [(i, handle) for i, handle in enumerate(handles) if handle.num_rows]
     if not filled:
@@ -194,7 +199,7 @@ def check_handles(
                 )
                 specs = adapted_specs([first, handle])
                 if found.name in specs:
-                    raise ReadOtherwise(text, {found.name: specs[found.name]})
+                    raise ReadOtherwise.of(text, found.name, specs[found.name])
                 raise DataError(text)
 
 

@@ -234,9 +234,7 @@ class PartitionWriter:
         spec = column.spec
         assert spec is not None
         if self.num_rows and self._fields[number].padding != spec.rule:
-            text = f"has to be read as {spec}, which the rows before were not"
-            remedy = f'Give columns={{"{column.name}": sparkdl.{spec}}}.'
-            raise RowError(column.name, self.rows_read, text, remedy, spec)
+            raise RowError(column.name, self.rows_read, "is not like row 0", SAME_SHAPE, spec)
         self.adapted[number] = column
         self._adaptions.append(Adapted(column.name, spec, problem))
 
@@ -369,12 +367,7 @@ class PartitionWriter:
             part = self._part(chosen, hashes[chosen])
             mine = [e for e in part.extremes if partitions[e.row] == partition]
             invalid = self.invalid.of(self._source) if partition == 0 else NONE_INVALID
-            adapted = tuple(
-                one
-                if one.problem is None
-                else replace(one, problem=replace(one.problem, partition=self._source))
-                for one in part.adapted
-            )
+            adapted = tuple(one.of(self._source) for one in part.adapted)
             yield replace(part, extremes=tuple(mine), invalid=invalid, adapted=adapted)
 
     def fail(self, problem: BadRow) -> SampleHandle:

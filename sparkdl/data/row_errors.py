@@ -59,6 +59,11 @@ class Adapted:
     spec: Any  # a ColumnSpec
     problem: BadRow | None = None  # of a label: the first row that could not be read otherwise
 
+    def of(self, partition: int) -> Adapted:
+        """Return it as of a partition of the data as read."""
+        problem = None if self.problem is None else replace(self.problem, partition=partition)
+        return replace(self, problem=problem)
+
 
 FIRST = 10
 """The bad rows that are told of one by one."""

@@ -349,12 +349,23 @@ def source(
         handle_invalid=trainer.handle_invalid,
         key=trainer.key,
         sampling=trainer.sampling,
-        adapts=(
-            *(() if trainer.augment or trainer.bucketing else ("vector",)),
-            *(() if trainer.augment or trainer.handle_invalid != "error" else ("feature",)),
-            *(() if trainer.handle_invalid != "error" else ("label",)),
-        ),
+        adapts=tuple(_adapting(trainer)),
     )
+
+
+def _adapting(trainer: TrainerSpec) -> Iterator[str]:
+    """Yield the kinds of columns that values may ask to read otherwise; see ``Source.adapts``.
+
+    Not those whose form ``augment`` or a strategy depends on, and where rows that do not fit are
+    skipped, no others than vectors, all of which can be read.
+    """
+    one_length = any(part.shares_samples for part in trainer.parts.values())
+    if not (trainer.augment or trainer.bucketing or one_length):
+        yield "vector"
+    if trainer.handle_invalid == "error":
+        yield "label"
+        if not trainer.augment:
+            yield "feature"
 
 
 def place(trainer: TrainerSpec, source: Source, resources: FitResources) -> SampleSet:
@@ -425,7 +436,7 @@ def check_validation(samples: SampleSet, validation: SampleSet) -> None:
             )
             specs = adapted_specs([*samples.handles, *validation.handles])
             if other.name in specs:
-                raise ReadOtherwise(text, {other.name: specs[other.name]})
+                raise ReadOtherwise.of(text, other.name, specs[other.name])
             raise DataError(text)
 
 
