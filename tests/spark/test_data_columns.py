@@ -542,7 +542,7 @@ def test_wide_sparse_vectors_give_the_bits_of_dense_ones(reader: Reader, tmp_pat
     for data in (arrays, vectors):
         assert [row.p for row in loaded.transform(data, "p").collect()] == wanted
     records = reader.context.parallelize(rows[:3], 1)
-    assert [p.tolist() for p in loaded.predict(records).collect()] == wanted
+    np.testing.assert_allclose(loaded.predict(records).collect(), wanted, rtol=1e-5)
 
 
 def test_lists_of_lists(reader: Reader, tmp_path: Path) -> None:
