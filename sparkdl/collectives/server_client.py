@@ -40,7 +40,6 @@ from sparkdl.errors import (
     nearest,
     raise_all,
     shown,
-    wrong_argument,
 )
 from sparkdl.plain import is_number, is_whole, plain
 
@@ -311,8 +310,6 @@ def optimizer_problems(make: Any, places: int) -> list[str]:
         whole = _tried(make, value, gradient)
         parts = [_tried(make, value[rows], gradient[rows]) for rows in (slice(2), slice(2, 4))]
     except Exception as error:
-        if problem := wrong_argument(error):
-            return [f"optimizer: {problem}"]
         return [
             f"optimizer = {shown(make)}: give a torch.optim class or a partial of one, such as "
             "partial(torch.optim.SGD, lr=0.1), whose step takes no closure. With a list of tensors "

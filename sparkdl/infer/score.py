@@ -46,7 +46,7 @@ from sparkdl.infer.read import (
 )
 from sparkdl.infer.trial import LOOKED_AT, Trial, made_up, rows_to_try, zeros_like
 from sparkdl.model.recipe import Part, Signature, problems_of_part
-from sparkdl.plain import plain
+from sparkdl.plain import is_whole, plain
 from sparkdl.spark.worker import finish_task, mistakes_told_briefly
 from sparkdl.usercode import accompanied
 
@@ -85,7 +85,7 @@ class Options:
 def whole_batch(value: Any) -> int:
     """Return a batch size as an int. Raises ParameterError."""
     size = plain(value)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if not is_whole(size, 1):
         raise ParameterError(f"batch_size={shown(size)}: give a whole number of at least 1.")
     return size
 

@@ -26,7 +26,7 @@ from sparkdl.errors import (
     cannot_travel,
     nearest,
     pickling,
-    wrong_argument,
+    text_for_number,
 )
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.model import TrainedModel
@@ -268,7 +268,7 @@ def plan_optimizer(
             raise
         raise ModelError(f"{word}: {error}") from error
     except Exception as error:
-        if problem := wrong_argument(error):
+        if problem := text_for_number(recipe.optimizer):
             raise ModelError(f"the {word} cannot be built: {problem}") from error
         # Muon says: "only supports 2D parameters"
         one_kind_only = word == "optimizer" and "parameters" in str(error)

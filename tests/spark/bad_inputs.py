@@ -145,15 +145,6 @@ class Embedded(nn.Module):
         return self.table(word)[:, 0]
 
 
-class SumOfInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return self.linear(a + b)[:, 0]
-
-
 class HoldsLock(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 1)
@@ -199,10 +190,6 @@ def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
 
 
-def frozen() -> nn.Module:
-    return nn.Linear(2, 1).requires_grad_(False)
-
-
 def locked() -> sparkdl.Metric:
     """A metric that holds what does not travel."""
     lock = threading.Lock()
@@ -218,7 +205,6 @@ def batch_normed() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1), nn.Flatten(0))
 
 
-FOREIGN = nn.Linear(3, 3)
 cross_entropy = {"model": two_classes, "loss": nn.CrossEntropyLoss()}
 
 
