@@ -91,9 +91,11 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
             "fewer positions, cut them with max_length= of their sparkdl.Text or sparkdl.Sequence."
         )
     elif len(inputs) > 1:
+        names = ", ".join(field.name for field in fields)
         hints.append(
             f" Each of the {len(inputs)} feature columns is an input of its own, model(a, b, ...); "
-            "for one input join them first: VectorAssembler, or functions.array(...)."
+            f'for one input join them first: df.selectExpr("array({names}) AS features", ...), which '
+            "is data.select of a job, or VectorAssembler."
         )
     if len(inputs) == 1 and inputs[0].ndim == 1 and inputs[0].is_floating_point():
         name = fields[0].name

@@ -48,8 +48,4 @@ class Checkpoint:
                 f"Checkpoint keep={shown(self.keep)}: give a whole number of at least 1, or "
                 "None for all."
             )
-        if not isinstance(self.asynchronous, bool):
-            problems.append(
-                f"Checkpoint asynchronous={shown(self.asynchronous)}: give True or False."
-            )
         raise_all(ParameterError, problems)

@@ -272,8 +272,6 @@ def checked_options(
         )
     if not (is_number(timeout) and timeout > 0):
         problems.append(f"timeout = {shown(timeout)}: give a number of seconds above 0.")
-    if not isinstance(average, bool):
-        problems.append(f"average = {shown(average)}: give True or False.")
     order = None if replay is None else _ranks(replay)
     if replay is not None and not order:
         problems.append(f"replay is {kind_of(replay)}: give the order of a closed server.")

@@ -21,7 +21,7 @@ from sparkdl.data.columns.base import Specs, names_read
 from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.records import Names
 from sparkdl.data.schema import columns_of, quoted
-from sparkdl.errors import DataError, ModelError, ParameterError, kind_of, raise_all, shown
+from sparkdl.errors import DataError, ModelError, ParameterError, raise_all, shown
 from sparkdl.infer.forward import (
     Forward,
     ShippedModule,
@@ -78,8 +78,6 @@ class Options:
             raise ParameterError(
                 f"handle_invalid={shown(self.handle_invalid)}: use one of {', '.join(HANDLING)}."
             )
-        if not isinstance(self.error_col, str):
-            raise ParameterError(f"error_col={shown(self.error_col)}: give a column name.")
 
 
 def whole_batch(value: Any) -> int:
@@ -446,8 +444,6 @@ def prepare_trained(
     finish: Finish = None,
 ) -> Inference:
     """Return the exact predictions of a trained model."""
-    if finish is not None and not callable(finish):
-        raise ParameterError(f"postprocess is {kind_of(finish)}: give a function.")
     raise_all(ParameterError, problems_of_part(part))
     source = source_of(trained)
     assert source.inputs is not None

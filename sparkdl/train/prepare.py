@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import math
 import os
 import pickle
 from collections.abc import Mapping
@@ -283,12 +282,6 @@ def plan_optimizer(
             f"the {word} has no trainable parameter of the model, so nothing would be trained: "
             "give it the parameters of the module that it is built for."
         )
-    for group in plan.groups:
-        if not math.isfinite(float(group.get("lr", 0.0))):
-            raise ModelError(
-                f"{word} {plan.name} has the learning rate {float(group['lr'])}: give a finite "
-                "number, such as lr=1e-3."
-            )
     if slices is not None and slices > 1 and not plan.separate:
         raise ModelError(
             f"{word} {plan.name} uses all parameters together, so they must be in one slice, "

@@ -159,10 +159,6 @@ def holding(spark: Any) -> Callable[[], nn.Module]:
     return make_model
 
 
-def raising() -> nn.Module:
-    raise KeyError("no such layer")
-
-
 def vector_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square()
 
@@ -176,10 +172,6 @@ class Weighing(nn.Module):
 
     def forward(self, output, target):
         return ((output - target) ** 2).mean() * torch.exp(-self.scale) + self.scale
-
-
-def float_loss(output: torch.Tensor, target: torch.Tensor) -> Any:
-    return (output - target).square().mean().item()
 
 
 def detached_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -94,14 +94,6 @@ PATHS = [
         "can be written, on a file system that the driver and all executors share.",
     ),
     Mistake(
-        "checkpoints below a file",
-        lambda fit: fit(fit.good(), checkpoint=sparkdl.Checkpoint(file(fit) / "run")),
-        CheckpointError,
-        "cannot make the folder {tmp}/file/run: Not a directory. Give Checkpoint(path) a "
-        "folder that can be written, on a file system that the driver and all executors "
-        "share.",
-    ),
-    Mistake(
         "checkpoints where nobody may write",
         lambda fit: fit(fit.good(), checkpoint=sparkdl.Checkpoint("/proc/run")),
         CheckpointError,
@@ -153,12 +145,6 @@ PATHS = [
         lambda fit: fit(fit.good(), weights=fit.tmp / "none"),
         'weights="{tmp}/none" cannot be read as a safetensors file (No such file or '
         "directory). Give its path, or a state_dict.",
-    ),
-    parameter_error(
-        "weights of another format",
-        lambda fit: fit(fit.good(), weights=file(fit)),
-        'weights="{tmp}/file" cannot be read as a safetensors file (it is too '
-        "short for a safetensors file). Give its path, or a state_dict.",
     ),
 ]
 

@@ -19,7 +19,8 @@ BYTES = (
 )
 JOIN = (
     " Each of the 2 feature columns is an input of its own, model(a, b, ...); for one input join them "
-    "first: VectorAssembler, or functions.array(...)."
+    'first: df.selectExpr("array(x, n) AS features", ...), which is data.select of a job, or '
+    "VectorAssembler."
 )
 POSITIONS = (
     ' The rows of "x" have up to 7 elements: if the model has fewer positions, cut them with '
