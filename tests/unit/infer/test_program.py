@@ -126,12 +126,26 @@ class Named(nn.Module):
         return y.to(x.dtype) + self._buffers["forward"]
 
 
+class Windows(nn.Module):
+    """Windows of two elements, so that a result may have the size 1, and masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x.transpose(1, 2))
+        keep = (y > -1) & (y < 1)
+        return (y * keep.to(device=x.device, dtype=x.dtype)).amax(2)
+
+
 MODELS: dict[str, Callable[[], TrainedModel]] = {
     "layers": lambda: locked(Layers(), NUMBERS),
     "shared": lambda: locked(Shared(), IMAGES),
     "by keyword": lambda: locked(Attention(), IDS, signature=Signature(("ids", "ids_lengths"))),
     "bag": lambda: locked(Bag(9, 4, padding_idx=0), IDS),
     "half": lambda: locked(nn.Linear(3, 2).to(torch.bfloat16), NUMBERS),
+    "windows": lambda: locked(Windows(), SERIES),
     "named": lambda: locked(Named(), NUMBERS),
     "recurrent": lambda: locked(nn.LSTM(8, 4, batch_first=True), Field("x", "float32", (5, 8))),
 }
@@ -145,7 +159,8 @@ def inputs(trained: TrainedModel, rows: int, length: int) -> list[torch.Tensor]:
             torch.full((rows,), length),
         ]
     dtype = next((p.dtype for p in trained.module.parameters()), torch.float32)
-    return [torch.randn(rows, *field.shape).to(dtype)]
+    lengths = [max(2, length)] * len(field.rules)
+    return [torch.randn(rows, *lengths, *field.shape).to(dtype)]
 
 
 @pytest.mark.parametrize("row", soak_but(["layers", "bag"], MODELS))
@@ -237,7 +252,7 @@ def test_rows_that_a_program_is_not_for(tmp_path: Path) -> None:
     told = message_of(
         ModelError, program, torch.ones(2, 33, dtype=torch.int64), ids_lengths=torch.tensor([3, 33])
     )
-    shape = '"inputs_0" of shape [0 to any, 0 to 32] in torch.int64, and gets one of [2, 33]'
+    shape = '"inputs_0" of shape [0 to any, 1 to 32] in torch.int64, and gets one of [2, 33]'
     assert told.startswith(f"the Program of Attention takes {shape}")
     assert "takes ids, ids_lengths." in message_of(ModelError, program, labels=torch.ones(2))
     with_empty = Function(lambda layer, x: layer(x).sum(1) + (1 if x.shape[1] == 0 else 0))
