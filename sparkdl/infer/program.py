@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 import math
 import operator
 from collections import defaultdict
@@ -33,6 +34,7 @@ from sparkdl.infer.manifest import ModelData
 from sparkdl.model.preparation import passing_buffers
 from sparkdl.process.determinism import seeded
 
+logger = logging.getLogger("sparkdl")
 _NUMBERS: Mapping[str, Callable[..., Any]] = {
     one.__name__: one
     for one in (
@@ -382,10 +384,12 @@ def operations(trained: ModelData) -> str:
                 least -= 1
             for dim in lengths:
                 dim[1] = min(dim[1], least)
-            if not _compare(trial, json.dumps(content)):
-                for dim in lengths:
-                    dim[1] = max(1, dim[1])
             text = json.dumps(content)
+            if not _compare(trial, text):
+                logger.warning(
+                    "without its code, the model will return something else for rows that have no "
+                    "elements: leave such rows out, or load it with its code."
+                )
     except ModelError:
         raise
     except Exception as error:
@@ -470,7 +474,7 @@ def _traced(trained: ModelData, trial: Trial) -> dict[str, Any]:
 def _compare(trial: Trial, text: str) -> bool:
     """Raise an error where the program and the module differ on batches of several sizes.
 
-    Return whether they agree on rows of length 0, too.
+    Return whether they agree on rows without elements, too.
     """
     program, module = Program(text), trial.trained.module
     buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}

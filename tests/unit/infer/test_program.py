@@ -170,7 +170,8 @@ def test_a_model_without_its_code_predicts_the_same_bits(
     """For any number of rows and any length; and its folder, saved again, needs no pickle at all."""
     trained = MODELS[row]()
     folder = trained.save(tmp_path / "model")
-    assert not said(caplog)
+    told = ["rows that have no elements" in one for one in said(caplog)]
+    assert told == [True] * (row == "by keyword"), "it has a fast path, where all may be masked"
     places = getattr(trained.module, "places", None)
     program = load(folder)
     again = load(program.save(tmp_path / "again"))
@@ -252,12 +253,9 @@ def test_rows_that_a_program_is_not_for(tmp_path: Path) -> None:
     told = message_of(
         ModelError, program, torch.ones(2, 33, dtype=torch.int64), ids_lengths=torch.tensor([3, 33])
     )
-    shape = '"inputs_0" of shape [0 to any, 1 to 32] in torch.int64, and gets one of [2, 33]'
+    shape = '"inputs_0" of shape [0 to any, 0 to 32] in torch.int64, and gets one of [2, 33]'
     assert told.startswith(f"the Program of Attention takes {shape}")
     assert "takes ids, ids_lengths." in message_of(ModelError, program, labels=torch.ones(2))
-    with_empty = Function(lambda layer, x: layer(x).sum(1) + (1 if x.shape[1] == 0 else 0))
-    program = load(locked(with_empty, SERIES).save(tmp_path / "other")).module
-    assert "and gets one of [2, 0, 2]" in message_of(ModelError, program, torch.ones(2, 0, 2))
 
 
 def forged(saved: Path, folder: Path, operations: list[list[Any]]) -> Path:
