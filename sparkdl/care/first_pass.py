@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,18 +14,13 @@ from sparkdl.care.hints import (
     check_shapes,
     dtypes_of,
     input_hint,
-    keyword_hint,
     label_hint,
-    length_hint,
     loss_hint,
-    one_number_hint,
-    own_loss_hint,
     precision_hint,
     shape_of,
     short,
     step_hint,
     text_of,
-    weight_hint,
 )
 from sparkdl.data.batches import Batch, preview_batch
 from sparkdl.data.fields import Field
@@ -93,13 +87,7 @@ def try_model(
             hint = (
                 (label_hint(error, targets, labels_are) if of_label else "")
                 or step_hint(loss)
-                or keyword_hint(error, module, recipe.signature.inputs)
-                or own_loss_hint(error, loss)
                 or precision_hint(module, inputs)
-                or length_hint(
-                    partial(recipe.signature.call_for_loss, loss, module),
-                    *(inputs, targets, inputs_are, labels_are),
-                )
                 or input_hint(error, inputs, inputs_are)
             )
             who = "step" if is_step(loss) else "the model"
@@ -134,9 +122,7 @@ def try_model(
             raise
         except Exception as error:
             labels = ", ".join(f"{list(t.shape)} {short(t)}" for t in targets) or "no label"
-            hint = one_number_hint(loss, output, targets, labels_are)
-            hint = hint or weight_hint(loss, output, targets)
-            hint = hint or loss_hint(error, output, targets, labels_are)
+            hint = loss_hint(error, output, targets, labels_are)
             raise ModelError(
                 f"the loss fails on output {shape_of(output)} and label {labels}: "
                 f"{type(error).__name__}: {text_of(error)}.{hint}"

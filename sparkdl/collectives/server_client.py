@@ -41,7 +41,6 @@ from sparkdl.errors import (
     nearest,
     raise_all,
     shown,
-    wrong_argument,
 )
 from sparkdl.plain import is_number, is_whole, plain
 
@@ -274,8 +273,6 @@ def checked_options(
         )
     if not (is_number(timeout) and timeout > 0):
         problems.append(f"timeout = {shown(timeout)}: give a number of seconds above 0.")
-    if not isinstance(average, bool):
-        problems.append(f"average = {shown(average)}: give True or False.")
     order = None if replay is None else _ranks(replay)
     if replay is not None and not order:
         problems.append(f"replay is {kind_of(replay)}: give the order of a closed server.")
@@ -312,8 +309,6 @@ def optimizer_problems(make: Any, places: int) -> list[str]:
         whole = _tried(make, value, gradient)
         parts = [_tried(make, value[rows], gradient[rows]) for rows in (slice(2), slice(2, 4))]
     except Exception as error:
-        if problem := wrong_argument(error):
-            return [f"optimizer: {problem}"]
         return [
             f"optimizer = {shown(make)}: give a torch.optim class or a partial of one, such as "
             "partial(torch.optim.SGD, lr=0.1), whose step takes no closure. With a list of tensors "

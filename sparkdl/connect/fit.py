@@ -341,7 +341,7 @@ def _run(
         data.check(trainer, model.float_dtype)
         ranks = data.replicas
     ranks = ranks or slots_of(session, trainer.resource_profile)
-    check_sizes(trainer, model.layout, ranks, None, settings.slab_dir)
+    check_sizes(trainer, model.layout)
     check_mesh(trainer, model, ranks)
     _check_result(request, model)
     check_slots_of(session, ranks, trainer.resource_profile)

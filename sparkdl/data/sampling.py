@@ -156,8 +156,6 @@ class Sampling(ABC):
         problems = []
         if not isinstance(self.column, str) or not self.column:
             problems.append(f"column={shown(self.column)}: give the name of a column.")
-        if not isinstance(self.replacement, bool):
-            problems.append(f"replacement={shown(self.replacement)}: give True or False.")
         if self.rows is not None and not is_whole(self.rows, 1):
             problems.append(f"rows={shown(self.rows)}: give a whole number of at least 1, or None.")
         name = type(self).__name__

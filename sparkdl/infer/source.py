@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 from sparkdl.codec.files import mappable, path_here
-from sparkdl.errors import ModelError, ParameterError, TrustError, first_line, in_short, kind_of
+from sparkdl.errors import (
+    ModelError,
+    ParameterError,
+    TrustError,
+    first_line,
+    in_short,
+    kind_of,
+    optional_library,
+)
 from sparkdl.infer.model import TrainedModel, load
 from sparkdl.infer.score import ModelSource, source_of
 from sparkdl.model.preparation import plain, start_from
@@ -177,14 +185,7 @@ def _weights_of_file(path: Path) -> Any:
 
 def library() -> Any:
     """Return the package transformers."""
-    try:
-        import transformers
-    except ImportError:
-        raise ParameterError(
-            "this needs a library that is not installed: pip install transformers (the extra "
-            '"transformers").'
-        ) from None
-    return transformers
+    return optional_library("transformers", "this", "transformers")
 
 
 def pretrained(folder: Path, head: str | None) -> nn.Module:

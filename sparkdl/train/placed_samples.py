@@ -21,7 +21,6 @@ from pyspark.sql import DataFrame
 
 from sparkdl.data.columns.base import masked_of
 from sparkdl.data.equal_rows import tell_of_shares
-from sparkdl.data.fields import Field
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.data.sampling import MOST_VALUES, Tallies, Tally, counts_of
 from sparkdl.engines.delivery import ValidationSet
@@ -372,8 +371,8 @@ def check_validation(samples: SampleSet, validation: SampleSet) -> None:
             alike = replace(alike, dtype=other.dtype)
         if alike != other:
             raise DataError(
-                f'validation data: "{one.name}" is {one}, in the training data {other}.'
-                f"{_remedy(one, other)}"
+                f'validation data: "{one.name}" is {one}, in the training data {other}: '
+                "give both alike."
             )
 
 
@@ -392,21 +391,6 @@ def validation_set(
     scorer = Scorer(loss, metrics, None, part, loss_part, labels, masked)
     how = batch_spec(trainer, samples, float_dtype)
     return ValidationSet(samples, scorer, how, validation.batch_size)
-
-
-def _remedy(one: Field, other: Field) -> str:
-    """Return the remedy if two kinds of rows differ only in their length."""
-    arrays = one.shape and other.shape and not one.ragged and not other.ragged
-    if (
-        arrays
-        and replace(other, shape=one.shape, name=one.name) == one
-        and one.shape[1:] == other.shape[1:]
-    ):
-        return (
-            " If rows vary in length, declare the column as a sequence, for both: "
-            f'Trainer(columns={{"{other.name}": sparkdl.Sequence()}}).'
-        )
-    return ""
 
 
 def with_draws(

@@ -195,9 +195,6 @@ def test_what_start_cannot_be(frame):
         "the model in start= has no optimizer state, because it was trained without "
         "Trainer(keep_optimizer_state=True). Train it with that, or pass optimizer_state=False."
     )
-    assert mistake(lambda: trainer().fit(df, optimizer_state=True)) == (
-        "optimizer_state= has no effect without start=: pass start= too, or leave it out."
-    )
     sgd = trainer(optimizer=partial(torch.optim.SGD, lr=0.1))
     assert mistake(lambda: sgd.fit(df, start=kept)) == (
         "the optimizer state of the model in start= does not fit: the optimizer is SGD here and "

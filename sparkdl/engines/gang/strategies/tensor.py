@@ -311,7 +311,6 @@ class TensorSync(CopySync, SummedGradients):
         return passed
 
     def scored(self, batches: int, score: Any, outputs: bool = False) -> Any:
-        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         assert self._model_group is not None
         return self._model_group.scored(gathered_counts(batches), score, 0)
 
