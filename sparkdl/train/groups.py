@@ -22,7 +22,7 @@ from pyspark.sql import DataFrame, SparkSession, functions
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 
-from sparkdl.care.hints import check_labels
+from sparkdl.care.hints import check_labels, check_there
 from sparkdl.care.rules import BALANCED
 from sparkdl.checkpoint.files import Folder
 from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, parse_json, with_checksum
@@ -477,7 +477,8 @@ def _tried_on(
 ) -> TrainedModel:
     """Try the trainer on these rows; return a model with untrained weights. Raises UserError."""
     with reading_explained():
-        samples = materialize_here(source(trainer, data, 1, model.float_dtype, tasks.slab))
+        rows = source(trainer, data, 1, model.float_dtype, tasks.slab)
+        samples = materialize_here(replace(rows, adapts=()))
     validation = validation_set(trainer, samples, model.float_dtype)
     output, _ = preflight(trainer, model, samples, validation, False, tasks.settings.care)
     make = result_maker(trainer, model, samples, output)
@@ -564,6 +565,7 @@ class FitGroup:
             model = replace(model)
             model.weigh_classes(balanced_weights(samples))
         check_labels(trainer.objective, samples)
+        check_there(trainer.objective, samples)
         run = run_spec(trainer, model, samples, self.slab, self.threads)
         batch = trainer.batch_size * trainer.options.local_steps
         validation = validation_set(trainer, next(iter(others), None), model.float_dtype)
