@@ -107,6 +107,13 @@ def test_saved_models_are_the_same(
     assert {tuple(row.x): row.prediction for row in without_code} == expected
     with pytest.raises(FileNotFoundError, match="holds no models of groups"):
         sparkdl.load_groups(tmp_path)
+    (tmp_path / "groups.json").write_text(
+        '{"by": ["series"], "places": {}, "table": "table-00000000", "model": "../other"}'
+    )
+    with pytest.raises(
+        sparkdl.ModelError, match=r"groups\.json is damaged: it names another folder"
+    ):
+        sparkdl.load_groups(tmp_path)
 
 
 def test_groups_without_a_model_have_no_predictions(

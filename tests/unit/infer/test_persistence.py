@@ -949,5 +949,8 @@ def test_an_exported_model_runs_without_its_code(tmp_path: Path) -> None:
     with pytest.raises(ParameterError, match="is no path of a file in a folder that is there"):
         model.export(tmp_path / "none" / "pooled.pt2")
     assert [file.name for file in tmp_path.iterdir()] == ["pooled.pt2"]
+    model.module.train()
+    model.export(path, overwrite=True)
+    assert model.module.training, "a trial has a copy of the module"
     with pytest.raises(ParameterError, match=r"use one of torch\.export, onnx"):
         model.export(path, "onxx")
