@@ -230,6 +230,19 @@ def cannot_travel(what: str, error: Exception, remedy: str) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, without its full stop; one that is long is cut."""
+    line = str(error).strip().partition("\n")[0]
+    if len(line) > LONGEST:  # torch adds pages about its backends
+        line = line.partition(". ")[0][:LONGEST]
+    return line.rstrip(". ")
+
+
+def in_short(error: BaseException) -> str:
+    """Return the kind of an error and its first line."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+
+
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun: "1 iteration", "1,200 iterations"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
