@@ -4,7 +4,8 @@
 
 In each round, in a fresh process with a session of local[4], a model is planned, and configurations
 spread over the rows of the plan are trained; the last third of the iterations counts. "error" is that
-of the prediction, mean and median, by the clock and in processor time of all processes; "between" the
+of the prediction, mean and median, by the clock and in processor time of all processes over the cores
+that they can have; "between" the
 difference of two measurements of a configuration, a common factor taken out; "rank" Spearman's
 correlation; "regret" how much longer than the best one the planned one takes, "of three" the best of
 the first three rows. A figure below twice "between" says nothing more than that.
@@ -35,7 +36,7 @@ MODELS = "tabular:256,mlp:256,lenet:256,resnet:64,transformer:16"
 
 @dataclass(frozen=True)
 class Measured:
-    """A configuration: predicted seconds of an iteration, by the clock and of the processor."""
+    """A configuration: predicted seconds of an iteration, by the clock and of a processor."""
 
     choice: str
     row: int
@@ -73,7 +74,9 @@ def one_round(name: str, batch: int, wanted: int, iterations: int) -> list[dict[
             for row in sorted(set(spread(len(plan.rows), wanted))):
                 estimate = plan.rows[row - 1]
                 times = timed_fit(plan.trainer_of(row), data, facts, iterations, run)
-                one = Measured(str(estimate.choice), row, estimate.seconds or math.nan, *times)
+                at_once = min(estimate.choice.replicas, os.cpu_count() or 1)
+                each = times.clock, times.processor / at_once
+                one = Measured(str(estimate.choice), row, estimate.seconds or math.nan, *each)
                 print(one, flush=True)
                 found.append(vars(one))
             return found
