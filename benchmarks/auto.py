@@ -35,7 +35,7 @@ import sparkdl
 
 EXAMPLES = (
     *("digits", "early_stopping", "fine_tune_text", "fine_tuning", "images", "rdd_samples"),
-    *("sequences", "several_tasks", "streaming", "tabular_etl", "two_inputs", "two_optimizers"),
+    *("sequences", "several_tasks", "tabular_etl", "two_inputs", "two_optimizers"),
 )
 ENGINES = ("shuffle", "gang")
 
