@@ -93,7 +93,7 @@ def diagnose(spark: SparkSession) -> Diagnosis:
     milliseconds: dict[str, float] = {}
     reasons: dict[str, str] = {}
     with _warnings() as advice, _settings(spark, _QUIET):
-        tasks = _task_slots(spark)
+        tasks = None if is_connected(spark) else task_slots(spark.sparkContext)
         data = _points(spark, ROWS * (tasks or 1))
         for engine in ENGINES:
             if engine == "shuffle" and is_connected(spark):
@@ -120,11 +120,6 @@ def _points(spark: SparkSession, rows: int) -> DataFrame:
         "array(float(rand(1)), float(rand(2)), float(rand(3))) AS features",
         "float(rand(4)) AS label",
     )
-
-
-def _task_slots(spark: SparkSession) -> int | None:
-    """Return how many tasks run at once; None over Spark Connect, where the gang finds it out."""
-    return None if is_connected(spark) else task_slots(spark.sparkContext)
 
 
 def _trial_fit(data: DataFrame, engine: str, tasks: int | None) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import importlib
 import inspect
 import itertools
 import os
@@ -124,6 +125,16 @@ class SlabFullError(TrainingError, OSError):
     """No slab directory of this node has room, or the directory cannot be created."""
 
 
+def optional_library(name: str, what: str, extra: str) -> Any:
+    """Return the module called ``name``, which ``what`` needs; pip installs it under the same name."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise ParameterError(
+            f'{what} needs a library that is not installed: pip install {name} (the extra "{extra}").'
+        ) from None
+
+
 def kind_of(value: object) -> str:
     """Return the type of ``value`` with its article, for a sentence: "an int", "a str", "None"."""
     if value is None:
@@ -180,44 +191,12 @@ def in_quotes(value: object) -> str:
     return f'"{text[1:-1]}"' if isinstance(value, str) and "\\" not in text else text
 
 
-def wrong_argument(error: BaseException) -> str:
-    """Return which number of a constructor that failed is none: ``'lr is the text "0.01": ...'``.
-
-    Return an empty string if all of them are numbers.
-    """
-    trace = error.__traceback__
-    while trace is not None:
-        code, values = trace.tb_frame.f_code, trace.tb_frame.f_locals
-        own = values.get("self")
-        if code.co_name == "__init__" and own is not None:
-            for name in code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount]:
-                parameter = inspect.signature(type(own)).parameters.get(name)
-                if parameter is not None and (
-                    found := no_number(name, values[name], parameter.default)
-                ):
-                    return found
-        trace = trace.tb_next
-    return ""
-
-
-def no_number(name: str, value: object, default: object = None) -> str:
-    """Return the problem of an argument that is to be a number, or an empty string.
-
-    Text that reads as a number is a problem, also in a list; so is None if a number is the default.
-    """
-    if isinstance(value, (list, tuple)):
-        found = (no_number(f"{name}[{i}]", one, default) for i, one in enumerate(value))
-        return next(filter(None, found), "")
-    if isinstance(value, str):
-        try:
-            float(value)
-        except ValueError:
-            return ""
-        text = value.strip()
-        remedy = f"{name}={text}" if name.isidentifier() else text
-        return f'{name} is the text "{value}": give a number, {remedy}.'
-    if value is None and isinstance(default, (int, float)):
-        return f"{name} is None: give a number, such as {name}={default}."
+def text_for_number(make: object) -> str:
+    """Return the problem of a partial's keyword that is the text of a number, or an empty string."""
+    for name, value in getattr(make, "keywords", {}).items():
+        if isinstance(value, str):
+            with contextlib.suppress(ValueError):
+                return f'{name} is the text "{value}": give a number, {name}={float(value):g}.'
     return ""
 
 
@@ -249,6 +228,19 @@ def cannot_travel(what: str, error: Exception, remedy: str) -> str:
         f"{what} cannot be pickled, so it cannot travel to the executors "
         f"({type(error).__name__}: {error}). {remedy}"
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, without its full stop; one that is long is cut."""
+    line = str(error).strip().partition("\n")[0]
+    if len(line) > LONGEST:  # torch adds pages about its backends
+        line = line.partition(". ")[0][:LONGEST]
+    return line.rstrip(". ")
+
+
+def in_short(error: BaseException) -> str:
+    """Return the kind of an error and its first line."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
 
 
 def counted(count: int, noun: str) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.flat import Layout
-from sparkdl.parallel.base import ParallelStrategy, check_dense, flag_problems
+from sparkdl.parallel.base import ParallelStrategy, check_dense
 from sparkdl.slices.optimizer import OptimizerSpec
 
 
@@ -32,7 +32,8 @@ class AllGather(ParallelStrategy):
         return False
 
     def problems(self) -> Iterator[str]:
-        yield from flag_problems(self, "descending")
+        if not isinstance(self.descending, bool):
+            yield f"descending={self.descending}): give True or False."
 
     def problems_with(self, trainer: Any) -> Iterator[str]:
         if trainer.compression is not None:

@@ -189,19 +189,14 @@ def check_parts(
         shown = None if take is None else _shown(take, len(known), rounding, sums)
         if shown is None or not (averaged or shown.kind == "no count"):
             return
-        count = ""
         if isinstance(inner(loss), ModelLoss):
-            count = _count_of_model(module, recipe.signature, loss, known, rounding)
-            shown = dataclasses.replace(
-                shown, kind="a model's other mean" if count else "a model's own loss"
-            )
+            shown = dataclasses.replace(shown, kind="a model's own loss")
     text = DIFFERENCES[shown.kind].sentence.format(
         rows=len(known),
         whole=shown.whole,
         together=shown.together,
         weight="count" if sums else "rows",
         word="step" if is_step(loss) else "loss",
-        count=count,
     )
     if any(lengths.left for lengths in known.lengths if lengths is not None):
         text += (
@@ -287,33 +282,3 @@ def rounding_of_module(module: nn.Module) -> float:
     """Return the allowed difference for a loss that a module computes."""
     rounding = max((rounding_of(p) for p in module.parameters()), default=ROUNDING_OF_16_BITS)
     return max(rounding, ROUNDING[torch.float32])
-
-
-_COUNTS: dict[str, Callable[[torch.Tensor], Any]] = {
-    "lambda labels: (labels != -100).sum()": lambda labels: (labels != -100).sum(),
-    "lambda labels: (labels[:, 1:] != -100).sum()": lambda labels: (labels[:, 1:] != -100).sum(),
-    "lambda labels: (labels != -1).sum()": lambda labels: (labels != -1).sum(),
-    "lambda labels: (labels[:, 1:] != -1).sum()": lambda labels: (labels[:, 1:] != -1).sum(),
-    "lambda labels: (labels != 0).sum()": lambda labels: (labels != 0).sum(),
-    "lambda labels: (labels[:, 1:] != 0).sum()": lambda labels: (labels[:, 1:] != 0).sum(),
-    "len": len,
-}
-"""Common counts of a model's mean, by the source text that an error message suggests."""
-
-
-def _count_of_model(
-    module: nn.Module, signature: Signature, loss: Loss, known: MiniBatch, rounding: float
-) -> str:
-    """Return the text of the count with which a model's own mean is one over rows; "" if none fits."""
-    if len(known.targets) == 1:
-        for written, count in _COUNTS.items():
-            tried = dataclasses.replace(inner(loss), count=count)
-            with torch.no_grad():
-                take = losses_by_model(module, signature, tried, known)
-                try:
-                    take(np.arange(len(known)), 0)
-                except Exception:  # the labels have other dimensions
-                    continue
-                if _shown(take, len(known), rounding, sums=True) is None:
-                    return written
-    return ""

@@ -78,12 +78,10 @@ DIFFERENCES: dict[str, Difference] = {
         f"{_COMBINED}{_DEPENDS}If it is a mean over something other than rows, {_PAIR}. Otherwise "
         f"{_APART}"
     ),
-    "a model's other mean": Difference(
-        f"{_COMBINED}its mean is over something else. Give loss=sparkdl.ModelLoss(count={{count}})."
-    ),
     "a model's own loss": Difference(
-        f"{_COMBINED}say how many values the mean is over with sparkdl.ModelLoss(count=function of the "
-        f"label). If it makes rows depend on each other, {_APART}"
+        f"{_COMBINED}say how many values its mean is over, as in sparkdl.ModelLoss(count=lambda "
+        "labels: (labels != -1).sum()), or (labels[:, 1:] != -1) where it shifts them. If it makes "
+        f"rows depend on each other, {_APART}"
     ),
     # the gradient or the output is not that of two parts
     "gradient": Difference(

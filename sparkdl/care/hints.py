@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
-import difflib
-import functools
-import inspect
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,8 +12,9 @@ from torch.nn import functional
 
 from sparkdl.data.fields import Field
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import ModelError, counted
-from sparkdl.model.loss import Loss, ModelLoss, StepLoss, call_loss, inner, unmasked, unwrapped
+from sparkdl.engines.delivery import ValidationSet
+from sparkdl.errors import DataError, ModelError, counted
+from sparkdl.model.loss import Loss, StepLoss, call_loss, ignored_by, inner, unmasked, unwrapped
 from sparkdl.model.recipe import described, for_example
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -67,7 +62,7 @@ def precision_hint(module: nn.Module, inputs: Sequence[torch.Tensor]) -> str:
 
 def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequence[Field]) -> str:
     """Return the remedy if the model fails on its inputs."""
-    hints = []
+    hints, varying = [], [f'"{field.name}"' for field in fields if field.ragged]
     integers = [
         (field.name, tensor)
         for field, tensor in zip(fields, inputs, strict=True)
@@ -84,15 +79,23 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
             " Images with scale=None are bytes (uint8): leave scale out, or convert them to floats "
             "in augment or in the model."
         )
-    elif integers and not isinstance(error, TypeError):
+    elif integers and not varying and not isinstance(error, TypeError):
         hints.append(
             " Integer columns stay integers; cast a column that holds measurements: "
             'df.withColumn(name, df[name].cast("float")) or .cast("array<float>").'
         )
-    if len(inputs) > 1:
+    if varying:
+        longest = max(t.shape[1] for f, t in zip(fields, inputs, strict=True) if f.ragged)
+        hints.append(
+            f" The rows of {' and '.join(varying)} have up to {longest:,} elements: if the model has "
+            "fewer positions, cut them with max_length= of their sparkdl.Text or sparkdl.Sequence."
+        )
+    elif len(inputs) > 1:
+        names = ", ".join(field.name for field in fields)
         hints.append(
             f" Each of the {len(inputs)} feature columns is an input of its own, model(a, b, ...); "
-            "for one input join them first: VectorAssembler, or functions.array(...)."
+            f'for one input join them first: df.selectExpr("array({names}) AS features", ...), which '
+            "is data.select of a job, or VectorAssembler."
         )
     if len(inputs) == 1 and inputs[0].ndim == 1 and inputs[0].is_floating_point():
         name = fields[0].name
@@ -105,91 +108,6 @@ def input_hint(error: Exception, inputs: Sequence[torch.Tensor], fields: Sequenc
     return "".join(hints)
 
 
-MOST_TRIED = 8192
-"""The longest rows that a model is tried on, whose attention may take memory by their square."""
-
-
-def length_hint(
-    call: Callable[..., Any],
-    inputs: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
-    fields: Sequence[Field],
-    labels: Sequence[Field],
-) -> str:
-    """Return the remedy if the model accepts the rows once those of varying length are cut.
-
-    Whole numbers are zeros here, so that no number is out of range.
-    """
-    varying = [(f, t) for f, t in zip(fields, inputs, strict=True) if f.ragged]
-    longest = max((tensor.shape[1] for _, tensor in varying), default=0)
-
-    def cut(field: Field, tensor: torch.Tensor, length: int) -> torch.Tensor:
-        if field.name.startswith("lengths of "):
-            return tensor[:2].clamp(max=length)
-        if field.name.startswith("mask of "):
-            return tensor[:2, :length]
-        if not field.ragged:
-            return tensor[:2]
-        rows = tensor[:2, :length]
-        return rows if rows.is_floating_point() else torch.zeros_like(rows)
-
-    def works(length: int) -> bool:
-        with contextlib.suppress(Exception):
-            call(
-                [cut(f, t, length) for f, t in zip(fields, inputs, strict=True)],
-                [cut(f, t, length) for f, t in zip(labels, targets, strict=True)],
-            )
-            return True
-        return False
-
-    tried = [2**n for n in range(MOST_TRIED.bit_length()) if 2**n < longest]
-    tried += [longest] if longest <= MOST_TRIED else []
-    after = list(itertools.dropwhile(lambda length: not works(length), tried))
-    most = next((low for low, high in itertools.pairwise(after) if not works(high)), 0)
-    step = most
-    while step := step // 2:  # between two powers of 2
-        most += step if most + step < longest and works(most + step) else 0
-    if not most:
-        return ""
-    names = " and ".join(f'"{field.name}"' for field, _ in varying)
-    return (
-        f" The model accepts rows of up to {most:,} elements, and those of {names} have up to "
-        f"{longest:,}: cut them with max_length={most} of their sparkdl.Text or sparkdl.Sequence, or "
-        "give the model more positions."
-    )
-
-
-def keyword_hint(error: Exception, module: nn.Module, keywords: Sequence[str]) -> str:
-    """Return the remedy if the model does not take its inputs by the keywords of ``features=``."""
-    if not keywords or not isinstance(error, TypeError):
-        return ""
-    taken = inspect.signature(module.forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in taken):
-        return ""
-    names = [p.name for p in taken if p.kind is not p.VAR_POSITIONAL]
-    wrong = [keyword for keyword in keywords if keyword not in names]
-    if not wrong:
-        return ""
-    names.sort(key=lambda name: -difflib.SequenceMatcher(None, wrong[0], name).ratio())
-    given = " and ".join(f'"{keyword}"' for keyword in wrong)
-    return (
-        f" features= gives {given}, and the parameters of its forward are {', '.join(names)}: give "
-        "columns by these names."
-    )
-
-
-def own_loss_hint(error: Exception, loss: Any) -> str:
-    """Return the remedy if a model that is called with its labels fails."""
-    own = inner(loss)
-    if not isinstance(own, ModelLoss) or not isinstance(error, TypeError):
-        return ""
-    how = "after its inputs" if own.names is None else f"as {', '.join(own.names)}="
-    return (
-        f" With ModelLoss, the model is called with the label {how}: name the parameter that takes "
-        "it, ModelLoss(labels=name), or give labels=None to pass it after the inputs."
-    )
-
-
 def step_hint(loss: Any) -> str:
     """Return how a step is called, if the loss is one."""
     step = inner(loss)
@@ -197,45 +115,6 @@ def step_hint(loss: Any) -> str:
         return ""
     names = ", ".join(f'"{name}"' for name in (*step.inputs, *step.labels))
     return f" It is called as step(module, batch), and the batch has {names}."
-
-
-def one_number_hint(
-    loss: Loss, output: Any, targets: Sequence[torch.Tensor], labels: Sequence[Field]
-) -> str:
-    """Return the remedy if a label is an array of one number, and the loss takes numbers."""
-    if len(targets) != 1 or targets[0].ndim != 2 or targets[0].shape[1] != 1:
-        return ""
-    number, name = targets[0][:, 0], labels[0].name
-    for cast, target in (("", number), ('.cast("long")', number.long())):
-        with contextlib.suppress(Exception):
-            call_loss(loss, output, [target])
-            return (
-                f' "{name}" is an array of one number a row, and the loss takes the number itself: '
-                f'df.withColumn("{name}", df["{name}"][0]{cast}).'
-            )
-    return ""
-
-
-def weight_hint(loss: Loss, output: Any, targets: Sequence[torch.Tensor]) -> str:
-    """Return the remedy if the loss fails because of its own ``weight`` or ``pos_weight``."""
-    own = inner(loss)
-    function, keywords = unwrapped(loss)
-    for name in ("weight", "pos_weight"):
-        weight = getattr(own, name, None) if isinstance(own, nn.Module) else keywords.get(name)
-        if not isinstance(weight, torch.Tensor):
-            continue
-        without: Any = functools.partial(function, **{**keywords, name: None})
-        if isinstance(own, nn.Module):
-            without = copy.deepcopy(own)
-            setattr(without, name, None)
-        with contextlib.suppress(Exception):
-            call_loss(without, output, targets)
-            return (
-                f" Its {name} has shape {list(weight.shape)}, which does not fit: give it one value "
-                "for each class, the size of dimension 1 of the output. Weights of rows are a "
-                "column, Trainer(weight=...)."
-            )
-    return ""
 
 
 _ONE_HOT = (
@@ -302,6 +181,48 @@ def check_labels(loss: Loss, samples: SampleSet, prefix: str = "") -> None:
         )
 
 
+def check_there(loss: Loss, samples: SampleSet) -> None:
+    """Raise DataError if no row has any label."""
+    ignored = set(ignored_by(loss))
+    labels = samples.fields[samples.num_features :][: samples.num_labels]
+    for number, label in enumerate(labels, samples.num_features):
+        notes = [e for h in samples.handles for e in h.extremes if e.field == number]
+        there = {e.value for e in notes if e.sign and not e.of_length}
+        if not (there <= ignored if label.dtype.startswith("int") else not there) or not notes:
+            return
+    if labels:
+        names = " and ".join(f'"{label.name}"' for label in labels)
+        raise DataError(
+            f"no row has a label: {names} {'are' if len(labels) > 1 else 'is'} missing in all "
+            f"{sum(handle.num_rows for handle in samples.handles):,} rows, so the loss has nothing to "
+            "learn from. Look at how the data was made, or at a join in it."
+        )
+
+
+def missing_labels(
+    samples: SampleSet, validation: ValidationSet | None
+) -> tuple[set[int], DataError | None]:
+    """Return the numbers of the labels that are missing in some rows, though no specification says
+    so, and the error to raise if the loss does not leave these out."""
+    names = [field.name for field in samples.fields[samples.num_features :][: samples.num_labels]]
+    numbers, first = set(), None
+    sets = {"": samples, **({"validation data: ": validation.samples} if validation else {})}
+    for prefix, of in sets.items():
+        for partition, handle in enumerate(of.handles):
+            for name, row in ((one.name, one.problem) for one in handle.adapted):
+                if row is None:
+                    continue
+                numbers.add(names.index(name))
+                place = f"partition {partition if row.partition is None else row.partition}"
+                first = first or DataError(
+                    f"{prefix}{row.message(place)} A loss that leaves out what is missing, such as "
+                    "sparkdl.MaskedLoss(loss), would get such rows, and the loss here does not; "
+                    f'handle_invalid="skip" leaves them out, and columns={{"{name}": '
+                    "sparkdl.Masked()} gives them to any loss."
+                )
+    return numbers, first
+
+
 def _forwards_as(loss: Any, kind: type[nn.Module]) -> bool:
     """Return whether ``loss`` is of this class, or of a subclass that computes the same."""
     return isinstance(loss, kind) and type(loss).forward is kind.forward
@@ -323,6 +244,10 @@ def loss_hint(
             f" The {len(targets)} labels arrive as a tuple of tensors, loss(output, labels): give a "
             f"loss that takes it, or make one array column of them: functions.array({names})."
         )
+    if "1D target" in str(error) and targets[0].ndim > 1:
+        name = labels[0].name
+        first = f'df.withColumn("{name}", df["{name}"][0])'
+        return f' "{name}" holds arrays, and the loss takes numbers: {first}.'
     if isinstance(error, TypeError):
         called = "loss(output, label)" if targets else "loss(output)"
         return f" It is called as {called}."

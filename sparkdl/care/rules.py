@@ -7,12 +7,11 @@ A field's rule is in its metadata, under :data:`RULE`. What fields must not have
 from __future__ import annotations
 
 import copy
-import math
 import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from pyspark.resource import ResourceProfile
@@ -34,17 +33,12 @@ from sparkdl.model.loss import ModelLoss, inner
 from sparkdl.model.recipe import problems_of_part
 from sparkdl.parallel.plan import parts_of
 from sparkdl.parallel.plan import problems_of as problems_of_parallel
-from sparkdl.plain import plain, plain_list
+from sparkdl.plain import is_number, is_whole, plain, plain_list
 
 RULE = "rule"
 """The key of a field's rule in its metadata."""
 Problems = Callable[[str, Any], Iterator[str]]
 """A function of the name and the value of a field."""
-
-
-def is_count(value: Any) -> TypeGuard[int]:
-    """Return whether ``value`` is an integer of at least 1."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,22 +92,13 @@ def rule(remedy: str = "", **how: Any) -> dict[str, Rule]:
     return {RULE: Rule(remedy=remedy, **how)}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def _is_penalty(value: Any) -> bool:
     strengths = value.values() if isinstance(value, Mapping) else (value,)
-    return all(_is_number(strength) and strength >= 0 for strength in strengths)
+    return all(is_number(strength) and strength >= 0 for strength in strengths)
 
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value)
-
-
-def _in_range(name: str, seed: int) -> Iterator[str]:
-    if not 0 <= seed < 2**63:
-        yield f"{name}={seed}: give a number from 0 to 2**63 - 1."
 
 
 def _not_built(name: str, optimizer: Any) -> Iterator[str]:
@@ -158,9 +143,9 @@ def _class_weights(name: str, weights: Any) -> Iterator[str]:
         return
     values = list(weights.values()) if isinstance(weights, Mapping) else list(weights)
     classes = list(weights) if isinstance(weights, Mapping) else []
-    if not values or not all(_is_number(value) and value >= 0 for value in values):
+    if not values or not all(is_number(value) and value >= 0 for value in values):
         yield f"{name}={shown(weights)}: {remedy}"
-    elif not all(_is_number(c) and c >= 0 and c == int(c) for c in classes):
+    elif not all(is_number(c) and c >= 0 and c == int(c) for c in classes):
         yield f"{name}={shown(weights)}: classes are whole numbers, starting at 0."
     elif not any(values) and (not classes or len(classes) == max(classes) + 1):
         yield (
@@ -198,14 +183,14 @@ def trigger(example: str, *made_by: Any) -> dict[str, Rule]:
 AUTO = "auto"
 """The word with which a fit decides a field by a plan."""
 ENGINES = ("local", "shuffle", "gang")
-COUNT = rule("give a whole number of at least 1", fits=is_count, plain=plain)
+COUNT = rule("give a whole number of at least 1", fits=lambda v: is_whole(v, 1), plain=plain)
 FLAG = rule("give True or False", kind=bool, plain=plain)
 POSITIVE = rule(
-    "give a number above 0, or None", fits=lambda v: _is_number(v) and v > 0, plain=plain
+    "give a number above 0, or None", fits=lambda v: is_number(v) and v > 0, plain=plain
 )
 DECAY = rule(
     "give a decay between 0 and 1, such as 0.999, or None",
-    fits=lambda v: _is_number(v) and 0 < v < 1,
+    fits=lambda v: is_number(v) and 0 < v < 1,
     plain=plain,
 )
 PENALTY = rule(
@@ -214,9 +199,8 @@ PENALTY = rule(
     plain=plain,
 )
 SEED = rule(
-    "give a whole number",
-    fits=lambda v: isinstance(v, int) and not isinstance(v, bool),
-    problems=_in_range,
+    "give a whole number from 0 to 2**63 - 1",
+    fits=lambda v: is_whole(v, 0) and v < 2**63,
     plain=plain,
 )
 PRECISION = rule(choices=tuple(PRECISIONS))
@@ -269,7 +253,7 @@ AUGMENT = rule("give a function of (*features, rng)", kind=Callable)
 ENGINE = rule(choices=(*ENGINES, AUTO))
 REPLICAS = rule(
     "give a whole number of at least 1",
-    fits=lambda v: is_count(v) or (isinstance(v, str) and v == AUTO),
+    fits=lambda v: is_whole(v, 1) or (isinstance(v, str) and v == AUTO),
     plain=plain,
 )
 MESH = rule(plain=plain)
@@ -295,7 +279,7 @@ def _is_gang(trainer: Any) -> bool:
 
 
 def _takes_local_steps(trainer: Any) -> bool:
-    return is_count(trainer.local_steps) and trainer.local_steps > 1
+    return is_whole(trainer.local_steps, 1) and trainer.local_steps > 1
 
 
 def _labels_of_model(trainer: Any) -> ModelLoss | None:
@@ -384,7 +368,7 @@ COMBINATIONS: tuple[tuple[Callable[[Any], object], str], ...] = (
         for name, alone in (("compression", None), ("accumulate", 1))
     ),
     (
-        lambda t: is_count(t.min_ranks) and t.engine != "gang",
+        lambda t: is_whole(t.min_ranks, 1) and t.engine != "gang",
         'min_ranks={t.min_ranks} with engine="{t.engine}": only a gang needs task slots for all '
         'replicas at once. Use engine="gang", or leave it out.',
     ),
@@ -444,7 +428,7 @@ def problems_of(trainer: Any) -> Iterator[str]:
             yield from trainer.consistency.problems_with(trainer)
     if not columns:
         yield from _equal_names(trainer)
-    if _is_gang(trainer) and is_count(trainer.min_ranks) and is_count(trainer.replicas):
+    if _is_gang(trainer) and is_whole(trainer.min_ranks, 1) and is_whole(trainer.replicas, 1):
         yield from problems_of_min_ranks(trainer.min_ranks, trainer.replicas)
     yield from _unknown_metrics(trainer)
     if _is_gang(trainer) and not parallel:

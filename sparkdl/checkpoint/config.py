@@ -7,7 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from sparkdl.errors import ParameterError, known_arguments, raise_all, shown
 from sparkdl.loop.triggers import EveryEpoch, Trigger, no_trigger
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_whole, make_plain
 
 EVERY_EPOCH = EveryEpoch()
 
@@ -43,14 +43,9 @@ class Checkpoint:
         if not isinstance(self.every, Trigger):
             example = "sparkdl.every(100) or sparkdl.every_epoch()"
             problems.append(no_trigger("Checkpoint every={}", self.every, example))
-        whole = isinstance(self.keep, int) and not isinstance(self.keep, bool)
-        if self.keep is not None and not (whole and self.keep >= 1):
+        if self.keep is not None and not is_whole(self.keep, 1):
             problems.append(
                 f"Checkpoint keep={shown(self.keep)}: give a whole number of at least 1, or "
                 "None for all."
-            )
-        if not isinstance(self.asynchronous, bool):
-            problems.append(
-                f"Checkpoint asynchronous={shown(self.asynchronous)}: give True or False."
             )
         raise_all(ParameterError, problems)

@@ -168,13 +168,6 @@ def consistency_text(text: str) -> str:
     return re.sub(r", \w+=None\b|\b\w+=None(, |(?=\)))", "", text)
 
 
-def constant_differences(here: Mapping[str, Any], stored: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a phrase for each constant of a run (``batch_size``, ``seed``, ...) that differs."""
-    for name, value in here.items():
-        if value != stored[name]:
-            yield f"{name} is {value!r} here and {stored[name]!r} in the checkpoint"
-
-
 def first_few(phrases: Iterator[str]) -> list[str]:
     """Return at most :data:`FEW` phrases, and then a phrase with the number of the others."""
     few = list(itertools.islice(phrases, FEW))
@@ -397,10 +390,13 @@ class Manifest:
 
         These are the first few of each sort; ``constants`` have names of :data:`CONSTANTS`.
         """
-        here = constants or {}
         return [
             *first_few(layout.differences(self.layout)),
-            *constant_differences(here, {name: getattr(self, name) for name in here}),
+            *(
+                f"{name} is {value!r} here and {stored!r} in the checkpoint"
+                for name, value in (constants or {}).items()
+                if value != (stored := getattr(self, name))
+            ),
             *first_few(data.differences(self.data)),
         ]
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sparkdl.codec.describe import table, without_credentials
-from sparkdl.errors import ParameterError
+from sparkdl.errors import optional_library
 
 WIDTH, HEIGHT = 300, 150
 _LEFT, _TOP, _BOTTOM = 52, 22, 18
@@ -258,12 +258,7 @@ class Page:
 
 def check_bokeh() -> None:
     """Raise :class:`ParameterError` if Bokeh is not installed."""
-    try:
-        import bokeh  # noqa: F401
-    except ImportError:
-        raise ParameterError(
-            'a report needs a library that is not installed: pip install bokeh (the extra "report")'
-        ) from None
+    optional_library("bokeh", "a report", "report")
 
 
 def _text(text: str) -> str:

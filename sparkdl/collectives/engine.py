@@ -124,7 +124,12 @@ class Transfers:
     def _serve(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._has_news() or self._is_over())
+                self._changed.wait_for(
+                    lambda: (
+                        any(transfer.state != PENDING for transfer in self._known.values())
+                        or (self._closed and not self._known)
+                    )
+                )
                 if not self._known:
                     return
                 window = range(self._oldest, self._oldest + WINDOW)
@@ -137,12 +142,6 @@ class Transfers:
             with self._changed:
                 if not found:
                     self._changed.wait(PAUSE)
-
-    def _is_over(self) -> bool:
-        return self._closed and not self._known
-
-    def _has_news(self) -> bool:
-        return any(transfer.state != PENDING for transfer in self._known.values())
 
     def _sum_a_chunk(self, window: range, own: list[int]) -> bool:
         """Agree on a sum and add one chunk of it up; return whether there was one."""

@@ -27,7 +27,6 @@ from sparkdl.collectives.server_messages import (
     Request,
     ServerOptions,
     Words,
-    first_line,
     text_of,
     text_tensor,
 )
@@ -36,11 +35,12 @@ from sparkdl.errors import (
     SparkdlError,
     StalledError,
     StateLostError,
+    first_line,
+    in_short,
     kind_of,
     nearest,
     raise_all,
     shown,
-    wrong_argument,
 )
 from sparkdl.plain import is_number, is_whole, plain
 
@@ -273,8 +273,6 @@ def checked_options(
         )
     if not (is_number(timeout) and timeout > 0):
         problems.append(f"timeout = {shown(timeout)}: give a number of seconds above 0.")
-    if not isinstance(average, bool):
-        problems.append(f"average = {shown(average)}: give True or False.")
     order = None if replay is None else _ranks(replay)
     if replay is not None and not order:
         problems.append(f"replay is {kind_of(replay)}: give the order of a closed server.")
@@ -311,12 +309,10 @@ def optimizer_problems(make: Any, places: int) -> list[str]:
         whole = _tried(make, value, gradient)
         parts = [_tried(make, value[rows], gradient[rows]) for rows in (slice(2), slice(2, 4))]
     except Exception as error:
-        if problem := wrong_argument(error):
-            return [f"optimizer: {problem}"]
         return [
             f"optimizer = {shown(make)}: give a torch.optim class or a partial of one, such as "
             "partial(torch.optim.SGD, lr=0.1), whose step takes no closure. With a list of tensors "
-            f"it raises {type(error).__name__}: {first_line(error)}"
+            f"it raises {in_short(error)}."
         ]
     if places > 1 and not torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-6):
         return [

@@ -136,7 +136,6 @@ class FollowedFit:
         self._interrupt = interrupt
 
     def ask(self) -> bool | None:
-        """See :class:`sparkdl.gang.connect.Follower`, also for the next method."""
         wanted = self._mode != HIDDEN or not self.training or self._interrupt.asked
         if not wanted and not self._awaited:
             return None

@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkdl.consistency.base import FEWEST_PARTS, MOST, Consistency, Dispatch, share_problems
 from sparkdl.errors import known_arguments, shown
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_whole, make_plain
 
 
 @known_arguments
@@ -101,7 +101,5 @@ class StaleSynchronous(Consistency):
 
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.consistency.base.Consistency`."""
-        if not isinstance(self.staleness, int) or isinstance(self.staleness, bool):
-            yield f"staleness={shown(self.staleness)}: give a whole number of at least 0."
-        elif not 0 <= self.staleness < MOST:
-            yield f"staleness={self.staleness}: give a whole number from 0 to {MOST - 1}."
+        if not (is_whole(self.staleness, 0) and self.staleness < MOST):
+            yield f"staleness={shown(self.staleness)}: give a whole number from 0 to {MOST - 1}."

@@ -336,7 +336,6 @@ class Gang(StartableGroup):
         )
 
     def answers(self, doing: str) -> tuple[list[Any], float]:
-        """See :class:`sparkdl.gang.rank_group.RankGroup`."""
         assert self._ranks is not None
         try:
             return self._ranks.answers(doing)

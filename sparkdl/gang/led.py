@@ -211,7 +211,6 @@ class LedGang(StartableGroup):
         self.where = form_group(joining, self._timeout or YEAR_SECONDS)
 
     def answers(self, doing: str) -> tuple[list[Any], float]:
-        """See :class:`sparkdl.gang.rank_group.RankGroup`."""
         assert self._ranks is not None
         try:
             return self._ranks.answers(doing)

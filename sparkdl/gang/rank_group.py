@@ -75,7 +75,6 @@ class StartableGroup(RankGroup):
     """The ranks, once they have been started."""
 
     def send_each(self, commands: Iterable[Command]) -> None:
-        """See :class:`RankGroup`, also for the method below."""
         assert self._ranks is not None
         self._ranks.send_each(commands)
 
@@ -115,7 +114,6 @@ class ConnectedRanks(RankGroup):
                 channel.bound_sends(timeout)
 
     def send_each(self, commands: Iterable[Command]) -> None:
-        """See :class:`RankGroup`, also for the two methods below."""
         self._send([[cloudpickle.dumps(command)] for command in commands])
 
     def send(self, commands: Sequence[Command]) -> None:

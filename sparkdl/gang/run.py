@@ -149,7 +149,6 @@ class _LedCall:
     by_slots: bool
 
     def begin(self, batches: Iterable[Any]) -> list[Any]:
-        """See :class:`sparkdl.gang.led.LedWork`, also for the methods below."""
         for _ in batches:
             pass
         return []

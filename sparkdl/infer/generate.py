@@ -24,7 +24,7 @@ from sparkdl.infer.generation_engines import (
     VllmEngine,
 )
 from sparkdl.infer.outputs import Output, RowsColumn
-from sparkdl.infer.predict import FUNCTIONS, check_data, computed
+from sparkdl.infer.predict import FUNCTIONS, computed
 from sparkdl.infer.score import Inputs, ModelSource, Options, prepare
 from sparkdl.infer.source import library, longest, tokenizer_of
 from sparkdl.model.recipe import Signature
@@ -137,7 +137,6 @@ def generate(
     """
     if not isinstance(data, DataFrame):
         raise wrong_data("generate", data, "a DataFrame")
-    check_data(data, output_col)
     if not isinstance(prompt, str):
         raise ParameterError(f"prompt={shown(prompt)}: give the name of a column.")
     for name, value in {

@@ -17,7 +17,7 @@ from pyspark import TaskContext
 from torch import nn
 
 from sparkdl.codec.files import path_here
-from sparkdl.errors import ModelError, ParameterError, kind_of, nearest, shown
+from sparkdl.errors import ModelError, ParameterError, kind_of, nearest, optional_library, shown
 from sparkdl.infer.forward import device_of
 from sparkdl.infer.source import library, read_model
 from sparkdl.process.determinism import seeded
@@ -323,13 +323,7 @@ class VllmEngine(GenerationEngine):
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], sampling: Sampling
     ) -> list[list[Completion]]:
         """Give vLLM the whole batch, which it schedules itself."""
-        try:
-            import vllm
-        except ImportError:
-            raise ParameterError(
-                'engine="vllm" needs a library that is not installed on this executor: pip install '
-                'vllm (the extra "vllm").'
-            ) from None
+        vllm = optional_library("vllm", 'engine="vllm"', "vllm")
         if self._open is None:
             with _own_gpus():
                 self._open = vllm.LLM(model=str(self.folder), **self.options)

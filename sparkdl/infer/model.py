@@ -115,8 +115,6 @@ class TrainedModel(ModelData):
         """
         if not isinstance(data, DataFrame):
             raise wrong_data("transform", data, "a DataFrame", "For an RDD, use predict.")
-        if not isinstance(prediction_col, str):
-            raise ParameterError(f"prediction_col={shown(prediction_col)}: give a column name.")
         options = Options(batch_size, handle_invalid=handle_invalid, error_col=error_col)
         ready = prepare_trained(data, self, output, prediction_col, options, postprocess)
         predicted = ready.applied(data)

@@ -26,11 +26,6 @@ def recipe_and_module(around: Around, module: nn.Module, model: Any) -> tuple[An
     """Return how the new module is built, and the module itself in evaluation mode."""
     if isinstance(around, nn.Module):
         return around, around.eval()
-    if not callable(around):
-        raise ModelError(
-            "with_module takes a torch.nn.Module, or a function of the trained module that returns "
-            f"one, not {kind_of(around)}."
-        )
     made = around(module)
     if not isinstance(made, nn.Module):
         raise ModelError(

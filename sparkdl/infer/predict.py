@@ -105,23 +105,16 @@ def predict(
     """
     options = Options(batch_size, precision, quantize, handle_invalid, error_col)
     source = read_model(model, weights)
-    check_data(data, prediction_col, example)
+    if not isinstance(data, (DataFrame, RDD)):
+        raise wrong_data("predict", data, "a DataFrame or an RDD")
+    if not isinstance(example, (DataFrame, type(None))):
+        raise wrong_data("example=", example, "a DataFrame")
     inputs = inputs_of(data, source, features, columns, tokenizer, max_length)
     parts = named_parts(outputs, prediction_col)
     if parts is None and source.part is not None:
         parts = {prediction_col: source.part}
     ready = prepare(data, source, inputs, parts, prediction_col, options, example=example)
     return computed(ready, data, path, partitions, overwrite)
-
-
-def check_data(data: Any, prediction_col: Any, example: Any = None) -> None:
-    """Raise a UserError for what is no data, no example or no name of a column."""
-    if not isinstance(data, (DataFrame, RDD)):
-        raise wrong_data("predict", data, "a DataFrame or an RDD")
-    if not isinstance(example, (DataFrame, type(None))):
-        raise wrong_data("example=", example, "a DataFrame")
-    if not isinstance(prediction_col, str):
-        raise ParameterError(f"prediction_col={shown(prediction_col)}: give a column name.")
 
 
 def computed(ready: Inference, data: Any, path: Any, partitions: int, overwrite: bool) -> Any:

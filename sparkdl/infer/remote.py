@@ -81,6 +81,10 @@ class HadoopFolder:
         system = jvm.org.apache.hadoop.fs.Path(uri).getFileSystem(configuration)
         return HadoopFolder(uri, system, jvm)
 
+    def qualified(self) -> str:
+        """Return the URI of the folder, with its scheme and host."""
+        return str(self._system.makeQualified(self._path("")).toUri().toString())
+
     def names(self) -> set[str]:
         """Return the names in the folder; none if there is no folder."""
         with self._explained("list"):

@@ -21,7 +21,7 @@ from sparkdl.data.columns.base import Specs, names_read
 from sparkdl.data.fields import Field, with_fields
 from sparkdl.data.records import Names
 from sparkdl.data.schema import columns_of, quoted
-from sparkdl.errors import DataError, ModelError, ParameterError, kind_of, raise_all, shown
+from sparkdl.errors import DataError, ModelError, ParameterError, raise_all, shown
 from sparkdl.infer.forward import (
     Forward,
     ShippedModule,
@@ -46,7 +46,7 @@ from sparkdl.infer.read import (
 )
 from sparkdl.infer.trial import LOOKED_AT, Trial, made_up, rows_to_try, zeros_like
 from sparkdl.model.recipe import Part, Signature, problems_of_part
-from sparkdl.plain import plain
+from sparkdl.plain import is_whole, plain
 from sparkdl.spark.worker import finish_task, mistakes_told_briefly
 from sparkdl.usercode import accompanied
 
@@ -78,14 +78,12 @@ class Options:
             raise ParameterError(
                 f"handle_invalid={shown(self.handle_invalid)}: use one of {', '.join(HANDLING)}."
             )
-        if not isinstance(self.error_col, str):
-            raise ParameterError(f"error_col={shown(self.error_col)}: give a column name.")
 
 
 def whole_batch(value: Any) -> int:
     """Return a batch size as an int. Raises ParameterError."""
     size = plain(value)
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+    if not is_whole(size, 1):
         raise ParameterError(f"batch_size={shown(size)}: give a whole number of at least 1.")
     return size
 
@@ -446,8 +444,6 @@ def prepare_trained(
     finish: Finish = None,
 ) -> Inference:
     """Return the exact predictions of a trained model."""
-    if finish is not None and not callable(finish):
-        raise ParameterError(f"postprocess is {kind_of(finish)}: give a function.")
     raise_all(ParameterError, problems_of_part(part))
     source = source_of(trained)
     assert source.inputs is not None

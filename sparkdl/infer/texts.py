@@ -17,7 +17,7 @@ from torch import nn
 from sparkdl.data.arrow_tasks import check_new_columns
 from sparkdl.errors import ModelError, ParameterError, kind_of, shown, wrong_data
 from sparkdl.infer.outputs import named_parts
-from sparkdl.infer.predict import FUNCTIONS, TEXT, check_data, computed, inputs_of
+from sparkdl.infer.predict import FUNCTIONS, TEXT, computed, inputs_of
 from sparkdl.infer.score import Inputs, ModelSource, Options, prepare
 from sparkdl.infer.source import read_model
 from sparkdl.model.recipe import Part, described
@@ -129,7 +129,7 @@ def embed(
         raise ParameterError(f"pooling={shown(chosen)}: use one of {', '.join(POOLINGS)}.")
     if max_length is None:
         max_length = _json(source.folder, "sentence_bert_config.json").get("max_seq_length")
-    _check_text(data, text, output_col, 1)
+    _check_text(data, text, 1)
     embedder = Embedder(source.module, chosen, bool(normalize)).eval()
     given = replace(source, module=embedder, build=embedder, inner=source.module)
     # on the right: a text's vector does not depend on the others of its batch
@@ -188,7 +188,7 @@ def classify(
             f"the model is {kind_of(source.module)} whose configuration names no classes (id2label): "
             "classify takes a model of transformers that classifies sequences; for others use predict."
         )
-    _check_text(data, text, prediction_col)
+    _check_text(data, text)
     kind = getattr(config, "problem_type", None)
     if kind == "regression":
         raise ModelError(
@@ -283,7 +283,7 @@ def rerank(
     chosen = activation or ("none" if named else "sigmoid")
     if chosen not in ("none", "sigmoid"):
         raise ParameterError(f'activation={shown(activation)}: use "sigmoid" or "none".')
-    _check_text(data, (query, text), score_col)
+    _check_text(data, (query, text))
     source, inputs = _of_scores(data, source, (query, text), tokenizer, max_length, stride, pooling)
     parts = named_parts({score_col: partial(_relevance, chosen == "sigmoid")}, score_col)
     ready = prepare(data, source, inputs, parts, score_col, options)
@@ -297,11 +297,10 @@ def _relevance(sigmoid: bool, returned: Any) -> torch.Tensor:
     return torch.sigmoid(scores) if sigmoid else scores
 
 
-def _check_text(data: Any, text: Any, column: Any, most: int = 2) -> None:
+def _check_text(data: Any, text: Any, most: int = 2) -> None:
     """Raise a UserError for no DataFrame, no names, or a column that is there and is no text."""
     if not isinstance(data, DataFrame):
         raise wrong_data("predict", data, "a DataFrame")
-    check_data(data, column)
     names = (text,) if isinstance(text, str) else text
     good = isinstance(names, (tuple, list)) and all(isinstance(name, str) for name in names)
     if not good or not 1 <= len(names) <= most:

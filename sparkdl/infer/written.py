@@ -24,7 +24,7 @@ from pyspark.sql.types import StructType
 from sparkdl.checkpoint.files import Folder
 from sparkdl.data.arrow_tasks import check_unambiguous, content_hash, partition_of
 from sparkdl.errors import DataError, ParameterError, shown
-from sparkdl.plain import plain
+from sparkdl.plain import is_whole, plain
 from sparkdl.spark.failures import reading_explained
 
 _SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
@@ -62,11 +62,7 @@ def write_parts(
     adds, is not null are not written. Return the data as read from the folder.
     """
     partitions = plain(partitions)
-    if (
-        not isinstance(partitions, int)
-        or isinstance(partitions, bool)
-        or not 0 < partitions < 10**5
-    ):
+    if not (is_whole(partitions, 1) and partitions < 10**5):
         raise ParameterError(f"partitions={shown(partitions)}: give a whole number of 1 to 99,999.")
     if data.isStreaming:
         raise DataError(

@@ -1,32 +1,162 @@
 """The trainer and the search that a configuration describes, built before any data is read.
 
-All mistakes of a configuration are reported in one error.
+A component is a function or class that a file names, with arguments. All mistakes of a configuration
+are reported in one error.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import inspect
+import operator
+import pkgutil
+import sys
+import types
+import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 import sparkdl
 from sparkdl.data.columns.base import specs_to_json
-from sparkdl.errors import ParameterError, raise_all
-from sparkdl.jobs.components import Component
-from sparkdl.jobs.config import CheckpointSection, Config, Spec, ValidationSection
-from sparkdl.jobs.run_folder import find_model
+from sparkdl.errors import ParameterError, frames_of_user, nearest, raise_all, unknown_argument
+from sparkdl.infer.recipe import is_module_builder
 from sparkdl.metrics.named import resolve
+from sparkdl.usercode.travel import is_library
 
-_OF_JOBS = {
-    *("train", "test", "format", "options", "select", "prepare"),
-    *("epochs", "max_iterations", "max_seconds", "min_loss", "histograms"),
-}
-"""Keys of the sections data and trainer that are no fields of :class:`sparkdl.Trainer`."""
+
+def find(path: str) -> Any:
+    """Return the callable that ``path`` names, and let it travel to the executors."""
+    file, in_file, name = path.rpartition(".py:")
+    full_name = f"{_module_of(Path(file))}:{name}" if in_file else path
+    try:
+        target = pkgutil.resolve_name(full_name)
+    except Exception as error:
+        hint = (
+            nearest(error.name or "", dir(error.obj)) if isinstance(error, AttributeError) else ""
+        )
+        problem = f'"{path}" cannot be imported ({type(error).__name__}: {error}).'
+        raise ParameterError(f"{problem}{hint}{place_of(error)}") from error
+    if not callable(target):
+        raise ParameterError(f'"{path}" is a {type(target).__name__}, which cannot be called.')
+    ship(target)
+    return target
+
+
+def _module_of(file: Path) -> str:
+    """Return the name by which a file, without its ending, can be imported again from here."""
+    whole = file.with_name(f"{file.name}.py").resolve()
+    if not whole.is_file():
+        raise ParameterError(f"there is no file {whole}.")
+    if all(map(str.isidentifier, file.parts)):
+        return ".".join(file.parts)
+    sys.path.append(str(whole.parent))
+    return file.name
+
+
+def ship(target: Any) -> None:
+    """Let a function or class travel by value if its module is not installed."""
+    from pyspark import cloudpickle
+
+    module = getattr(target, "__module__", None) or "builtins"
+    package = sys.modules.get(module.partition(".")[0])
+    if package is not None and package.__name__ != "__main__" and not is_library(module):
+        cloudpickle.register_pickle_by_value(package)
+
+
+def place_of(cause: BaseException | None) -> str:
+    """Return the last line of the user's own code that an exception comes from, or ""."""
+    lines = [] if cause is None else frames_of_user(cause).splitlines()
+    last = max((i for i, line in enumerate(lines) if line.startswith("  File ")), default=None)
+    return "" if last is None else "\n" + "\n".join(lines[last : last + 2])
+
+
+def _is_component(value: Any) -> bool:
+    return isinstance(value, Mapping) and "class_path" in value
+
+
+def _parts(spec: Any) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a component."""
+    if isinstance(spec, str):
+        return spec, {}
+    if not _is_component(spec):
+        raise ParameterError("give a name, or a mapping with class_path and init_args.")
+    beside = {name: it for name, it in spec.items() if name not in ("class_path", "init_args")}
+    return spec["class_path"], {**beside, **(spec.get("init_args") or {})}
+
+
+def bound(spec: Any) -> Callable[..., Any]:
+    """Return what a component names, with its arguments bound to it."""
+    path, arguments = _parts(spec)
+    target = find(path)
+    _check(path, target, arguments)
+    values = {k: bound(v) if _is_component(v) else v for k, v in arguments.items()}
+    return functools.partial(target, **values) if values else target
+
+
+def made(spec: Any) -> Any:
+    """Return what a component makes."""
+    make = bound(spec)
+    try:
+        return make()
+    except ParameterError:
+        raise
+    except Exception as error:
+        problem = f"{_parts(spec)[0]} cannot be made ({type(error).__name__}: {error})."
+        raise ParameterError(problem + place_of(error)) from error
+
+
+def instance(spec: Any) -> Callable[..., Any]:
+    """Return an instance of a class such as ``torch.nn.CrossEntropyLoss``, or the function."""
+    one: Callable[..., Any] = (made if isinstance(find(_parts(spec)[0]), type) else bound)(spec)
+    return one
+
+
+def each(make: Callable[[Any], Any], value: Any, words: bool = False) -> Any:
+    """Return what ``make`` makes of a component, or of those in a list or mapping.
+
+    With ``words``, names are such as ``ddp``, and stay.
+    """
+    if isinstance(value, list):
+        return [each(make, one, words) for one in value]
+    if isinstance(value, Mapping) and not _is_component(value):
+        return {name: each(make, one, words) for name, one in value.items()}
+    return value if words and isinstance(value, str) else make(value)
+
+
+def _check(path: str, target: Any, arguments: Mapping[str, Any]) -> None:
+    """Compare arguments with a signature: their names, and the types of plain values."""
+    try:
+        parameters = inspect.signature(target, eval_str=True).parameters
+    except Exception:  # it has none, or names in it are only for type checkers
+        return
+    open_to_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+    for name, value in arguments.items():
+        if name not in parameters and not open_to_any:
+            raise ParameterError(unknown_argument(path, name, value, [*parameters]))
+        hint = parameters[name].annotation if name in parameters else None
+        options = typing.get_args(hint) if typing.get_origin(hint) in _UNIONS else (hint,)
+        kinds = [_PLAIN.get(option) for option in options]
+        if None not in kinds and not any(isinstance(value, kind) for kind in kinds if kind):
+            wanted = inspect.formatannotation(hint)
+            raise ParameterError(f"{name}: give {wanted}, not {value!r}.")
+
+
+_UNIONS = (typing.Union, types.UnionType)
+_PLAIN: dict[Any, Any] = {kind: kind for kind in (bool, int, str, type(None))}
+_PLAIN[float] = (int, float)
+"""The types of values for plain annotations."""
+
+
+def is_torch_loss(spec: Any) -> bool:
+    """Return whether this is a loss of ``torch.nn`` without components, which runs no other code."""
+    path, arguments = _parts(spec)
+    if not path.startswith("torch.nn") or any(map(_is_component, arguments.values())):
+        return False
+    target = find(path)
+    if inspect.isfunction(target):
+        return target.__module__ == "torch.nn.functional"
+    return isinstance(target, type) and is_module_builder(target)
 
 
 class _Problems(list[str]):
@@ -36,218 +166,130 @@ class _Problems(list[str]):
         """Return what ``make`` returns, or None and note its mistake under ``key``."""
         try:
             return make(*arguments)
-        except (ParameterError, FileNotFoundError) as error:
+        except ParameterError as error:
             self.append(f"{key}: {error}")
         return None
 
 
-def trainer_of(config: Config) -> sparkdl.Trainer:
+def trainer_of(config: Mapping[str, Any]) -> sparkdl.Trainer:
     """Return the trainer that ``config`` describes, except for what is known later.
 
-    The validation has no data, checkpoints without a path of their own have a relative one, and
-    schedule and summaries are missing. Raises ParameterError.
+    The validation has no data, checkpoints without a path of their own have a relative one, and the
+    schedule is missing.
     """
-    problems = _Problems()
-    fields = {**vars(config.data), **vars(config.trainer)}
-    fields = {name: value for name, value in fields.items() if name not in _OF_JOBS}
-    names = ("model", "loss", "step", "optimizer", "callbacks", "validation", "checkpoint")
-    fields |= {name: getattr(config, name) for name in names}
-    keys = {name: f"data.{name}" for name in vars(config.data)}
-    keys |= {name: f"trainer.{name}" for name in vars(config.trainer)}
-    for name, make in _MAKERS.items():
-        if fields[name] is not None:
-            fields[name] = problems.of(keys.get(name, name), make, fields[name])
-    if config.data.prepare is not None:
-        problems.of("data.prepare", _bound, config.data.prepare)
-    problems.of("schedule", schedule_of, config.schedule, 1)
-    problems.of("metrics", lambda: resolve(metrics_of(config.metrics)))
-    if config.loss is None and config.step is None:
-        problems.append("loss: name a loss, or give step: with a training step.")
-    stop, every = _stop(config, problems), config.trainer.histograms
-    due = None if every is None else problems.of("trainer.histograms", sparkdl.every, every)
+    problems, fields = _Problems(), dict[str, Any]()
+    known = {*inspect.signature(sparkdl.Trainer).parameters} - {"schedule"}
+    for section in ("data", "trainer", ""):
+        for name, value in (config[section] if section else config).items():
+            make = _MAKERS.get(name)
+            if make is not None and value is not None:
+                value = problems.of(f"{section}.{name}".lstrip("."), make, value)
+            fields |= {name: value} if name in known else {}
+    problems.of("schedule", schedule_of, config["schedule"], 1)
+    stops = [problems.of(key, _trigger, config[key] or {}) for key in ("trainer", "early_stopping")]
     raise_all(ParameterError, problems)
-    trainer = sparkdl.Trainer(**fields, stop=stop, histograms=due)
+    if stops := [stop for stop in stops if stop is not None]:
+        fields["stop"] = functools.reduce(operator.or_, stops)
+    trainer = sparkdl.Trainer(**fields)
     problems.of("data.columns", lambda: specs_to_json(trainer.columns))  # as it will be saved
     raise_all(ParameterError, problems)
     return trainer
 
 
-def _optimizer(spec: Any) -> Any:
-    """Return the optimizer's recipe, or those of submodules, tried on a parameter of their own."""
-    if isinstance(spec, Mapping) and "class_path" not in spec:
-        return {submodule: _optimizer(one) for submodule, one in spec.items()}
-    recipe = Component.of(spec).bound()
-    kind = recipe.func if isinstance(recipe, functools.partial) else recipe
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
-        try:
-            recipe([nn.Parameter(torch.zeros(1, 1))])
-        except ValueError as error:
-            raise ParameterError(f"{kind.__name__}: {error}.") from error
-    return recipe
-
-
-def _word_or(make: Callable[[Component], Any]) -> Callable[[Any], Any]:
-    """Return a maker that leaves words such as ``ddp`` as they are."""
-
-    def maker(spec: Any) -> Any:
-        if isinstance(spec, list):
-            return [maker(each) for each in spec]
-        return spec if isinstance(spec, str) else make(Component.of(spec))
-
-    return maker
-
-
-def _each(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a maker for lists and mappings of what ``make`` takes."""
-
-    def maker(specs: Any) -> Any:
-        if not isinstance(specs, Mapping):
-            return [make(spec) for spec in specs]
-        problems = _Problems()
-        values = {name: problems.of(name, make, spec) for name, spec in specs.items()}
-        raise_all(ParameterError, problems)
-        return values
-
-    return maker
-
-
-def _bound(spec: Spec) -> Any:
-    return Component.of(spec).bound()
-
-
-def _instance(spec: Spec) -> Any:
-    return Component.of(spec).instance()
-
-
-def _made(spec: Spec) -> Any:
-    return Component.of(spec).made()
-
-
-metrics_of = _word_or(Component.made)
-"""Return the metrics: names as they are, and components as the metrics that they make."""
-
-
-def validation_of(section: ValidationSection) -> sparkdl.Validation:
-    """Return the validation without its data. Raises ParameterError."""
-    problems = []
-    if (section.data is None) == (section.share is None):
-        problems.append("give either data, a path, or share, a part of the training data.")
-    if section.share is not None and not 0 < section.share < 1:
-        problems.append(f"share={section.share}: give a number between 0 and 1, such as 0.1.")
-    raise_all(ParameterError, problems)
-    return sparkdl.Validation(
-        None,  # type: ignore[arg-type]  # known later
-        metrics=metrics_of(section.metrics),
-        every=_every(section),
-        best=section.best,
-        batch_size=section.batch_size,
-    )
-
-
-def checkpoint_of(
-    section: CheckpointSection | None, folder: Path = Path()
-) -> sparkdl.Checkpoint | None:
-    """Return the checkpoints, at their own path or in the run ``folder``. Raises ParameterError."""
-    if section is None:
-        return None
-    path = section.path or folder / "checkpoints"
-    return sparkdl.Checkpoint(path, every=_every(section), keep=section.keep)
-
-
-def _weights_file(path: str) -> str:
-    """Return the safetensors file: ``path`` itself, or the file of the model that is saved there."""
-    return str(find_model(path)[0] / "model.safetensors") if Path(path).is_dir() else path
-
-
-_MAKERS: dict[str, Callable[[Any], Any]] = {
-    "model": _bound,
-    "loss": _instance,
-    "step": _instance,
-    "optimizer": _optimizer,
-    "augment": _bound,
-    "columns": _each(_made),
-    "consistency": _made,
-    "sampling": _made,
-    "compression": _instance,
-    "strategy": _word_or(Component.made),
-    "buffers": _each(_word_or(Component.bound)),
-    "callbacks": _each(_made),
-    "weights": _weights_file,
-    "validation": validation_of,
-    "checkpoint": checkpoint_of,
-}
-"""How a field of the trainer is made of what the file says; all others are as they stand."""
-
-
-def _stop(config: Config, problems: _Problems) -> sparkdl.Trigger:
-    """Return the trigger that ends training: the epochs, or another limit that comes first."""
-    length, early = config.trainer, config.early_stopping
-    limits: list[tuple[str, Any, Callable[[Any], sparkdl.Trigger]]] = [
-        ("trainer.epochs", length.epochs, sparkdl.max_epoch),
-        ("trainer.max_iterations", length.max_iterations, sparkdl.max_iteration),
-        ("trainer.max_seconds", length.max_seconds, sparkdl.max_time),
-        ("trainer.min_loss", length.min_loss, sparkdl.min_loss),
-    ]
-    if early is not None:
-        until = functools.partial(sparkdl.plateau, early.metric, min_delta=early.min_delta)
-        score = functools.partial(sparkdl.max_score, early.metric)
-        limits.append(("early_stopping.patience", early.patience, until))
-        limits.append(("early_stopping.target", early.target, score))
-        if config.validation is None:
-            problems.append("early_stopping needs a validation: set validation.share or .data.")
-        if early.patience is None and early.target is None:
-            problems.append("early_stopping never stops: give patience, target or both.")
-    stops = [problems.of(key, make, value) for key, value, make in limits if value is not None]
-    return _any([stop for stop in stops if stop is not None])
-
-
-def _every(section: ValidationSection | CheckpointSection) -> sparkdl.Trigger:
-    """Return a trigger for when an ``every_`` key is due; each epoch if none is given."""
+def _trigger(section: Mapping[str, Any], default: Any = None) -> Any:
+    """Return the trigger for when any key of a section that is about time or metrics is due."""
+    metric = section.get("metric", "loss")
     kinds: dict[str, Callable[[Any], sparkdl.Trigger]] = {
+        "epochs": sparkdl.max_epoch,
+        "max_iterations": sparkdl.max_iteration,
+        "max_seconds": sparkdl.max_time,
+        "min_loss": sparkdl.min_loss,
         "every_epochs": sparkdl.every_epoch,
         "every_iterations": sparkdl.every,
         "every_seconds": sparkdl.every_seconds,
+        "patience": lambda it: sparkdl.plateau(metric, it, section["min_delta"]),
+        "target": lambda it: sparkdl.max_score(metric, it),
     }
-    values = {name: getattr(section, name, None) for name in kinds}
-    return _any([kinds[name](value) for name, value in values.items() if value is not None])
+    due = [make(section[key]) for key, make in kinds.items() if section.get(key) is not None]
+    return functools.reduce(operator.or_, due) if due else default
 
 
-def _any(triggers: list[sparkdl.Trigger]) -> sparkdl.Trigger:
-    """Return a trigger for when any of them is true; without any, for each epoch."""
-    return functools.reduce(lambda a, b: a | b, triggers) if triggers else sparkdl.every_epoch()
+def metrics_of(specs: Any) -> Any:
+    """Return the metrics: names as they are, and components as the metrics that they make."""
+    metrics = each(made, specs, words=True)
+    resolve(metrics)
+    return metrics
 
 
-def schedule_of(spec: Spec | None, iterations: int) -> Any:
+def _validation(section: Mapping[str, Any]) -> sparkdl.Validation:
+    share = section["share"]
+    if (section["data"] is None) == (share is None):
+        raise ParameterError("give either data, a path, or share, a part of the training data.")
+    if share is not None and not (isinstance(share, float) and 0 < share < 1):
+        raise ParameterError(f"share={share!r}: give a number between 0 and 1, such as 0.1.")
+    return sparkdl.Validation(
+        None,  # type: ignore[arg-type]  # known later
+        metrics=metrics_of(section["metrics"]),
+        every=_trigger(section, sparkdl.every_epoch()),
+        best=section["best"],
+        batch_size=section["batch_size"],
+    )
+
+
+def checkpoint_of(section: Mapping[str, Any], folder: Path = Path()) -> sparkdl.Checkpoint:
+    """Return the checkpoints, at their own path or in the run ``folder``."""
+    return sparkdl.Checkpoint(
+        section["path"] or folder / "checkpoints",
+        every=_trigger(section, sparkdl.every_epoch()),
+        keep=section["keep"],
+    )
+
+
+def find_model(path: str) -> Path:
+    """Return the folder of the model in a run folder; any other path as it is."""
+    model = Path(path) / "model"
+    return model if (model / "model.json").is_file() else Path(path)
+
+
+def _weights(path: str) -> str:
+    return str(find_model(path) / "model.safetensors") if Path(path).is_dir() else path
+
+
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("model", "augment", "prepare"), bound),
+    **dict.fromkeys(("loss", "step", "compression"), instance),
+    **dict.fromkeys(("consistency", "sampling"), made),
+    **dict.fromkeys(("columns", "callbacks"), functools.partial(each, made)),
+    "optimizer": functools.partial(each, bound),
+    "strategy": functools.partial(each, made, words=True),
+    "buffers": functools.partial(each, bound, words=True),
+    "metrics": metrics_of,
+    "histograms": sparkdl.every,
+    "weights": _weights,
+    "validation": _validation,
+    "checkpoint": checkpoint_of,
+}
+"""How a key becomes a field of the trainer; all others are as they stand."""
+
+
+def schedule_of(spec: Any, iterations: int) -> Any:
     """Return the scheduler's class with its arguments; "iterations" becomes their number."""
     if spec is None:
         return None
-    component = Component.of(spec)
-    arguments = {k: iterations if v == "iterations" else v for k, v in component.init_args.items()}
-    return Component(component.class_path, arguments).bound()
+    path, arguments = _parts(spec)
+    values = {k: iterations if v == "iterations" else v for k, v in arguments.items()}
+    return bound({"class_path": path, "init_args": values})
 
 
-def iterations_of(config: Config, trainer: sparkdl.Trainer, count: int) -> int:
-    """Return the largest number of iterations for ``count`` samples."""
-    length, batch = config.trainer, trainer.batch_size * trainer.options.local_steps
-    iterations = length.epochs * -(-count // batch)
-    return max(1, min(iterations, length.max_iterations or iterations))
-
-
-def search_of(config: Config) -> dict[str, Any]:
-    """Return the arguments of ``sparkdl.tune.search`` except trainer, data and path.
-
-    Raises ParameterError."""
-    section = config.tune
-    if not section.space:
-        raise ParameterError("tune.space: name what varies, such as {model.width: [16, 32]}.")
-    problems = _Problems()
-    space = {
-        name.removeprefix("trainer.").removeprefix("data."): domain
-        if isinstance(domain, list)
-        else problems.of(f"tune.space.{name}", _made, domain)
-        for name, domain in section.space.items()
-    }
-    algorithm = problems.of("tune.algorithm", _word_or(Component.made), section.algorithm)
+def search_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``sparkdl.tune.search`` except trainer, data and path."""
+    problems, space = _Problems(), dict[str, Any]()
+    for name, domain in config["tune"]["space"].items():
+        key = name.removeprefix("trainer.").removeprefix("data.")
+        space[key] = domain
+        if not isinstance(domain, list):
+            space[key] = problems.of(f"tune.space.{name}", made, domain)
+    maker = functools.partial(each, made, words=True)
+    algorithm = problems.of("tune.algorithm", maker, config["tune"]["algorithm"])
     raise_all(ParameterError, problems)
-    others = {f.name: getattr(section, f.name) for f in dataclasses.fields(section)}
-    return {**others, "space": space, "algorithm": algorithm}
+    return {**config["tune"], "space": space, "algorithm": algorithm}

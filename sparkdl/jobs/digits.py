@@ -54,17 +54,13 @@ def write(train: Path, test: Path) -> None:
         from sklearn.model_selection import train_test_split
     except ImportError:
         raise ParameterError(
-            "data.prepare: the digits come with scikit-learn: pip install scikit-learn."
+            "the digits come with scikit-learn: pip install scikit-learn."
         ) from None
     pixels, labels = load_digits(return_X_y=True)
     parts = train_test_split(pixels, labels, test_size=0.2, random_state=0, stratify=labels)
     for path, features, label in ((train, parts[0], parts[2]), (test, parts[1], parts[3])):
-        table = pa.table(
-            {
-                "features": pa.array(list(features.astype("float32"))),
-                "label": pa.array(label.astype("int64")),
-            }
-        )
+        rows = {"features": list(features.astype("float32")), "label": label.astype("int64")}
+        table = pa.table({name: pa.array(values) for name, values in rows.items()})
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         parquet.write_table(table, unfinished)

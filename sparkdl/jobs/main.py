@@ -5,8 +5,8 @@ Libraries are imported after the arguments are checked: torch and Spark take sec
 
 from __future__ import annotations
 
-import argparse
 import io
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -31,20 +31,23 @@ COMMANDS = {
     "conf": "write the configurations that come with sparkdl into a folder: sparkdl conf FOLDER",
 }
 _HELP = {
-    "resume": "go on from a run folder; train also from a checkpoint or latest, with --config",
+    "config FILE": "a YAML file, see sparkdl conf; of several, the last value of a key counts",
+    "print_config": "print the keys with their values, and end",
+    "resume FOLDER": "go on from a run folder; with --config from a checkpoint, or latest",
     "dry-run": "check configuration, data, model and sizes on the executors, and train nothing",
     "trials": "run the best three for 30 iterations each, and rank them by that",
     "trust": "let the folder run code of its choice: its pickle, any function that it names",
     "overwrite": "replace what is at --output",
     "argmax": "the number of the highest output: the class",
 }
-_FLAGS: dict[str, tuple[str, ...]] = {
-    "train": ("dry-run",),
-    "tune": (),
-    "plan": ("trials",),
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "train": ("config FILE", "print_config", "resume FOLDER", "dry-run"),
+    "tune": ("config FILE", "print_config", "resume FOLDER"),
+    "plan": ("config FILE", "print_config", "trials"),
     "evaluate": ("trust",),
     "predict": ("overwrite", "argmax", "trust"),
 }
+"""The options of each command beside its keys; those with a second word take a value."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -54,93 +57,73 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     for a fault."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.encoding != "utf-8":
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr's: it lacks letters
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if (here := os.getcwd()) not in sys.path:  # for modules that a file names
+        sys.path.append(here)
+    lines: dict[str, str] = {}
     try:
-        _run(arguments)
+        _run(list(sys.argv[1:] if arguments is None else arguments), lines)
     except (Exception, KeyboardInterrupt) as error:
-        message: str | None = str(error)
-        status = 2
+        status, message = 2, str(error) or None
         if not isinstance(error, UserError) or error.__cause__ is not None:
-            from sparkdl.jobs.console import ended_by
+            from sparkdl.jobs.commands import ended_by
 
             status, message = ended_by(error)
         if message is None:
             raise
-        if status == 2:
-            message = config.with_lines(message, arguments)
+        message = config.with_lines(message, lines)
+        message = message.replace("trust=True", "trust=True (here: --trust)")
         print(f"error: {without_credentials(message)}", file=sys.stderr)
         sys.exit(status)
     sys.exit(0)
 
 
-def _run(arguments: list[str]) -> None:
+def _run(arguments: list[str], lines: dict[str, str]) -> None:
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "--version"):
-        lines = [f"  {command:<10}{text}" for command, text in COMMANDS.items()]
+        about = [f"  {command:<10}{text}" for command, text in COMMANDS.items()]
         usage = "usage: sparkdl COMMAND ...; sparkdl COMMAND --help lists all keys"
-        print(sparkdl.__version__ if name == "--version" else "\n".join([usage, "", *lines]))
+        print(sparkdl.__version__ if name == "--version" else "\n".join([usage, "", *about]))
     elif name not in COMMANDS:
         raise ParameterError(
             f'unknown command "{name}".{nearest(name, COMMANDS)} Known: {", ".join(COMMANDS)}.'
         )
     elif name in ("archive", "report", "session"):
         __main__.main(arguments)
+    elif {"-h", "--help"} & {*rest}:
+        _print_help(name)
     elif name == "conf":
-        parser = argparse.ArgumentParser(prog="sparkdl conf", description=COMMANDS[name])
-        parser.add_argument("folder", nargs="?", default="conf", type=Path)
-        _write_configurations(parser.parse_args(rest).folder)
+        package = Path(sparkdl.__file__).parent
+        source = next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
+        folder = rest[0] if rest else "conf"
+        shutil.copytree(source, folder, copy_function=_copy, dirs_exist_ok=True)
     else:
-        _run_job(name, rest)
+        keys, options = config.parse(name, rest, _OPTIONS[name], lines)
+        if not options.get("print_config"):
+            from sparkdl.jobs import commands
+            from sparkdl.spark.failures import query_log_hushed
+
+            with query_log_hushed():
+                getattr(commands, name)(keys, options)
 
 
-def _run_job(name: str, arguments: list[str]) -> None:
-    from_file = name in ("train", "tune", "plan")
-    kind = config.Config if from_file else config.SAVED[name]
-    needed = "--config FILE" if from_file else "--model FOLDER --data PATH"
-    usage = f"sparkdl {name} {needed} [--KEY VALUE ...]"
-    parser = config.new_parser(
-        prog=f"sparkdl {name}", usage=usage, description=COMMANDS[name], parser_mode="omegaconf"
-    )
-    if from_file:
-        parser.add_argument(
-            "--config",
-            action="config",
-            help="a YAML file; conf/digits.yaml (sparkdl conf) explains every key",
-        )
-        if name != "plan":
-            parser.add_argument("--resume", help=_HELP["resume"])
-        arguments = config.with_file_of_run(arguments)
-    parser.add_class_arguments(kind, None)
-    for flag in _FLAGS[name]:
-        parser.add_argument(f"--{flag}", action="store_true", help=_HELP[flag])
-    from jsonargparse import ArgumentError
-    from omegaconf.errors import OmegaConfBaseException
+def _print_help(name: str) -> None:
+    """Print the options and keys of a command."""
+    print(f"usage: sparkdl {name} ...: {COMMANDS[name]}")
+    for option in _OPTIONS.get(name, ()):
+        print(f"  --{option:<16}{_HELP[option]}")
+    if name in _OPTIONS:
+        import yaml
 
-    hints = config.keys_of(kind)
-    try:
-        parsed = parser.instantiate(parser.parse_args(arguments))
-    except (ArgumentError, OmegaConfBaseException) as error:
-        raise config.parser_error(error, hints) from None
-    checked = [config.config_of(parsed)] if from_file else []
-    from sparkdl.jobs import commands
-    from sparkdl.spark.failures import query_log_hushed
-
-    with query_log_hushed():
-        getattr(commands, name)(*checked, parsed)
+        print("\nKeys, such as --trainer.epochs 5, with their defaults; ??? must be given:\n")
+        print(yaml.safe_dump(config.defaults_of(name), sort_keys=False))
 
 
-def _write_configurations(folder: Path) -> None:
-    """Copy the files of ``conf/`` that are not in the folder yet."""
-    package = Path(sparkdl.__file__).parent
-    source = next(path for path in (package / "conf", package.parent / "conf") if path.is_dir())
-    for file in sorted(path for path in source.rglob("*") if path.is_file()):
-        copy = folder / file.relative_to(source)
-        if copy.exists():
-            print(f"{copy} is there already and stays")
-            continue
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy)
-        print(copy)
+def _copy(file: str, copy: str) -> None:
+    """Copy a file unless it is there, and say so."""
+    if Path(copy).exists():
+        print(f"{copy} is there already and stays")
+    else:
+        print(shutil.copy(file, copy))
 
 
 if __name__ == "__main__":

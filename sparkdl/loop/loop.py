@@ -99,7 +99,7 @@ class Lookahead:
         self._schedule.after(self._at, state)
         self._at = state
         histograms = self._config.wants_histograms(previous, state)
-        decisions = self._config.recorded_decisions(state)
+        decisions = self._config.recorded.get(state.iteration + 1)
         iteration = next_iteration(state, self._schedule, histograms, decisions)
         self._coming.append(PlannedIteration(iteration, self._schedule.learning_rates))
 
@@ -112,10 +112,6 @@ class LoopConfig:
     options: TrainingOptions
     histograms: Trigger | None = None  # None: never
     recorded: Mapping[int, Decisions] = field(default_factory=dict)  # by iteration, from 1
-
-    def recorded_decisions(self, state: TrainState) -> Decisions | None:
-        """Return what to repeat in the iteration after ``state``; None: there is nothing."""
-        return self.recorded.get(state.iteration + 1)
 
     def wants_histograms(self, previous: TrainState, state: TrainState) -> bool:
         """Return whether the iteration after ``state``, which came after ``previous``, reports

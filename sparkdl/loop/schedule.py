@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from sparkdl.errors import ModelError, kind_of, nearest, no_number, wrong_argument
+from sparkdl.errors import ModelError, kind_of, nearest, text_for_number
 from sparkdl.loop.state import TrainState
 from sparkdl.slices.optimizer import OptimizerSpec
 
@@ -48,16 +48,6 @@ class Schedule:
         self.at = TrainState()
         """The state at which the schedule stands."""
         self._plateaus = [isinstance(s, ReduceLROnPlateau) for s in self._schedulers]
-        if metric is not None and not any(self._plateaus):
-            raise ModelError(
-                f'schedule_metric="{metric}" is for ReduceLROnPlateau only, and the schedule is '
-                "another one: leave it out."
-            )
-        if per == "epoch" and make is None:
-            raise ModelError(
-                'schedule_per="epoch" has no effect without a schedule: pass schedule=..., or '
-                "leave it out."
-            )
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
@@ -114,12 +104,6 @@ class Schedule:
                 )
             self._check_metric(list(metrics))
             self._tell_of_direction(metrics)
-            if self._per == "epoch" and all(self._plateaus):
-                raise ModelError(
-                    'schedule_per="epoch" has no effect on ReduceLROnPlateau, which is stepped at '
-                    "each validation: leave it out, and set the frequency with "
-                    "Validation(every=...)."
-                )
         if limit is None:
             return
         per_epoch = self._per == "epoch"
@@ -196,19 +180,16 @@ class Schedule:
 
 
 def _scheduler(make: Callable[[torch.optim.Optimizer], Any], mirror: torch.optim.Optimizer) -> Any:
+    if problem := text_for_number(make):  # some schedulers find out when they step
+        raise ModelError(f"the schedule cannot be built: {problem}")
     try:
         scheduler = make(mirror)
     except Exception as error:
-        if problem := wrong_argument(error):
-            raise ModelError(f"the schedule cannot be built: {problem}") from error
         raise ModelError(
             f"schedule cannot be built on the optimizer ({type(error).__name__}: {error}). "
             "Give a partial of a torch.optim.lr_scheduler class, such as "
             "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100)."
         ) from error
-    for name, value in getattr(make, "keywords", {}).items():
-        if problem := no_number(name, value):  # some schedulers find out when they step
-            raise ModelError(f"the schedule cannot be built: {problem}")
     if not isinstance(scheduler, LRScheduler):
         raise ModelError(
             f"schedule gave {kind_of(scheduler)}, not a torch.optim.lr_scheduler.LRScheduler."

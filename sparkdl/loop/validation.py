@@ -15,7 +15,7 @@ from sparkdl.loop.triggers import EveryEpoch, Trigger, no_trigger
 from sparkdl.metrics.named import scalar_names
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.recipe import Part, problems_of_part
-from sparkdl.plain import make_plain
+from sparkdl.plain import is_whole, make_plain
 
 if TYPE_CHECKING:
     from pyspark import RDD
@@ -51,12 +51,10 @@ class Validation:
         make_plain(self, "batch_size", "best")
         if not isinstance(self.every, Trigger):
             problems.append(no_trigger("Validation(every={})", self.every, "sparkdl.every_epoch()"))
-        if isinstance(self.batch_size, bool) or not isinstance(self.batch_size, int):
+        if not is_whole(self.batch_size, 1):
             problems.append(
-                f"Validation(batch_size={shown(self.batch_size)}): give a whole number."
+                f"Validation(batch_size={shown(self.batch_size)}): give a whole number of at least 1."
             )
-        elif self.batch_size < 1:
-            problems.append(f"Validation(batch_size={self.batch_size}): give at least 1.")
         problems += problems_of_part(self.output, "Validation: ")
         raise_all(ParameterError, problems)
         if isinstance(self.metrics, Iterator):  # it can be consumed only once

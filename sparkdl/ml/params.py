@@ -238,7 +238,8 @@ class TrainingParams(FitParams):
             value = getattr(trainer, one.name)
             if not one.init or _is_default(one, value):
                 continue
-            if one.name in params and not (params[one.name].endswith("Col") and _several(value)):
+            several = params.get(one.name, "").endswith("Col") and not isinstance(value, str)
+            if one.name in params and not several:
                 self._set(**{params[one.name]: value})
             elif one.name == "stop" and type(value) is MaxEpoch:
                 self._set(maxEpochs=value.epochs)
@@ -253,11 +254,6 @@ class TrainingParams(FitParams):
     def getTrainerArgs(self) -> dict[str, Any]:
         """Return a copy of ``trainerArgs``."""
         return dict(self.getOrDefault("trainerArgs")) if self.isSet("trainerArgs") else {}
-
-
-def _several(columns: Any) -> bool:
-    """Return whether an argument of ``Trainer`` names other than one column."""
-    return not isinstance(columns, str)
 
 
 def _is_default(one: dataclasses.Field[Any], value: Any) -> bool:

@@ -265,13 +265,6 @@ def names_problems(strategy: ParallelStrategy, name: str, remedy: str) -> Iterat
         yield f"{name}={shown(names)}): give a list of {remedy}."
 
 
-def flag_problems(strategy: ParallelStrategy, *names: str) -> Iterator[str]:
-    """Yield the problems of options that are True or False."""
-    for name in names:
-        if not isinstance(getattr(strategy, name), bool):
-            yield f"{name}={shown(getattr(strategy, name))}): give True or False."
-
-
 def count_problems(strategy: ParallelStrategy, *names: str) -> Iterator[str]:
     """Yield the problems of options that are whole numbers of at least 1."""
     for name in names:

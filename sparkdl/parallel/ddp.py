@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from sparkdl.errors import ParameterError, known_arguments, shown
-from sparkdl.parallel.base import Mesh, ParallelStrategy, flag_problems
+from sparkdl.parallel.base import Mesh, ParallelStrategy
 from sparkdl.plain import is_number, make_plain
 
 
@@ -57,8 +57,7 @@ class DDP(ParallelStrategy):
         size = self.bucket_cap_mb
         if not (is_number(size) and size > 0):
             yield f"bucket_cap_mb={shown(size)}): give a number of megabytes above 0."
-        yield from flag_problems(self, "static_graph", "find_unused_parameters", "shard_optimizer")
-        if self.static_graph is True and self.find_unused_parameters is True:
+        if self.static_graph and self.find_unused_parameters:
             yield "static_graph=True, find_unused_parameters=True): passes are alike, or they are not."
 
     def problems_beside(self, words: str) -> Iterator[str]:

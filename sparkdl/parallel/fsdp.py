@@ -14,13 +14,7 @@ from sparkdl.errors import ModelError, in_quotes, known_arguments, nearest
 from sparkdl.model.buffers import PRECISIONS, TrainingOptions
 from sparkdl.model.flat import Layout
 from sparkdl.model.preparation import matches_module
-from sparkdl.parallel.base import (
-    ParallelStrategy,
-    check_dense,
-    check_elementwise,
-    flag_problems,
-    names_problems,
-)
+from sparkdl.parallel.base import ParallelStrategy, check_dense, check_elementwise, names_problems
 from sparkdl.plain import make_plain
 from sparkdl.slices.optimizer import OptimizerSpec
 
@@ -69,7 +63,6 @@ class FSDP(ParallelStrategy):
     def problems(self) -> Iterator[str]:
         """See :class:`sparkdl.parallel.base.ParallelStrategy`, also for the methods below."""
         yield from names_problems(self, "units", 'names or patterns, such as ["layers.*"]')
-        yield from flag_problems(self, "reshard_after_forward", "cpu_offload")
         if self.param_dtype not in PRECISIONS:
             yield f"param_dtype={in_quotes(self.param_dtype)}): use one of {', '.join(PRECISIONS)}."
 

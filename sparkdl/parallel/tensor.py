@@ -185,16 +185,12 @@ def _check_ways(strategy: Tensor, module: nn.Module) -> None:
                 "it out of the plan."
             )
         for parameter in child.parameters():
-            others = [user for user in users[id(parameter)] if not _inside(user, name)]
+            others = [u for u in users[id(parameter)] if not f"{u}.".startswith(f"{name}.")]
             if others:
                 raise ModelError(
                     f'strategy="tensor": a parameter of "{name}" is also used by "{others[0]}", and '
                     'cutting would part them: leave both whole, or use strategy="fsdp".'
                 )
-
-
-def _inside(name: str, outer: str) -> bool:
-    return name == outer or name.startswith(f"{outer}.")
 
 
 @contextlib.contextmanager

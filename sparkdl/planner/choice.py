@@ -151,7 +151,8 @@ class Search:
 def _meshes(replicas: int, splits: Mapping[str, str]) -> Iterator[Choice]:
     """Yield the choices of a gang whose ranks divide the model, over all factors of the ranks."""
     names = ["data", *splits]
-    for sizes in itertools.product(_factors(replicas), repeat=len(names)):
+    factors = [each for each in range(1, replicas + 1) if replicas % each == 0]
+    for sizes in itertools.product(factors, repeat=len(names)):
         mesh = {name: size for name, size in zip(names, sizes, strict=True) if size > 1}
         if math.prod(sizes) != replicas or not any(name in splits for name in mesh):
             continue
@@ -159,10 +160,6 @@ def _meshes(replicas: int, splits: Mapping[str, str]) -> Iterator[Choice]:
         ordered = tuple((name, size) for name, size in mesh.items()) if len(mesh) > 1 else ()
         for parts in MICRO_BATCHES if "pipe" in mesh else (0,):
             yield Choice(GANG, replicas, words, ordered, parts)
-
-
-def _factors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def replicas_up_to(slots: int) -> list[int]:

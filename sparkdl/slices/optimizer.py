@@ -190,11 +190,6 @@ class OptimizerSpec:
         holder: dict[int, str] = {}
         for make, optimizer in build_optimizers(recipe, module):
             name = type(optimizer).__name__
-            if any(group.get("capturable") for group in optimizer.param_groups):
-                raise ModelError(
-                    f"optimizer {name} has capturable=True, which is for steps in a CUDA graph, "
-                    "which sparkdl does not use: leave it out."
-                )
             for p in (p for group in optimizer.param_groups for p in group["params"]):
                 if id(p) not in names:
                     raise ModelError(

@@ -57,7 +57,7 @@ from sparkdl.codec.packed import (
 )
 from sparkdl.errors import ParameterError, known_arguments, shown
 from sparkdl.model.flat import Layout
-from sparkdl.plain import is_number, make_plain
+from sparkdl.plain import is_number, is_whole, make_plain
 from sparkdl.slices.spec import Fragment, SliceSpec
 
 RESIDUAL = "sparkdl.residual"
@@ -147,7 +147,7 @@ class PowerSGD:
 
     def __post_init__(self) -> None:
         make_plain(self)
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 1:
+        if not is_whole(self.rank, 1):
             raise ParameterError(
                 f"PowerSGD: rank={shown(self.rank)}: give a whole number of at least 1."
             )

@@ -80,7 +80,7 @@ def fit_pass(passes: PassSeries, data: Any, request: FitRequest) -> TrainedModel
     """Make one pass over the data; see :meth:`sparkdl.Trainer.partial_fit`."""
     facts = SessionFacts.of(data, "partial_fit")
     if passes.last is not None:
-        if passes.last.state.has_seen(request.batch):
+        if request.has_seen(passes.last.state):
             return passes.last.trained
         with reading_explained():
             empty = data.isEmpty()
@@ -135,7 +135,7 @@ def _run(data: Any, request: FitRequest, facts: SessionFacts, progress: Progress
     else:
         checkpointed = None if resuming is None else resuming.replicas
         replicas = replicas_of(trainer, facts, trainer.number_of_replicas or checkpointed)
-    check_sizes(trainer, model.layout, replicas, context, settings.slab_dir)
+    check_sizes(trainer, model.layout)
     slab = SlabConfig.new(directory, context.applicationId, beside)
     profile = trainer.resource_profile if trainer.engine == "gang" else None
     if trainer.engine == "gang":

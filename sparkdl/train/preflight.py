@@ -1,14 +1,11 @@
-"""Checks before training: memory, disk space and ranks for the model, and the dry run on the driver."""
+"""Checks before training: memory and ranks for the model, and the dry run on the driver."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import logging
-import os
-import shutil
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyspark import SparkContext
@@ -18,13 +15,11 @@ from sparkdl.care.rules import problems_of_min_ranks
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
-from sparkdl.errors import ParameterError, counted, raise_all
+from sparkdl.errors import ParameterError, raise_all
 from sparkdl.gang.slots import check_slots, too_few
 from sparkdl.infer.outputs import Output
 from sparkdl.parallel.plan import parallel_of
-from sparkdl.process.memory import left_for_files, left_to_process
-from sparkdl.slab.root import SHARED_MEMORY
-from sparkdl.spark.frames import is_local
+from sparkdl.process.memory import left_to_process
 from sparkdl.train.engine_inputs import batch_spec
 from sparkdl.train.prepare import PreparedModel, build_model
 from sparkdl.train.spec import TrainerSpec
@@ -46,12 +41,6 @@ def preflight(
     Return the output for one sample (None: not a single tensor), and whether the loss returns
     ``(sum, count)``. ``endless``: ``stop`` has no effect. Without ``care`` there is one pass only.
     """
-    if trainer.bucketing is not None and not any(field.ragged for field in samples.fields):
-        raise ParameterError(
-            f"bucketing={trainer.bucketing} groups samples of similar length, but all samples of "
-            "this data have the same length: declare the column that varies in length, "
-            'columns={"...": sparkdl.Sequence()}, or leave bucketing out.'
-        )
     plan = EpochPlan(samples.counts, trainer.batch_size * trainer.options.local_steps)
     limit = None if endless else trainer.stop.limit(plan.num_iterations)
     mesh = trainer.mesh if trainer.engine == "gang" else None
@@ -83,13 +72,8 @@ SMALL_BYTES = 64 << 20
 """A model up to this size is assumed to fit."""
 
 
-def check_sizes(
-    trainer: TrainerSpec, layout: Layout, replicas: int, context: SparkContext | None, slab_dir: str
-) -> None:
-    """Raise an error if the model is too large for the driver, or for the slabs of a single node.
-
-    The estimate is the least that the run needs.
-    """
+def check_sizes(trainer: TrainerSpec, layout: Layout) -> None:
+    """Raise an error if the driver cannot collect the model, for which it needs this much at least."""
     if layout.nbytes <= SMALL_BYTES:
         return
     # The vector of the weights; the module takes the place of that of the preflight, which is freed.
@@ -103,45 +87,6 @@ def check_sizes(
             f"{_gb(left)}. Give the driver's machine or container more memory, or freeze a part of "
             "the model."
         )
-    if trainer.engine == "shuffle" and context is not None and is_local(context):
-        _check_room(trainer, layout, replicas, context, slab_dir)
-
-
-def _check_room(
-    trainer: TrainerSpec, layout: Layout, replicas: int, context: SparkContext, slab_dir: str
-) -> None:
-    """Raise ParameterError if the one node has no room for the slabs.
-
-    They hold two versions of the weights, and the gradients of all replicas.
-    """
-    need = 2 * layout.nbytes
-    if trainer.compression is None:
-        wire = trainer.options.wire_dtype or layout.dtype
-        dense = sum(s.length for s in layout.segments if s.kind == "parameter" and not s.sparse)
-        need += replicas * dense * wire.itemsize
-    if slab_dir == "auto":
-        jvm = context._jvm
-        assert jvm is not None
-        local = jvm.org.apache.spark.util.Utils.getLocalDir(context._jsc.sc().conf())
-        rooms = {local: _free(Path(local))}
-        if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
-            rooms[str(SHARED_MEMORY)] = min(_free(SHARED_MEMORY), max(0.0, left_for_files()))
-    else:
-        rooms = {slab_dir: _free(Path(slab_dir).absolute())}
-    if need > sum(rooms.values()):
-        free = " and ".join(f"{_gb(room)} in {place}" for place, room in rooms.items())
-        raise ParameterError(
-            f"the model has {_gb(layout.nbytes)} of weights; two versions of them and the "
-            f"gradients of {counted(replicas, 'replica')} take {_gb(need)} of slabs, but there is "
-            f"only room for {free}. Free some, point spark.sparkdl.slab.dir at a larger directory, or "
-            "train with fewer replicas."
-        )
-
-
-def _free(path: Path) -> float:
-    """Return the free bytes of the file system of ``path``, which need not exist yet."""
-    there = next(place for place in (path, *path.parents) if place.exists())
-    return shutil.disk_usage(there).free
 
 
 def _gb(nbytes: float) -> str:

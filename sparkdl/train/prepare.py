@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import math
 import os
 import pickle
 from collections.abc import Mapping
@@ -26,7 +25,7 @@ from sparkdl.errors import (
     cannot_travel,
     nearest,
     pickling,
-    wrong_argument,
+    text_for_number,
 )
 from sparkdl.infer.evaluate import check_metrics
 from sparkdl.infer.model import TrainedModel
@@ -66,6 +65,12 @@ class PreparedModel:
         options = replace(self.recipe.options, class_weights=table)
         self.recipe = replace(self.recipe, options=options)
         self.payload = pickled(self.recipe)
+
+    def read_by(self, trainer: TrainerSpec) -> None:
+        """Call the model as the columns of ``trainer`` say, which the rows of the data decide."""
+        if self.recipe.signature != trainer.signature:
+            self.recipe = replace(self.recipe, signature=trainer.signature)
+            self.payload = pickled(self.recipe)
 
     def drop_module(self) -> None:
         """Free the memory of the module, once nothing more is tried on it."""
@@ -262,7 +267,7 @@ def plan_optimizer(
             raise
         raise ModelError(f"{word}: {error}") from error
     except Exception as error:
-        if problem := wrong_argument(error):
+        if problem := text_for_number(recipe.optimizer):
             raise ModelError(f"the {word} cannot be built: {problem}") from error
         # Muon says: "only supports 2D parameters"
         one_kind_only = word == "optimizer" and "parameters" in str(error)
@@ -277,12 +282,6 @@ def plan_optimizer(
             f"the {word} has no trainable parameter of the model, so nothing would be trained: "
             "give it the parameters of the module that it is built for."
         )
-    for group in plan.groups:
-        if not math.isfinite(float(group.get("lr", 0.0))):
-            raise ModelError(
-                f"{word} {plan.name} has the learning rate {float(group['lr'])}: give a finite "
-                "number, such as lr=1e-3."
-            )
     if slices is not None and slices > 1 and not plan.separate:
         raise ModelError(
             f"{word} {plan.name} uses all parameters together, so they must be in one slice, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +18,10 @@ from sparkdl.loop.history import History
 from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest
-from sparkdl.plain import plain
+from sparkdl.plain import is_whole, plain
 from sparkdl.train.spec import TrainerSpec
+
+logger = logging.getLogger("sparkdl")
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,6 @@ class FitRequest:
     ) -> FitRequest:
         """Check the arguments of ``Trainer.fit`` and return its request."""
         raise_all(ParameterError, list(problems_of_start(resume, start, optimizer_state, replay)))
-        if any_data and resume is None:
-            raise ParameterError(
-                "any_data= has no effect without resume=: pass resume= too, or leave it out."
-            )
         if resume is not None and start is not None:
             raise ParameterError(
                 "resume= and start= cannot be combined: a resumed run has its own weights. Pass one "
@@ -76,6 +75,17 @@ class FitRequest:
     def other_data(self) -> bool:
         """Return whether the checkpoint may come from other data than this run's."""
         return self.one_pass or self.any_data
+
+    def has_seen(self, state: TrainState) -> bool:
+        """Return whether the batch was trained on to its end, and say so."""
+        seen = state.has_seen(self.batch)
+        if seen:
+            logger.warning(
+                "batch %s changes nothing: the model was trained on the batches up to %s. A stream "
+                "that begins anew needs a trainer, and a path of checkpoints, of its own.",
+                *(self.batch, state.batch),
+            )
+        return seen
 
     def checkpoints(self, again: bool = False) -> ResumeCandidates | None:
         """Return the checkpoints to resume from, if any, once new ones can be written.
@@ -96,9 +106,7 @@ class FitRequest:
 def checked_batch(batch: Any) -> int | None:
     """Return the number of a batch. Raises ParameterError for what is none."""
     number = plain(batch)
-    if number is not None and (
-        isinstance(number, bool) or not isinstance(number, int) or number < 0
-    ):
+    if number is not None and not is_whole(number, 0):
         raise ParameterError(
             f"batch={shown(batch)}: give the number of the batch, which foreachBatch passes second."
         )
@@ -131,10 +139,6 @@ def chosen_state(start: TrainedModel | None, optimizer_state: bool | None) -> St
     Raises ParameterError if ``optimizer_state`` does not go with ``start``.
     """
     if start is None or optimizer_state is False:
-        if start is None and optimizer_state is not None:
-            raise ParameterError(
-                "optimizer_state= has no effect without start=: pass start= too, or leave it out."
-            )
         return None
     if start.optimizer_state is None and optimizer_state:
         raise ParameterError(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparkdl.errors import ParameterError
+from sparkdl.errors import ParameterError, optional_library
 from sparkdl.loop.callbacks import Callback, StopTraining
 from sparkdl.loop.state import TrainState
 from sparkdl.tune.folder import FAILED, PRUNED, PRUNING, Objective, TrialRecord
@@ -162,7 +162,12 @@ class OptunaSearch(Algorithm):
             )
         self._sampler = options.sampler or self._optuna.samplers.TPESampler
         self._pruner = options.pruner or self._optuna.pruners.MedianPruner()
-        self._check()
+        if not callable(self._sampler):
+            raise ParameterError(
+                "Optuna(sampler=...) is already built; give the class or a partial of it, such as "
+                "partial(optuna.samplers.TPESampler, n_startup_trials=5): each trial has one of its "
+                "own, with a seed."
+            )
         self._storage = self._opened()
         self._before, stored = self._in_storage()
         self._stored = stored
@@ -170,7 +175,13 @@ class OptunaSearch(Algorithm):
 
     def ask(self, number: int, known: Mapping[str, Any] | None) -> Mapping[str, Any]:
         with quiet(self._optuna):
-            study = self._study(self._sampler_of(number))
+            study = study_of(
+                [*self._before, *self._own],
+                self._objective,
+                self._name,
+                self._sampler_of(number),
+                self._pruner,
+            )
             if known is not None:
                 study.enqueue_trial(dict(known))
             trial = study.ask()
@@ -211,41 +222,9 @@ class OptunaSearch(Algorithm):
     def _name(self) -> str:
         return self._options.study_name or "sparkdl"
 
-    def _study(self, sampler: Any) -> Any:
-        return study_of(
-            [*self._before, *self._own], self._objective, self._name, sampler, self._pruner
-        )
-
     def _sampler_of(self, number: int) -> Any:
         digest = hashlib.blake2b(f"{self._seed}/{number}".encode(), digest_size=4).digest()
         return self._sampler(seed=int.from_bytes(digest, "little"))
-
-    def _check(self) -> None:
-        """Raise ParameterError for a wrong setting."""
-        optuna, problems = self._optuna, []
-        sampler = self._options.sampler
-        if sampler is not None and not callable(sampler):
-            problems.append(
-                "Optuna(sampler=...) is already built; give the class or a partial of it, such as "
-                "partial(optuna.samplers.TPESampler, n_startup_trials=5): each trial has one of its "
-                "own, with a seed."
-            )
-        else:
-            try:
-                made = self._sampler_of(0)
-            except TypeError as error:
-                problems.append(f"Optuna(sampler=...) cannot be called with seed=: {error}.")
-            else:
-                if not isinstance(made, optuna.samplers.BaseSampler):
-                    problems.append("Optuna(sampler=...): give a class of optuna.samplers.")
-        if not isinstance(self._pruner, optuna.pruners.BasePruner):
-            problems.append(
-                "Optuna(pruner=...): give a pruner, such as optuna.pruners.HyperbandPruner()."
-            )
-        if self._options.study_name is not None and self._options.storage is None:
-            problems.append("Optuna(study_name=...) names a study in a storage: give storage= too.")
-        if problems:
-            raise ParameterError("\n".join(problems))
 
     def _opened(self) -> Any:
         """Return the study in the storage, or None without a storage."""
@@ -332,15 +311,8 @@ def _direction(objective: Objective) -> str:
 
 
 def library() -> Any:
-    """Return the module ``optuna``."""
-    try:
-        import optuna
-    except ImportError:
-        raise ParameterError(
-            'algorithm="optuna" needs a library that is not installed: pip install optuna (the extra '
-            '"tune"), also on the executors if trials run side by side'
-        ) from None
-    return optuna
+    """Return the module ``optuna``, which trials side by side need on the executors too."""
+    return optional_library("optuna", 'algorithm="optuna"', "tune")
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -85,7 +84,10 @@ def changed(before: Any, path: str, value: Any, where: str, try_only: bool = Fal
     if is_dataclass(before) and not isinstance(before, type):
         known = [field.name for field in fields(before) if field.init]
         if name not in known:
-            raise _no_argument(f"{where}.{path}", where, type(before).__name__, name, known)
+            raise ParameterError(
+                f'space has "{where}.{path}", and {where}, {type(before).__name__}, has no argument '
+                f'"{name}".{nearest(name, known)} It takes {", ".join(known)}.'
+            )
         inner = changed(getattr(before, name), rest, value, f"{where}.{name}", try_only)
         return before if try_only else replace(before, **{name: inner})
     if not callable(before) or isinstance(before, nn.Module):
@@ -96,7 +98,6 @@ def changed(before: Any, path: str, value: Any, where: str, try_only: bool = Fal
             f'space has "{where}.{path}", and {where} is {kind_of(before)}, which takes no '
             f"arguments any more: {built}."
         )
-    _check_takes(before, name, where, path)
     if rest:
         value = changed(
             getattr(before, "keywords", {}).get(name), rest, value, f"{where}.{name}", try_only
@@ -108,26 +109,3 @@ def _key(mapping: Mapping[str, Any], path: str) -> str | None:
     """Return the longest key of ``mapping`` with which ``path`` begins; "" fits any path."""
     keys = [key for key in mapping if key in ("", path) or path.startswith(f"{key}.")]
     return max(keys, key=len, default=None)
-
-
-def _check_takes(factory: Any, name: str, where: str, path: str) -> None:
-    """Raise ParameterError if a factory takes no keyword argument of this name."""
-    try:
-        parameters = inspect.signature(factory).parameters.values()
-    except (TypeError, ValueError):  # of a builtin
-        return
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return
-    known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if name not in known:
-        what = getattr(factory, "func", factory)
-        called = getattr(what, "__name__", type(what).__name__)
-        raise _no_argument(f"{where}.{path}", where, called, name, known)
-
-
-def _no_argument(full: str, where: str, what: str, name: str, known: list[str]) -> ParameterError:
-    taken = f"It takes {', '.join(known)}." if known else "It takes none."
-    return ParameterError(
-        f'space has "{full}", and {where}, {what}, has no argument "{name}".'
-        f"{nearest(name, known)} {taken}"
-    )

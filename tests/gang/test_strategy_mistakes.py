@@ -33,10 +33,6 @@ VALUES: dict[str, tuple[Any, str]] = {
         DDP(bucket_cap_mb=0),
         "strategy=DDP(bucket_cap_mb=0): give a number of megabytes above 0.",
     ),
-    "static_graph": (
-        DDP(static_graph="yes"),  # type: ignore[arg-type]
-        "strategy=DDP(static_graph='yes'): give True or False.",
-    ),
     "passes": (
         DDP(static_graph=True, find_unused_parameters=True),
         "strategy=DDP(static_graph=True, find_unused_parameters=True): passes are alike, or they are "
@@ -45,14 +41,6 @@ VALUES: dict[str, tuple[Any, str]] = {
     "units": (
         FSDP(units="layers"),
         "strategy=FSDP(units='layers'): give a list of names or patterns, such as [\"layers.*\"].",
-    ),
-    "reshard_after_forward": (
-        FSDP(reshard_after_forward=2),  # type: ignore[arg-type]
-        "strategy=FSDP(reshard_after_forward=2): give True or False.",
-    ),
-    "cpu_offload": (
-        FSDP(cpu_offload="yes"),  # type: ignore[arg-type]
-        "strategy=FSDP(cpu_offload='yes'): give True or False.",
     ),
     "param_dtype": (
         FSDP(param_dtype="fp8"),

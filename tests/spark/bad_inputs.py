@@ -145,15 +145,6 @@ class Embedded(nn.Module):
         return self.table(word)[:, 0]
 
 
-class SumOfInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 1)
-
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return self.linear(a + b)[:, 0]
-
-
 class HoldsLock(nn.Linear):
     def __init__(self) -> None:
         super().__init__(2, 1)
@@ -166,10 +157,6 @@ def holding(spark: Any) -> Callable[[], nn.Module]:
         return scalar_model()
 
     return make_model
-
-
-def raising() -> nn.Module:
-    raise KeyError("no such layer")
 
 
 def vector_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -187,20 +174,12 @@ class Weighing(nn.Module):
         return ((output - target) ** 2).mean() * torch.exp(-self.scale) + self.scale
 
 
-def float_loss(output: torch.Tensor, target: torch.Tensor) -> Any:
-    return (output - target).square().mean().item()
-
-
 def detached_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output.detach() - target).square().mean()
 
 
 def mean_square(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output - target).square().mean()
-
-
-def frozen() -> nn.Module:
-    return nn.Linear(2, 1).requires_grad_(False)
 
 
 def locked() -> sparkdl.Metric:
@@ -218,7 +197,6 @@ def batch_normed() -> nn.Module:
     return nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1), nn.Flatten(0))
 
 
-FOREIGN = nn.Linear(3, 3)
 cross_entropy = {"model": two_classes, "loss": nn.CrossEntropyLoss()}
 
 

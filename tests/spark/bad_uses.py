@@ -52,12 +52,6 @@ USES = [
         "prediction_col=.",
     ),
     data_error(
-        "existing column of the chosen name",
-        lambda t: t.model.transform(t.good(), prediction_col="label"),
-        'the DataFrame already has a column "label": drop it, or choose another name with '
-        "prediction_col=.",
-    ),
-    data_error(
         "transform without the column",
         lambda t: t.model.transform(t.good().drop("features")),
         'feature column "features" is missing. The DataFrame has: label, n, s.',
@@ -109,11 +103,6 @@ USES = [
         "evaluate takes a DataFrame or an RDD, not builtins.list.",
     ),
     data_error(
-        "transform a list",
-        lambda t: t.model.transform([1.0]),
-        "transform takes a DataFrame, not builtins.list. For an RDD, use predict.",
-    ),
-    data_error(
         "transform an RDD",
         lambda t: t.model.transform(t.rdd(1.0)),
         "transform takes a DataFrame, not pyspark.core.rdd.RDD. For an RDD, use predict.",
@@ -123,13 +112,6 @@ USES = [
         lambda t: t.model.predict(t.good()),
         "predict takes an RDD, not pyspark.sql.classic.dataframe.DataFrame. For a DataFrame, use "
         "transform.",
-    ),
-    data_error(
-        "transform a frame of pandas",
-        lambda t: t.model.transform(t.good().toPandas()),
-        "transform takes a DataFrame, not pandas.core.frame.DataFrame. Pass "
-        "spark.createDataFrame(df).",
-        jobs=1,
     ),
     data_error(
         "predict on a frame of pandas",
@@ -155,11 +137,6 @@ USES = [
         'metric "top5" failed: …',
         jobs=1,
     ),
-    parameter_error(
-        "prediction column by number",
-        lambda t: t.model.transform(t.good(), prediction_col=5),
-        "prediction_col=5: give a column name.",
-    ),
     data_error(
         "existing column in another case",
         lambda t: t.model.transform(t.good(), prediction_col="LABEL"),
@@ -184,11 +161,6 @@ USES = [
         "postprocess fails on a tensor of shape [2]: ZeroDivisionError: division by zero. It gets "
         "the model's output for a batch.",
         jobs=2,  # the first rows may lie in two partitions
-    ),
-    parameter_error(
-        "postprocess by name",
-        lambda t: t.model.transform(t.good(), postprocess="argmax"),
-        "postprocess is a str: give a function.",
     ),
     data_error(
         "evaluate a null",

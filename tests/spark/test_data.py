@@ -129,28 +129,15 @@ COLUMNS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "values", "dtype", "shape"), COLUMNS, ids=lambda v: str(v)[:30])
-def test_a_column_becomes_its_tensor(
-    reader: Reader, kind: str, values: list[Any], dtype: str, shape: tuple[int, ...]
-) -> None:
-    data = reader.spark.createDataFrame([(v, i) for i, v in enumerate(values)], f"x {kind}, i int")
-    samples = reader.samples(data, ["x"], ["i"], here=True)
-    assert [(f.name, f.dtype, f.shape) for f in samples.fields] == [
-        ("x", dtype, shape),
-        ("i", "int32", ()),
-    ]
-    x, i = reader.rows(samples)
-    np.testing.assert_array_equal(x[np.argsort(i)], np.array(values, dtype=dtype))
-
-
-def test_the_kinds_of_columns_in_tasks(reader: Reader) -> None:
-    """All of them at once through the executors, as several inputs and several labels."""
+@pytest.mark.parametrize("here", [False, True], ids=["tasks", "here"])
+def test_a_column_becomes_its_tensor(reader: Reader, here: bool) -> None:
+    """All kinds at once, as several inputs and several labels."""
     schema = ", ".join(f"c{n} {kind}" for n, (kind, *_) in enumerate(COLUMNS))
     data = reader.spark.createDataFrame(
         list(zip(*[values for _, values, _, _ in COLUMNS], strict=True)), schema
     )
     names = data.columns
-    samples = reader.samples(data, names[:9], names[9:])
+    samples = reader.samples(data, names[:9], names[9:], here=here)
     assert samples.num_features == 9
     assert sum(samples.counts) == 3
     assert [(f.dtype, f.shape) for f in samples.fields] == [(d, s) for _, _, d, s in COLUMNS]

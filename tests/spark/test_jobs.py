@@ -20,14 +20,11 @@ import pytest
 import secured
 import yaml
 from launch import NO_CONFIGURATION, SHORT_LIVES
-from py4j.protocol import Py4JJavaError
 from pyarrow import parquet
-from pyspark.errors import PySparkException
 from pyspark.sql import functions
 
 import sparkdl
-from sparkdl.jobs import console, datasets
-from sparkdl.jobs.console import status_of
+from sparkdl.jobs import commands
 from sparkdl.jobs.main import main
 
 if TYPE_CHECKING:
@@ -217,14 +214,14 @@ def test_what_is_held_out_does_not_depend_on_partitions(spark: SparkSession) -> 
     data = spark.range(2000).selectExpr("id", "map('a', id) AS extra")
     held = []
     for partitions in (1, 5):
-        parts = datasets.split(data.repartition(partitions), 0.2, seed=3)
+        parts = commands.split(data.repartition(partitions), 0.2, seed=3)
         ids = [{row.id for row in part.select("id").collect()} for part in parts]
         assert ids[0] | ids[1] == set(range(2000))
         assert not ids[0] & ids[1]
         held.append(ids[1])
     assert held[0] == held[1]
     assert 300 < len(held[0]) < 500
-    assert {row.id for row in datasets.split(data, 0.2, seed=4)[1].collect()} != held[0]
+    assert {row.id for row in commands.split(data, 0.2, seed=4)[1].collect()} != held[0]
 
 
 def test_rows_with_maps_anywhere_are_held_out(spark: SparkSession) -> None:
@@ -232,14 +229,14 @@ def test_rows_with_maps_anywhere_are_held_out(spark: SparkSession) -> None:
     plain = spark.range(2000).select("id", (functions.col("id") % 7).alias("x.y"))
     chosen = functions.xxhash64(functions.lit(3), functions.col("id"), functions.col("`x.y`"))
     wanted = plain.where(functions.pmod(chosen, functions.lit(1 << 20)) < round(0.2 * (1 << 20)))
-    kept, held = datasets.split(plain, 0.2, seed=3)
+    kept, held = commands.split(plain, 0.2, seed=3)
     assert held.schema == kept.schema == plain.schema
     assert set(held.collect()) == set(wanted.collect())
     maps = plain.selectExpr(
         "id", "named_struct('m', map('a', id)) AS s", "array(map(id, 'b'), null) AS a"
     )
     parts = [
-        {row.id for row in part.select("id").collect()} for part in datasets.split(maps, 0.2, 3)
+        {row.id for row in part.select("id").collect()} for part in commands.split(maps, 0.2, 3)
     ]
     assert parts[0] | parts[1] == set(range(2000))
     assert not parts[0] & parts[1]
@@ -298,7 +295,7 @@ def run_here(
     """Runs a job in this process, in the session of the tests."""
 
     def run(*arguments: object) -> Done:
-        monkeypatch.setattr(console, "session", lambda *_: contextlib.nullcontext(spark))
+        monkeypatch.setattr(commands, "session", lambda *_, **__: contextlib.nullcontext(spark))
         with pytest.raises(SystemExit) as ended:
             main(list(map(str, arguments)))
         said = capsys.readouterr()
@@ -332,7 +329,7 @@ def test_predict(trained: Path, work: Path, run_here: Callable[..., Done]) -> No
 
     again = run_here("predict", *arguments)
     assert (again.status, again.out) == (2, "")
-    assert again.err.endswith("already exists: give --overwrite, or another --output.\n")
+    assert 'already exists. Set mode as "overwrite" to overwrite' in again.err
 
     selected = shutil.copytree(trained, work / "selected")
     config = yaml.safe_load((trained / "config.yaml").read_text())
@@ -356,7 +353,7 @@ def test_predictions_never_replace_what_they_are_made_of(
     run.mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "new data")
     whole, part = (
-        datasets.read(spark, "--data", f"{tmp_path}/new data{p}", "parquet", {})
+        commands.read(spark, "--data", f"{tmp_path}/new data{p}", {"format": "parquet"})
         for p in ("", "/a=1")
     )
     refused = [
@@ -365,18 +362,19 @@ def test_predictions_never_replace_what_they_are_made_of(
     ]  # fmt: skip
     for data, output in refused:
         with pytest.raises(sparkdl.ParameterError) as caught:
-            datasets.check_apart(data, output, run)
+            commands.check_apart(data, output, run)
         assert str(caught.value).startswith(f"--overwrite would delete file://{tmp_path}/")
     for output in (f"{tmp_path}/new data/a=2", f"{tmp_path}/new", f"{run}2"):
-        datasets.check_apart(part, output, run)
+        commands.check_apart(part, output, run)
 
 
 def test_predictions_that_replace_others_leave_nothing_of_them(
     spark: SparkSession, tmp_path: Path
 ) -> None:
     for rows in (3, 5):
-        datasets.write(spark.range(rows), f"{tmp_path}/new ones", "csv", "overwrite")
-    assert datasets.read(spark, "--data", f"{tmp_path}/new ones", "csv", {}).count() == 5
+        commands.write(spark.range(rows), f"{tmp_path}/new ones", "csv", overwrite=True)
+    read = commands.read(spark, "--data", f"{tmp_path}/new ones", {"format": "csv"})
+    assert read.count() == 5
     assert [path.name for path in tmp_path.iterdir()] == ["new ones"]
 
 
@@ -415,9 +413,8 @@ def test_other_formats_and_models_of_a_file(work: Path) -> None:
     refused = job("evaluate", *evaluate, cwd=work)
     assert (refused.status, refused.out) == (2, "")
     assert refused.err == (
-        f'error: {folder}/config.yaml names the loss "mine/line.py:loss", which is not of '
-        "torch.nn. Pass --loss mine/line.py:loss if that is yours, or --trust if you trust the "
-        "folder."
+        f"error: {folder}/config.yaml names a loss that is not of torch.nn, mine/line.py:loss. Give "
+        "it as --loss if it is yours, or --trust if you trust the folder."
     )
     done = job("evaluate", *evaluate, "--loss", "mine/line.py:loss", "--metrics", "[mae]", cwd=work)
     assert (done.status, done.err) == (0, "")
@@ -427,7 +424,7 @@ def test_other_formats_and_models_of_a_file(work: Path) -> None:
     source.write_text(source.read_text().replace(" -> nn.Module", ""))
     refused = job("predict", *predict, cwd=work)
     assert (refused.status, refused.out) == (2, "")
-    assert refused.err.endswith(" or pass trust=True. Here, that is --trust.")
+    assert refused.err.endswith(" or pass trust=True (here: --trust).")
 
 
 POINTS = """
@@ -449,8 +446,9 @@ MISTAKES = {
     "no label": (["--data.label", "kind"], '"kind"'),
     "number columns as one input": (
         ["--data.select", "null", "--data.features", "[a, b]"],
-        'data.select: ["array(a, b) AS features", "label"]',
+        'df.selectExpr("array(a, b) AS features", ...), which is data.select of a job',
     ),
+    "a rate": (["--optimizer.lr=-1"], "ValueError: Invalid learning rate: -1"),
     "other shapes": (["--model.in_features", "3"], "mat1 and mat2 shapes cannot be multiplied"),
 }
 
@@ -560,32 +558,29 @@ def test_what_spark_cannot_read_is_a_mistake(
     (tmp_path / "a.txt").write_text("no Parquet")
     given = path if ":" in path else str(tmp_path / path)
     with pytest.raises(sparkdl.ParameterError) as caught:
-        datasets.read(spark, "data.train", given, format, {})
+        commands.read(spark, "data.train", given, {"format": format})
     assert str(caught.value).startswith(
         f"data.train: {given} cannot be read as {format}: {message}"
     )
     assert "\tat " not in str(caught.value)
 
 
-def test_what_spark_cannot_write_is_a_mistake_and_a_fault_is_none(
-    spark: SparkSession, tmp_path: Path
-) -> None:
+def test_what_spark_cannot_write_is_told_in_one_line(spark: SparkSession, tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
-
-    def said(format: str, path: str, column: str = "id") -> tuple[int, str | None]:
-        data = spark.range(1).selectExpr(column)
-        with pytest.raises((Py4JJavaError, PySparkException)) as caught:
-            datasets.write(data, path, format, "errorifexists")
-        return status_of(caught.value)
-
-    below = f"{tmp_path}/a.txt/b"
-    assert said("json", below) == (2, f"Parent path is not a directory: file:{tmp_path}/a.txt")
-    assert said("json", "") == (2, "Can not create a Path from an empty string")
-    status, message = said("parket", f"{tmp_path}/b")
-    assert status == 2
-    assert message is not None
-    assert message.startswith("Failed to find the data source: parket.")
-    assert said("json", f"{tmp_path}/c", "raise_error('a fault')") == (1, None)
+    told = {
+        f"{tmp_path}/a.txt/b": (
+            sparkdl.TrainingError,
+            "writing predictions: .*Parent path is not a",
+        ),
+        "": (sparkdl.ParameterError, "--output: Can not create a Path from an empty string"),
+        f"{tmp_path}/a.txt": (sparkdl.ParameterError, "--output: Path .*a.txt already exists"),
+    }
+    for path, (kind, message) in told.items():
+        with pytest.raises(kind, match=message):
+            commands.write(spark.range(1), path, "json", overwrite=False)
+    failing = spark.range(1).selectExpr("raise_error('a fault')")
+    with pytest.raises(sparkdl.SparkdlError, match="a fault"):
+        commands.write(failing, f"{tmp_path}/c", "json", overwrite=False)
 
 
 @pytest.mark.parametrize("name", ["evaluate", "predict"])
@@ -596,9 +591,10 @@ def test_a_mistake_in_a_row_is_told_without_a_stack_trace(
     table = pa.table({"features": [[0.0] * 64, None], "label": [1, 2]})
     parquet.write_table(table, work / "null.parquet")
     more = ["--output", "never"] if name == "predict" else []
+    doing = "writing predictions: " if name == "predict" else ""
     done = job(name, "--model", trained, "--data", "null.parquet", *more, cwd=work)
     assert (done.status, done.out) == (2, "")
     assert done.err == (
-        'error: column "features", row 1 of partition 0: is null. '
+        f'error: {doing}column "features", row 1 of partition 0: is null. '
         'Drop such rows with df.dropna(subset=["features"]), or fill them.'
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from sparkdl.jobs.config import Config, config_of, new_parser
+from sparkdl.jobs import config
 
 SMALLEST: dict[str, Any] = {
     "data": {"train": "a.parquet"},
@@ -21,10 +22,12 @@ def smallest(**changes: Any) -> dict[str, Any]:
     return {**SMALLEST, **changes}
 
 
-def parse(content: dict[str, Any] | Path, *arguments: str) -> Config:
+def parse(content: dict[str, Any] | Path, *arguments: str) -> dict[str, Any]:
     """Return the configuration of a file, or of what one would hold, and of arguments after it."""
-    parser = new_parser(parser_mode="omegaconf")
-    parser.add_argument("--config", action="config")
-    parser.add_class_arguments(Config, None)
-    text = str(content) if isinstance(content, Path) else yaml.safe_dump(content)
-    return config_of(parser.instantiate(parser.parse_args(["--config", text, *arguments])))
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        if not isinstance(content, Path):
+            file.write(yaml.safe_dump(content))
+            file.flush()
+        path = content if isinstance(content, Path) else file.name
+        keys, _ = config.parse("train", [f"--config={path}", *arguments], ["config FILE"], {})
+        return keys

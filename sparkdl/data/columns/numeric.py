@@ -78,25 +78,13 @@ def _way_out(name: str, data_type: DataType) -> str:
     inner = data_type
     while inner.typeName() == "array":
         inner = inner.elementType
-    kind = inner.typeName()
-    convert = f'columns={{"{name}": sparkdl.Convert(function)}}, a function of its Python value.'
-    if not kind.startswith(_CONVERTIBLE):
+    if not inner.typeName().startswith(_CONVERTIBLE):
         return ""
-    if inner is not data_type:
-        return f" Or give {convert}"
-    if kind.startswith(("timestamp", "date")):
-        return (
-            f' Convert it to a number, such as functions.datediff("{name}", start), or '
-            f'functions.unix_timestamp("{name}") minus a start (float32 has 7 digits), or give '
-            f"{convert}"
-        )
-    if kind == "struct":
-        field = data_type.names[0] if data_type.names else "a"
-        make = f'df.withColumn("{field}", df["{name}"]["{field}"])'
-        return f" Select its fields as columns, as {make}, or give {convert}"
-    if kind == "map":
-        return f' Select its values as columns, as df["{name}"]["a key"], or give {convert}'
-    return f" Or give {convert}"
+    return (
+        " Take a number of it in Spark, such as a field or the days since a start "
+        f'(functions.datediff), or give columns={{"{name}": sparkdl.Convert(function)}}, a function of '
+        "its Python value."
+    )
 
 
 def _numeric(name: str, data_type: DataType, float_dtype: str) -> Column | str:

@@ -15,7 +15,14 @@ from sparkdl.data.columns.convert import shorten
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding, Ragged
 from sparkdl.data.row_errors import MEND_RECORDS, RowError, refuse_nulls
-from sparkdl.errors import ParameterError, kind_of, known_arguments, raise_all, shown
+from sparkdl.errors import (
+    ParameterError,
+    kind_of,
+    known_arguments,
+    optional_library,
+    raise_all,
+    shown,
+)
 from sparkdl.plain import is_whole, make_plain
 
 DTYPE = "int32"
@@ -415,11 +422,4 @@ def _columns(*values: Any) -> np.ndarray:
 
 
 def _library() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise ParameterError(
-            "sparkdl.Text with a tokenizer needs a library that is not installed: pip install "
-            'tokenizers (the extra "transformers")'
-        ) from None
-    return tokenizers
+    return optional_library("tokenizers", "sparkdl.Text with a tokenizer", "transformers")

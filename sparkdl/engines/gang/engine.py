@@ -311,11 +311,9 @@ class GangEngine:
 
     @property
     def begins_ahead(self) -> bool:
-        """See :class:`sparkdl.loop.engine.Engine`."""
         return self._gang.ahead
 
     def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
-        """See :class:`sparkdl.loop.engine.Engine`."""
         if read is None and which == CURRENT:
             self._gang.leave()  # ranks that have trained no longer have the recipe's weights
         self._ready()
@@ -331,7 +329,6 @@ class GangEngine:
 
     @property
     def capacity_note(self) -> str:
-        """See :class:`sparkdl.loop.engine.RestorableEngine`."""
         gang = self._gang
         return too_few(gang.tasks, gang.size) if gang.tasks < gang.size else ""
 

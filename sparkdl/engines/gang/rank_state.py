@@ -73,7 +73,6 @@ class ReplicatedState:
         self.best: States = {}
 
     def begin(self) -> None:
-        """See :class:`RankState`, also for the methods below."""
         flat = self.live.flat.flat
         self.place({n: SliceState(flat[part_of(self.slices[n])].clone()) for n in self.owners})
 

@@ -295,7 +295,6 @@ class ShardedState:
         self.best: States = {}
 
     def begin(self) -> None:
-        """See :class:`RankState`, also for the methods below."""
         self.states = {self._rank: SliceState(self.live.flat.flat[part_of(self._mine)])}
 
     def place(self, slices: States) -> None:
@@ -392,7 +391,6 @@ class RowLayout:
         ]
 
     def by_rows(self, state: SliceState) -> SliceState:
-        """See :class:`sparkdl.engines.gang.shards.Turned`."""
 
         def rows(number: int, part: torch.Tensor) -> torch.Tensor:
             low, high = self._rows(self._whole.segments[number].shape[0])
@@ -401,7 +399,6 @@ class RowLayout:
         return self._turned(state, self._own, self.layout, rows)
 
     def as_cut(self, state: SliceState) -> SliceState:
-        """See :class:`sparkdl.engines.gang.shards.Turned`."""
         by_row = self._mesh, [Shard(0)] * self._mesh.ndim
 
         def part(number: int, rows: torch.Tensor) -> torch.Tensor:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
-import sparkdl
-from sparkdl.care.hints import input_hint, length_hint, loss_hint, own_loss_hint, weight_hint
+from sparkdl.care.hints import input_hint, loss_hint
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding
 
@@ -22,7 +19,12 @@ BYTES = (
 )
 JOIN = (
     " Each of the 2 feature columns is an input of its own, model(a, b, ...); for one input join them "
-    "first: VectorAssembler, or functions.array(...)."
+    'first: df.selectExpr("array(x, n) AS features", ...), which is data.select of a job, or '
+    "VectorAssembler."
+)
+POSITIONS = (
+    ' The rows of "x" have up to 7 elements: if the model has fewer positions, cut them with '
+    "max_length= of their sparkdl.Text or sparkdl.Sequence."
 )
 LONG = ' If "y" holds class numbers, cast it: df.withColumn("y", df["y"].cast("long")).'
 FLOAT = ' If "y" holds measurements, cast it: df.withColumn("y", df["y"].cast("array<float>")).'
@@ -76,52 +78,10 @@ def test_a_loss_that_fails(loss: nn.Module, target: torch.Tensor, hint: str) -> 
     assert found == hint
 
 
-@pytest.mark.parametrize("name", ["weight", "pos_weight"])
-@pytest.mark.parametrize(
-    "kind", [nn.BCEWithLogitsLoss, functional.binary_cross_entropy_with_logits]
-)
-def test_a_weight_of_another_length(name: str, kind: Any) -> None:
-    loss, output, targets = (
-        partial(kind, **{name: torch.ones(5)}),
-        torch.randn(4, 3),
-        torch.ones(4, 3),
-    )
-    loss = loss() if isinstance(kind, type) else loss
-    hint = f" Its {name} has shape [5], which does not fit: give it one value for each class, the "
-    assert weight_hint(loss, output, [targets]).startswith(hint)
-    assert weight_hint(loss, output, [targets[:, :2]]) == ""
-
-
-class Positions(nn.Module):
-    """A model of at most ``most`` tokens, of 10 kinds."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(10, 2), nn.Embedding(most, 2)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        embedded = self.tokens(x) + self.positions(torch.arange(x.shape[1]))
-        return (embedded * mask[..., None]).sum(1)
-
-
-@pytest.mark.parametrize(
-    ("most", "length", "token", "hint"),
-    [
-        *((most, 100, 9, most) for most in (1, 2, 63, 64, 65, 99)),
-        (64, 9000, 9, 64),
-        (100, 100, 10, 0),
-        (9000, 9000, 10, 0),
-    ],
-)
-def test_rows_longer_than_the_positions(most: int, length: int, token: int, hint: int) -> None:
-    model, text = Positions(most), Field("x", "int64", (), Padding(mask=True))
-    inputs = [torch.full((3, length), token), torch.ones(3, length, dtype=torch.long)]
-    fields = [text, Field("mask of x", "int64", ())]
-    error_of(model, *inputs)
-    found = length_hint(lambda inputs, _: model(*inputs), inputs, [], fields, [])
-    assert found.startswith(f" The model accepts rows of up to {hint} elements" if hint else found)
-    assert bool(found) == bool(hint)
-    assert f"max_length={hint} of" in found or not hint
+def test_rows_longer_than_the_positions() -> None:
+    inputs = [torch.full((3, 7), 9), torch.ones(3, 7, dtype=torch.long)]
+    fields = [Field("x", "int64", (), Padding(mask=True)), Field("mask of x", "int64", ())]
+    assert input_hint(RuntimeError("expanded size"), inputs, fields) == POSITIONS
 
 
 def test_classes_that_are_the_last_dimension() -> None:
@@ -137,13 +97,6 @@ def test_classes_that_are_the_last_dimension() -> None:
     written = eval(found[found.index("lambda output, label") : -1], given)
     total, count = written(output, label)
     torch.testing.assert_close(total / count, loss(output.movedim(-1, 1), label))
-
-
-def test_a_model_that_is_called_with_its_label() -> None:
-    error = error_of(nn.Linear(1, 1), 1, 2)
-    assert own_loss_hint(error, nn.MSELoss()) == ""
-    assert "called with the label as labels=:" in own_loss_hint(error, sparkdl.ModelLoss())
-    assert "label after its inputs:" in own_loss_hint(error, sparkdl.ModelLoss(None))
 
 
 @pytest.mark.parametrize(

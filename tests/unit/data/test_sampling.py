@@ -129,8 +129,6 @@ def test_a_draw_is_a_function_of_seed_and_epoch(how: Sampling) -> None:
         (Balanced, {"column": 3}, "Balanced: column=3: give the name of a column."),
         (Weighted, {"column": "w", "rows": 0},
          "Weighted: rows=0: give a whole number of at least 1, or None."),
-        (Balanced, {"column": "y", "replacement": 1},
-         "Balanced: replacement=1: give True or False."),
         (Weighted, {"column": "w", "replacement": False},
          "Weighted: replacement=False needs rows=, the rows of an epoch: each row once is an epoch "
          "without sampling."),

@@ -287,8 +287,9 @@ TEXT = (
 )
 DATES = (
     "is of type array<date>, which cannot become a tensor: use numbers, arrays of numbers or "
-    'pyspark.ml.linalg vectors. Or give columns={"dates": sparkdl.Convert(function)}, a function '
-    "of its Python value."
+    "pyspark.ml.linalg vectors. Take a number of it in Spark, such as a field or the days since a "
+    'start (functions.datediff), or give columns={"dates": sparkdl.Convert(function)}, a function of '
+    "its Python value."
 )
 
 

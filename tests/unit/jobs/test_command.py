@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 import threading
@@ -18,7 +17,7 @@ from py4j.protocol import Py4JError
 
 import sparkdl
 from sparkdl.codec.describe import REDACTED
-from sparkdl.jobs import commands, console
+from sparkdl.jobs import commands
 from sparkdl.jobs.main import main
 from sparkdl.jobs.run_folder import RunFolder
 
@@ -38,22 +37,33 @@ FILES = {
     "hidden.yaml": yaml.safe_dump({**SMALLEST, "name": f"a{REDACTED}"}),
     "failing_net.py": "import torch\ndef sizes():\n    return {}[1]\nsizes()\n",
     "run/model.json": "{",
-    "ended/config.yaml": yaml.safe_dump(SMALLEST),
 }
 BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
     "command": (["trian"], 'unknown command "trian". Did you mean "train"?'),
     "no file": (["train"], "missing: data.train, model, optimizer. Give --config FILE"),
-    "missing file": (["train", "--config", "b.yaml"], "config: there is no file"),
+    "no key": (
+        ["train", "a.yaml"],
+        "a.yaml: give --KEY VALUE; sparkdl train --help lists all keys",
+    ),
+    "no value": (["train", "--config"], "--config: give --KEY VALUE; "),
+    "no value before a flag": ([*FILE, "--name", "--dry-run"], "--name: give --KEY VALUE; "),
+    "missing file": (
+        ["train", "--config", "b.yaml"],
+        "b.yaml cannot be read: [Errno 2] No such file",
+    ),
     "no mapping": (["train", "--config", "list.yaml"], "give a mapping of keys to values."),
-    "no YAML": (["train", "--config", "open.yaml"], "config: the file is not valid YAML (line "),
+    "no YAML": (
+        ["train", "--config", "open.yaml"],
+        "open.yaml cannot be read: while parsing a flow ",
+    ),
+    "a section without keys": (
+        [*FILE, "--trainer=null"],
+        "trainer: give a mapping of keys to values.",
+    ),
     "a key is missing": (["train", "--config", "short.yaml"], "missing: model.\n"),
     "a key of a section that may be null": (
         ["train", "--config", "optional.yaml"],
         'unknown key "checkpoint.every_epoch". Did you mean "checkpoint.every_epochs"?',
-    ),
-    "a value in a section that may be null": (
-        ["train", "--config", "inside.yaml"],
-        "checkpoint.every_epochs: give a whole number or null, not five.",
     ),
     "a key twice": (["train", "--config", "twice.yaml"], "found duplicate key name"),
     "a key in the file": (
@@ -62,11 +72,11 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
     ),
     "a variable": (
         ["train", "--config", "variable.yaml"],
-        "name: Environment variable 'NOT_SET' not found. (line 1 of variable.yaml)\n",
+        "\"Environment variable 'NOT_SET' not found\" (line 1 of variable.yaml)\n",
     ),
     "a section that is a file": (
         ["train", "--config", "elsewhere.yaml"],
-        "trainer: there is no file none.yaml, and a section is a mapping or a file. (line ",
+        "none.yaml cannot be read: [Errno 2] No such file",
     ),
     "a key": (
         [*FILE, "--trainer.batchsize=3"],
@@ -76,36 +86,42 @@ BEFORE_TORCH: dict[str, tuple[list[str], str]] = {
         [*FILE, "--batch_size", "3"],
         'unknown key "batch_size". Did you mean "trainer.batch_size"?',
     ),
-    "a type": ([*FILE, "--trainer.epochs=2.5"], "trainer.epochs: give a whole number, not 2.5."),
-    "types": ([*FILE, "--trainer.l1=much"], "trainer.l1: give a number or a mapping, not much."),
     "redacted": (
         ["train", "--config", "hidden.yaml"],
         "name was redacted when it was written: give it again, with --name=...",
     ),
-    "resume": (["train", "--resume", "none"], "--resume: none is not a run folder"),
+    "resume": (
+        ["train", "--resume", "none"],
+        "none/config.yaml cannot be read: [Errno 2] No such ",
+    ),
     "no model": (["evaluate", "--data", "a"], "missing: model."),
 }
 BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
-    "no checkpoint": (["train", "--resume", "ended"], "--resume: ended has no checkpoint: it ended"),
     "a value": ([*FILE, "--trainer.engine", "shufle"], 'engine="shufle": use one of local, shuffle'),
     "a value of the file": (["train", "--config", "fields.yaml"], '"shuffle"? (line 14 of fields.y'),
-    "a count": ([*FILE, "--trainer.epochs=0"], "trainer.epochs: max_epoch(0): give a whole number"),
-    "a rate": ([*FILE, "--optimizer.lr=-1"], "optimizer: SGD: Invalid learning rate: -1.\n"),
+    "a value in a section that may be null": (
+        ["train", "--config", "inside.yaml"],
+        "checkpoint: every_epoch('five'): give a whole number",
+    ),
+    "a type": ([*FILE, "--trainer.batch_size=2.5"], "batch_size=2.5: give a whole number of at leas"),
+    "types": ([*FILE, "--trainer.l1=much"], "l1='much': give a number of at least 0, or a mapping"),
+    "no loss": ([*FILE, "--loss=null"], "neither loss= nor step= is given: give loss="),
+    "a count": ([*FILE, "--trainer.epochs=0"], "trainer: max_epoch(0): give a whole number"),
     "an argument": (
         [*FILE, "--optimizer.learning_rate=1"],
-        'optimizer: torch.optim.SGD takes no argument "learning_rate". It takes: params, lr,',
+        'optimizer: torch.optim.SGD has no argument "learning_rate". It takes params, lr, moment',
     ),
     "a type of an argument": (
         [*FILE, "--model.in_features", "many"],
-        "model: in_features: give a whole number, not 'many'.",
+        "model: in_features: give int, not 'many'.",
     ),
-    "a name": ([*FILE, "--loss", "torch.nn.MSELos"], 'loss: "torch.nn" has no "MSELos". Did you mean'),
+    "a name": ([*FILE, "--loss", "torch.nn.MSELos"], "attribute 'MSELos'). Did you mean \"MSELoss\"?"),
     "no callable": ([*FILE, "--loss", "math.pi"], '"math.pi" is a float, which cannot be called.'),
-    "a module": ([*FILE, "--model", "nets.small"], 'model: module "nets" cannot be imported'),
+    "a module": ([*FILE, "--model", "nets.small"], 'model: "nets.small" cannot be imported (Module'),
     "a file": ([*FILE, "--model", "nets.py:small"], "model: there is no file {tmp}/nets.py."),
     "code that fails": (
         [*FILE, "--model", "failing_net.py:small"],
-        'model: module "failing_net" cannot be imported (KeyError: 1).\n'
+        'model: "failing_net.py:small" cannot be imported (KeyError: 1).\n'
         '  File "{tmp}/failing_net.py", line 3, in sizes\n    return {}[1]',
     ),
     "no component": (
@@ -119,7 +135,7 @@ BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
     ),
     "early stopping": (
         [*FILE, "--early_stopping.patience=2"],
-        "early_stopping needs a validation: set validation.share or .data.",
+        'stop needs the metric "loss", and there is no validation: give validation=',
     ),
     "best": (
         [*FILE, "--validation", "{share: 0.5, metrics: [accuracy], best: accurcy}"],
@@ -127,17 +143,15 @@ BEFORE_SPARK: dict[str, tuple[list[str], str]] = {
     ),
     "a column": (
         [*FILE, "--data.columns", "{photo: {class_path: sparkdl.Image, init_args: {mode: X}}}"],
-        "data.columns: photo: Image: mode=",
+        "data.columns: Image: mode=",
     ),
-    "weights": ([*FILE, "--trainer.weights=."], "trainer.weights: . is neither a run folder nor a"),
-    "data to prepare": ([*FILE, "--data.prepare=digts"], 'data.prepare: "digts" is not of the form'),
-    "nothing varies": (["tune", *FILE[1:]], "tune.space: name what varies"),
+    "data to prepare": ([*FILE, "--data.prepare=digts"], 'data.prepare: "digts" cannot be imported'),
     "a domain": (
         ["tune", *FILE[1:], "--tune.space",
          "{a: {class_path: sparkdl.tune.loguniform, low: 0, high: 1}}"],
         "tune.space.a: tune.loguniform(0, 1): give two numbers above 0, the smaller one first.",
     ),
-    "no folder": (["evaluate", "--model", "none", "--data", "a"], "there is no folder none."),
+    "no folder": (["evaluate", "--model", "none", "--data", "a"], "none"),
     "a damaged model": (
         ["evaluate", "--model", "run", "--data", "a"],
         "run/model.json cannot be read: Expecting property name",
@@ -202,7 +216,7 @@ def test_all_mistakes_of_components_are_told_at_once(
     status, _, err = ended([*FILE, "--loss=math.pi", "--model=a.b", "--trainer.epochs=0"], capsys)
     assert status == 2
     assert [line[4:].partition(":")[0] for line in err.splitlines()[1:]] == [
-        "model", "loss", "trainer.epochs"
+        "model", "loss", "trainer"
     ]  # fmt: skip
 
 
@@ -244,10 +258,10 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended(["--version"], capsys)[1] == f"{sparkdl.__version__}\n"
     status, out, _ = ended(["train", "--help"], capsys)
     assert status == 0
-    assert "--trainer.batch_size" in out
+    assert "\n  batch_size: 256\n" in out
 
 
-@pytest.mark.parametrize("kind", [sparkdl.DataError, sparkdl.CheckpointError])
+@pytest.mark.parametrize("kind", [sparkdl.DataError, sparkdl.CheckpointError, RuntimeError])
 @pytest.mark.parametrize(("iterations", "complete"), [(0, False), (1, False), (0, True)])
 def test_a_mistake_takes_away_nothing_of_a_run_that_has_trained(
     tmp_path: Path,
@@ -257,38 +271,48 @@ def test_a_mistake_takes_away_nothing_of_a_run_that_has_trained(
     complete: bool,
 ) -> None:
     """Wherever its checkpoints are, and whether or not its model was saved."""
-    made = RunFolder.create(str(tmp_path), "run")
-    folder = made.__enter__()
-    (folder.path / "config.yaml").touch()
+    folder = RunFolder(str(tmp_path), "run", {})
     runs.play([folder], runs.states(last=iterations), finish=complete)
     mistake = kind("that ends it")
-    assert not made.__exit__(type(mistake), mistake, None)
-    stays = complete or iterations > 0
-    assert folder.path.exists() == stays
-    said = f"what was trained is in {folder.path}\n" if stays else ""
+    folder.__exit__(type(mistake), mistake, None)
+    fault, stays = kind is RuntimeError, complete or iterations > 0
+    assert folder.path.exists() == (stays or fault)
+    said = f"what was trained is in {folder.path}\n" if stays and not fault else ""
     assert capsys.readouterr().err == said
 
 
-def test_an_interrupt_is_one_whatever_py4j_makes_of_it(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "interrupted", "status", "message"),
+    [
+        (Py4JError("Gateway must be connected to send cancel cmd."), True, 130, "interrupted."),
+        (sparkdl.CheckpointError("there is none"), False, 2, "there is none"),
+        (sparkdl.TrainingError("iteration 3 failed"), False, 1, "iteration 3 failed"),
+        (sparkdl.TrustError("pass trust=True."), False, 2, "pass trust=True (here: --trust)."),
+        (
+            sparkdl.DataError('label="y": no column'),
+            False,
+            2,
+            'label="y": no column (line 3 of a.yaml)',
+        ),
+    ],
+)
+def test_how_a_command_ends(
+    error: Exception,
+    interrupted: bool,
+    status: int,
+    message: str,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """An interrupt is one whatever Py4J makes of it."""
+
     def job(*_: Any) -> None:
-        console._quietly(lambda: None)()  # the signal comes
-        raise Py4JError("Gateway must be connected to send cancel cmd.")
+        if interrupted:
+            commands._interrupted.set()
+        raise error
 
-    monkeypatch.setattr(console, "_interrupted", threading.Event())
+    (here / "a.yaml").write_text("data:\n  train: a\n  label: y\nmodel: a\noptimizer: b\n")
+    monkeypatch.setattr(commands, "_interrupted", threading.Event())
     monkeypatch.setattr(commands, "train", job)
-    try:
-        assert ended(FILE, capsys) == (130, "", "error: interrupted.\n")
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def test_a_damaged_checkpoint_ends_the_command_with_one_line(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def job(*_: Any) -> None:
-        raise sparkdl.CheckpointError("there is no checkpoint")
-
-    monkeypatch.setattr(commands, "train", job)
-    assert ended(FILE, capsys) == (2, "", "error: there is no checkpoint\n")
+    assert ended(FILE, capsys) == (status, "", f"error: {message}\n")

@@ -358,20 +358,10 @@ ONE_METRIC = (
             *(PLATEAU, {"metric": "acuracy"}, BOTH),
             f'{ONE_METRIC}. "acuracy" is not one of them. Did you mean "accuracy"?',
         ),
-        (
-            *(PLATEAU, {"per": "epoch"}, {"loss": False}),
-            'schedule_per="epoch" has no effect on ReduceLROnPlateau, which is stepped at each '
-            "validation: leave it out, and set the frequency with Validation(every=...).",
-        ),
-        (
-            *(HALVE, {"metric": "loss"}, BOTH),
-            'schedule_metric="loss" is for ReduceLROnPlateau only, and the schedule is another one: '
-            "leave it out.",
-        ),
     ],
-    ids=["no validation", "which", "misspelt", "per epoch", "none of a plateau"],
+    ids=["no validation", "which", "misspelt"],
 )
-def test_a_plateau_has_one_metric_and_others_have_none(
+def test_a_plateau_has_one_metric(
     make: Any, options: dict[str, str], metrics: dict[str, bool], message: str
 ) -> None:
     def check() -> None:

@@ -54,20 +54,14 @@ def plan_of(module: nn.Module, make: Any) -> OptimizerSpec:
     return probe_cut_rule(plan, trainable, module)
 
 
-# Refusals: most of the messages as a whole are rows of tests/spark/bad_recipes.py
+# Refusals
 
 OTHERS = nn.Linear(2, 9)
 TWICE = "optimizer LBFGS evaluates the loss more than once in a step"
-CAPTURABLE = "optimizer Adam has capturable=True, which is for steps in a CUDA graph"
 WRONG = "optimizer[''] is 0.1: give the name of a submodule or parameter"
 REFUSED: dict[str, tuple[Any, str]] = {
     "several evaluations": (torch.optim.LBFGS, TWICE),
     "a search along the line": (partial(torch.optim.LBFGS, line_search_fn="strong_wolfe"), TWICE),
-    "for CUDA graphs": (partial(torch.optim.Adam, capturable=True), CAPTURABLE),
-    "for CUDA graphs, with a tensor": (
-        partial(torch.optim.Adam, capturable=True, lr=torch.tensor(0.1)),
-        CAPTURABLE,
-    ),
     "for sparse gradients": (torch.optim.SparseAdam, "with a dense gradient (RuntimeError: Sparse"),
     "a class that says nonsense": (
         type("Declared", (SGD,), {"update_depends_on": "tensors"}),

@@ -6,6 +6,7 @@ import math
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mistakes import message_of
@@ -47,12 +48,8 @@ NUMBERS = (
         for value in (-1e-9, math.nan, math.inf, True, None, "0", {"*": -1.0}, {"a": 0.1, "b": "c"})
     ]
     + [
-        ({"seed": value}, f"seed={value!r}: give a whole number.")
-        for value in (1.0, True, "1", None)
-    ]
-    + [
-        ({"seed": value}, f"seed={value}: give a number from 0 to 2**63 - 1.")
-        for value in (-1, 2**63)
+        ({"seed": value}, f"seed={value!r}: give a whole number from 0 to 2**63 - 1.")
+        for value in (1.0, True, "1", None, -1, 2**63)
     ]
 )
 _REMEDY = (
@@ -84,6 +81,7 @@ CHOICES = [
         {"engine": "shufle"},
         'engine="shufle": use one of local, shuffle, gang, auto. Did you mean "shuffle"?',
     ),
+    ({"engine": np.ones(2)}, "engine=array([1., 1.]): use one of local, shuffle, gang, auto."),
     ({"engine": None}, "engine=None: use one of local, shuffle, gang, auto."),
     ({"precision": "fp8"}, 'precision="fp8": use one of fp32, bf16, fp16.'),
     ({"precision": torch.bfloat16}, "precision=torch.bfloat16: use one of fp32, bf16, fp16."),
@@ -97,6 +95,8 @@ KINDS = [
     ({"loss": "mse"}, "loss is a str: give a function of (output, target), such as"),
     ({"loss": nn.MSELoss}, "loss is the class MSELoss: give an instance, MSELoss()."),
     ({"optimizer": "adam"}, "optimizer is a str: give a torch.optim class, or a partial of one"),
+    ({"optimizer": None}, "optimizer is None: give a torch.optim class, or a partial of one such as"),
+    ({"output": ["logits"]}, "output=['logits']: name a field of what the model returns, or give a"),
     ({"optimizer": ADAM}, (
         "optimizer is already built: give a recipe for it instead, partial(torch.optim.Adam,"
     )),
@@ -152,6 +152,10 @@ NAMES = [
     ({"features": 3}, "features=3: give a column name, or a list of names."),
     ({"features": ["a", 1]}, "features=['a', 1]: give a column name, or a list of names."),
     ({"label": {"y"}}, "label={'y'}: give a column name, or a list of names."),
+    (
+        {"features": {"input ids": "features"}},
+        "features={'input ids': 'features'}: give a mapping from each parameter of forward to the name",
+    ),
     ({"freeze": "encoder"}, "freeze='encoder': give a list of names or patterns, such as"),
     ({"unfreeze": [1]}, "unfreeze=[1]: give a list of names or patterns, such as"),
     ({"activation_checkpointing": None}, "activation_checkpointing=None: give a list of names"),
@@ -164,7 +168,34 @@ NAMES = [
     ({"weight": "w", "columns": {"w": sparkdl.Sequence()}}, 'columns["w"] is the weight'),
 ]  # fmt: skip
 ACCURATE = sparkdl.Validation(DATA, metrics=["accuracy"])
+OWN = {"loss": sparkdl.ModelLoss()}
+PIPELINE = {"engine": "gang", "strategy": "pipeline", "replicas": 2}
 COMBINATIONS = [
+    (
+        {**OWN, "label": None},
+        "loss=ModelLoss() with label=None: a model that computes its own loss needs labels. Name the "
+        "label column.",
+    ),
+    (
+        {**OWN, "label": ["a", "b"]},
+        "loss=ModelLoss(labels='labels') with 2 label columns: give a list with one keyword for each "
+        "label, or None to pass the labels after the inputs.",
+    ),
+    (
+        {**OWN, "weight": "n"},
+        "loss=ModelLoss() with weight: the model returns one loss for all rows together. Leave one of "
+        "the two out, or give a loss that is computed from the model's output.",
+    ),
+    (
+        {**OWN, **PIPELINE},
+        'loss=ModelLoss() with strategy="pipeline": only the last stage has the labels. Give a loss '
+        "that is computed from the model's output.",
+    ),
+    (
+        {"features": {"x": "features"}, **PIPELINE},
+        'features by keyword with strategy="pipeline": pipeline stages take tensors by position and '
+        "pass tensors on. Give a list of columns, and a model that returns only its output.",
+    ),
     (
         {"min_ranks": 2},
         'min_ranks=2 with engine="shuffle": only a gang needs task slots for all replicas at once. Use '
@@ -254,9 +285,13 @@ def test_metrics_that_can_be_gone_through_once() -> None:
     ("changes", "message"),
     [
         ({"every": 3}, "Validation(every=3): give a trigger, such as sparkdl.every(3)."),
-        ({"batch_size": 0}, "Validation(batch_size=0): give at least 1."),
-        ({"batch_size": True}, "Validation(batch_size=True): give a whole number."),
-        ({"batch_size": 1.5}, "Validation(batch_size=1.5): give a whole number."),
+        *(
+            (
+                {"batch_size": size},
+                f"Validation(batch_size={size}): give a whole number of at least 1.",
+            )
+            for size in (0, True, 1.5)
+        ),
         (
             {"best": "auc", "metrics": ["accuracy"]},
             'Validation(best="auc") is not one of its metrics: loss, accuracy.',

@@ -239,7 +239,7 @@ RECORDS = {
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_what_is_installed_anywhere_is_never_the_users(name: str, folder: Folder) -> None:
-    from sparkdl.jobs.components import ship
+    from sparkdl.jobs.building import ship
     from sparkdl.usercode.travel import is_library, modules_behind
 
     place, record, installed = RECORDS[name]
@@ -263,7 +263,7 @@ def test_what_is_installed_anywhere_is_never_the_users(name: str, folder: Folder
         module = importlib.import_module(f"{package}.inner")
         assert is_library(module.__name__) == installed
         assert bool(modules_behind([module.says])) == (not installed)
-        ship(module.__name__)
+        ship(module.says)
         assert (package in cloudpickle.list_registry_pickle_by_value()) == (not installed)
         assert cloudpickle.loads(cloudpickle.dumps(module.says))() == 1
     finally:

@@ -76,7 +76,6 @@ class SectionExchange(GradientSync):
         self._parcels: list[torch.Tensor] = []
 
     def compute(self, rank_pass: RankPass) -> tuple[float, str]:
-        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         work, batches, _, clock = rank_pass
         live, plans = self._live, self._slices
         self._outcome, self.count, self.losses = None, 0.0, {}
@@ -201,7 +200,6 @@ class InnerSteps(GradientSum):
     def sections(
         self, rows: Sequence[tuple[int, int]], weights: Sequence[float]
     ) -> dict[int, list[Section]]:
-        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         self._total = total = sum(weights)
         share = weights[self._rank] / total if total else 0.0
         dense: Sequence[torch.Tensor | None] = [None] * len(self._live.flat.parameters)

@@ -216,7 +216,6 @@ class ShardedSync(SummedGradients):
         return self._vector.vector, self._gradients.absent
 
     def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:
-        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         counts = gathered_counts(batches)
         assert self._model_group is not None
         result = self._model_group.scored(counts, score, self._mesh.most(counts), outputs)

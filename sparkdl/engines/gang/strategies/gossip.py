@@ -63,11 +63,9 @@ class GossipSync(GradientSync):
         return keep_replica(self._whole.plan, state)
 
     def place_kept(self, kept: ByParameter | None) -> None:
-        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         self._arrived = kept
 
     def compute(self, rank_pass: RankPass) -> tuple[float, str]:
-        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         work, batches, _, clock = rank_pass
         live = self._live
         self._resume()

@@ -152,7 +152,6 @@ class StageRelay:
         most: int,
         spare: tuple[torch.Tensor, ...],
     ) -> Any:
-        """See :meth:`sparkdl.engines.gang.model_group.ModelGroup.scored`."""
         result = None
         for member in self._ranks:
             if member == self._rank:
@@ -363,7 +362,6 @@ class PipelineSync(CopySync):
             self._live.clear_gradients()
 
     def compute(self, rank_pass: RankPass) -> tuple[float, str]:
-        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         work, batches, weights, clock = rank_pass
         counts = self._model_group.counts(work, weights)
         # shards are summed over all pipelines, of which others may have rows

@@ -165,7 +165,6 @@ class SummedGradients(GradientSum):
     """The sum of the gradients of one pass, which subclasses run and look at."""
 
     def compute(self, rank_pass: RankPass) -> tuple[float, str]:
-        """See :class:`sparkdl.engines.gang.strategies.base.GradientSync`."""
         work, batches, weights, clock = rank_pass
         own, total, tells = weights[self._rank], sum(weights), bool(weights[self._rank])
         batch = batches[0] if batches else None
