@@ -114,7 +114,10 @@ def summary(name: str, rounds: Sequence[Sequence[Measured]]) -> list[list[Any]]:
     lines = []
     for number, each in enumerate(rounds, 1):
         for clock in ("clock", "processor"):
-            predicted, times = [one.predicted for one in each], [getattr(one, clock) for one in each]
+            predicted, times = (
+                [one.predicted for one in each],
+                [getattr(one, clock) for one in each],
+            )
             best = min(times)
             first = min(each, key=lambda one: one.row)
             three = sorted(each, key=lambda one: one.row)[:3]
