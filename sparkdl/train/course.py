@@ -216,7 +216,7 @@ def run_course(
         if found is not None:
             logger.warning("%s", told_of_invalid(role, found, trainer.handle_invalid))
             history.note_invalid(role, found, further=one_pass and role == "training")
-    seen = state.has_seen(request.batch)
+    seen = request.has_seen(state)
     if one_pass and not seen:
         state = replace(state, batch=request.batch)
     looped = trainer if not one_pass else replace(trainer, stop=MaxEpoch(state.epoch + (not seen)))
