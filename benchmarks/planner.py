@@ -4,10 +4,11 @@
 
 In each round, in a fresh process with a session of local[4], a model is planned, and configurations
 spread over the rows of the plan are trained; the last third of the iterations counts. "error" is that
-of the prediction, mean and median, by the clock and in processor time of all processes; "between" the
-difference of two measurements of a configuration, a common factor taken out; "rank" Spearman's
-correlation; "regret" how much longer than the best one the planned one takes, "of three" the best of
-the first three rows. A figure below twice "between" says nothing more than that.
+of the prediction, mean and median, by the clock and in processor time of all processes over the cores
+that they can have; "between" the difference of two measurements of the configurations that both rounds
+have, a common factor taken out; "rank" Spearman's correlation; "regret" how much longer than the best
+one the planned one takes, "of three" the best of the first three rows. A figure below twice "between"
+says nothing more than that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MODELS = "tabular:256,mlp:256,lenet:256,resnet:64,transformer:16"
 
 @dataclass(frozen=True)
 class Measured:
-    """A configuration: predicted seconds of an iteration, by the clock and of the processor."""
+    """A configuration: predicted seconds of an iteration, by the clock and of a processor."""
 
     choice: str
     row: int
@@ -73,7 +74,9 @@ def one_round(name: str, batch: int, wanted: int, iterations: int) -> list[dict[
             for row in sorted(set(spread(len(plan.rows), wanted))):
                 estimate = plan.rows[row - 1]
                 times = timed_fit(plan.trainer_of(row), data, facts, iterations, run)
-                one = Measured(str(estimate.choice), row, estimate.seconds or math.nan, *times)
+                at_once = min(estimate.choice.replicas, os.cpu_count() or 1)
+                each = times.clock, times.processor / at_once
+                one = Measured(str(estimate.choice), row, estimate.seconds or math.nan, *each)
                 print(one, flush=True)
                 found.append(vars(one))
             return found
@@ -107,21 +110,24 @@ def between(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]
 def summary(name: str, rounds: Sequence[Sequence[Measured]]) -> list[list[Any]]:
     """A row for each round and clock."""
     common = set.intersection(*({one.choice for one in each} for each in rounds))
-    kept = [sorted((m for m in r if m.choice in common), key=lambda m: m.choice) for r in rounds]
+    same = [sorted((m for m in r if m.choice in common), key=lambda m: m.choice) for r in rounds]
     lines = []
-    for number, each in enumerate(kept, 1):
+    for number, each in enumerate(rounds, 1):
         for clock in ("clock", "processor"):
-            predicted = [one.predicted for one in each]
-            times = [[getattr(one, clock) for one in other] for other in kept]
-            mine, best = times[number - 1], min(times[number - 1])
+            predicted, times = (
+                [one.predicted for one in each],
+                [getattr(one, clock) for one in each],
+            )
+            best = min(times)
             first = min(each, key=lambda one: one.row)
             three = sorted(each, key=lambda one: one.row)[:3]
-            mean, median = errors(predicted, mine)
-            noise = between(times[0], times[-1]) if len(times) > 1 else (math.nan, math.nan)
+            mean, median = errors(predicted, times)
+            twice = [[getattr(one, clock) for one in other] for other in (same[0], same[-1])]
+            noise = between(*twice) if len(rounds) > 1 else (math.nan, math.nan)
             lines.append(
                 [
                     f"{name}, round {number}", clock, len(each), 100 * mean, 100 * median,
-                    100 * noise[0], 100 * noise[1], correlation(predicted, mine),
+                    100 * noise[0], 100 * noise[1], correlation(predicted, times),
                     100 * (getattr(first, clock) / best - 1) if best else math.nan,
                     100 * (min(getattr(o, clock) for o in three) / best - 1) if best else math.nan,
                 ]

@@ -57,10 +57,7 @@ def main(spark: SparkSession, epochs: int = 4) -> dict[str, float]:
         loss=sparkdl.MaskedLoss(nn.BCEWithLogitsLoss()),  # over the labels that are there
         optimizer=partial(torch.optim.Adam, lr=0.05),
         label=TASKS,
-        columns={
-            "features": sparkdl.Sparse(SIZE, form="indices"),
-            **dict.fromkeys(TASKS, sparkdl.Masked()),
-        },
+        columns={"features": sparkdl.Sparse(SIZE, form="indices")},
         sampling=sparkdl.Balanced("stratum"),
         batch_size=100,
         stop=sparkdl.max_epoch(epochs),

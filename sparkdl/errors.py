@@ -230,6 +230,19 @@ def cannot_travel(what: str, error: Exception, remedy: str) -> str:
     )
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, without its full stop; one that is long is cut."""
+    line = str(error).strip().partition("\n")[0]
+    if len(line) > LONGEST:  # torch adds pages about its backends
+        line = line.partition(". ")[0][:LONGEST]
+    return line.rstrip(". ")
+
+
+def in_short(error: BaseException) -> str:
+    """Return the kind of an error and its first line."""
+    return f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+
+
 def counted(count: int, noun: str) -> str:
     """Return a number with its noun: "1 iteration", "1,200 iterations"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
@@ -281,10 +294,8 @@ _MEANT = (
 class has its argument."""
 
 
-def unknown_argument(
-    who: str, name: str, value: object, known: Sequence[str], others: Sequence[str] = ()
-) -> str:
-    """Return the message about an argument that ``who`` does not have; ``others`` have it."""
+def unknown_argument(who: str, name: str, value: object, known: Sequence[str]) -> str:
+    """Return the message about an argument that ``who`` does not have."""
     plain = name.replace("_", "").lower()
     alike = [one for one in known if one.replace("_", "").lower() == plain]
     meant = [remedy for remedy, words in _MEANT if plain in words.split()]
@@ -293,8 +304,6 @@ def unknown_argument(
         hint = f' Did you mean "{alike[0]}"?'
     elif meant:
         hint = f" Give {meant[0].format(shown(value))}."
-    elif others:
-        hint = f" {' and '.join(others)} ha{'s' if len(others) == 1 else 've'} it."
     else:
         hint = nearest(name, known)
     if not hint and len(known) <= MOST_ARGUMENTS:
@@ -319,24 +328,11 @@ def known_arguments(kind: type[Class]) -> type[Class]:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         for name in kwargs:
             if name not in known:
-                has = _siblings(kind, name)
-                raise ArgumentError(unknown_argument(kind.__name__, name, kwargs[name], known, has))
+                raise ArgumentError(unknown_argument(kind.__name__, name, kwargs[name], known))
         init(self, *args, **kwargs)
 
     kind.__init__ = checked  # type: ignore[method-assign, misc]
     return kind
-
-
-def _siblings(kind: type, name: str) -> list[str]:
-    """Return the classes of this package that extend what ``kind`` does and have such an argument."""
-    beside: list[type[Any]] = []
-    for base in kind.__bases__:
-        beside += [] if base is object else type.__subclasses__(base)
-    return [
-        f"sparkdl.{one.__name__}"
-        for one in beside
-        if one.__module__.startswith("sparkdl.") and name in inspect.signature(one).parameters
-    ]
 
 
 def raise_all(kind: type[UserError], problems: Sequence[str]) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from sparkdl import Masked
 from sparkdl.care.dry_run import Division, DryRun
 from sparkdl.care.first_pass import Tried
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.data.fields import Field
+from sparkdl.data.fields import Field, SampleHandle
 from sparkdl.data.ragged import Ragged, Rows
+from sparkdl.data.row_errors import Adapted, BadRow
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.metrics.scorer import Scorer
@@ -48,10 +51,17 @@ def dry_run(
     buffers: Mapping[str, Any] | None = None,
     validated: bool = False,
     care: bool = True,
+    missing: Sequence[int] = (),
 ) -> Tried:
+    """``missing``: the numbers of labels that are missing in a row, which no specification says."""
     options = TrainingOptions(weighted=weights is not None, buffers=buffers or {})
     recipe = Recipe(module, loss, torch.optim.SGD, 3, options, augment=augment)
     samples = samples_of(inputs, labels, weights)
+    names = [samples.fields[len(inputs) + number].name for number in missing]
+    notes = (Adapted(n, Masked(), BadRow(n, 5, "is NaN", "Drop it.")) for n in names)
+    if missing:
+        handle = SampleHandle("", (), "", 6, 0, samples.fields, adapted=tuple(notes))
+        samples = replace(samples, handles=(handle,))
     how = BatchSpec(
         num_features=len(inputs), num_labels=len(labels), weighted=weights is not None, seed=3
     )

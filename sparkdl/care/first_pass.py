@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +32,7 @@ from sparkdl.infer.forward import run_batches
 from sparkdl.infer.outputs import Output
 from sparkdl.model.loss import (
     ALONE,
+    IGNORED,
     NoValuePerSample,
     call_loss,
     check_averages,
@@ -44,7 +47,7 @@ from sparkdl.model.loss import (
 )
 from sparkdl.model.recipe import Recipe, Signature, described, with_tensors
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import evaluating, to_tensors, weigh
+from sparkdl.replica.compute import buffers_kept, evaluating, to_tensors, weigh
 
 
 @dataclass(frozen=True)
@@ -167,6 +170,70 @@ def try_model(
         given, value = with_tensors(output, torch.Tensor.detach), value.detach()
         in_use, shape = _output_in_use(module, batch, recipe.signature, is_own_loss(loss))
         return Tried(shape, count is not None, float(value.real), count, given, in_use)
+
+
+def masks(module: nn.Module, recipe: Recipe, batch: Batch, missing: Collection[int]) -> bool | None:
+    """Return whether the loss leaves out the labels with these numbers where they are missing.
+
+    They are taken from every second row: NaN, or -100 among whole numbers. The gradient of the output
+    must then be finite, and 0 for these rows, or where another label would change it: else the loss
+    takes a missing label for some number. None: the model or the loss fails on rows with all labels.
+    """
+    loss, signature = recipe.loss, recipe.signature
+    inputs, targets = fresh_tensors(batch)
+    rows = len(inputs[0])
+    without = torch.arange(rows) % 2 == 1
+    if is_own_loss(loss):
+        return False  # the model gets the labels, and its output says nothing
+
+    def gradients(change: Callable[[torch.Tensor], Any]) -> torch.Tensor:
+        """Return those of the rows whose missing labels are changed, as one vector."""
+        labels = list(known)
+        for number in missing:
+            there = without.reshape(-1, *(1 for _ in known[number].shape[1:]))
+            labels[number] = torch.where(there, change(known[number]), known[number])
+        parts: list[torch.Tensor] = []
+
+        def leaf(tensor: torch.Tensor) -> torch.Tensor:
+            parts.append(tensor.detach().requires_grad_(tensor.is_floating_point()))
+            return parts[-1]
+
+        given = with_tensors(output, leaf)
+        weights = torch.ones(rows) if recipe.options.weighted else None
+        value, _ = loss_of(loss, given, labels, weights, masses_of(loss, labels))
+        value.sum().backward()
+        found = [
+            torch.zeros_like(p) if p.grad is None else p.grad for p in parts if p.requires_grad
+        ]
+        if not all(bool(one.isfinite().all()) for one in (value, *found)):
+            raise ValueError("not finite")
+        of_rows = [one[without].reshape(-1) for one in found if one.ndim and len(one) == rows]
+        return torch.cat(of_rows)
+
+    with seeded(recipe.seed), buffers_kept(module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            returned = signature.call_for_loss(loss, module, inputs, targets)
+            output = signature.for_loss(loss, returned)
+            known = [_filled(target) for target in targets]
+            before = gradients(lambda label: label)
+        except Exception:
+            return None
+        with contextlib.suppress(Exception):
+            after = gradients(
+                lambda label: label.new_tensor(math.nan if label.is_floating_point() else IGNORED)
+            )
+            if not after.any():
+                return bool(before.any())
+            depends = before != gradients(lambda label: (label == 0).to(label.dtype))
+            return bool(depends.any()) and not bool(after[depends].any())
+    return False
+
+
+def _filled(target: torch.Tensor) -> torch.Tensor:
+    """Return a label with its first value in place of what is missing."""
+    missing = target.isnan() if target.is_floating_point() else target == IGNORED
+    return target.masked_fill(missing, next(iter(target[~missing].tolist()), 0))
 
 
 def fresh_tensors(batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

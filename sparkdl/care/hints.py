@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from sparkdl.data.fields import Field
 from sparkdl.data.samples import SampleSet
-from sparkdl.errors import ModelError, counted
-from sparkdl.model.loss import Loss, StepLoss, call_loss, inner, unmasked, unwrapped
+from sparkdl.engines.delivery import ValidationSet
+from sparkdl.errors import DataError, ModelError, counted
+from sparkdl.model.loss import Loss, StepLoss, call_loss, ignored_by, inner, unmasked, unwrapped
 from sparkdl.model.recipe import described, for_example
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}
@@ -178,6 +179,48 @@ def check_labels(loss: Loss, samples: SampleSet, prefix: str = "") -> None:
             f'{prefix}"{name}" goes from {least:g} to {most:g}, and {kind.__name__} takes {takes}: '
             f"{remedy.format(name)}."
         )
+
+
+def check_there(loss: Loss, samples: SampleSet) -> None:
+    """Raise DataError if no row has any label."""
+    ignored = set(ignored_by(loss))
+    labels = samples.fields[samples.num_features :][: samples.num_labels]
+    for number, label in enumerate(labels, samples.num_features):
+        notes = [e for h in samples.handles for e in h.extremes if e.field == number]
+        there = {e.value for e in notes if e.sign and not e.of_length}
+        if not (there <= ignored if label.dtype.startswith("int") else not there) or not notes:
+            return
+    if labels:
+        names = " and ".join(f'"{label.name}"' for label in labels)
+        raise DataError(
+            f"no row has a label: {names} {'are' if len(labels) > 1 else 'is'} missing in all "
+            f"{sum(handle.num_rows for handle in samples.handles):,} rows, so the loss has nothing to "
+            "learn from. Look at how the data was made, or at a join in it."
+        )
+
+
+def missing_labels(
+    samples: SampleSet, validation: ValidationSet | None
+) -> tuple[set[int], DataError | None]:
+    """Return the numbers of the labels that are missing in some rows, though no specification says
+    so, and the error to raise if the loss does not leave these out."""
+    names = [field.name for field in samples.fields[samples.num_features :][: samples.num_labels]]
+    numbers, first = set(), None
+    sets = {"": samples, **({"validation data: ": validation.samples} if validation else {})}
+    for prefix, of in sets.items():
+        for partition, handle in enumerate(of.handles):
+            for name, row in ((one.name, one.problem) for one in handle.adapted):
+                if row is None:
+                    continue
+                numbers.add(names.index(name))
+                place = f"partition {partition if row.partition is None else row.partition}"
+                first = first or DataError(
+                    f"{prefix}{row.message(place)} A loss that leaves out what is missing, such as "
+                    "sparkdl.MaskedLoss(loss), would get such rows, and the loss here does not; "
+                    f'handle_invalid="skip" leaves them out, and columns={{"{name}": '
+                    "sparkdl.Masked()} gives them to any loss."
+                )
+    return numbers, first
 
 
 def _forwards_as(loss: Any, kind: type[nn.Module]) -> bool:

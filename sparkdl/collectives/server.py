@@ -47,7 +47,6 @@ from sparkdl.collectives.server_messages import (
     Request,
     ServerOptions,
     Words,
-    first_line,
     message_of,
     pairs,
     places_of,
@@ -62,6 +61,8 @@ from sparkdl.errors import (
     StalledError,
     StateLostError,
     TrainingError,
+    first_line,
+    in_short,
 )
 
 
@@ -232,8 +233,8 @@ class Server:
             except SparkdlError as error:
                 self._fail(error)
             except Exception as error:  # of the user's optimizer
-                what = f"{type(error).__name__}: {first_line(error)}"
-                self._fail(TrainingError(f"an update failed on rank {self._requests.rank}: {what}"))
+                rank, what = self._requests.rank, in_short(error)
+                self._fail(TrainingError(f"an update failed on rank {rank}: {what}"))
 
     def _handle(self, request: Request) -> None:
         if self._failure is not None:

@@ -27,7 +27,6 @@ from sparkdl.collectives.server_messages import (
     Request,
     ServerOptions,
     Words,
-    first_line,
     text_of,
     text_tensor,
 )
@@ -36,6 +35,8 @@ from sparkdl.errors import (
     SparkdlError,
     StalledError,
     StateLostError,
+    first_line,
+    in_short,
     kind_of,
     nearest,
     raise_all,
@@ -311,7 +312,7 @@ def optimizer_problems(make: Any, places: int) -> list[str]:
         return [
             f"optimizer = {shown(make)}: give a torch.optim class or a partial of one, such as "
             "partial(torch.optim.SGD, lr=0.1), whose step takes no closure. With a list of tensors "
-            f"it raises {type(error).__name__}: {first_line(error)}"
+            f"it raises {in_short(error)}."
         ]
     if places > 1 and not torch.allclose(whole, torch.cat(parts), rtol=1e-4, atol=1e-6):
         return [

@@ -198,11 +198,6 @@ def places_of(words: Sequence[int]) -> tuple[list[int], list[int]]:
     return rest[keys + 1 : keys + 1 + count], rest[keys + 1 + count :]
 
 
-def first_line(error: BaseException) -> str:
-    """Return the beginning of what an error says."""
-    return str(error).partition("\n")[0][:200]
-
-
 def tensors_of(
     kind: Message, words: Sequence[int], keys: Mapping[int, KeySpec], place: int
 ) -> Iterator[tuple[tuple[int, ...], torch.dtype]]:

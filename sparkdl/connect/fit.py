@@ -36,7 +36,7 @@ from sparkdl.connect.news import (
 )
 from sparkdl.connect.rows import ConnectedRows, PersistedSamples, WriteBoth, for_gang
 from sparkdl.data.equal_rows import RepeatedRows, SpreadRows, tell_of_shares
-from sparkdl.data.fields import NO_ROWS, SampleHandle, check_handles
+from sparkdl.data.fields import NO_ROWS, ReadOtherwise, SampleHandle, check_handles
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
 from sparkdl.data.samples import SampleSet, sample_set
@@ -67,7 +67,7 @@ from sparkdl.spark.failures import end_of_session_explained, reading_explained
 from sparkdl.train.course import check_replay, run_course
 from sparkdl.train.engine_inputs import Site
 from sparkdl.train.fit import built
-from sparkdl.train.placed_samples import check_validation
+from sparkdl.train.placed_samples import check_validation, read_again
 from sparkdl.train.plain_tasks import clean_nodes
 from sparkdl.train.preflight import check_mesh, check_sizes
 from sparkdl.train.prepare import PreparedModel, prepare
@@ -164,7 +164,9 @@ class LedFit:
             weights = {kind: finished.engine.weights(kind) for kind in finished.end.kinds}
             if any(type(each).on_result is not Callback.on_result for each in finished.callbacks):
                 finished.carried(weights.__getitem__)
-        samples = replace(samples, handles=(), preview=[], more=[])
+        read = finished.trainer.columns
+        adapted = {name: one for name, one in read.items() if trainer.columns.get(name) != one}
+        samples = replace(samples, handles=(), preview=[], more=[], columns=adapted)
         attributes = tuple(map(_attributes, trainer.callbacks))
         end = LedEnd(replace(finished.end, samples=samples), attributes)
         rows = {RESULT: cloudpickle.dumps(end)}
@@ -185,6 +187,8 @@ class LedFit:
         try:
             check_handles(handles, "column")
             found = self._samples(gang, handles, 1)
+        except ReadOtherwise:
+            raise
         except DataError as error:
             raise DataError(f"validation data: {error}") from None
         check_validation(samples, found)
@@ -345,18 +349,27 @@ def _run(
     check_mesh(trainer, model, ranks)
     _check_result(request, model)
     check_slots_of(session, ranks, trainer.resource_profile)
-    slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
-    if isinstance(data, PersistedSamples):
-        rows = data.rows.into(slab)
-    else:
-        rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
     callbacks = (*trainer.callbacks, *added_callbacks(trainer.callbacks))
-    request = replace(request, trainer=replace(trainer, callbacks=callbacks))
-    order = sent_bytes(_order(request, model, settings), "fit", session)
     columns = len(trainer.feature_columns), trainer.weight is not None
-    fit = LedFit(slab, rows.write, *columns, order, resume, MAX_ROWS_BYTES)
-    progress.doing("starting the gang and reading rows")
-    end = Submissions(request, session, settings, rows.frame, ranks, fit, newest, progress).end()
+    while True:
+        slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
+        if isinstance(data, PersistedSamples):
+            rows = data.rows.into(slab)
+        else:
+            rows = ConnectedRows.of(trainer, data, ranks, model.float_dtype, slab)
+        request = replace(request, trainer=replace(trainer, callbacks=callbacks))
+        order = sent_bytes(_order(request, model, settings), "fit", session)
+        fit = LedFit(slab, rows.write, *columns, order, resume, MAX_ROWS_BYTES)
+        progress.doing("starting the gang and reading rows")
+        try:
+            frame = rows.frame
+            end = Submissions(request, session, settings, frame, ranks, fit, newest, progress).end()
+            break
+        except ReadOtherwise as otherwise:
+            if isinstance(data, PersistedSamples):
+                raise
+            trainer = replace(trainer, columns=read_again(trainer.columns, otherwise))
+            model.read_by(trainer)
     if end is None:
         raise DataError(NO_ROWS)
 

@@ -17,7 +17,7 @@ from pyspark.sql import Column as SparkColumn
 from pyspark.sql import DataFrame, functions
 from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructType
 
-from sparkdl.data.columns.base import Column
+from sparkdl.data.columns.base import Column, suited
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field, zero_row
 from sparkdl.data.partition_writer import (
@@ -92,7 +92,10 @@ class WriteDataFrame:
         self, part: pa.RecordBatch, writer: PartitionWriter
     ) -> tuple[list[Rows], np.ndarray | None]:
         """Return the tensors of rows, and which rows these are if some were left out."""
-        pairs = list(zip(part.columns, self.columns, strict=False))
+        pairs = [
+            (array, adapted(array, column, number, writer))
+            for number, (array, column) in enumerate(zip(part.columns, self.columns, strict=False))
+        ]
         if self.handling.way == "error":
             return [to_numpy(array, column, writer.rows_read) for array, column in pairs], None
         with contextlib.suppress(RowError):
@@ -132,6 +135,22 @@ class WriteDataFrame:
             part = batch.slice(start, max(1, rows))
             yield part
             start += part.num_rows
+
+
+def adapted(array: pa.Array, column: Column, number: int, writer: PartitionWriter) -> Column:
+    """Return a column as it is read from here on: as before, or as its values ask for."""
+    column = writer.adapted.get(number, column)
+    other = suited(column, array)
+    if other is None:
+        return column
+    problem = None
+    if column.label:
+        try:
+            to_numpy(array, column, writer.rows_read)
+        except RowError as error:
+            problem = error.problem
+    writer.adapt(number, other, problem)
+    return other
 
 
 def bad_rows(array: pa.Array, column: Column, first: int = 0) -> Iterator[tuple[int, str]]:

@@ -56,6 +56,11 @@ class RowDraws:
         self._states = mixed(mixed(rows.astype(np.uint64) * STEP) + np.uint64(seed))
 
     def _bits(self, shape: tuple[int, ...]) -> np.ndarray:
+        if not all(hasattr(length, "__index__") for length in shape):
+            raise TypeError(
+                f"{shape} are no lengths: give those of one row, as in rng.random(3); the rows are "
+                "the first dimension, and normal has no mean and no deviation"
+            )
         count = math.prod(shape)
         steps = np.arange(1, count + 1, dtype=np.uint64) * STEP
         bits = mixed(self._states[:, None] + steps)

@@ -10,7 +10,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from sparkdl.data.ragged import Padding, Ragged, Rows
-from sparkdl.data.row_errors import FIRST, NONE_INVALID, SAME_SHAPE, SAME_TYPE, BadRow, InvalidRows
+from sparkdl.data.row_errors import (
+    FIRST,
+    NONE_INVALID,
+    SAME_SHAPE,
+    SAME_TYPE,
+    Adapted,
+    BadRow,
+    InvalidRows,
+)
 from sparkdl.errors import DataError
 
 
@@ -30,6 +38,12 @@ class Field:
     def ragged(self) -> bool:
         """Return whether rows vary in length."""
         return self.padding is not None
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """Return the shape of a row's tensor, or of one element of it if rows vary in length."""
+        size = None if self.padding is None else self.padding.entries_of
+        return self.shape if size is None else (size,)
 
     @property
     def rules(self) -> list[Padding]:
@@ -76,7 +90,7 @@ class Extreme:
     """
 
     field: int
-    sign: int  # -1: the smallest value, 1: the largest
+    sign: int  # -1: the smallest value, 1: the largest, 0: one that is missing
     value: float
     row: int
     of_length: bool = False  # the value is the length of a row
@@ -112,6 +126,32 @@ class SampleHandle:
     problem: BadRow | None = None
     repeats: tuple[tuple[int, int], ...] = ()  # (first, count) of equal rows, in the order
     invalid: InvalidRows = NONE_INVALID
+    adapted: tuple[Adapted, ...] = ()
+
+
+class ReadOtherwise(DataError):
+    """Rows can be read once all of them are, by other specifications of some columns.
+
+    Attributes:
+        specs: These specifications, by column.
+    """
+
+    def __init__(self, message: str, specs: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self.specs = dict(specs)
+
+    @staticmethod
+    def of(text: str, name: str, spec: Any) -> ReadOtherwise:
+        """Return the error for one column."""
+        return ReadOtherwise(f'{text} Give columns={{"{name}": sparkdl.{spec}}}.', {name: spec})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.specs)
+
+
+def adapted_specs(handles: Iterable[SampleHandle]) -> dict[str, Any]:
+    """Return the specifications by which columns were read that were given others, by column."""
+    return {one.name: one.spec for handle in handles for one in reversed(handle.adapted)}
 
 
 NO_ROWS = "the data is empty: it has no rows."
@@ -128,7 +168,10 @@ def check_handles(
         problem = handle.problem
         if problem is not None:
             number = partition if problem.partition is None else problem.partition
-            raise DataError(problem.message(f"partition {number}{locate(problem)}", noun))
+            text = problem.message(f"partition {number}{locate(problem)}", noun)
+            if problem.spec is not None:
+                raise ReadOtherwise.of(text, problem.column, problem.spec)
+            raise DataError(text)
     filled = [(i, handle) for i, handle in enumerate(handles) if handle.num_rows]
     if not filled:
         invalid = invalid_in(handles)
@@ -149,11 +192,15 @@ def check_handles(
             )
         for found, wanted in zip(handle.fields, first.fields, strict=True):
             if found != wanted:
-                raise DataError(
+                text = (
                     f'{noun} "{found.name}", row 0 of partition {partition}: is {found} where row '
                     f"0 of partition {first_partition} is {wanted}. "
                     f"{SAME_TYPE if found.shape == wanted.shape else SAME_SHAPE}"
                 )
+                specs = adapted_specs([first, handle])
+                if found.name in specs:
+                    raise ReadOtherwise.of(text, found.name, specs[found.name])
+                raise DataError(text)
 
 
 def invalid_in(handles: Sequence[SampleHandle]) -> dict[str, Any] | None:

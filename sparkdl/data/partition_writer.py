@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from sparkdl.data.columns.base import Column
 from sparkdl.data.fields import Extreme, Field, RowFile, SampleHandle
 from sparkdl.data.partition_reader import MappedPartition, SegmentWriter, write_all
 from sparkdl.data.ragged import Ragged, Rows
@@ -25,6 +26,7 @@ from sparkdl.data.row_errors import (
     NONE_INVALID,
     SAME_SHAPE,
     SAME_TYPE,
+    Adapted,
     BadRow,
     InvalidRow,
     InvalidRows,
@@ -61,6 +63,7 @@ class WrittenRows:
     problem: BadRow | None = None
     source: int = 0  # the number of the task
     invalid: InvalidRows = NONE_INVALID
+    adapted: tuple[Adapted, ...] = ()
 
 
 def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHandle:
@@ -75,6 +78,7 @@ def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHa
     if problem is not None:
         return SampleHandle(root.node_id, (), "", 0, 0, (), problem=problem)
     invalid = sum((part.invalid for part in parts), NONE_INVALID)
+    adapted = {one.name: one for part in reversed(parts) for one in part.adapted}
     parts = [part for part in parts if len(part.places)]
     segments = tuple(segment for part in parts for segment in part.segments)
     lengths = [sum(segment.num_rows for segment in part.segments) for part in parts]
@@ -105,6 +109,7 @@ def join_partition(config: SlabConfig, parts: Sequence[WrittenRows]) -> SampleHa
         extremes=tuple(replace(e, row=int(np.argmax(order == e.row))) for e in extremes.values()),
         repeats=repeats,
         invalid=invalid,
+        adapted=tuple(adapted.values()),
     )
 
 
@@ -161,7 +166,9 @@ def _differing(parts: Sequence[WrittenRows]) -> BadRow | None:
         for found, wanted in zip(part.fields, filled[0].fields, strict=True):
             if found != wanted:
                 text = f"is {found} where row 0 of partition {filled[0].source} is {wanted}"
-                return BadRow(found.name, 0, text, SAME_SHAPE, part.source)
+                both = (*filled[0].adapted, *part.adapted)
+                spec = next((one.spec for one in both if one.name == found.name), None)
+                return BadRow(found.name, 0, text, SAME_SHAPE, part.source, spec=spec)
     return None
 
 
@@ -201,6 +208,8 @@ class PartitionWriter:
         self._nbytes = self._unchecked = 0
         self.num_rows = 0
         self.invalid = NONE_INVALID
+        self.adapted: dict[int, Column] = {}
+        self._adaptions: list[Adapted] = []
 
     @property
     def rows_read(self) -> int:
@@ -216,6 +225,18 @@ class PartitionWriter:
         """Note rows that could not be read, in their order."""
         count = len(rows)
         self.invalid += InvalidRows(count, count if left_out else 0, tuple(rows[:FIRST]))
+
+    def adapt(self, number: int, column: Column, problem: BadRow | None) -> None:
+        """Read column ``number`` as ``column`` from now on.
+
+        Raises RowError if rows are there that have another form than the next ones will have.
+        """
+        spec = column.spec
+        assert spec is not None
+        if self.num_rows and self._fields[number].padding != spec.rule:
+            raise RowError(column.name, self.rows_read, "is not like row 0", SAME_SHAPE, spec)
+        self.adapted[number] = column
+        self._adaptions.append(Adapted(column.name, spec, problem))
 
     @property
     def row_bytes(self) -> int:
@@ -318,6 +339,10 @@ class PartitionWriter:
         """Keep the extremes of ``values``; the values of row i begin at ``offsets[i]``."""
         known = np.flatnonzero(~np.isnan(values)) if values.dtype.kind == "f" else slice(None)
         numbers = values[known]
+        if len(numbers) < len(values):
+            place = int(np.flatnonzero(np.isnan(values))[0])
+            row = self.num_rows + int(np.searchsorted(offsets, place, side="right")) - 1
+            keep_extreme(self._extremes, Extreme(number, 0, math.nan, row))
         if not len(numbers):
             return
         for sign, first in ((-1, int(numbers.argmin())), (1, int(numbers.argmax()))):
@@ -342,7 +367,8 @@ class PartitionWriter:
             part = self._part(chosen, hashes[chosen])
             mine = [e for e in part.extremes if partitions[e.row] == partition]
             invalid = self.invalid.of(self._source) if partition == 0 else NONE_INVALID
-            yield replace(part, extremes=tuple(mine), invalid=invalid)
+            adapted = tuple(one.of(self._source) for one in part.adapted)
+            yield replace(part, extremes=tuple(mine), invalid=invalid, adapted=adapted)
 
     def fail(self, problem: BadRow) -> SampleHandle:
         """Remove what was written and return a failed handle; call it instead of :meth:`finish`."""
@@ -372,6 +398,7 @@ class PartitionWriter:
             extremes=tuple(self._extremes.values()),
             row_bytes=self.row_bytes,
             source=self._source,
+            adapted=tuple(self._adaptions),
         )
 
 

@@ -81,8 +81,13 @@ class Preview:
 
 
 def row_bytes(fields: Sequence[Field]) -> int:
-    """Return the bytes of a row; a field of varying length is assumed to have 1,024 elements."""
+    """Return the bytes of a row; a field of varying length is assumed to have 1,024 elements.
+
+    The entries of a vector count as the vector, which the model may get.
+    """
     return sum(
-        math.prod(field.shape) * np.dtype(field.dtype).itemsize * (1024 if field.ragged else 1)
+        math.prod(field.item_shape)
+        * np.dtype(field.dtype).itemsize
+        * (1024 if field.ragged and field.item_shape == field.shape else 1)
         for field in fields
     )

@@ -44,10 +44,25 @@ class BadRow:
     remedy: str
     partition: int | None = None  # in the data as read; None: the reporting partition
     digest: str | None = None  # SHA-256 of bytes or text, to find the row again
+    spec: Any = None  # the specification by which all rows of the column can be read
 
     def message(self, place: str, noun: str = "column") -> str:
         """Return one line for the user; ``noun`` says what :attr:`column` names."""
         return f'{noun} "{self.column}", row {self.row} of {place}: {self.text}. {self.remedy}'
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A column that was read by another specification than it was given, since values asked for it."""
+
+    name: str
+    spec: Any  # a ColumnSpec
+    problem: BadRow | None = None  # of a label: the first row that could not be read otherwise
+
+    def of(self, partition: int) -> Adapted:
+        """Return it as of a partition of the data as read."""
+        problem = None if self.problem is None else replace(self.problem, partition=partition)
+        return replace(self, problem=problem)
 
 
 FIRST = 10
@@ -105,9 +120,9 @@ AS_ERRORS = Handling()
 class RowError(Exception):
     """An exception that carries a :class:`BadRow` out of a conversion."""
 
-    def __init__(self, column: str, row: int, text: str, remedy: str) -> None:
+    def __init__(self, column: str, row: int, text: str, remedy: str, spec: Any = None) -> None:
         super().__init__(text)
-        self.problem = BadRow(column, row, text, remedy)
+        self.problem = BadRow(column, row, text, remedy, spec=spec)
 
     def note_value(self, value: object) -> None:
         """Note the value of the column in the row."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pyarrow as pa
 from pyspark import RDD
@@ -29,7 +29,13 @@ from sparkdl.data.arrow_tasks import (
 )
 from sparkdl.data.columns.base import Column, Specs
 from sparkdl.data.equal_rows import DeletePartitions, RepeatedRows
-from sparkdl.data.fields import Field, SampleHandle, check_handles, check_total_weight
+from sparkdl.data.fields import (
+    Field,
+    SampleHandle,
+    adapted_specs,
+    check_handles,
+    check_total_weight,
+)
 from sparkdl.data.partition_writer import WrittenRows, join_partition
 from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Rows
@@ -71,6 +77,7 @@ class SampleSet:
     weighted: bool = False
     more: list[Rows] = field(default_factory=list)  # those of preview and some others
     draws: Draws | None = None
+    columns: Specs = field(default_factory=dict)  # by which rows were read
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -99,17 +106,21 @@ def sample_set(
     rows: tuple[list[Rows], list[Rows]],
     noun: str = "column",
     sampled: bool = False,
+    columns: Specs | None = None,
 ) -> SampleSet:
     """Return the description of samples in place; ``rows`` are its preview and ``more``.
 
-    If ``sampled``, there is a field to draw by.
+    If ``sampled``, there is a field to draw by. ``columns`` are the specifications to read by.
     """
     fields = fields_of_handles(handles)
     if weighted:
         check_total_weight(handles, len(fields) - 1, f'{noun} "{fields[-1].name}"')
     num_labels = len(fields) - num_features - weighted - sampled
     preview, more = rows
-    return SampleSet(rdd, tuple(handles), fields, num_features, preview, num_labels, weighted, more)
+    return SampleSet(
+        *(rdd, tuple(handles), fields, num_features, preview, num_labels, weighted, more),
+        columns={**(columns or {}), **adapted_specs(handles)},
+    )
 
 
 @dataclass(frozen=True)
@@ -129,6 +140,9 @@ class Source:
     sampling: Sampling | None = None
     handle_invalid: str = "error"
     key: str | None = None
+    adapts: tuple[str, ...] = ()
+    """The kinds of columns, "vector", "feature" and "label", that are read by other specifications if
+    values ask for it."""
 
     @property
     def handling(self) -> Handling:
@@ -315,7 +329,9 @@ def _sample_set(
                 f"{', '.join(f.name for f in fields)}."
             )
     sampled = source.sampling is not None
-    return sample_set(rdd, handles, num_features, weighted, rows, source.noun, sampled)
+    return sample_set(
+        rdd, handles, num_features, weighted, rows, source.noun, sampled, source.columns
+    )
 
 
 def _check_specs(source: Source) -> None:
@@ -329,8 +345,7 @@ def _check_specs(source: Source) -> None:
         if not spec.for_records:
             raise DataError(
                 f'columns["{name}"] is a sparkdl.{type(spec).__name__}, which is for DataFrames: '
-                "records of an RDD must hold numbers and arrays already. Convert them with rdd.map "
-                "(only sparkdl.Sequence works for an RDD)."
+                "records of an RDD must hold numbers and arrays already. Convert them with rdd.map."
             )
 
 
@@ -395,7 +410,12 @@ def chosen_columns(source: Source) -> tuple[DataFrame, tuple[Column, ...]]:
             f'the key column "{key}" is missing.{nearest(key, data.columns)} The DataFrame has: '
             f"{', '.join(data.columns)}."
         )
+    columns = tuple(replace(column, adapts=_kind(column) in source.adapts) for column in columns)
     return select_columns(data, columns, key), columns
+
+
+def _kind(column: Column) -> str:
+    return "label" if column.label else "vector" if column.vector else "feature"
 
 
 def _redistribute(source: Source) -> RDD:

@@ -24,7 +24,7 @@ from sparkdl.data.columns.numeric import check_weights, numeric_column, to_numpy
 from sparkdl.data.epoch import apportion, generator
 from sparkdl.data.fields import Field, SampleHandle
 from sparkdl.data.partition_reader import MappedPartition, open_partition
-from sparkdl.data.row_errors import MEND_RECORDS, RowError, refuse_nulls
+from sparkdl.data.row_errors import MEND_RECORDS, RowError, drop, refuse_nulls
 from sparkdl.errors import DataError, ParameterError, raise_all, shown
 from sparkdl.plain import is_whole, make_plain
 
@@ -305,6 +305,10 @@ class _Key(ColumnSpec):
 
     def convert(self, array: pa.Array, column: Column, first_row: int) -> np.ndarray:
         refuse_nulls(array, column.name, first_row)
+        if pa.types.is_floating(array.type):
+            nan = np.flatnonzero(np.isnan(array.to_numpy(zero_copy_only=False)))
+            if len(nan):
+                raise RowError(column.name, first_row + int(nan[0]), "is NaN", drop(column.name))
         encoded = array.dictionary_encode()
         keys = np.array([_key(value) for value in encoded.dictionary.to_pylist()], np.int64)
         return keys[encoded.indices.to_numpy()]

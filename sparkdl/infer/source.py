@@ -15,7 +15,15 @@ import torch
 from torch import nn
 
 from sparkdl.codec.files import mappable, path_here
-from sparkdl.errors import ModelError, ParameterError, TrustError, kind_of, optional_library
+from sparkdl.errors import (
+    ModelError,
+    ParameterError,
+    TrustError,
+    first_line,
+    in_short,
+    kind_of,
+    optional_library,
+)
 from sparkdl.infer.model import TrainedModel, load
 from sparkdl.infer.score import ModelSource, source_of
 from sparkdl.model.preparation import plain, start_from
@@ -168,9 +176,8 @@ def _weights_of_file(path: Path) -> Any:
                 return safetensors.torch.load_file(file)
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
         raise ModelError(
-            f'weights: "{path}" cannot be read as a state_dict ({type(error).__name__}: {first}). A '
+            f'weights: "{path}" cannot be read as a state_dict ({in_short(error)}). A '
             "pickled module is read with torch.load(path, weights_only=False), if you trust the file; "
             "pass the module."
         ) from error
@@ -188,7 +195,9 @@ def pretrained(folder: Path, head: str | None) -> nn.Module:
     """
     transformers = library()
     try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         raise _unreadable(folder, error) from error
     named = next(iter(config.architectures or ()), "")
@@ -205,7 +214,7 @@ def pretrained(folder: Path, head: str | None) -> nn.Module:
         )
     try:
         with seeded(0):  # a pooler that the folder lacks
-            return kind.from_pretrained(folder, local_files_only=True)
+            return kind.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise _unreadable(folder, error) from error
 
@@ -228,16 +237,17 @@ def tokenizer_of(given: Any, folder: Path | None, where: str) -> Any:
     if not place.is_dir():
         raise ParameterError(f'tokenizer: there is no folder "{place}" on the driver.')
     try:
-        found = library().AutoTokenizer.from_pretrained(place, local_files_only=True)
+        found = library().AutoTokenizer.from_pretrained(
+            place, local_files_only=True, trust_remote_code=False
+        )
         files = getattr(found, "vocab_files_names", {}).values()
         if files and not any((place / name).exists() for name in files):  # it knows no word
             raise FileNotFoundError(f"there is no {' or '.join(files)}")
         return found
     except Exception as error:
-        first = str(error).strip().partition("\n")[0]
         raise ParameterError(
-            f'the folder "{place}" has no tokenizer that can be read ({first}): give tokenizer=..., or '
-            "write it there with tokenizer.save_pretrained."
+            f'the folder "{place}" has no tokenizer that can be read ({first_line(error)}): give '
+            "tokenizer=..., or write it there with tokenizer.save_pretrained."
         ) from error
 
 
@@ -255,8 +265,7 @@ def longest(module: Any, tokenizer: Any) -> int | None:
 
 
 def _unreadable(folder: Path, error: Exception) -> ModelError:
-    first = str(error).strip().partition("\n")[0]
-    return ModelError(f'the folder "{folder}" has no model that can be read: {first}')
+    return ModelError(f'the folder "{folder}" has no model that can be read: {first_line(error)}.')
 
 
 class ScriptedModule(nn.Module):

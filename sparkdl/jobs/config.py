@@ -59,8 +59,6 @@ _OF_DATA = (
 )
 """The fields of the trainer that are keys of ``data``."""
 _NO_KEYS = ("stop", "resource_profile", "keep_optimizer_state")
-
-
 _YAML = (".yaml", ".yml")
 
 

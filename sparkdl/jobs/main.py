@@ -30,29 +30,22 @@ COMMANDS = {
     "archive": "archive Java's classes of a session of Spark, so that later sessions start faster",
     "conf": "write the configurations that come with sparkdl into a folder: sparkdl conf FOLDER",
 }
-_CONFIG = {
-    "config FILE": "a YAML file, of which sparkdl conf writes an example; several: the last one counts",
+_HELP = {
+    "config FILE": "a YAML file, see sparkdl conf; of several, the last value of a key counts",
     "print_config": "print the keys with their values, and end",
+    "resume FOLDER": "go on from a run folder; with --config from a checkpoint, or latest",
+    "dry-run": "check configuration, data, model and sizes on the executors, and train nothing",
+    "trials": "run the best three for 30 iterations each, and rank them by that",
+    "trust": "let the folder run code of its choice: its pickle, any function that it names",
+    "overwrite": "replace what is at --output",
+    "argmax": "the number of the highest output: the class",
 }
-_RESUME = {"resume FOLDER": "go on from a run folder; with --config from a checkpoint, or latest"}
-_TRUST = {"trust": "let the folder run code of its choice: its pickle, any function that it names"}
-_OPTIONS = {
-    "train": {
-        **_CONFIG,
-        **_RESUME,
-        "dry-run": "check configuration, data, model and sizes on the executors, and train nothing",
-    },
-    "tune": {**_CONFIG, **_RESUME},
-    "plan": {
-        **_CONFIG,
-        "trials": "run the best three for 30 iterations each, and rank them by that",
-    },
-    "evaluate": _TRUST,
-    "predict": {
-        "overwrite": "replace what is at --output",
-        "argmax": "the number of the highest output: the class",
-        **_TRUST,
-    },
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "train": ("config FILE", "print_config", "resume FOLDER", "dry-run"),
+    "tune": ("config FILE", "print_config", "resume FOLDER"),
+    "plan": ("config FILE", "print_config", "trials"),
+    "evaluate": ("trust",),
+    "predict": ("overwrite", "argmax", "trust"),
 }
 """The options of each command beside its keys; those with a second word take a value."""
 
@@ -116,8 +109,8 @@ def _run(arguments: list[str], lines: dict[str, str]) -> None:
 def _print_help(name: str) -> None:
     """Print the options and keys of a command."""
     print(f"usage: sparkdl {name} ...: {COMMANDS[name]}")
-    for option, text in _OPTIONS.get(name, {}).items():
-        print(f"  --{option:<16}{text}")
+    for option in _OPTIONS.get(name, ()):
+        print(f"  --{option:<16}{_HELP[option]}")
     if name in _OPTIONS:
         import yaml
 

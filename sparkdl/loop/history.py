@@ -273,8 +273,9 @@ class History(RunNotes):
         """Return one record for each epoch: epoch, mean loss over its samples, iterations, samples,
         seconds.
 
-        Iterations whose loss is not finite, because ``on_nan="skip"`` skipped them or no sample had
-        any weight, are not part of the mean. It is NaN if no iteration is left.
+        Each iteration counts by its samples, also where its own loss is a mean by weights of rows or
+        over a count. Iterations whose loss is not finite, because ``on_nan="skip"`` skipped them or no
+        sample had any weight, are not part of the mean. It is NaN if no iteration is left.
         """
         records: list[dict[str, Any]] = []
         counted: list[int] = []

@@ -112,7 +112,7 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
     def numFeatures(self) -> int:
         """The number of values of the features of a row, over all feature columns."""
         fields = self.trained.fields[: self.trained.num_features]
-        return sum(int(torch.Size(field.shape).numel()) for field in fields)
+        return sum(int(torch.Size(field.item_shape).numel()) for field in fields)
 
     def write(self) -> MLWriter:
         """Return the writer, which puts metadata and weights into a folder of any file system."""
@@ -211,8 +211,7 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
             return trained  # several columns, which trainerArgs named
         renamed = copy.copy(trained)
         renamed.features = (name,)
-        renamed.columns = (
-            dict.fromkeys((name,), *trained.columns.values()) if trained.columns else {}
-        )
+        (old,) = trained.features
+        renamed.columns = {name if n == old else n: one for n, one in trained.columns.items()}
         renamed.fields = (dataclasses.replace(trained.fields[0], name=name), *trained.fields[1:])
         return renamed

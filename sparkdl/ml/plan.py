@@ -56,9 +56,8 @@ def _is_valid(value: Column, kind: DataType) -> Column:
 
 def zeros(name: str, kind: DataType, field: Field) -> Column:
     """Return a valid value for a row whose own is not: zeros of the shape that the model takes."""
-    shape = [*(1 for _ in field.rules), *field.shape]
-    if field.padding is not None and field.padding.entries_of is not None:
-        shape = [field.padding.entries_of]
+    lists = field.rules if field.item_shape == field.shape else []
+    shape = [*(1 for _ in lists), *field.item_shape]
     inner = kind
     while isinstance(inner, ArrayType):
         inner = inner.elementType

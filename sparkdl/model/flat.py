@@ -244,13 +244,22 @@ def _in_form(segment: TensorRange, owner: nn.Module, attribute: str) -> torch.Te
     return None
 
 
-def filled(module: nn.Module, weights: torch.Tensor) -> nn.Module:
+def filled(
+    module: nn.Module, weights: torch.Tensor, places: Mapping[str, int] | None = None
+) -> nn.Module:
     """Return ``module`` with the flat vector ``weights`` in it, in evaluation mode.
 
-    Each parameter then has its own memory.
+    Each parameter then has its own memory. ``places``: where tensors begin in ``weights``, if these
+    may be of a module with another order of them.
     """
     flat = FlatModule(module)
-    flat.flat.copy_(weights)
+    if places is None:
+        flat.flat.copy_(weights)
+    else:
+        for one in flat.layout.segments:
+            if one.name in places:
+                start = places[one.name]
+                flat.flat[one.start : one.stop] = weights[start : start + one.length]
     flat.refresh()
     for _, parameter in flat.parameters:
         parameter.data = parameter.data.clone()

@@ -104,16 +104,18 @@ class Formulas:
         units, summed = 0.0, 0.0
         if "pipeline" in words:
             whole, messages = self._pipeline(choice, rows)
-            units += choice.micro_batches * self.probe.units["pipeline"]
+            units += choice.micro_batches * self.probe.unit("pipeline", choice.replicas)
             summed += messages
         if "tensor" in words:
             whole /= sizes.tensor  # of the layers that are split, here taken for all
             pairs = max(1, self.profile.tensors // 4)
             width = self.profile.output * rows
-            units += pairs * self.probe.units["tensor"]
+            times = max(1, choice.micro_batches)
+            units += times * pairs * self.probe.unit("tensor", choice.replicas)
             summed += 2 * pairs * self.probe.sum(sizes.tensor, width)
         if "fsdp" in words:
-            units += self.profile.tensors / (sizes.pipe * sizes.tensor) * self.probe.units["fsdp"]
+            tensors = self.profile.tensors / (sizes.pipe * sizes.tensor)
+            units += tensors * self.probe.unit("fsdp", choice.replicas)
             share = nbytes / (sizes.pipe * sizes.tensor)
             summed += 1.5 * self.probe.sum(sizes.shard, share)
         summed += self.probe.sum(sizes.data, nbytes / r)

@@ -19,7 +19,7 @@ from sparkdl.planner.profile import BUSY, Profile
 from sparkdl.planner.timeline import draw, keys, picture, simulated
 
 GAIN = 0.15
-"""The least gain, as a share, for which the default is left."""
+"""The least gain, as a share, for which a plainer way to run a fit is left."""
 SHOWN = 10
 """The most rows of a table."""
 _HEAD = ("", "engine", "replicas", "strategy", "ms", "range", "MB", "why")
@@ -36,19 +36,19 @@ _PARTS = {
 def ranked(estimates: Iterable[Estimate], default: Choice) -> list[Estimate]:
     """Return the estimates in order, the choice first.
 
-    Those whose ranges overlap that of the fastest are level with it: among them the plainest is chosen.
-    The ``default`` is left only for a gain above :data:`GAIN`.
+    Those that take less than :data:`GAIN` longer than the fastest are level with it: among them the
+    ``default`` is chosen, or else the plainest.
     """
     known = sorted((e for e in estimates if e.seconds is not None), key=lambda e: e.milliseconds)
     if not known:
         return []
-    fastest = known[0]
-    level = [e for e in known if e.low <= fastest.high]
-    usual = next((e for e in known if e.choice == default), None)
-    if usual is not None and fastest.milliseconds > (1 - GAIN) * usual.milliseconds:
-        level.append(usual)
+    level = [e for e in known if _is_level(e, known[0])]
     first = min(level, key=lambda e: (e.choice != default, *e.choice.plainness))
     return [first, *(e for e in known if e is not first)]
+
+
+def _is_level(estimate: Estimate, other: Estimate) -> bool:
+    return other.milliseconds > (1 - GAIN) * estimate.milliseconds
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Plan:
         longer = (estimate.seconds or 0.0) / (first.seconds or 1.0)
         if longer > 2:
             words.append(f"{longer:.0f} times as long")
-        elif estimate.low <= first.high:
+        elif _is_level(estimate, first):
             words.append("level with 1" + _plainer(first.choice, estimate.choice))
         words += _difference(first.parts, estimate.parts)[: 2 - min(1, len(words))]
         if estimate.memory < 0.8 * first.memory:

@@ -64,6 +64,10 @@ class Probe:
         )
         return _between(known, replicas) if known else None
 
+    def unit(self, word: str, ranks: int) -> float:
+        """Return the seconds of a unit of a strategy; ranks beyond the cores take turns."""
+        return self.units.get(word, 0.0) * max(1.0, ranks / (self.cores * self.nodes))
+
     def sum(self, ranks: int, nbytes: float) -> float:
         """Return the seconds of a sum among ranks beyond those of a tiny one."""
         if ranks <= 1 or nbytes <= SUMMED[0]:

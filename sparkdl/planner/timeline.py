@@ -213,13 +213,13 @@ def _layer_by_layer(choice: Choice, facts: Facts, profile: Profile, probe: Probe
     if "tensor" in words:
         rounds = max(1, profile.tensors // 4)
         width = profile.output * facts.batch_size / choice.passes
-        unit, exchange = probe.units.get("tensor", 0.0), 2 * probe.sum(sizes.tensor, width)
+        unit, exchange = probe.unit("tensor", count), 2 * probe.sum(sizes.tensor, width)
         exchanges = [("sum", unit + exchange)]
     else:
         rounds, exchanges = profile.tensors, []
     if "fsdp" in words:
         own = 1.5 * probe.sum(sizes.shard, profile.nbytes / sizes.tensor)
-        units = profile.tensors / sizes.tensor * probe.units.get("fsdp", 0.0)
+        units = profile.tensors / sizes.tensor * probe.unit("fsdp", count)
         exchanges.append(("sum", (own + units) / rounds))
     for kind, share in (("forward", FORWARD), ("backward", 1 - FORWARD)):
         for _ in range(rounds):
@@ -238,7 +238,7 @@ def _pipeline(choice: Choice, facts: Facts, profile: Profile, probe: Probe) -> T
     """The engine's own order, 1F1B: a stage runs backward as soon as it can."""
     line, sizes, count = Timeline(), choice.sizes, choice.micro_batches
     begun, stages = _begun(line, choice, probe), choice.sizes.pipe
-    units = line.add(DRIVER, "schedule", count * probe.units.get("pipeline", 0.0), begun)
+    units = line.add(DRIVER, "schedule", count * probe.unit("pipeline", choice.replicas), begun)
     rows = facts.batch_size / max(1, choice.passes) / count
     whole = profile.line(rows)
     seconds = [share * whole for share in profile.stages(stages)]

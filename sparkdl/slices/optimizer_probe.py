@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, in_short
 from sparkdl.model.flat import sparse_tables
 from sparkdl.process.determinism import seeded, torch_threads
 from sparkdl.slices.optimizer import KINDS, CutRule, GroupSpec, OptimizerSpec, declared, take_step
@@ -139,7 +139,7 @@ def _rule(
         except Exception as error:
             raise ModelError(
                 f"optimizer {plan.name} fails on a parameter of {ndim} dimension"
-                f"{'s' if ndim > 1 else ''} with a dense gradient ({_text(error)}). {SEVERAL}"
+                f"{'s' if ndim > 1 else ''} with a dense gradient ({in_short(error)}). {SEVERAL}"
             ) from error
         if declaration is None and kind not in _OF_TORCH:
             rules += [_seen(plan, shape, trial=trial) for trial in _TRIALS]
@@ -149,7 +149,7 @@ def _rule(
         except Exception as error:
             raise ModelError(
                 f"optimizer {plan.name} does not take the sparse gradients of an embedding with "
-                f"sparse=True ({_text(error)}). Give the embedding another optimizer by its name, "
+                f"sparse=True ({in_short(error)}). Give the embedding another optimizer by its name, "
                 'optimizer={"embedding": torch.optim.SparseAdam, "": torch.optim.Adam}, or build '
                 "it with sparse=False."
             ) from error
@@ -160,12 +160,6 @@ def _rule(
     if all(rule.elementwise for rule in rules):
         rules += [CutRule(_same_at_size(plan, shape), True) for shape in _shrunk(shapes)]
     return CutRule(all(t.elementwise for t in rules), all(t.separate for t in rules))
-
-
-def _text(error: Exception) -> str:
-    """Return a short text of an error; torch adds pages about its backends to some."""
-    first = (str(error).splitlines() or [""])[0].partition(". ")[0]
-    return f"{type(error).__name__}: {first.rstrip('. ')}"
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, scale: float = 1.0) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 import shutil
 import warnings
@@ -17,12 +18,13 @@ import torch
 from pyspark.sql import DataFrame
 
 from sparkdl.data.columns.base import names_read
-from sparkdl.errors import ParameterError, kind_of
+from sparkdl.errors import ParameterError, UserError, kind_of
 from sparkdl.infer.model import TrainedModel, load
 from sparkdl.settings import DISTRIBUTION, __version__
 from sparkdl.summaries.base import extra_needed
 from sparkdl.summaries.mlflow_pyfunc import PyFunc
 
+logger = logging.getLogger("sparkdl")
 FLAVOR = "sparkdl"
 LOADER = "sparkdl.mlflow"
 """The module whose ``_load_pyfunc`` MLflow calls; stored models name it."""
@@ -133,7 +135,16 @@ def save_model(
     example = None if input_example is None else _example(trained, input_example)
     shown = _example_of_zeros(trained) if example is None else example
     if signature is None and shown is not None:
-        signature = _signature(shown, PyFunc(trained).predict(shown))
+        try:
+            signature = _signature(shown, PyFunc(trained).predict(shown))
+        except UserError as error:
+            if example is not None:
+                raise
+            logger.warning(
+                "the model is logged without a signature, as it takes no rows of zeros: give "
+                "input_example=. %s",
+                error,
+            )
     folder.mkdir(parents=True, exist_ok=True)
     trained.save(folder / _FOLDER)
     _save_torch(trained.module, folder / _TORCH)

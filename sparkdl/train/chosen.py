@@ -57,7 +57,7 @@ from sparkdl.session import SessionFacts
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.frames import is_local
 from sparkdl.train.engine_inputs import batch_spec
-from sparkdl.train.placed_samples import PlacedSamples, replicas_of
+from sparkdl.train.placed_samples import PlacedSamples, as_read, replicas_of
 from sparkdl.train.preflight import check_mesh, preflight
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.request import FitRequest
@@ -291,7 +291,9 @@ class Planner:
         if len(ends) == 1:
             ends = sorted({max(min(2, batch), ends[0] // 4), ends[0]})
         with self._few_rows() as samples:
-            preflight(self.alone, self.model, samples, None, True, care=False)
+            alone = as_read(self.alone, samples)
+            self.model.read_by(alone)
+            preflight(alone, self.model, samples, None, True, care=False)
             rows = _first(samples)
             spec = batch_spec(settled, samples, self.model.float_dtype)
             self.fields = samples.fields

@@ -16,6 +16,7 @@ import torch
 from py4j.protocol import Py4JError
 
 from sparkdl.care.advice import ENOUGH_ITERATIONS, Spent, advice
+from sparkdl.care.hints import check_there
 from sparkdl.care.rules import BALANCED
 from sparkdl.checkpoint.manifest import (
     DataIdentity,
@@ -54,7 +55,7 @@ from sparkdl.settings import Settings
 from sparkdl.slab.root import SlabConfig
 from sparkdl.slices.slice_file import PackSlice, ReadCarried, WithoutAverage
 from sparkdl.train.engine_inputs import Site, engine_inputs, facts_of, packed_state, settings_of
-from sparkdl.train.placed_samples import balanced_weights, validation_set, with_draws
+from sparkdl.train.placed_samples import as_read, balanced_weights, validation_set, with_draws
 from sparkdl.train.preflight import preflight, with_dimensions
 from sparkdl.train.prepare import PreparedModel, prepare
 from sparkdl.train.request import FitRequest, begin_batch
@@ -182,7 +183,12 @@ def run_course(
     since it takes memory.
     """
     trainer, one_pass, before = request.trainer, request.one_pass, request.before
+    trainer = as_read(trainer, samples, validation_samples)
+    model.read_by(trainer)
+    samples = replace(samples, columns=trainer.columns)
     samples = with_draws(trainer, samples, site.gang)
+    if not one_pass:  # the next rows may have labels
+        check_there(trainer.objective, samples)
     if trainer.class_weights == BALANCED:
         model.weigh_classes(balanced_weights(samples, site.gang))
     validation = validation_set(trainer, validation_samples, model.float_dtype)
@@ -210,7 +216,7 @@ def run_course(
         if found is not None:
             logger.warning("%s", told_of_invalid(role, found, trainer.handle_invalid))
             history.note_invalid(role, found, further=one_pass and role == "training")
-    seen = state.has_seen(request.batch)
+    seen = request.has_seen(state)
     if one_pass and not seen:
         state = replace(state, batch=request.batch)
     looped = trainer if not one_pass else replace(trainer, stop=MaxEpoch(state.epoch + (not seen)))
@@ -473,6 +479,7 @@ class LocalFit:
         history: History,
     ) -> TrainedModel:
         """Return the trained model of a fit that :meth:`run` made in another process."""
+        trainer = as_read(trainer, self.training, self.validation)
         model = self._prepared(trainer)
         validation = validation_set(trainer, self.validation, model.float_dtype)
         output, _ = preflight(trainer, model, self.training, validation, False, care=False)

@@ -80,7 +80,7 @@ def fit_pass(passes: PassSeries, data: Any, request: FitRequest) -> TrainedModel
     """Make one pass over the data; see :meth:`sparkdl.Trainer.partial_fit`."""
     facts = SessionFacts.of(data, "partial_fit")
     if passes.last is not None:
-        if passes.last.state.has_seen(request.batch):
+        if request.has_seen(passes.last.state):
             return passes.last.trained
         with reading_explained():
             empty = data.isEmpty()

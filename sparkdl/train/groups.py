@@ -9,22 +9,24 @@ import secrets
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 from pyspark.sql import DataFrame, SparkSession, functions
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import StructField, StructType, _parse_datatype_string
 
-from sparkdl.care.hints import check_labels
+from sparkdl.care.hints import check_labels, check_there
 from sparkdl.care.rules import BALANCED
 from sparkdl.checkpoint.files import Folder
 from sparkdl.codec.files import MAX_JSON_BYTES, is_changed, parse_json, with_checksum
+from sparkdl.codec.safe import from_plain, to_plain
 from sparkdl.compat import apply_in_arrow
 from sparkdl.data.arrow_tasks import check_unambiguous, columns_named, numbered, of_structs
 from sparkdl.data.columns.base import Column
@@ -48,14 +50,16 @@ from sparkdl.errors import (
 )
 from sparkdl.infer.forward import run_batches
 from sparkdl.infer.model import TrainedModel, load
-from sparkdl.infer.outputs import as_numpy, to_arrow
+from sparkdl.infer.outputs import Output, as_numpy, to_arrow
 from sparkdl.infer.written import as_read
 from sparkdl.loop.advance import catch_up, first_state
+from sparkdl.loop.engine import BEST, CURRENT
 from sparkdl.loop.history import History
 from sparkdl.loop.interrupt import Interrupt
-from sparkdl.loop.loop import LoopConfig, train
+from sparkdl.loop.loop import LoopConfig, PeriodicTask, train
 from sparkdl.loop.schedule import Schedule
-from sparkdl.model.flat import filled
+from sparkdl.loop.validation import Validator
+from sparkdl.model.flat import filled, layout_of
 from sparkdl.model.preparation import dumps
 from sparkdl.model.recipe import Signature
 from sparkdl.process.determinism import Numerics
@@ -63,17 +67,28 @@ from sparkdl.process.system import label_output
 from sparkdl.slab.root import SlabConfig
 from sparkdl.spark.failures import reading_explained
 from sparkdl.train.engine_inputs import run_spec
-from sparkdl.train.placed_samples import balanced_weights, source, with_draws
+from sparkdl.train.placed_samples import (
+    balanced_weights,
+    check_validation,
+    source,
+    validation_set,
+    with_draws,
+)
 from sparkdl.train.plain_tasks import PlainTasks
-from sparkdl.train.preflight import preflight
+from sparkdl.train.preflight import preflight, with_dimensions
 from sparkdl.train.prepare import PreparedModel, build_model, prepare
 from sparkdl.train.request import begin_batch
 from sparkdl.train.result import result_maker
 from sparkdl.train.trainer import Trainer
 from sparkdl.usercode import accompanied
 
-RESULT = "rows bigint, iterations bigint, loss double, seconds double, error string, weights binary"
+RESULT = (
+    "rows bigint, iterations bigint, loss double, seconds double, metrics map<string,double>, "
+    "error string, weights binary"
+)
 """The columns of a group's result, after its keys."""
+SCORED = "scored"
+"""The column that tells the rows of the validation from those of the training."""
 TASKS_PER_SLOT = 4
 """The tasks for each slot, so that groups of unlike size keep all slots at work."""
 FIRST_ROWS = 64
@@ -81,7 +96,7 @@ FIRST_ROWS = 64
 LOOKS = 3
 """The most groups on which it is tried."""
 _NOT_BY_GROUP = (
-    "validation", "checkpoint", "callbacks", "histograms", "ema", "keep_optimizer_state",
+    "checkpoint", "callbacks", "histograms", "ema", "keep_optimizer_state",
     "handle_invalid", "key",
 )  # fmt: skip
 
@@ -91,16 +106,23 @@ class GroupModels:
 
     Attributes:
         table: A DataFrame with the columns of the groups, ``rows``, ``iterations``, ``loss`` (the
-            mean of the last epoch), ``seconds``, ``error`` (the reason why the group has no model,
-            or null) and ``weights``. It is persisted; :meth:`unpersist` releases it.
+            mean of the last epoch), ``seconds``, ``metrics`` (of the validation, by name),
+            ``error`` (the reason why the group has no model, or null) and ``weights``. It is
+            persisted; :meth:`unpersist` releases it.
         by: The columns of the groups.
     """
 
     def __init__(
-        self, table: DataFrame, by: tuple[str, ...], payload: bytes, template: TrainedModel
+        self,
+        table: DataFrame,
+        by: tuple[str, ...],
+        payload: bytes,
+        template: TrainedModel,
+        places: Mapping[str, int] | None = None,
     ) -> None:
         self.table, self.by = table, by
         self._payload, self._template = payload, template  # the pickled recipe of a model
+        self._places = places  # of its tensors in the weights, if these were read
 
     def __repr__(self) -> str:
         kind = type(self._template.module).__name__
@@ -132,7 +154,7 @@ class GroupModels:
             text = f"no model of {', '.join(map(repr, key))}: {reason}"
             raise ParameterError(f"{text.rstrip('.')}.")
         flat = torch.from_numpy(np.frombuffer(row.weights, self._template.float_dtype).copy())
-        return self._trained(filled(build_model(self._payload), flat))
+        return self._trained(filled(build_model(self._payload), flat, self._places))
 
     def _trained(self, module: torch.nn.Module) -> TrainedModel:
         """Return a trained model like the template with another module."""
@@ -171,6 +193,7 @@ class GroupModels:
         task: PredictGroup = accompanied(
             PredictGroup(
                 self._payload,
+                self._places,
                 template.float_dtype,
                 features,
                 template.signature,
@@ -209,20 +232,16 @@ class GroupModels:
             raise FileExistsError(
                 f"{folder} already holds models of groups: pass overwrite=True to replace them."
             )
-        frozen = [
-            name
-            for name, one in build_model(self._payload).named_parameters()
-            if not one.requires_grad
-        ]
-        content = {
-            **{"by": list(self.by), "frozen": frozen},
-            **{"table": f"table-{mark}", "model": f"model-{mark}"},
+        places = self._places or {
+            one.name: one.start for one in layout_of(build_model(self._payload)).segments
         }
-        self._template.save(folder.folder(f"model-{mark}").uri)
+        saved = _SavedGroups(self.by, places, f"table-{mark}", f"model-{mark}")
+        self._template.save(folder.folder(saved.model).uri)
         with reading_explained("saving the models of the groups"):
-            table = folder.folder(f"table-{mark}").uri
+            table = folder.folder(saved.table).uri
             self.table.write.parquet(table if "://" in table else f"file://{table}")
-        folder.write(GROUPS, json.dumps(with_checksum(content), indent=1).encode())
+        content = with_checksum(to_plain(saved, _SavedGroups))
+        folder.write(GROUPS, json.dumps(content, indent=1).encode())
         for name in before:
             if _PART_OF_GROUPS.fullmatch(name):
                 _remove_folder(folder.folder(name))
@@ -245,6 +264,16 @@ def _remove_folder(folder: Folder) -> None:
 
 GROUPS = "groups.json"
 _PART_OF_GROUPS = re.compile(r"(table|model)-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class _SavedGroups:
+    """The content of the file beside the models of groups."""
+
+    by: tuple[str, ...]
+    places: Mapping[str, int]  # where tensors begin in the weights; the others are the same in all
+    table: str
+    model: str
 
 
 @dataclass(frozen=True)
@@ -284,16 +313,22 @@ def load_groups(
     folder = Folder.of(path)
     if GROUPS not in folder.entries():
         raise FileNotFoundError(f"{folder} holds no models of groups ({GROUPS} is missing).")
-    content = parse_json(folder.read(GROUPS, MAX_JSON_BYTES))
-    if is_changed(content):
-        raise ModelError(f"{folder}/{GROUPS} is damaged: its checksum differs.")
-    template = load(folder.folder(content["model"]).uri, model, loss, trust)
+    try:
+        content = parse_json(folder.read(GROUPS, MAX_JSON_BYTES))
+        if is_changed(content):
+            raise ValueError("its checksum differs")
+        saved: _SavedGroups = from_plain(content, _SavedGroups)
+        if not all(map(_PART_OF_GROUPS.fullmatch, (saved.table, saved.model))):
+            raise ValueError("it names another folder")
+    except ValueError as error:
+        raise ModelError(f"{folder}/{GROUPS} is damaged: {error}.") from error
+    template = load(folder.folder(saved.model).uri, model, loss, trust)
     for name, parameter in template.module.named_parameters():
-        parameter.requires_grad_(name not in content["frozen"])
+        parameter.requires_grad_(name in saved.places)
     spark = session or SparkSession.active()
-    table = spark.read.parquet(as_read(folder.folder(content["table"])))
+    table = spark.read.parquet(as_read(folder.folder(saved.table)))
     payload = dumps(accompanied(_Recipe(template.module)))
-    return GroupModels(table, tuple(content["by"]), payload, template)
+    return GroupModels(table, saved.by, payload, template, saved.places)
 
 
 def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> GroupModels:
@@ -306,7 +341,9 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         data: The rows of all groups. A group must fit into the memory of a task.
         by: The column or columns whose values make a group.
         trainer: The trainer of each. ``engine``, ``replicas`` and ``slices`` have no effect, and it
-            has no validation, checkpoint, callbacks, histograms, ``ema`` or kept optimizer state.
+            has no checkpoint, callbacks, histograms, ``ema`` or kept optimizer state. The rows of
+            its ``validation`` have the columns of the groups, too, and a group is scored on its
+            own; with ``best``, its weights are those of its best validation, else the last ones.
 
     Returns:
         The table of all groups, and their models.
@@ -321,6 +358,14 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
     raise_all(ParameterError, list(_problems_of(trainer, names)))
     names = _group_columns(data, names)
     trainer = replace(trainer.settled(), engine="local", replicas=1, slices=1)
+    scored: Any = None
+    if trainer.validation is not None:
+        scored = trainer.validation.data
+        if not isinstance(scored, DataFrame):
+            raise wrong_data("Validation for fit_groups", scored, "a DataFrame")
+        _group_columns(scored, names)
+        alone = replace(trainer.validation, data=None)  # type: ignore[arg-type]
+        trainer = replace(trainer, validation=alone)
     tasks = PlainTasks.of(data)
     model = prepare(trainer, None)
     trainer = replace(trainer, weights=model.recipe.weights)  # not a path, which tasks may lack
@@ -329,13 +374,6 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         *(data.schema, features, labels, trainer.weight, model.float_dtype),
         *(trainer.columns, trainer.sampling),
     )
-    task: Callable[..., pa.Table] = accompanied(
-        FitGroup(trainer, columns, len(features), tasks.slab, tasks.threads, Numerics.here())
-    )
-
-    def fit(key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
-        return task(key, rows)
-
     keys = [f"k{i}" for i in range(len(names))]
     chosen = [functions.col(quoted(n)).alias(k) for n, k in zip(names, keys, strict=True)]
     chosen += numbered(columns)
@@ -343,13 +381,21 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
         [StructField(k, data.schema[n].dataType) for n, k in zip(names, keys, strict=True)]
         + _parse_datatype_string(RESULT).fields  # type: ignore[attr-defined]
     )
-    parts = TASKS_PER_SLOT * tasks.slots
-    rows = data.select(*chosen).repartition(parts, *keys)
-    table = apply_in_arrow(fit, schema, keys, rows)
-    table = table.toDF(*names, *table.columns[len(names) :])
+    rows = data.select(*chosen, functions.lit(False).alias(SCORED))
+    if scored is not None:
+        read = [*names, *(name for column in columns for name in column.names)]
+        rows = rows.union(_scored(scored, chosen, read, rows))
+    rows = rows.repartition(TASKS_PER_SLOT * tasks.slots, *keys)
     with tasks.running("training the groups"):
         template = _tried(trainer, data, names, model, tasks)
-        table = table.persist()
+        how = tasks.slab, tasks.threads, Numerics.here(), template.output
+        task: Callable[..., pa.Table] = accompanied(FitGroup(trainer, columns, len(features), *how))
+
+        def fit(key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
+            return task(key, rows)
+
+        table = apply_in_arrow(fit, schema, keys, rows)
+        table = table.toDF(*names, *table.columns[len(names) :]).persist()
         try:
             with reading_explained("training the groups"):
                 table.count()
@@ -357,6 +403,22 @@ def fit_groups(data: DataFrame, by: str | Sequence[str], trainer: Trainer) -> Gr
             table.unpersist()
             raise
     return GroupModels(table, names, model.payload, template)
+
+
+def _scored(
+    scored: DataFrame, chosen: Sequence[Any], names: Sequence[str], rows: DataFrame
+) -> DataFrame:
+    """Return the rows of the validation, whose columns must be like those of the training."""
+    if missing := [name for name in names if not columns_named(scored, name)]:
+        raise DataError(f"validation data: there is no column {', '.join(missing)}.")
+    found = scored.select(*chosen, functions.lit(True).alias(SCORED))
+    for one, other in zip(found.schema, rows.schema, strict=True):
+        if one.dataType.simpleString() != other.dataType.simpleString():
+            raise DataError(
+                f"validation data: of the columns {', '.join(names)} one is "
+                f"{one.dataType.simpleString()}, in the training data {other.dataType.simpleString()}."
+            )
+    return found
 
 
 def _problems_of(trainer: Trainer, by: Sequence[str]) -> Iterator[str]:
@@ -415,8 +477,10 @@ def _tried_on(
 ) -> TrainedModel:
     """Try the trainer on these rows; return a model with untrained weights. Raises UserError."""
     with reading_explained():
-        samples = materialize_here(source(trainer, data, 1, model.float_dtype, tasks.slab))
-    output, _ = preflight(trainer, model, samples, None, False, tasks.settings.care)
+        rows = source(trainer, data, 1, model.float_dtype, tasks.slab)
+        samples = materialize_here(replace(rows, adapts=()))
+    validation = validation_set(trainer, samples, model.float_dtype)
+    output, _ = preflight(trainer, model, samples, validation, False, tasks.settings.care)
     make = result_maker(trainer, model, samples, output)
     return make(module=model.module, history=History())
 
@@ -436,18 +500,28 @@ class FitGroup:
     slab: SlabConfig  # removed by the driver after all groups
     threads: int
     numerics: Numerics  # those of the driver
+    output: Output | None  # of the model, for one sample
 
     def __call__(self, key: tuple[pa.Scalar, ...], rows: pa.Table) -> pa.Table:
         began, found = time.perf_counter(), History()
-        weights, reason = None, None
+        weights, metrics, reason = None, None, None
         label_output(f"group {', '.join(str(one.as_py()) for one in key)}")
+        parts = {"the group": rows}
+        if self.trainer.validation is not None:
+            scored = rows.column(SCORED)
+            parts["the validation of the group"] = rows.filter(scored)
+            parts["the group"] = rows = rows.filter(pc.invert(scored))
+        handles: list[SampleHandle] = []
         try:
-            handle = self._written(rows)
             try:
-                weights = self._fit(handle, found).numpy().tobytes()
+                for where, some in parts.items():
+                    handles.append(self._written(some, where))
+                flat, metrics = self._fit(handles, found)
+                weights = flat.numpy().tobytes()
             finally:
                 close_partitions()
-                _remove(handle)
+                for handle in handles:
+                    _remove(handle)
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         label_output("")
@@ -457,29 +531,48 @@ class FitGroup:
             "iterations": len(found),
             "loss": epochs[-1]["loss"] if epochs else None,
             "seconds": time.perf_counter() - began,
+            "metrics": metrics,
             "error": reason,
             "weights": weights,
         }
-        types = (pa.int64(), pa.int64(), pa.float64(), pa.float64(), pa.string(), pa.binary())
+        types = (
+            *(pa.int64(), pa.int64(), pa.float64(), pa.float64()),
+            *(pa.map_(pa.string(), pa.float64()), pa.string(), pa.binary()),
+        )
         keys = {f"k{i}": pa.array([one.as_py()], one.type) for i, one in enumerate(key)}
         values = zip(result.items(), types, strict=True)
         return pa.table(keys | {name: pa.array([value], kind) for (name, value), kind in values})
 
-    def _fit(self, handle: SampleHandle, history: History) -> torch.Tensor:
-        """Train on the rows, and return the flat vector of the weights; ``history`` grows."""
+    def _fit(
+        self, handles: Sequence[SampleHandle], history: History
+    ) -> tuple[torch.Tensor, list[tuple[str, float]] | None]:
+        """Train on the rows, and return the flat vector of the weights and their metrics, if any.
+
+        The second of the handles is that of the validation. ``history`` grows.
+        """
         self.numerics.use()
         trainer, model = self.trainer, self._model()
         weighted = self.columns[-1].weight
         labels = len(trainer.label_columns)
-        samples = SampleSet(None, (handle,), handle.fields, self.num_features, [], labels, weighted)
+        samples, *others = (
+            SampleSet(None, (one,), one.fields, self.num_features, [], labels, weighted)
+            for one in handles
+        )
+        if others and trainer.sampling is None:
+            check_validation(samples, others[0])
         samples = with_draws(trainer, samples)
         if trainer.class_weights == BALANCED:
             model = replace(model)
             model.weigh_classes(balanced_weights(samples))
         check_labels(trainer.objective, samples)
+        check_there(trainer.objective, samples)
         run = run_spec(trainer, model, samples, self.slab, self.threads)
         batch = trainer.batch_size * trainer.options.local_steps
-        engine = local_engine(samples, run, model.payload, batch, None, trainer.consistency_model)
+        validation = validation_set(trainer, next(iter(others), None), model.float_dtype)
+        validation = with_dimensions(validation, self.output)
+        engine = local_engine(
+            samples, run, model.payload, batch, validation, trainer.consistency_model
+        )
         engine.load()
         schedule = Schedule(
             model.optimizer, trainer.schedule, trainer.schedule_per, trainer.schedule_metric
@@ -487,8 +580,13 @@ class FitGroup:
         state = begin_batch(first_state(trainer.options), engine.plan.num_iterations)
         state = catch_up(schedule, state, history)
         config = LoopConfig(stop=trainer.stop, options=trainer.options)
-        train(trainer, config, engine, schedule, [], [], state, history, Interrupt())
-        return engine.weights()
+        tasks: list[PeriodicTask] = []
+        if validation is not None and trainer.validation is not None:
+            tasks.append(Validator(engine, trainer.validation, validation.scorer, history))
+        state = train(trainer, config, engine, schedule, tasks, [], state, history, Interrupt())
+        last = state.best or next(reversed(state.validations), None)
+        metrics = None if last is None else [*last.metrics.items()]
+        return engine.weights(CURRENT if state.best is None else BEST), metrics
 
     def _model(self) -> PreparedModel:
         """Return the prepared model, made once in a process."""
@@ -499,8 +597,10 @@ class FitGroup:
                 _prepared.popitem(last=False)
         return _prepared[run]
 
-    def _written(self, rows: pa.Table) -> SampleHandle:
+    def _written(self, rows: pa.Table, where: str) -> SampleHandle:
         """Write the rows into the slab root. Raises DataError."""
+        if not rows.num_rows:
+            raise DataError(f"{where} has no rows")
         weighted = self.columns[-1].weight
         writer = PartitionWriter(self.slab, weighted=weighted)
         try:
@@ -509,10 +609,10 @@ class FitGroup:
             writer.add(names, arrays_of(rows, self.columns), labels=labels)
         except RowError as error:
             writer.fail(error.problem)
-            raise DataError(error.problem.message("the group")) from None
+            raise DataError(error.problem.message(where)) from None
         handle = writer.finish()
         if weighted:
-            check_total_weight([handle], len(handle.fields) - 1, "the weight of the group")
+            check_total_weight([handle], len(handle.fields) - 1, f"the weight of {where}")
         return handle
 
 
@@ -528,6 +628,7 @@ class PredictGroup:
     """The function of a cogroup's ``applyInArrow``: rows and model in, predictions out."""
 
     payload: bytes
+    places: Mapping[str, int] | None
     dtype: str  # of the weights, by its NumPy name
     features: tuple[Column, ...]
     signature: Signature
@@ -541,7 +642,7 @@ class PredictGroup:
         if weights is None or not rows.num_rows:
             return rows.append_column(self.prediction_col, pa.nulls(rows.num_rows, self.type))
         flat = torch.from_numpy(np.frombuffer(weights, self.dtype).copy())
-        module = filled(build_model(self.payload), flat).eval()
+        module = filled(build_model(self.payload), flat, self.places).eval()
         try:
             arrays = arrays_of(rows, self.features, names=True)
         except RowError as error:

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import pickle
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from pyspark import RDD
 from pyspark.sql import DataFrame
 
-from sparkdl.data.columns.base import masked_of
+from sparkdl.data.columns.base import Specs, masked_of
 from sparkdl.data.equal_rows import tell_of_shares
+from sparkdl.data.fields import ReadOtherwise, adapted_specs
 from sparkdl.data.samples import SampleSet, Source, materialize, materialize_here
 from sparkdl.data.sampling import MOST_VALUES, Tallies, Tally, counts_of
 from sparkdl.engines.delivery import ValidationSet
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 
+logger = logging.getLogger("sparkdl")
 PERSISTED = "sparkdl.connect.rows:PersistedSamples"
 """The samples of a session of Spark Connect; their room lies above this one."""
 
@@ -228,9 +231,14 @@ class PlacedSamples(SharedSamples):
         """Place samples of floating-point values of ``float_dtype`` that last as long as
         ``resources``."""
         training = source(trainer, data, replicas, float_dtype, resources.slab)
-        samples = place(trainer, training, resources)
+        while True:
+            try:
+                samples = place(trainer, training, resources)
+                validation = place_validation(trainer, training, samples, resources)
+                break
+            except ReadOtherwise as otherwise:
+                training = replace(training, columns=read_again(training.columns, otherwise))
         tell_of_shares(samples.handles)
-        validation = place_validation(trainer, training, samples, resources)
         return cls(
             data=data,
             training=samples,
@@ -263,6 +271,34 @@ class PlacedSamples(SharedSamples):
 def data_of(data: Any) -> Any:
     """Return the data that samples were made of, if ``data`` are samples in place; else ``data``."""
     return data.data if isinstance(data, SharedSamples) else data
+
+
+def read_again(columns: Specs, otherwise: ReadOtherwise) -> Specs:
+    """Return the specifications by which all rows can be read, and tell of them."""
+    for name, spec in otherwise.specs.items():
+        text = 'the data is read again, with columns={"%s": sparkdl.%s}: give that to read it once.'
+        logger.warning(text, name, spec)
+    return {**columns, **otherwise.specs}
+
+
+Spec = TypeVar("Spec", bound=TrainerSpec)
+
+
+def as_read(trainer: Spec, samples: SampleSet, validation: SampleSet | None = None) -> Spec:
+    """Return the trainer with the specifications by which its samples were read."""
+    theirs = {} if validation is None else adapted_specs(validation.handles)
+    columns = {**trainer.columns, **theirs, **samples.columns}
+    if columns == dict(trainer.columns):
+        return trainer
+    features = trainer.feature_columns
+    changed = [n for n in features if columns.get(n) != trainer.columns.get(n)]
+    if changed and trainer.augment:
+        raise ParameterError(
+            f'the samples were placed with columns={{"{changed[0]}": sparkdl.{columns[changed[0]]}}}, '
+            "which the rows asked for, and augment= of this trainer would get rows of that form: place "
+            "the samples for this trainer."
+        )
+    return replace(trainer, columns=columns)
 
 
 def check_validation_data(trainer: TrainerSpec, facts: SessionFacts) -> None:
@@ -313,7 +349,23 @@ def source(
         handle_invalid=trainer.handle_invalid,
         key=trainer.key,
         sampling=trainer.sampling,
+        adapts=tuple(_adapting(trainer)),
     )
+
+
+def _adapting(trainer: TrainerSpec) -> Iterator[str]:
+    """Yield the kinds of columns that values may ask to read otherwise; see ``Source.adapts``.
+
+    Not those whose form ``augment`` or a strategy depends on, and where rows that do not fit are
+    skipped, no others than vectors, all of which can be read.
+    """
+    one_length = any(part.shares_samples for part in trainer.parts.values())
+    if not (trainer.augment or trainer.bucketing or one_length):
+        yield "vector"
+    if trainer.handle_invalid == "error":
+        yield "label"
+        if not trainer.augment:
+            yield "feature"
 
 
 def place(trainer: TrainerSpec, source: Source, resources: FitResources) -> SampleSet:
@@ -348,8 +400,16 @@ def place_validation(
     if validation is None:
         return None
     try:
-        theirs = replace(training, data=validation.data, fields=samples.model_fields, sampling=None)
+        theirs = replace(
+            training,
+            data=validation.data,
+            fields=samples.model_fields,
+            sampling=None,
+            columns=samples.columns,
+        )
         placed = place(trainer, theirs, resources)
+    except ReadOtherwise:
+        raise
     except DataError as error:
         raise DataError(f"validation data: {error}") from None
     check_validation(samples, placed)
@@ -370,10 +430,14 @@ def check_validation(samples: SampleSet, validation: SampleSet) -> None:
         if np.dtype(one.dtype).kind == np.dtype(other.dtype).kind == "i":  # int64 in a mini-batch
             alike = replace(alike, dtype=other.dtype)
         if alike != other:
-            raise DataError(
+            text = (
                 f'validation data: "{one.name}" is {one}, in the training data {other}: '
                 "give both alike."
             )
+            specs = adapted_specs([*samples.handles, *validation.handles])
+            if other.name in specs:
+                raise ReadOtherwise.of(text, other.name, specs[other.name])
+            raise DataError(text)
 
 
 def validation_set(

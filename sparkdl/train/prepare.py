@@ -66,6 +66,12 @@ class PreparedModel:
         self.recipe = replace(self.recipe, options=options)
         self.payload = pickled(self.recipe)
 
+    def read_by(self, trainer: TrainerSpec) -> None:
+        """Call the model as the columns of ``trainer`` say, which the rows of the data decide."""
+        if self.recipe.signature != trainer.signature:
+            self.recipe = replace(self.recipe, signature=trainer.signature)
+            self.payload = pickled(self.recipe)
+
     def drop_module(self) -> None:
         """Free the memory of the module, once nothing more is tried on it."""
         self.module = nn.Module()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from sparkdl.loop.state import TrainState
 from sparkdl.model.recipe import weights_digest
 from sparkdl.plain import is_whole, plain
 from sparkdl.train.spec import TrainerSpec
+
+logger = logging.getLogger("sparkdl")
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,17 @@ class FitRequest:
     def other_data(self) -> bool:
         """Return whether the checkpoint may come from other data than this run's."""
         return self.one_pass or self.any_data
+
+    def has_seen(self, state: TrainState) -> bool:
+        """Return whether the batch was trained on to its end, and say so."""
+        seen = state.has_seen(self.batch)
+        if seen:
+            logger.warning(
+                "batch %s changes nothing: the model was trained on the batches up to %s. A stream "
+                "that begins anew needs a trainer, and a path of checkpoints, of its own.",
+                *(self.batch, state.batch),
+            )
+        return seen
 
     def checkpoints(self, again: bool = False) -> ResumeCandidates | None:
         """Return the checkpoints to resume from, if any, once new ones can be written.

@@ -30,6 +30,7 @@ from sparkdl.loop.schedule import Schedule
 from sparkdl.loop.state import TrainState
 from sparkdl.model.flat import filled
 from sparkdl.model.recipe import weights_digest
+from sparkdl.train.placed_samples import as_read
 from sparkdl.train.prepare import PreparedModel, build_model
 from sparkdl.train.request import CarriedRun
 from sparkdl.train.spec import TrainerSpec
@@ -89,6 +90,7 @@ def result_maker(
     trainer: TrainerSpec, model: PreparedModel, samples: SampleSet, output: Output | None
 ) -> Callable[..., TrainedModel]:
     """Return a function that makes the result from a ``module`` and a ``history``."""
+    trainer = as_read(trainer, samples)
     return functools.partial(
         TrainedModel,
         model=trainer.model,
@@ -101,7 +103,7 @@ def result_maker(
         float_dtype=model.float_dtype,
         output=output,
         seed=trainer.seed,
-        signature=model.recipe.signature,
+        signature=trainer.signature,
     )
 
 

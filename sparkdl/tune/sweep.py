@@ -226,5 +226,7 @@ class _Divergence(Callback):
     def on_iteration_end(self, trainer: Trainer, state: TrainState) -> None:
         self._losses.append(state.loss)
         found = smoothed(self._losses)
-        if not math.isfinite(state.loss) or found[-1] > DIVERGED * min(found):
+        lowest = min(found)
+        unit = lowest if lowest > 0 else max(-lowest, found[0] - lowest)  # a loss may be below 0
+        if not math.isfinite(state.loss) or found[-1] > lowest + (DIVERGED - 1) * unit:
             raise StopTraining("the loss diverges")

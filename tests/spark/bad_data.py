@@ -29,6 +29,11 @@ IN_ARRAYS = (
     "with functions.transform."
 )
 MEND = "Filter out such records, or fix them with rdd.map."
+LEAVES_OUT = (
+    "A loss that leaves out what is missing, such as sparkdl.MaskedLoss(loss), would get such rows, "
+    'and the loss here does not; handle_invalid="skip" leaves them out, and columns={"label": '
+    "sparkdl.Masked()} gives them to any loss."
+)
 
 
 WAY_OUT = (
@@ -215,7 +220,7 @@ ROWS = [
         "null",
         lambda fit: fit(fit.labels("double", 1.0, 1.0, 1.0, 1.0, None, 1.0)),
         'column "label", row 1 of partition 1: is null. '
-        'Drop such rows with df.dropna(subset=["label"]), or fill them.',
+        'Drop such rows with df.dropna(subset=["label"]), or fill them. ' + LEAVES_OUT,
     ),
     row_error(
         "ragged arrays",
@@ -468,8 +473,7 @@ RECORDS = [
         "images of an RDD",
         lambda fit: fit(fit.rdd(([1.0], 1.0), ([1.0], 1.0)), columns={"features": sparkdl.Image()}),
         'columns["features"] is a sparkdl.Image, which is for DataFrames: records of an RDD must '
-        "hold numbers and arrays already. Convert them with rdd.map (only sparkdl.Sequence works "
-        "for an RDD).",
+        "hold numbers and arrays already. Convert them with rdd.map.",
     ),
 ]
 

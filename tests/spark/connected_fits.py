@@ -35,6 +35,8 @@ def write_data(path: Path) -> str:
         "weight": random.random(ROWS).astype(np.float32),
         "y": (x.sum(1) > 0).astype(np.int64),
         "z": x[:, 0] * 2 + 1,
+        "lists": pa.array([[[1, 2]] * (i % 3) + [[3]] * (i == 7) for i in range(ROWS)]),
+        "seldom": np.where(np.arange(ROWS) == 250, np.nan, x[:, 1]),
     }
     pyarrow.parquet.write_table(pa.table(columns), path)
     return str(path)
@@ -63,6 +65,13 @@ class Words(nn.Module):
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return self.out(self.table(words).sum(1))
+
+
+class Lists(Words):
+    """A model that takes lists of lists."""
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return super().forward(words.flatten(1))[:, 0]
 
 
 def _perceptron() -> nn.Module:
@@ -104,6 +113,13 @@ def fits(data: Any) -> dict[str, sparkdl.Trainer]:
         "sequence": make(model=Words, features="words", columns={"words": sparkdl.Sequence()}),
         "sampled": mixed(
             sampling=sparkdl.Balanced("kind", rows=200), class_weights="balanced", weight="weight"
+        ),
+        "adapting": make(  # in one row of one partition, each
+            model=Lists,
+            features="lists",
+            columns={"lists": sparkdl.Sequence()},
+            label="seldom",
+            loss=sparkdl.MaskedLoss(nn.MSELoss()),
         ),
         "equal rows": make(model=partial(nn.Embedding, 8, 2), features="kind"),
         "clipped": make(model=_perceptron, clip_norm=0.1, accumulate=2, precision="bf16"),

@@ -135,7 +135,7 @@ def test_a_large_model_is_sent_once(found: Any) -> None:
     soak_but(
         ["perceptron", "mixed"],
         [
-            *"perceptron mixed weighted sequence clipped sampled".split(),
+            *"perceptron mixed weighted sequence clipped sampled adapting".split(),
             *("perceptron, fsdp", "mixed, fsdp", "mixed, gossip"),
         ],
     ),

@@ -379,6 +379,7 @@ def test_each_batch_of_a_stream_is_trained_on_once(frame, tmp_path, caplog):
     for _ in range(2):  # the second time, the batch is done
         restarted = online(**kept)
         trained = restarted.partial_fit(frame(20, 1), resume="latest", batch=1)
+    assert "batch 1 changes nothing: the model was trained on the batches up to 1." in caplog.text
     trained = restarted.partial_fit(frame(20, 2), resume="latest", batch=2)
     assert bits(trained) == bits(expected)
     assert trained.history.losses == expected.history.losses

@@ -17,6 +17,7 @@ import torch
 from hex_column import Hex
 from launch import soak_but
 from pyspark import RDD, StorageLevel, cloudpickle
+from pyspark.ml.linalg import Vectors
 from torch import nn
 from trained import trained_model
 
@@ -508,6 +509,42 @@ def test_vectors_without_their_zeros(reader: Reader, tmp_path: Path, form: str) 
         assert row.p == pytest.approx(wanted[key], rel=1e-4, abs=1e-5)
 
 
+def test_wide_sparse_vectors_give_the_bits_of_dense_ones(reader: Reader, tmp_path: Path) -> None:
+    """Without a specification, also where only some rows ask for it; predictions on arrays, too."""
+    size, random = 1 << 14, np.random.default_rng(5)
+    rows = [
+        Vectors.sparse(size, sorted(random.choice(size, n, replace=False)), random.normal(size=n))
+        for n in random.integers(0, 7, 24)
+    ]
+    dense = [Vectors.dense(row.toArray()) for row in rows]
+    trainer = Trainer(
+        model=partial(nn.Linear, size, 2), loss=nn.CrossEntropyLoss(), engine="local", replicas=1,
+        optimizer=partial(torch.optim.SGD, lr=0.5), batch_size=12, stop=max_iteration(4),
+    )  # fmt: skip
+    fits = [
+        trainer.fit(
+            reader.spark.createDataFrame(
+                [(v, i % 2) for i, v in enumerate(some)], ["features", "label"]
+            )
+        )
+        for some in (dense, rows, [*dense[:12], *rows[12:]])
+    ]
+    assert [fit.columns for fit in fits] == [{}, *[{"features": Sparse(size)}] * 2]
+    for fit in fits[1:]:
+        assert fit.history.losses == fits[0].history.losses
+        assert torch.equal(fit.module.weight, fits[0].module.weight)
+    loaded = load(fits[1].save(tmp_path / "model"), model=partial(nn.Linear, size, 2))
+    arrays = reader.spark.createDataFrame(
+        [(v.toArray().tolist(),) for v in dense[:3]], ["features"]
+    )
+    vectors = reader.spark.createDataFrame([(v,) for v in rows[:3]], ["features"])
+    wanted = [row.p for row in fits[0].transform(arrays, "p").collect()]
+    for data in (arrays, vectors):
+        assert [row.p for row in loaded.transform(data, "p").collect()] == wanted
+    records = reader.context.parallelize(rows[:3], 1)
+    np.testing.assert_allclose(loaded.predict(records).collect(), wanted, rtol=1e-5)
+
+
 def test_lists_of_lists(reader: Reader, tmp_path: Path) -> None:
     """Documents of sentences, some of them empty: trained as in PyTorch, saved, loaded, used."""
     data = reader.spark.range(40).selectExpr(
@@ -538,6 +575,9 @@ def test_lists_of_lists(reader: Reader, tmp_path: Path) -> None:
         }
     for row in found:
         assert row.p == pytest.approx(wanted[str(row.texts)].tolist(), rel=1e-4)
+    found = replace(trainer, columns={"texts": Sequence(mask=True)}).fit(data)
+    assert found.history.losses == trained.history.losses
+    assert found.columns == trainer.columns
     with pytest.raises(DataError, match=r'"texts", .*: has \d values where row 0 has'):
         replace(trainer, columns={}).fit(data.where("size(texts) > 0"))
 
@@ -553,9 +593,10 @@ def test_labels_that_are_missing(reader: Reader, tmp_path: Path) -> None:
     trainer = Trainer(
         model=partial(nn.Linear, 2, 2), loss=MaskedLoss(nn.MSELoss()), label=tasks, replicas=2,
         optimizer=partial(torch.optim.SGD, lr=0.5), batch_size=60, stop=max_iteration(40),
-        columns=dict.fromkeys(tasks, Masked()),
     )  # fmt: skip
     trained = trainer.fit(data)
+    named = replace(trainer, columns=dict.fromkeys(tasks, Masked())).fit(data)
+    assert named.history.losses == trained.history.losses
     assert trained.history.losses[-1] < 1e-4 < trained.history.losses[0]
     metrics = [
         MetricOf("mae", label=task, output=partial(torch.select, dim=1, index=i))
@@ -565,12 +606,17 @@ def test_labels_that_are_missing(reader: Reader, tmp_path: Path) -> None:
     for model in (trained, loaded):
         found = model.evaluate(data, metrics=metrics)
         assert max(found["y/mae"], found["z/mae"]) < 1e-2
-    assert loaded.columns == trainer.columns
+    assert loaded.columns == dict.fromkeys(tasks, Masked())
     assert loaded.transform(data.select("features")).count() == 60
-    with pytest.raises(DataError, match=r'column "y", row \d+ of partition \d+: is null'):
-        replace(trainer, columns={"z": Masked()}).fit(data)
+    other = replace(trainer, loss=lambda x, y: (x - torch.stack(y, 1)).square().mean())
+    with pytest.raises(DataError, match=r'column "y", row \d+ of partition \d+: is null.*Masked'):
+        other.fit(data)
     with pytest.raises(ModelError, match=r"Labels are missing.*MaskedLoss\(loss\) does"):
-        replace(trainer, loss=lambda x, y: (x - torch.stack(y, 1)).square().mean()).fit(data)
+        replace(other, columns=dict.fromkeys(tasks, Masked())).fit(data)
+    with pytest.raises(
+        DataError, match=r'no row has a label: "y" and "z" are missing in all 60 rows'
+    ):
+        trainer.fit(data.selectExpr("features", "double(null) AS y", "double('NaN') AS z"))
 
 
 # A column type that nothing but its own class knows

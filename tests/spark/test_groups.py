@@ -33,7 +33,8 @@ def series(spark: Any) -> Any:
 def trainer() -> sparkdl.Trainer:
     return sparkdl.Trainer(
         model=lambda: nn.Sequential(
-            nn.Linear(2, 4), nn.Dropout(0.1), nn.Linear(4, 1), nn.Flatten(0)
+            *(nn.BatchNorm1d(2, affine=False), nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Dropout(0.1)),
+            *(nn.Linear(4, 1), nn.Flatten(0)),
         ),
         loss=nn.MSELoss(),
         optimizer=partial(torch.optim.Adam, lr=0.01),
@@ -41,7 +42,7 @@ def trainer() -> sparkdl.Trainer:
         features="x",
         label="y",
         batch_size=16,
-        freeze=["2.bias"],
+        freeze=["4.bias"],
         stop=sparkdl.max_epoch(2),
     )
 
@@ -106,6 +107,13 @@ def test_saved_models_are_the_same(
     assert {tuple(row.x): row.prediction for row in without_code} == expected
     with pytest.raises(FileNotFoundError, match="holds no models of groups"):
         sparkdl.load_groups(tmp_path)
+    (tmp_path / "groups.json").write_text(
+        '{"by": ["series"], "places": {}, "table": "table-00000000", "model": "../other"}'
+    )
+    with pytest.raises(
+        sparkdl.ModelError, match=r"groups\.json is damaged: it names another folder"
+    ):
+        sparkdl.load_groups(tmp_path)
 
 
 def test_groups_without_a_model_have_no_predictions(
@@ -134,6 +142,33 @@ def test_a_loss_that_is_not_finite_is_the_reason(series: Any, trainer: sparkdl.T
     found.unpersist()
 
 
+def test_each_group_is_validated_on_its_own_rows(series: Any, trainer: sparkdl.Trainer) -> None:
+    """It stops when that group is no better, and has the bits and metrics of its best validation."""
+    held = series.where("series = 'a' AND x[1] < 0.4")
+    validated = replace(
+        trainer,
+        optimizer=partial(torch.optim.Adam, lr=0.5),
+        stop=sparkdl.max_epoch(9) | sparkdl.plateau("mae", 1),
+        validation=sparkdl.Validation(held, metrics=["mae"], best="mae"),
+    )
+    found = sparkdl.fit_groups(series, by="series", trainer=validated)
+    rows = {row.series: row for row in found.table.collect()}
+    alone = replace(validated, engine="local", replicas=1, slices=1).fit(
+        series.where("series = 'a'")
+    )
+    assert rows["a"].iterations == len(alone.history) < 36
+    scored = {one["metrics"]["mae"]: one["metrics"] for one in alone.history.validations}
+    assert len(scored) > 1
+    assert rows["a"].metrics == pytest.approx(scored[min(scored)])
+    pairs = (found.model("a").module.parameters(), alone.best.module.parameters())
+    assert all(torch.equal(one, other) for one, other in zip(*pairs, strict=True))
+    assert rows["b"].error == "DataError: the validation of the group has no rows"
+    other = replace(validated.validation, data=held.drop("x"))
+    with pytest.raises(sparkdl.DataError, match="validation data: there is no column x"):
+        sparkdl.fit_groups(series, by="series", trainer=replace(validated, validation=other))
+    found.unpersist()
+
+
 def test_several_columns_make_a_group(
     series: Any, trainer: sparkdl.Trainer, slabs: Callable[..., list[str]]
 ) -> None:
@@ -146,7 +181,7 @@ def test_several_columns_make_a_group(
         ("a", 0, 25), ("a", 1, 25), ("b", 0, 15), ("b", 1, 15),
     ]  # fmt: skip
     assert all(math.isfinite(row.loss) for row in rows)
-    assert found.model("a", 1).module[0].weight.shape == (4, 2)
+    assert found.model("a", 1).module[1].weight.shape == (4, 2)
     assert found.transform(some).count() == 80
     found.unpersist()
 

@@ -281,6 +281,29 @@ def test_a_classifiers_columns(table: DataFrame) -> None:
     assert set(numbers(wanted.transform(table))) == {0.0}
 
 
+def test_wide_sparse_vectors_and_a_missing_label(spark: SparkSession) -> None:
+    """The model knows how both columns were read, also of a column by another name."""
+    size = 1 << 14
+    rows = [
+        (Vectors.sparse(size, [i % 9, 9 + i], [1.0, 2.0]), None if i == 3 else i / 9)
+        for i in range(12)
+    ]
+    kinds = StructType().add("features", VectorUDT()).add("label", DoubleType())
+    data = spark.createDataFrame(rows, kinds)
+    model = TorchRegressor(
+        model=lambda: nn.Sequential(nn.Linear(size, 1), nn.Flatten(0)),
+        loss=sparkdl.MaskedLoss(nn.MSELoss()),
+        optimizer=torch.optim.SGD,
+        maxEpochs=2,
+        **HERE,
+    ).fit(data)
+    assert model.trained.columns == {"features": sparkdl.Sparse(size), "label": sparkdl.Masked()}
+    assert model.numFeatures == size
+    other = model.copy().setFeaturesCol("x").transform(data.withColumnRenamed("features", "x"))
+    found = [row.prediction for row in other.collect()]
+    assert found == [row.prediction for row in model.transform(data).collect()]
+
+
 @pytest.mark.parametrize("probability", soak_but([True], [False, True]))
 def test_one_output_for_two_classes(table: DataFrame, probability: bool) -> None:
     two = table.where("label < 2")

@@ -553,5 +553,7 @@ def test_a_sweep_of_learning_rates(
     )
     found = tune.find_lr(steep, frames[0], start=1e-2, end=1e9, iterations=60)
     assert len(found.rates) < 60
+    below = replace(plain, loss=lambda output, label: nn.CrossEntropyLoss()(output, label) - 9)
+    assert tune.find_lr(below, frames[0], start=1e-4, end=1, iterations=30).suggestion > 1e-4
     with pytest.raises(sparkdl.ParameterError, match="rates above 0 that grow"):
         tune.find_lr(plain, frames[0], start=1, end=1)

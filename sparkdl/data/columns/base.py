@@ -59,6 +59,15 @@ class ColumnSpec(ABC):
         """Return the specification of features of this type that are given none, or None."""
         return None
 
+    @classmethod
+    def suited(cls, column: Column, array: pa.Array) -> Column | None:
+        """Return ``column`` as this type reads it, if values need that; None: they do not.
+
+        Only columns are asked about that :attr:`Column.adapts`. Their rows are then read in this way,
+        and a fit goes on as if ``Trainer.columns`` had the new specification.
+        """
+        return None
+
     @property
     def rule(self) -> Padding | None:
         """The padding of its mini-batches if rows vary in length, else None."""
@@ -155,6 +164,7 @@ class Column:
     weight: bool = False
     trained: Field | None = None  # of a Convert: the field of its results in training
     label: bool = field(default=False, compare=False)
+    adapts: bool = field(default=False, compare=False)  # values may ask for another specification
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -171,6 +181,12 @@ def default_spec(data_type: DataType) -> ColumnSpec | None:
     """Return the specification of features of this type that are given none, or None."""
     found = (kind.default(data_type) for kind in KINDS.values())
     return next((spec for spec in found if spec is not None), None)
+
+
+def suited(column: Column, array: pa.Array) -> Column | None:
+    """Return the column as another type reads it, if it adapts and values of the array need that."""
+    found = (kind.suited(column, array) for kind in KINDS.values() if column.adapts)
+    return next((one for one in found if one is not None), None)
 
 
 def names_read(names: Iterable[str], specs: Specs) -> list[str]:

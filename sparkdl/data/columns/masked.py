@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from sparkdl.data.columns.base import Column, DataType
 from sparkdl.data.columns.convert import as_array
@@ -24,12 +25,27 @@ class Masked(NumericSpec):
 
     The column is a number, or an array of numbers with one for each task. What is missing is NaN in
     the target, or -100 if the column holds whole numbers; booleans become floats. Use
-    :class:`sparkdl.MaskedLoss`, or a loss of your own that leaves these out.
+    :class:`sparkdl.MaskedLoss`, or a loss of your own that leaves these out. With such a loss a fit on
+    a DataFrame reads numbers in this way by itself where some are missing.
     """
 
     kind = "masked"
     takes_missing = True
     for_records = True
+
+    @classmethod
+    def suited(cls, column: Column, array: pa.Array) -> Column | None:
+        """Return a label of numbers with this specification, if some are missing."""
+        if not column.label or column.vector or column.spec is not None or column.dtype == "bool":
+            return None
+        for _ in range(column.depth):
+            if array.null_count:  # a whole array
+                return None
+            array = array.flatten()
+        missing = bool(array.null_count)
+        if pa.types.is_floating(array.type):
+            missing |= bool(pa.compute.any(pa.compute.is_nan(array)).as_py())
+        return replace(column, spec=cls()) if missing else None
 
     def problems(self, role: str) -> Iterator[str]:
         """Yield a problem if it is for a feature."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 
 from sparkdl.data.columns.base import Column, DataType
 from sparkdl.data.columns.convert import as_array
@@ -35,7 +36,8 @@ class Sequence(NumericSpec):
 
     The column is ``array<number>``, or ``array<array<number>>`` for (T, D). Rows are stored
     unpadded; each mini-batch pads them at the end, to its longest row. ``Sequence(Sequence())`` reads
-    lists of lists that both vary in length, such as documents of sentences, as (T, L).
+    lists of lists that both vary in length, such as documents of sentences, as (T, L). In a fit on a
+    DataFrame, ``Sequence()`` becomes that where the inner lists vary.
     """
 
     kind = "sequence"
@@ -78,6 +80,32 @@ class Sequence(NumericSpec):
                 f"padding={self.padding} and {self.items.padding} inside: give both the same."
             )
         raise_all(ParameterError, [f"Sequence: {problem}" for problem in problems])
+
+    @classmethod
+    def suited(cls, column: Column, array: pa.Array) -> Column | None:
+        """Return a column of this type with more levels, if lists inside its innermost ones vary."""
+        spec = column.spec
+        if not isinstance(spec, cls):
+            return None
+        levels = len(Field(column.name, column.dtype, (), spec.rule).rules)
+        varying = 0
+        for level in range(1, column.depth):
+            if array.null_count:
+                return None
+            array = array.flatten()
+            lengths = array.value_lengths()
+            if level >= levels and len(lengths):
+                low, high = pa.compute.min_max(lengths).as_py().values()
+                varying = level - levels + 1 if low is not None and low < (high or 1) else varying
+        return replace(column, spec=spec._deeper(varying)) if varying else None
+
+    def _deeper(self, levels: int) -> Sequence:
+        if self.items is not None:
+            return replace(self, items=self.items._deeper(levels))
+        inner: Sequence | None = None
+        for _ in range(levels):
+            inner = Sequence(inner, padding=self.padding)
+        return replace(self, items=inner)
 
     @property
     def rule(self) -> Padding:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from dry_runs import dry_run
+from mistakes import message_of
 from torch import nn
 
 import sparkdl
 from sparkdl.data.ragged import Padding, Ragged, Rows
-from sparkdl.errors import ModelError
+from sparkdl.errors import DataError, ModelError
 
 ROWS, WIDTH, CLASSES, WORDS = 5, 4, 3, 6
 
@@ -248,3 +250,82 @@ def test_a_model_whose_own_loss_is_of_all_rows_at_once() -> None:
     with pytest.raises(ModelError, match=r"If it makes rows depend on each other, .*PerReplica"):
         check(sparkdl.ModelLoss(), CLASS, Own())
     assert check(sparkdl.PerReplica(sparkdl.ModelLoss()), CLASS, Own())
+
+
+# Labels that are missing
+
+
+def known_squares(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    known = ~target.isnan()
+    return ((output - target.nan_to_num()).square() * known).sum(), known.sum()
+
+
+def mean_of_known(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target)[~target.isnan()].square().mean()
+
+
+def of_two(output: torch.Tensor, targets: tuple[torch.Tensor, ...]) -> Any:
+    """Of the first label every row, and of the second what is there."""
+    squares, count = known_squares(output[:, 1], targets[1])
+    return (output[:, 0] - targets[0]).square().sum() + squares, len(output) + count
+
+
+HOLES = VALUES[:, :2].copy()
+HOLES[2, 1] = HOLES[4] = np.nan
+FIRST, SECOND = np.nan_to_num(HOLES[:, 0]), HOLES[:, 1].copy()
+SOME_CLASS = np.where(CLASS == 0, -100, CLASS)
+LEFT_OUT: dict[str, tuple[Any, list[Rows], list[int], bool]] = {
+    "sum and count": (known_squares, [HOLES], [0], True),
+    "a mean": (mean_of_known, [HOLES], [0], True),
+    "MaskedLoss": (sparkdl.MaskedLoss(nn.MSELoss()), [HOLES], [0], True),
+    "MaskedLoss of two": (sparkdl.MaskedLoss(nn.L1Loss()), [HOLES[:, 0], SECOND], [0, 1], True),
+    "one of two": (of_two, [FIRST, SECOND], [1], True),
+    "not that one of two": (of_two, [SECOND, FIRST], [0], False),
+    "classes": (nn.CrossEntropyLoss(), [SOME_CLASS], [0], True),
+    "of the replica": (sparkdl.PerReplica(mean_of_known), [HOLES], [0], True),
+    "other classes": (nn.CrossEntropyLoss(ignore_index=9), [SOME_CLASS], [0], False),
+    "classes as numbers": (lambda x, y: F.mse_loss(x[:, 0], y.float()), [SOME_CLASS], [0], False),
+    "torch's": (nn.MSELoss(), [HOLES], [0], False),
+    "a gradient of NaN": (lambda x, y: (x - y).square().nanmean(), [HOLES], [0], False),
+    "0 in their place": (lambda x, y: F.mse_loss(x, y.nan_to_num()), [HOLES], [0], False),
+    "a comparison": (
+        lambda x, y: F.binary_cross_entropy_with_logits(x, (y > 0).float()), [HOLES], [0], False,
+    ),
+    "the model's own": (
+        sparkdl.ModelLoss(labels=None, loss=lambda x: x.square().mean()), [HOLES], [0], False,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("care", [True, False])
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_only_a_loss_that_leaves_out_missing_labels_gets_them(case: str, care: bool) -> None:
+    loss, labels, missing, taken = LEFT_OUT[case]
+    inputs = GENERATOR.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    module = TakesLabels() if case == "the model's own" else nn.Linear(WIDTH, 2 + ("class" in case))
+
+    def run() -> None:
+        dry_run(module, loss, [inputs], labels, replicas=1, missing=missing, care=care)
+
+    if taken:
+        run()
+        return
+    text = message_of(DataError, run)
+    name = f"x{1 + missing[0]}"
+    assert text.startswith(f'column "{name}", row 5 of partition 0: is NaN. Drop it. A loss that')
+    assert "sparkdl.MaskedLoss(loss)" in text
+    assert f'columns={{"{name}": sparkdl.Masked()}}' in text
+
+
+class TakesLabels(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(x) if y is None else (super().forward(x) - y.nan_to_num())
+
+
+def test_a_mean_over_what_is_there_is_told_of_beside_replicas() -> None:
+    inputs = GENERATOR.normal(size=(ROWS, WIDTH)).astype(np.float32)
+    with pytest.raises(ModelError, match=r"it is not a mean over the rows"):
+        dry_run(nn.Linear(WIDTH, 2), mean_of_known, [inputs], [HOLES], missing=[0])

@@ -309,6 +309,10 @@ def test_augment_of_a_single_feature(make: Make) -> None:
         (lambda a, b, rng: (a, np.ma.masked_less(b, 200)), "augment returned a masked value"),
         (lambda a, b, rng: (a, b[:, : 1 + rng.integers(2)]), "augment returned an array of shape"),
         (Batched(lambda a, b, rng: (a, b)), "rows of equal length, and a batch has some of"),
+        (
+            lambda a, b, rng: RowDraws(0, np.arange(2)).normal(0, 1, (2, 3)),
+            r"\(0, 1, \(2, 3\)\) are no lengths: give those of one row",
+        ),
     ],
 )
 def test_augment_that_fails(make: Make, augment: Any, text: str) -> None:

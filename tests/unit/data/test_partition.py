@@ -9,6 +9,7 @@ import itertools
 import pickle
 import tracemalloc
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mistakes import message_of
 
+from sparkdl import Masked, Sparse
+from sparkdl import Sequence as Varying
 from sparkdl.data import partition_reader, partition_writer
 from sparkdl.data.arrow_tasks import WriteDataFrame
 from sparkdl.data.columns.base import Column
 from sparkdl.data.equal_rows import RepeatedRows
+from sparkdl.data.fields import ReadOtherwise, check_handles
 from sparkdl.data.partition_reader import close_partitions, open_partition, segment_files
 from sparkdl.data.partition_writer import PartitionWriter, SampleHandle, join_partition
+from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.records import WriteRecords
-from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, RowError
+from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, Handling, RowError
 from sparkdl.errors import SlabFullError, StaleReferenceError, TrainingError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
 
@@ -455,6 +460,105 @@ def test_batches_are_let_go_of_while_rows_are_divided(slab: SlabConfig) -> None:
     rows = sum(map(len, writer._partitions))
     assert rows == writer.num_rows == 1_000_000
     assert held[0] < 14 * rows  # 8 of them are hashes, 4 partitions
+
+
+VECTOR = pa.struct(
+    [
+        ("type", pa.int8()), ("size", pa.int32()), ("indices", pa.list_(pa.int32())),
+        ("values", pa.list_(pa.float64())),
+    ]
+)  # fmt: skip
+
+
+def read_as(
+    slab: SlabConfig, column: Column, batches: Sequence[pa.Array], way: str = "error"
+) -> SampleHandle:
+    """Batches of a column beside a number, written by a task."""
+    writer, names, row = PartitionWriter(slab), ["n", "x"], 0
+    task = WriteDataFrame(slab, (Column("n", "int64"), column), Handling(way))
+    try:
+        for batch in batches:
+            numbers = pa.array(range(row, row + len(batch)), pa.int64())
+            task.write([pa.RecordBatch.from_arrays([numbers, batch], names)], writer)
+            row += len(batch)
+        return writer.finish()
+    except RowError as error:
+        return writer.fail(error.problem)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_wide_vectors_are_stored_without_zeros_in_the_order_of_dense_ones(
+    slab: SlabConfig, dtype: str
+) -> None:
+    size, random = 1 << 14, np.random.default_rng(4)
+    entries = [
+        {int(i): float(random.normal()) for i in sorted(random.choice(size, n, replace=False))}
+        for n in random.integers(0, 6, 30)
+    ]
+    made = [
+        {"type": 0, "size": size, "indices": [*row], "values": [*row.values()]} for row in entries
+    ]
+    of_zeros = {"type": 1, "size": None, "indices": None, "values": [0.0] * size}
+    column = Column("x", dtype, 1, vector=True)
+    array = pa.array([*made, of_zeros], VECTOR)
+    dense = read_as(slab, column, [array])
+    for way in ("error", "skip"):
+        sparse = read_as(slab, replace(column, adapts=True), [array[:20], array[20:]], way)
+        assert (sparse.num_rows, sparse.checksum) == (31, dense.checksum)
+        assert [(one.name, one.spec, one.problem) for one in sparse.adapted] == [
+            ("x", Sparse(size), None)
+        ]
+        (numbers, found), (wanted, vectors) = all_rows(sparse), all_rows(dense)
+        assert numbers.tolist() == wanted.tolist()
+        assert isinstance(found, Ragged)
+        for row, vector in zip(found, vectors, strict=True):
+            again = np.zeros(size, dtype)
+            again[row[:, 0].astype(int)] = row[:, 1]
+            np.testing.assert_array_equal(again, vector)
+        assert found.nbytes < 31 * 6 * 16 + 8 * 32
+
+
+def test_a_label_that_is_missing_late_is_noted_and_tried(slab: SlabConfig) -> None:
+    column = Column("x", "float32", label=True, adapts=True)
+    batches = [pa.array(range(90), pa.float64()), pa.array([7.0, None, float("nan"), 8.0])]
+    handle = read_as(slab, column, batches)
+    (note,) = handle.adapted
+    assert note.spec == Masked()
+    assert note.problem is not None
+    assert (note.problem.row, note.problem.text) == (91, "is null")
+    assert [str(field) for field in handle.fields] == ["int64", "float32"]
+    preview = Preview.of([handle])
+    rows = preview.read(0, handle)[1]
+    assert np.isnan(rows[: len(rows) - preview.more]).sum() == 1
+    assert read_as(slab, replace(column, adapts=False), batches).problem == note.problem
+    assert read_as(slab, replace(column, adapts=False), batches, "skip").num_rows == 92
+
+
+def test_lists_that_vary_after_others_are_to_be_read_again(slab: SlabConfig) -> None:
+    """In later rows, in another task, or in another partition."""
+    column = Column("x", "float64", 2, spec=Varying(), adapts=True)
+    same, vary = pa.array([[[1.0, 2.0]], []]), pa.array([[[1.0], [2.0, 3.0]]])
+    handles = [read_as(slab, column, one) for one in ([same], [vary], [same, vary], [vary, same])]
+    assert [handle.num_rows for handle in handles] == [2, 1, 0, 3]
+    wanted = {"x": Varying(Varying())}
+    for some in ([handles[2]], handles[:2], handles[1::-1]):
+        with pytest.raises(ReadOtherwise) as caught:
+            check_handles(some, "column")
+        assert pickle.loads(pickle.dumps(caught.value)).specs == wanted
+    check_handles([handles[1], handles[3]], "column")
+    assert handles[1].fields == handles[3].fields
+    again = [read_as(slab, replace(column, spec=wanted["x"]), one) for one in ([same], [vary])]
+    check_handles(again, "column")
+    assert [handle.adapted for handle in again] == [(), ()]
+    one, other = PartitionWriter(slab, 0), PartitionWriter(slab, 1)
+    task = WriteDataFrame(slab, (column,))
+    for writer, rows in ((one, same), (other, vary)):
+        task.write(
+            [pa.RecordBatch.from_arrays([rows, pa.array([0] * len(rows))], ["x", "p"])], writer
+        )
+    joined = join_partition(slab, [*one.parts(1), *other.parts(1)])
+    assert joined.problem is not None
+    assert joined.problem.spec == wanted["x"]
 
 
 @pytest.mark.linux

@@ -7,6 +7,7 @@ import io
 import math
 import sys
 import zlib
+from dataclasses import replace
 from struct import pack as struct_of
 from typing import Any
 
@@ -17,11 +18,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyspark.ml.linalg import Vectors
 from pyspark.sql import types as sql
 from pyspark.sql.pandas.types import to_arrow_type
 
 from sparkdl import Convert, Image, Masked, Sequence, Sparse
-from sparkdl.data.columns.base import Column
+from sparkdl.data.columns.base import Column, ColumnSpec, suited
 from sparkdl.data.columns.numeric import to_numpy
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Ragged
@@ -312,6 +314,98 @@ def test_vectors_are_read_as_their_entries() -> None:
 def test_a_mistake_in_a_vector_names_its_row(rows: Any, how: Any, text: str) -> None:
     found = problem(lambda: vectors(rows, **how))
     assert (found.column, found.row, found.text) == ("x", 101, text)
+
+
+WIDE = {"type": 0, "size": 1 << 14, "indices": [3], "values": [1.0]}
+DENSE = {"type": 1, "size": None, "indices": None, "values": [1.0] * (1 << 14)}
+ONE, MINUS = Sequence(), Sequence(padding=-1)
+TWO, THREE = Sequence(ONE), Sequence(Sequence(ONE))
+
+
+def of_depth(depth: int, spec: ColumnSpec | None = None, label: bool = False) -> Column:
+    return Column("x", "float32", depth, spec=spec, label=label, adapts=True)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "wanted"),
+    [
+        (of_depth(2, ONE), [[[1.0, 2.0]], [[3.0, 4.0]]], None),
+        (of_depth(2, ONE), [[], []], None),
+        (of_depth(2, ONE), [[[1.0]], [[3.0, 4.0]]], TWO),
+        (of_depth(2, ONE), [[[], []]], TWO),
+        (of_depth(2, TWO), [[[1.0]], [[3.0, 4.0]]], None),
+        (of_depth(2), [[[1.0]], [[3.0, 4.0]]], None),
+        (of_depth(3, ONE), [[[[1.0], [2.0]], [[2.0]]]], TWO),
+        (of_depth(3, ONE), [[[[1.0], [2.0, 3.0]]]], THREE),
+        (of_depth(3, TWO), [[[[1.0], [2.0, 3.0]]]], THREE),
+        (of_depth(2, MINUS), [[[1.0], []]], Sequence(MINUS, padding=-1)),
+        (of_depth(0, label=True), [1.0, None], Masked()),
+        (of_depth(0, label=True), [1.0, math.nan], Masked()),
+        (of_depth(0, label=True), [1.0, math.inf], None),
+        (of_depth(1, label=True), [[1.0, math.nan]], Masked()),
+        (of_depth(1, label=True), [[1.0, None]], Masked()),
+        (of_depth(1, label=True), [[1.0], None], None),
+        (of_depth(0), [1.0, None], None),
+        (Column("x", "bool", label=True, adapts=True), [True, None], None),
+        (Column("x", "int64", label=True, adapts=True), [1, None], Masked()),
+        (of_depth(1), [WIDE, DENSE], Sparse(1 << 14)),
+        (of_depth(1), [DENSE], None),
+        (of_depth(1), [{**WIDE, "size": (1 << 14) - 1}], None),
+        (of_depth(1), [{**WIDE, "size": (1 << 24) + 1}], None),
+        (of_depth(1, label=True), [WIDE], None),
+    ],
+)  # fmt: skip
+def test_values_ask_for_another_specification(
+    column: Column, values: list[Any], wanted: ColumnSpec | None
+) -> None:
+    if isinstance(values[0], dict):
+        column, array = replace(column, vector=True), pa.array(values, VECTORS)
+    else:
+        kind: pa.DataType = {"float32": pa.float64(), "bool": pa.bool_(), "int64": pa.int64()}[
+            column.dtype
+        ]
+        for _ in range(column.depth):
+            kind = pa.list_(kind)
+        array = pa.array(values, kind)
+    found = suited(column, array)
+    assert (None if found is None else found.spec) == wanted
+    assert suited(replace(column, adapts=False), array) is None
+    if found is not None:
+        assert len(to_numpy(array, found)) == len(values)
+        assert suited(found, array) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (Vectors.sparse(5, {1: 2.0, 4: 0.0}), [[1, 2.0]]),
+        (Vectors.sparse(5, {}), []),
+        (Vectors.dense([0, 0, 1, 0, 2]), [[2, 1.0], [4, 2.0]]),
+        ([0, 0, 1, 0, 2], [[2, 1.0], [4, 2.0]]),
+        (Vectors.sparse(4, {}), "is of 4 values, not a vector of 5 values"),
+        ([[1.0] * 5], "is of shape [1, 5], not a vector of 5 values"),
+        (Vectors.sparse(5, {1: math.nan}), "holds NaN"),
+    ],
+    ids=str,
+)
+def test_vectors_in_records(value: Any, wanted: Any) -> None:
+    if isinstance(wanted, str):
+        found = problem(lambda: Sparse(5).from_record(value, "x", 3, "float32"))
+        assert (found.row, found.text) == (3, wanted)
+        return
+    entries = Sparse(5).from_record(value, "x", 3, "float32")
+    assert (entries.dtype, entries.shape[1], entries.tolist()) == (np.float32, 2, wanted)
+
+
+def test_arrays_are_read_as_vectors_are() -> None:
+    column = Sparse(3).resolve("x", sql.ArrayType(sql.IntegerType()), "float64", None)
+    assert isinstance(column, Column)
+    found = to_numpy(pa.array([[0, 7, 0], [1, 0, 2]], pa.list_(pa.int32())), column)
+    assert isinstance(found, Ragged)
+    assert (found.dtype, found.tolist()) == (np.float64, [[[1, 7.0]], [[0, 1.0], [2, 2.0]]])
+    assert len(to_numpy(pa.array([], pa.list_(pa.int32())), column)) == 0
+    wrong = problem(lambda: to_numpy(pa.array([[0, 7]], pa.list_(pa.int32())), column, 4))
+    assert (wrong.row, wrong.text) == (4, "has 2 values, not 3")
 
 
 def test_sequences_of_vectors() -> None:

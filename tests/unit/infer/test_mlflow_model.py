@@ -102,6 +102,26 @@ def test_the_signature_follows_from_the_training() -> None:
     assert sparkdl.mlflow.load_model("models:/both/1").num_features == 3
 
 
+class NoZeros(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.any():
+            raise ValueError("nothing is there")
+        return super().forward(x)
+
+
+def test_a_model_that_takes_no_zeros_is_saved_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained = trained_model(NoZeros(3, 2), model=partial(NoZeros, 3, 2))
+    sparkdl.mlflow.save_model(trained, tmp_path / "model")
+    assert mlflow.models.Model.load(tmp_path / "model").signature is None
+    (told,) = [text for text in caplog.messages if "without a signature" in text]
+    assert "nothing is there" in told
+    rows = pd.DataFrame({"x": [np.zeros(3)]})
+    with pytest.raises(sparkdl.ModelError, match="nothing is there"):
+        sparkdl.mlflow.save_model(trained, tmp_path / "other", input_example=rows)
+
+
 def result_type(info: Any) -> str:
     """Return the type that ``spark_udf`` finds by itself."""
     return pyfunc._infer_spark_udf_return_type(info.signature.outputs).simpleString()

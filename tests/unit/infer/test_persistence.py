@@ -924,6 +924,11 @@ class TwoRows(nn.Module):
         return x.reshape(2, 3)
 
 
+class FiveRows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.reshape(5, 3)
+
+
 def test_an_exported_model_runs_without_its_code(tmp_path: Path) -> None:
     """For other numbers of rows, and other lengths, than it was exported with."""
     ids = Field("ids", "int64", (), Padding(lengths=True))
@@ -935,8 +940,17 @@ def test_an_exported_model_runs_without_its_code(tmp_path: Path) -> None:
     torch.testing.assert_close(module(**batch), model.module(**batch))
     with pytest.raises(FileExistsError, match="overwrite=True"):
         model.export(path)
-    with pytest.raises(ModelError, match="takes batches of 2 rows only"):
+    with pytest.raises(ModelError, match=r"of TwoRows: RuntimeError: shape '\[2, 3\]' is invalid"):
         trained_model(TwoRows()).export(path, overwrite=True)
+    with pytest.raises(
+        ModelError, match="of FiveRows: its forward pass has made a constant of the"
+    ):
+        trained_model(FiveRows()).export(path, overwrite=True)
+    with pytest.raises(ParameterError, match="is no path of a file in a folder that is there"):
+        model.export(tmp_path / "none" / "pooled.pt2")
     assert [file.name for file in tmp_path.iterdir()] == ["pooled.pt2"]
+    model.module.train()
+    model.export(path, overwrite=True)
+    assert model.module.training, "a trial has a copy of the module"
     with pytest.raises(ParameterError, match=r"use one of torch\.export, onnx"):
         model.export(path, "onxx")

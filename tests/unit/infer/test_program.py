@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launch import soak_but
@@ -108,12 +110,43 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "sparkdl"]
 
 
+class Named(nn.Module):
+    """Tensors with the names of attributes, a table of positions made when first needed, no buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.constant_0 = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        self._buffers["forward"], self.places = torch.ones(3), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.places is None or self.places.shape[0] < x.shape[0]:
+            self.places = torch.arange(x.shape[0]).float()[:, None]
+        places = self.places[: x.shape[0]]
+        y = self.text(x) * self.constant_0 + places + torch.tensor([1.0, 2.0, 3.0])
+        return y.to(x.dtype) + self._buffers["forward"]
+
+
+class Windows(nn.Module):
+    """Windows of two elements, so that a result may have the size 1, and masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x.transpose(1, 2))
+        keep = (y > -1) & (y < 1)
+        return (y * keep.to(device=x.device, dtype=x.dtype)).amax(2)
+
+
 MODELS: dict[str, Callable[[], TrainedModel]] = {
     "layers": lambda: locked(Layers(), NUMBERS),
     "shared": lambda: locked(Shared(), IMAGES),
     "by keyword": lambda: locked(Attention(), IDS, signature=Signature(("ids", "ids_lengths"))),
     "bag": lambda: locked(Bag(9, 4, padding_idx=0), IDS),
     "half": lambda: locked(nn.Linear(3, 2).to(torch.bfloat16), NUMBERS),
+    "windows": lambda: locked(Windows(), SERIES),
+    "named": lambda: locked(Named(), NUMBERS),
     "recurrent": lambda: locked(nn.LSTM(8, 4, batch_first=True), Field("x", "float32", (5, 8))),
 }
 
@@ -126,7 +159,8 @@ def inputs(trained: TrainedModel, rows: int, length: int) -> list[torch.Tensor]:
             torch.full((rows,), length),
         ]
     dtype = next((p.dtype for p in trained.module.parameters()), torch.float32)
-    return [torch.randn(rows, *field.shape).to(dtype)]
+    lengths = [max(2, length)] * len(field.rules)
+    return [torch.randn(rows, *lengths, *field.shape).to(dtype)]
 
 
 @pytest.mark.parametrize("row", soak_but(["layers", "bag"], MODELS))
@@ -136,7 +170,9 @@ def test_a_model_without_its_code_predicts_the_same_bits(
     """For any number of rows and any length; and its folder, saved again, needs no pickle at all."""
     trained = MODELS[row]()
     folder = trained.save(tmp_path / "model")
-    assert not said(caplog)
+    told = ["rows that have no elements" in one for one in said(caplog)]
+    assert told == [True] * (row == "by keyword"), "it has a fast path, where all may be masked"
+    places = getattr(trained.module, "places", None)
     program = load(folder)
     again = load(program.save(tmp_path / "again"))
     assert not (tmp_path / "again" / "recipe.pkl").exists()
@@ -152,23 +188,50 @@ def test_a_model_without_its_code_predicts_the_same_bits(
                 assert found.pop("rows") == (rows, "rows", None)
             exact = {} if row == "by keyword" else {"rtol": 0, "atol": 0}  # it has a fast path
             torch.testing.assert_close(found, expected, **exact)
+    if row == "named":
+        assert places is None, "no trial has reached the model"
     with pytest.raises(ModelError, match="predicts and does not train"):
         program.module.train()
+
+
+class Places:
+    """A table that grows, and has the length of the longest rows so far."""
+
+    def __init__(self) -> None:
+        self.table = torch.ones(50, 1)
+
+    def __call__(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if len(self.table) < x.shape[1]:
+            self.table = torch.ones(x.shape[1], 1)
+        return layer(x).mul(self.table[: x.shape[1]]).mean(1)
 
 
 ALONE: dict[str, tuple[Callable[..., Any], str]] = {
     "by values": (lambda layer, x: layer(x) if x.sum() > 0 else -layer(x), "data-dependent"),
     "by odd lengths": (
         lambda layer, x: layer(x[:, 1:] if x.shape[1] % 2 else x).mean(1),
-        "another way by sizes",
+        "do not return what the module does",
+    ),
+    "by one length": (
+        lambda layer, x: layer(x).mean(1) * (2 if x.shape[1] == 9 else 1),
+        "for 2 rows of length 9",
+    ),
+    "for one row": (
+        lambda layer, x: layer(x).mean(1) * (2 if x.shape[0] == 1 else 1),
+        "for 1 rows of length 7, its operations alone do not return what the module does",
     ),
     "of so many rows": (
         lambda layer, x: layer(x).reshape(5, -1),
-        "a constant of the number of rows",
+        "a constant of the number or the length of rows",
     ),
+    "draws of NumPy": (
+        lambda layer, x: layer(x).mean(1) + np.random.random(),
+        "do not return what the module does",
+    ),
+    "places made before": (Places(), "of shape [0 to any, 0 to 50, 2]"),
     "memory that nobody wrote": (
         lambda layer, x: layer(x).mean(1) + torch.empty(3).sum() * 0,
-        "may not call 'empty.memory_format'",
+        "calls aten.empty.memory_format, which is not among what a program may call",
     ),
 }
 
@@ -190,34 +253,100 @@ def test_rows_that_a_program_is_not_for(tmp_path: Path) -> None:
     told = message_of(
         ModelError, program, torch.ones(2, 33, dtype=torch.int64), ids_lengths=torch.tensor([3, 33])
     )
-    assert told.startswith(
-        'the Program of Attention takes "inputs_0" of shape [0 to any, 0 to 32],'
-    )
+    shape = '"inputs_0" of shape [0 to any, 0 to 32] in torch.int64, and gets one of [2, 33]'
+    assert told.startswith(f"the Program of Attention takes {shape}")
+    assert "takes ids, ids_lengths." in message_of(ModelError, program, labels=torch.ones(2))
 
 
-FORGED = {
-    "a function of torch": ["os.system", ["touch {mark}"]],
-    "by a dotted name": ["torch.os.system", ["touch {mark}"]],
-    "a file": ["from_file.default", ["{mark}", True, 4]],
-    "a method": ["linear.__class__", []],
-    "a private operator": ["_sparse_coo_tensor_unsafe.default", []],
-    "another namespace": ["prim::Print", ["x"]],
-    "not there": ["no_such.default", []],
-}
-
-
-@pytest.mark.parametrize("row", FORGED)
-def test_a_forged_program_calls_nothing(row: str, tmp_path: Path) -> None:
-    folder, mark = tmp_path / "model", tmp_path / "mark"
-    MODELS["half"]().save(folder)
+def forged(saved: Path, folder: Path, operations: list[list[Any]]) -> Path:
+    """Copy a saved program, and let it begin with other operations, of a name and arguments."""
+    shutil.copytree(saved, folder)
     content = json.loads((folder / "model.json").read_text())
     del content["checksum"]
     recipe = content["recipe"]["program"]
     program = json.loads(recipe["args"][0])
-    name, args = FORGED[row]
-    args = [one.format(mark=mark) if isinstance(one, str) else one for one in args]
-    program["operations"].insert(0, ["forged", name, args, {"dict": []}, []])
+    added = [
+        [f"r{i}", name, args, {"dict": list(named.items())}, []]
+        for i, (name, args, *(named,)) in enumerate((*one, {})[:3] for one in operations)
+    ]
+    program["operations"] = added + program["operations"]
     recipe["args"] = [json.dumps(program)]
     (folder / "model.json").write_text(json.dumps(content))
-    assert "a program may not call" in message_of(ModelError, load, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    MODELS["half"]().save(folder)
+    return folder
+
+
+FORGED: dict[str, list[Any]] = {
+    "a function of torch": ["os.system", ["touch {mark}"]],
+    "by a dotted name": ["torch.os.system", ["touch {mark}"]],
+    "a file": ["from_file.default", ["{mark}", True, 4]],
+    "a file of TorchScript": ["save.default", [1, "{mark}"]],
+    "a method": ["linear.__class__", []],
+    "a private operator": ["_sparse_coo_tensor_unsafe.default", []],
+    "another namespace": ["prim::Print", ["x"]],
+    "without checks": ["segment_reduce.default", []],
+    "into other memory": ["as_strided_.default", []],
+    "a result": ["add.out", []],
+    "not there": ["no_such.default", []],
+    "a kind of numbers": ["zeros.default", [[2]], {"dtype": {"leaf": {"dtype": "quint8"}}}],
+    "a layout": ["zeros.default", [[2]], {"layout": {"leaf": {"layout": "sparse_coo"}}}],
+    "an attribute": ["zeros.default", [[2]], {"dtype": {"leaf": {"dtype": "os"}}}],
+}
+
+
+@pytest.mark.parametrize("row", FORGED)
+def test_a_forged_program_calls_nothing(row: str, saved: Path, tmp_path: Path) -> None:
+    mark, (name, args, *named) = tmp_path / "mark", FORGED[row]
+    args = [one.format(mark=mark) if isinstance(one, str) else one for one in args]
+    folder = forged(saved, tmp_path / "model", [[name, args, *named]])
+    told = message_of(ModelError, load, folder)
+    assert any(
+        some in told for some in ("a program may not call", "a program has no", "does not have")
+    )
     assert not mark.exists()
+
+
+R0, R1, R2 = ({"leaf": {"value": f"r{i}"}} for i in range(3))
+UNFIT: dict[str, list[list[Any]]] = {
+    "fewer values than keys": [
+        ["zeros.default", [[1, 2, 64, 8]]],
+        ["zeros.default", [[1, 2, 1, 8]]],
+        ["scaled_dot_product_attention.default", [R0, R0, R1]],
+    ],
+    "bags before the first index": [
+        ["zeros.default", [[4, 8]]],
+        ["arange.default", [3]],
+        ["neg.default", [R1]],
+        ["embedding_bag.padding_idx", [R0, R1, R2, False, 0, False, None, False, None]],
+    ],
+    "states of one row": [
+        ["zeros.default", [[1, 1, 4]]],
+        ["zeros.default", [[3, 5, 16]]],
+        ["zeros.default", [[16, 16]]],
+        ["lstm.input", [R1, [R0, R0], [R2, R2], False, 1, 0.0, False, False, True]],
+    ],
+}
+
+
+@pytest.mark.parametrize("row", UNFIT)
+def test_a_forged_program_stays_within_its_memory(row: str, saved: Path, tmp_path: Path) -> None:
+    """Kernels of torch that trust their arguments get what fits together."""
+    program = load(forged(saved, tmp_path / "model", UNFIT[row])).module
+    with pytest.raises(ValueError, match=r"other keys|list of indices|other shapes"):
+        program(torch.ones(2, 3, dtype=torch.bfloat16))
+
+
+def test_a_program_needs_its_default_dtype(saved: Path) -> None:
+    program = load(saved).module
+    torch.set_default_dtype(torch.float64)
+    try:
+        told = message_of(ModelError, program, torch.ones(2, 3, dtype=torch.bfloat16))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert "was made where torch's default dtype is torch.float32" in told

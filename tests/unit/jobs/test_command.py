@@ -261,7 +261,7 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert "\n  batch_size: 256\n" in out
 
 
-@pytest.mark.parametrize("kind", [sparkdl.DataError, sparkdl.CheckpointError])
+@pytest.mark.parametrize("kind", [sparkdl.DataError, sparkdl.CheckpointError, RuntimeError])
 @pytest.mark.parametrize(("iterations", "complete"), [(0, False), (1, False), (0, True)])
 def test_a_mistake_takes_away_nothing_of_a_run_that_has_trained(
     tmp_path: Path,
@@ -275,29 +275,44 @@ def test_a_mistake_takes_away_nothing_of_a_run_that_has_trained(
     runs.play([folder], runs.states(last=iterations), finish=complete)
     mistake = kind("that ends it")
     folder.__exit__(type(mistake), mistake, None)
-    stays = complete or iterations > 0
-    assert folder.path.exists() == stays
-    said = f"what was trained is in {folder.path}\n" if stays else ""
+    fault, stays = kind is RuntimeError, complete or iterations > 0
+    assert folder.path.exists() == (stays or fault)
+    said = f"what was trained is in {folder.path}\n" if stays and not fault else ""
     assert capsys.readouterr().err == said
 
 
-def test_an_interrupt_is_one_whatever_py4j_makes_of_it(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("error", "interrupted", "status", "message"),
+    [
+        (Py4JError("Gateway must be connected to send cancel cmd."), True, 130, "interrupted."),
+        (sparkdl.CheckpointError("there is none"), False, 2, "there is none"),
+        (sparkdl.TrainingError("iteration 3 failed"), False, 1, "iteration 3 failed"),
+        (sparkdl.TrustError("pass trust=True."), False, 2, "pass trust=True (here: --trust)."),
+        (
+            sparkdl.DataError('label="y": no column'),
+            False,
+            2,
+            'label="y": no column (line 3 of a.yaml)',
+        ),
+    ],
+)
+def test_how_a_command_ends(
+    error: Exception,
+    interrupted: bool,
+    status: int,
+    message: str,
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def job(*_: Any) -> None:
-        commands._interrupted.set()  # the signal comes
-        raise Py4JError("Gateway must be connected to send cancel cmd.")
+    """An interrupt is one whatever Py4J makes of it."""
 
+    def job(*_: Any) -> None:
+        if interrupted:
+            commands._interrupted.set()
+        raise error
+
+    (here / "a.yaml").write_text("data:\n  train: a\n  label: y\nmodel: a\noptimizer: b\n")
     monkeypatch.setattr(commands, "_interrupted", threading.Event())
     monkeypatch.setattr(commands, "train", job)
-    assert ended(FILE, capsys) == (130, "", "error: interrupted.\n")
-
-
-def test_a_damaged_checkpoint_ends_the_command_with_one_line(
-    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def job(*_: Any) -> None:
-        raise sparkdl.CheckpointError("there is no checkpoint")
-
-    monkeypatch.setattr(commands, "train", job)
-    assert ended(FILE, capsys) == (2, "", "error: there is no checkpoint\n")
+    assert ended(FILE, capsys) == (status, "", f"error: {message}\n")

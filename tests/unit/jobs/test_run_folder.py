@@ -17,7 +17,7 @@ from torch import nn
 from trained import trained_model
 
 import sparkdl
-from sparkdl import ParameterError, UserError, summaries, tune
+from sparkdl import ParameterError, summaries, tune
 from sparkdl.codec.describe import REDACTED
 from sparkdl.jobs.building import (
     bound,
@@ -355,14 +355,6 @@ def test_a_run_folder_is_never_written_twice(tmp_path: Path) -> None:
         RunFolder(str(tmp_path), "../a", {})
     with pytest.raises(ParameterError, match='"s3://bucket/runs" is a URI, which only checkpoints'):
         RunFolder("s3://bucket/runs", "a", {})
-
-
-def test_a_mistake_leaves_no_run_folder(tmp_path: Path) -> None:
-    with pytest.raises(UserError), RunFolder(str(tmp_path), "a", {}):
-        raise ParameterError("no")
-    with pytest.raises(RuntimeError), RunFolder(str(tmp_path), "b", {}):
-        raise RuntimeError("a fault: the folder stays")
-    assert [p.name[:1] for p in tmp_path.iterdir()] == ["b"]
 
 
 def test_what_of_a_saved_run_is_code_needs_trust(tmp_path: Path) -> None:

@@ -304,6 +304,10 @@ MISTAKES: dict[str, tuple[Callable[[Called, torch.Tensor], Any], str]] = {
         lambda m, x: m.second(m.first(x) * torch.tensor([len(x)])),
         "and one after another they compute something else",
     ),
+    "it keeps a tensor of so many rows": (
+        lambda m, x: m.second(m.first(x) * torch.ones(len(x), 1)),
+        "and one after another they compute something else",
+    ),
     "it counts": (counted, "which does something else in training than in evaluation"),
 }
 

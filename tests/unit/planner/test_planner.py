@@ -213,6 +213,7 @@ RANKED = [
     ({SHUFFLE: 11, TWO: 9.4}, SHUFFLE),
     ({SHUFFLE: 20, TWO: 9.4, ZERO: 9}, TWO),  # level: the plainer one
     ({SHUFFLE: 20, TWO: 9, ONE: 9.4}, ONE),  # level: the fewer ranks
+    ({SHUFFLE: 20, TWO: 9, ONE: 10.8}, TWO),  # a gain of 17 %, though ranges overlap
     ({SHUFFLE: 20, ZERO: 5, TWO: 9}, ZERO),
     ({ZERO: 5, TWO: 9}, ZERO),
 ]
@@ -244,8 +245,8 @@ def test_a_plan_is_a_table_with_reasons() -> None:
         "4,096 rows, batches of 64, 200 iterations, a model of 8 parameters; measured in 7 s"
     )
     assert lines[1].split() == ["engine", "replicas", "strategy", "ms", "range", "MB", "why"]
-    assert lines[2].split()[:4] == ["1", "gang", "1", "ddp"]
-    assert "an iteration computes for 7.4 ms; as Spark jobs its schedule would cost" in lines[2]
+    assert lines[2].split()[:4] == ["1", "gang", "2", "zero1"]
+    assert "an iteration computes for 4.2 ms; as Spark jobs its schedule would cost" in lines[2]
     text = "\n".join(lines)
     assert "nothing is lost with an executor" in text
     assert "level with 1" in text
@@ -256,7 +257,8 @@ def test_a_plan_is_a_table_with_reasons() -> None:
     assert html.count("<tr>") == 1 + min(len(plan.rows), 10)
     assert "computing" in html
     assert plan.trainer.engine == "gang"
-    assert plan.trainer_of(2).strategy == "zero1"
+    assert plan.trainer.strategy == "zero1"
+    assert plan.trainer_of(3).strategy == "ddp"
     record = plan.record()
     assert record["fields"]["engine"] == "gang"
     assert record["instead"]["fields"]["engine"] == "shuffle"

@@ -175,15 +175,10 @@ def test_words_are_in_double_quotes() -> None:
         (lambda: sparkdl.Trainer(batchsize=3), 'Did you mean "batch_size"?'),  # type: ignore[call-arg]
         (lambda: ml.TorchClassifier(learning_rate=0.1), 'Did you mean "learningRate"?'),
         (lambda: ml.TorchRegressor().setParams(epochs=3), "Give maxEpochs=3."),
-        (
-            lambda: sparkdl.Synchronous(staleness=1),  # type: ignore[call-arg]
-            "sparkdl.Asynchronous and sparkdl.StaleSynchronous have it.",
-        ),
         (lambda: sparkdl.TopK(rank=2), "It takes ratio, error_feedback."),  # type: ignore[call-arg]
     ],
 )
 def test_an_unknown_argument_names_the_one_that_is_meant(
     make: Callable[[], object], message: str
 ) -> None:
-    sparkdl.Asynchronous()  # is known once it was used
     assert message_of(ParameterError, make).partition(". ")[2] == message

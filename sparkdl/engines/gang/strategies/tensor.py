@@ -34,7 +34,7 @@ from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.shards import RowLayout
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
 from sparkdl.engines.gang.strategies.summed import CopySync, SummedGradients
-from sparkdl.errors import ModelError
+from sparkdl.errors import ModelError, in_short
 from sparkdl.model.flat import local
 from sparkdl.model.recipe import LiveReplica, Recipe, parts_of
 from sparkdl.parallel.tensor import Tensor, plan_of, without_fused_layers
@@ -213,9 +213,8 @@ def parallelise(
     try:
         found = _output(recipe, module, inputs, targets)
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         raise ModelError(
-            f"strategy=Tensor(plan=...): the model that is cut so fails. {reason}{_HINT}"
+            f"strategy=Tensor(plan=...): the model that is cut so fails. {in_short(error)}.{_HINT}"
         ) from error
     if not _alike(right, found):
         raise ModelError(
