@@ -98,6 +98,7 @@ def test_a_session_of_processes_ends_with_those_in_other_groups():
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.soak
 def test_a_script_that_waits_says_where(tmp_path):
     """Also what it has forked, as a daemon does."""
     script = tmp_path / "waits.py"

@@ -109,11 +109,7 @@ def test_nor_where_replicas_keep_residuals(results, spark, compressed):
 @pytest.mark.timeout(600)
 @pytest.mark.spark
 @pytest.mark.parametrize(
-    "deleted",
-    soak_but(
-        ["shuffle, after every iteration"],
-        train_with_faults.DELETED,
-    ),
+    "deleted", soak_but(["shuffle, after every iteration"], train_with_faults.DELETED)
 )
 def test_slabs_may_go_at_any_moment_and_any_number_of_times(results, spark, deleted):
     engine, when = train_with_faults.DELETED[deleted]

@@ -180,10 +180,7 @@ def go_on(name: str, end: str, rows: Any, path: Path) -> None:
     alike(ended, common(made, rows, engine="local", stop=STOP).fit(rows))
 
 
-ALWAYS = [
-    *("shards", "pipelines", "layers", "stages of a forward"),
-    "shards whose copies share the update",
-]
+ALWAYS = [*("shards", "layers"), "shards whose copies share the update"]
 
 
 @pytest.mark.parametrize("beginning", soak_but(ALWAYS, BEGINNINGS))
@@ -198,10 +195,10 @@ def test_copies_are_the_training_of_one_process(parts, tmp_path, beginning):
 
 
 OTHERS = [(name, end) for name, (_, _, ends) in BEGINNINGS.items() for end in [*ends][1:]]
-QUICK = [("layers", "parts and shards")]
 
 
-@pytest.mark.parametrize(("beginning", "end"), soak_but(QUICK, OTHERS))
+@pytest.mark.soak
+@pytest.mark.parametrize(("beginning", "end"), OTHERS)
 def test_others_go_on_from_its_checkpoint(parts, tmp_path, beginning, end):
     rows, _ = begun(beginning, parts, tmp_path)
     go_on(beginning, end, rows, tmp_path)

@@ -172,7 +172,8 @@ SPARED = [
     *(f"{word}, nothing counts" for word in ("ddp in buckets", "zero1", "tensor")),
     *(f"{word}, a frozen layer" for word in ("ddp in buckets", "zero1", "fsdp", "pipeline")),
     *(f"{word}, updates left out" for word in ("ddp in buckets", "fsdp", "tensor")),
-    *(f"{word}, schedule-free" for word in ("ddp in buckets", "zero1")),
+    *(f"{word}, schedule-free" for word in ("ddp in buckets", "zero1", "fsdp", "pipeline")),
+    *(f"{word}, with care" for word in ("ddp in buckets", "tensor")),
     *(f"{word}, {RESTING}" for word in ("zero1", "tensor")),
     *("fsdp, its own loss", "fsdp, gathered once", "tensor, shards of one rank"),
     *("tensor, copies of layers that are whole", "pipeline, one micro-batch"),
@@ -291,6 +292,7 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.soak
 def test_checkpoints_are_cut_anew(parts, tmp_path):
     """Every strategy goes on from the checkpoint of another: the training of one process."""
     ended, whole = goes_on_in_turn(WAYS, parts(20, 12), tmp_path, model=models.hidden, ema=0.9)

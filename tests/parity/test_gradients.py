@@ -153,16 +153,19 @@ def test_micro_batches_are_padded_anew(side):
 
 
 @pytest.mark.parametrize(
-    ("local_steps", "optimizer"),
-    [
-        (2, partial(torch.optim.Adam, lr=1e-2)),
-        (3, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
-        (2, partial(ScheduleFree, lr=0.3)),
-    ],
-    ids=["adam", "sgd", "schedule-free"],
+    ("cut", "steps"),
+    in_turn(
+        CUTS,
+        [
+            (2, partial(torch.optim.Adam, lr=1e-2)),
+            (3, partial(torch.optim.SGD, lr=0.1, momentum=0.9)),
+            (2, partial(ScheduleFree, lr=0.3)),
+        ],
+    ),
+    ids=str,
 )
-@cuts
-def test_local_steps(sizes, slices, local_steps, optimizer):
+def test_local_steps(cut, steps):
+    (sizes, slices), (local_steps, optimizer) = cut, steps
     trainer = trainer_of(sizes, slices, optimizer=optimizer, local_steps=local_steps)
     as_plain_torch(trainer, Parts.of(sizes), reference=several_steps)
 
@@ -180,12 +183,17 @@ class Branched(nn.Module):
         return output + self.rare(inputs) if (inputs[:, 0] > 100).any() else output
 
 
-@pytest.mark.parametrize("optimizer", [partial(torch.optim.Adam, lr=1e-2), ScheduleFree])
 @pytest.mark.parametrize(
-    ("users", "slices"), [({0}, 1), ({1}, 3), ({0, 2}, 3), ({1, 2}, 1), (set(), 3)], ids=str
+    ("part", "optimizer"),
+    in_turn(
+        [({0}, 1), ({1}, 3), ({0, 2}, 3), ({1, 2}, 1), (set(), 3)],
+        [partial(torch.optim.Adam, lr=1e-2), ScheduleFree],
+    ),
+    ids=str,
 )
-def test_local_steps_of_a_part_that_not_all_replicas_use(users, slices, optimizer):
+def test_local_steps_of_a_part_that_not_all_replicas_use(part, optimizer):
     """Nobody who had no gradient for it has a say in its optimizer state."""
+    users, slices = part
     parts = Parts.of((16, 15, 12))
     for replica in users:
         for sample in parts.records[replica]:

@@ -308,10 +308,12 @@ def checkpoints(folder: Path) -> list[Path]:
 
 FROM = [5, 6, 13]
 """Before, at and after the end of an epoch, which is six iterations."""
+SPARED = ["fp16", "plateau", "augment and bucketing", "whole tensors"]
 
 
 @pytest.mark.parametrize(
-    ("case", "number"), [*(("everything", number) for number in FROM), *in_turn([*CASES][1:], FROM)]
+    ("case", "number"),
+    [*(("everything", number) for number in FROM), *in_turn([*CASES][1:], FROM, SPARED)],
 )
 def test_from_any_iteration(df, straight, tmp_path, case, number):
     expected, folder = straight(case)
@@ -439,6 +441,7 @@ def test_the_checkpoint_says_how_many_replicas(df, straight, tmp_path):
     assert_same_end(expected, Ended.of(trainer.fit(df, resume=path), tmp_path))
 
 
+@pytest.mark.soak
 def test_latest_goes_on_again_and_again(df, straight, tmp_path):
     """Some iterations at a time, in one folder, which is empty at first."""
     expected, _ = straight("everything")
@@ -456,6 +459,7 @@ def refusal(df, resume, trainer: sparkdl.Trainer, **how) -> str:
     return message_of(sparkdl.ParameterError, trainer.fit, df, resume=resume, **how)
 
 
+@pytest.mark.soak
 def test_frozen_parameters_are_those_of_the_run_before(df, tmp_path):
     """They are in no checkpoint: a run that began with a model that was fitted needs it again."""
     first = replace(trainer_of("plateau", df, tmp_path / "first"), checkpoint=None).fit(df)
@@ -529,7 +533,10 @@ def flip(folder: Path, names: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("engine", "names"), [("local", "slice-00001-*"), ("shuffle", "best-00000-*")]
+    ("engine", "names"),
+    soak_but(
+        [("local", "slice-00001-*")], [("local", "slice-00001-*"), ("shuffle", "best-00000-*")]
+    ),
 )
 def test_the_one_before_a_damaged_one_is_taken(df, straight, tmp_path, caplog, engine, names):
     """Also where that is found only when states are read."""

@@ -180,6 +180,7 @@ def test_live_and_replayed(data: Any, slabs: Any, tmp_path: Path) -> None:
     assert lost.recoveries == 1
 
 
+@pytest.mark.soak
 def test_going_on_from_a_checkpoint(data: Any, tmp_path: Path) -> None:
     """Nothing that was under way crosses it, so a replay with the same checkpoints goes through."""
     checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(3))
@@ -268,6 +269,7 @@ def test_what_does_not_go_with_it(case: str) -> None:
         trainer(**changes)
 
 
+@pytest.mark.soak
 def test_what_cannot_be_replayed(data: Any, delays: Any, tmp_path: Path) -> None:
     live = at_once(engine="local").fit(data)
     delays(lambda turn: 4.0 if turn.group == 0 else 1.0)

@@ -133,6 +133,7 @@ class Mapped(sparkdl.Callback):
         self.workers.update(mapped(self.context))
 
 
+@pytest.mark.soak
 def test_workers_keep_nothing_of_a_fit_that_has_ended(spark, df):
     """Neither its slabs nor its replica, also where the next task is one that predicts."""
     context, one = spark.sparkContext, trainer(2, 8)

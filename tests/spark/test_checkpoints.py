@@ -68,6 +68,7 @@ def where(index, plan, state) -> tuple[int, bool, int]:
     return os.getpid(), TaskContext.get() is not None, len(state.weights)
 
 
+@pytest.mark.soak
 def test_slices_are_written_by_tasks_in_parallel(spark, df, tmp_path, num_jobs, monkeypatch):
     """One job for the slices: a task each, in processes that are not the driver's."""
     seen, jobs = [], []

@@ -180,6 +180,7 @@ def test_what_is_repeated_after_a_loss_has_the_same_bits(
     assert not same(trained.module, fit(sparkdl.StaleSynchronous()).module)
 
 
+@pytest.mark.soak
 def test_going_on_from_a_checkpoint_is_going_on(fit: Any, tmp_path: Path) -> None:
     """A checkpoint has one version, so the next iteration computes on that one in either case."""
     checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(3))

@@ -327,6 +327,7 @@ def test_stop_plays_no_part(frame):
     assert [record["learning_rate"] for record in trained.history] == expected
 
 
+@pytest.mark.soak
 def test_a_new_trainer_goes_on_from_the_checkpoint(frame, tmp_path):
     """As after the driver was restarted between two batches; with the bits of another engine."""
     changes = {
@@ -442,6 +443,7 @@ class FailsOnce(sparkdl.Callback):
             raise ArithmeticError("once")
 
 
+@pytest.mark.soak
 def test_a_pass_costs_the_same_however_many_came_before(frame, tmp_path):
     """Neither the schedule nor the history is gone through again; where a pass fails, the next one
     makes its schedule anew, and that stands where it would."""

@@ -133,6 +133,7 @@ def test_a_gang_does_what_goes_with_it(spark: Any, case: str) -> None:
     close(there.module, here.module, most, most)
 
 
+@pytest.mark.soak
 def test_it_goes_on_after_a_loss_and_from_a_checkpoint(
     data: Any, slabs: Any, tmp_path: Path
 ) -> None:

@@ -318,6 +318,8 @@ CASES = {
 
 SPARED = [
     *("plain", "skip", "tables", "ema"),  # by number of stages
+    *("clip_value", "precision fp16", "sampling, weights", "written to, frozen, clip_norm"),
+    *("labels that the loss ignores and weighs", "draws, local_steps"),
     *("local_steps", "care", "draws"),  # in a gang, or with another feature
     *("written to", "clip_norm, N != M", "clip_norm, N == 1", "accumulate", "wire bf16"),
     *("compression PowerSGD", "skip, clip_norm", "precision bf16", "augment", "sequences"),
@@ -339,6 +341,7 @@ SPARED_IN_A_GANG = [
     *("augment", "clip_value", "accumulate", "weights", "regularisers", "draws", "care"),
     *("sampling, weights", "sequences", "ema", "precision bf16", "clip_norm, N == M"),
     *("labels that the loss ignores and weighs", "skip, compression"),
+    *("packed sequences, accumulate", "compression, tables"),
 ]
 
 

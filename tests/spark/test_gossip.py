@@ -175,6 +175,7 @@ def test_what_goes_with_it_has_the_bits_of_one_process(spark: Any, case: str) ->
 
 
 @pytest.mark.gang
+@pytest.mark.soak
 def test_it_goes_on_from_a_checkpoint(pair: Any, tmp_path: Path) -> None:
     """With the weights and the optimizer of each replica, on both engines."""
     checkpoint = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(2))

@@ -169,6 +169,7 @@ def test_each_group_is_validated_on_its_own_rows(series: Any, trainer: sparkdl.T
     found.unpersist()
 
 
+@pytest.mark.soak
 def test_several_columns_make_a_group(
     series: Any, trainer: sparkdl.Trainer, slabs: Callable[..., list[str]]
 ) -> None:

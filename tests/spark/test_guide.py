@@ -49,12 +49,18 @@ LONG = [
     "predictions.md",
     "recipes.md",
     "recommenders.md",
+    "report.md",
+    "sampling.md",
+    "schedules.md",
+    "sparse.md",
     "summaries.md",
     "time_series.md",
     "transformers.md",
+    "triggers.md",
     "tuning.md",
+    "validation.md",
 ]
-"""Pages that take six seconds and more soak."""
+"""Pages that take some seconds soak."""
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 EXAMPLE = re.compile(r"^   \.\. code-block:: python\n\n((?: {6}.*\n|\n)+)", re.MULTILINE)
 """A block in the description of a public name."""

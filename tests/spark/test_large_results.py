@@ -89,6 +89,7 @@ def test_what_is_larger_than_a_job_s_results_comes_back(spark, df, narrow, engin
         assert found == trained_twice(df, engine="local")
 
 
+@pytest.mark.soak
 def test_partial_fit_brings_all_of_the_state(df, narrow):
     found = []
     for engine in ("local", "shuffle"):

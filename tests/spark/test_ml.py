@@ -202,6 +202,7 @@ def test_points_that_read_otherwise_have_samples_of_their_own(
     assert together[2].module.weight.dtype == torch.float64
 
 
+@pytest.mark.soak
 def test_fits_of_a_grid_in_threads_and_one_that_is_given_up(
     table: DataFrame, nothing_left: Callable[[], None]
 ) -> None:

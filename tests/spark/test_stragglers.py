@@ -247,6 +247,7 @@ def test_attempts_that_differ_are_not_mixed() -> None:
 
 
 @quick_kinds
+@pytest.mark.soak
 def test_going_on_from_a_checkpoint(data: Any, tmp_path: Path, kind: str) -> None:
     """The record of the first part is in the checkpoint."""
     checkpoint, changes = sparkdl.Checkpoint(str(tmp_path), every=sparkdl.every(5)), KINDS[kind]

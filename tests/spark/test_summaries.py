@@ -141,6 +141,7 @@ def test_mlflow(table: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert list(loaded.history) == list(trained.history)
 
 
+@pytest.mark.soak
 def test_every_fit_is_logged_and_spark_scores_with_the_model(
     spark: SparkSession, table: DataFrame, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

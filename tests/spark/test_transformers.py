@@ -289,6 +289,7 @@ def bytes_of(folder: Path) -> int:
     return sum(tensor.nbytes for tensors in slices for tensor in tensors.values())
 
 
+@pytest.mark.soak
 def test_only_the_adapter_travels(reviews: DataFrame, tmp_path: Path) -> None:
     """Weights and both moments of Adam take three times its bytes; the base is in no checkpoint."""
     module, checkpoints = with_adapter(), {}

@@ -293,6 +293,7 @@ def test_optuna_prunes_and_keeps_its_storage(
         tune.search(trainer, frames[0], SPACE, metric="accuracy", algorithm=options)
 
 
+@pytest.mark.soak
 def test_a_page_of_the_trials(
     trainer: sparkdl.Trainer, frames: tuple[DataFrame, DataFrame], tmp_path: Path
 ) -> None:
