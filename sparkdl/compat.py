@@ -184,9 +184,12 @@ def to_pandas(values: pa.Array) -> Any:
     import pyarrow as pa
 
     if pa.types.is_struct(values.type):
-        names = [field.name for field in values.type]
-        columns = zip(names, map(to_pandas, values.flatten()), strict=True)
-        return pd.DataFrame(dict(columns))
+        return pd.DataFrame(
+            {  # of a struct in it Spark takes dictionaries
+                field.name: one.to_pandas() if pa.types.is_struct(one.type) else to_pandas(one)
+                for field, one in zip(values.type, values.flatten(), strict=True)
+            }
+        )
     nested = pa.types.is_nested(values.type)
     return values.to_pandas(types_mapper=None if nested else pd.ArrowDtype)
 

@@ -171,6 +171,11 @@ DIFFERENCES: dict[str, Difference] = {
         "up, and each replica would change its own copy. Leave it out, and scale the embeddings in "
         "forward."
     ),
+    "a missing label": Difference(
+        '{place} The loss leaves such labels out; columns={{"{name}": sparkdl.Masked()}} says that '
+        "they are meant to be missing.",
+        refuses=False,
+    ),
     "a step's update": Difference(
         f'step changes "{{name}}", and updates belong to the engine. {ALONE}'
     ),

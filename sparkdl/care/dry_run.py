@@ -34,7 +34,7 @@ from sparkdl.care.averages import (
 )
 from sparkdl.care.differences import found as tell
 from sparkdl.care.first_pass import Tried, check_scorer, fresh_tensors, masks, try_model
-from sparkdl.care.hints import check_labels, missing_labels, shape_of, text_of
+from sparkdl.care.hints import check_labels, missing_label_error, missing_labels, shape_of, text_of
 from sparkdl.data.batches import Batch, BatchSpec, input_fields, preview_batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.ragged import Rows
@@ -111,10 +111,10 @@ class DryRun:
             check_labels(recipe.loss, self.validation.samples, "validation data: ")
         with seeded(recipe.seed):
             batch = preview_batch(self.batch_spec, samples.preview, augment=True)
-        missing, problem = missing_labels(samples, self.validation)
+        missing, first = missing_labels(samples, self.validation)
         masked = masks(module, recipe, batch, missing) if missing else True
-        if masked is False and problem is not None:
-            raise problem
+        if masked is False and first is not None:
+            raise missing_label_error(*first)
         if care:
             tell_of_own_draws(self.batch_spec, samples.preview, batch)
         labels_are = samples.fields[samples.num_features :][: samples.num_labels]
@@ -122,8 +122,10 @@ class DryRun:
         run = functools.partial(try_model, module, recipe, batch, inputs_are, labels_are)
         rows = FirstRows(module, recipe, batch) if care else None
         tried = run()
-        if not masked and problem is not None:
-            raise problem
+        if not masked and first is not None:
+            raise missing_label_error(*first)
+        if first is not None:
+            tell("a missing label", name=first[0], place=first[1])
         if rows is not None:
             rows.keep_buffers()
             rows.attributes.check(run)

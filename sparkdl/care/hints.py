@@ -201,9 +201,9 @@ def check_there(loss: Loss, samples: SampleSet) -> None:
 
 def missing_labels(
     samples: SampleSet, validation: ValidationSet | None
-) -> tuple[set[int], DataError | None]:
+) -> tuple[set[int], tuple[str, str] | None]:
     """Return the numbers of the labels that are missing in some rows, though no specification says
-    so, and the error to raise if the loss does not leave these out."""
+    so, and the name and place of the first one."""
     names = [field.name for field in samples.fields[samples.num_features :][: samples.num_labels]]
     numbers, first = set(), None
     sets = {"": samples, **({"validation data: ": validation.samples} if validation else {})}
@@ -214,13 +214,17 @@ def missing_labels(
                     continue
                 numbers.add(names.index(name))
                 place = f"partition {partition if row.partition is None else row.partition}"
-                first = first or DataError(
-                    f"{prefix}{row.message(place)} A loss that leaves out what is missing, such as "
-                    "sparkdl.MaskedLoss(loss), would get such rows, and the loss here does not; "
-                    f'handle_invalid="skip" leaves them out, and columns={{"{name}": '
-                    "sparkdl.Masked()} gives them to any loss."
-                )
+                first = first or (name, f"{prefix}{row.message(place)}")
     return numbers, first
+
+
+def missing_label_error(name: str, place: str) -> DataError:
+    """Return the error to raise if the loss does not leave out labels that are missing."""
+    return DataError(
+        f"{place} A loss that leaves out what is missing, such as sparkdl.MaskedLoss(loss), would get "
+        'such rows, and the loss here does not; handle_invalid="skip" leaves them out, and '
+        f'columns={{"{name}": sparkdl.Masked()}} gives them to any loss.'
+    )
 
 
 def _forwards_as(loss: Any, kind: type[nn.Module]) -> bool:

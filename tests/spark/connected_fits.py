@@ -243,7 +243,7 @@ class Held(sparkdl.Trigger):
 def bad_fits(data: Any) -> dict[str, Any]:
     """Calls that fail in either kind of session with the same message."""
     good = fits(data)["perceptron"]
-    null = data.selectExpr("x", "CASE WHEN kind = 3 THEN NULL ELSE y END AS y")
+    null = data.selectExpr("CASE WHEN kind = 3 THEN NULL ELSE x END AS x", "y")
     return {
         "a row": lambda: good.fit(null.coalesce(1)),
         "a stream": lambda: good.fit(
