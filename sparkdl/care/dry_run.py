@@ -51,7 +51,15 @@ from sparkdl.model.buffers import (
     rules_of,
 )
 from sparkdl.model.flat import form_of, one_place_each
-from sparkdl.model.loss import PerReplica, is_own_loss, is_step, loss_of, masses_of
+from sparkdl.model.loss import (
+    ClassLoss,
+    PerReplica,
+    inner,
+    is_own_loss,
+    is_step,
+    loss_of,
+    masses_of,
+)
 from sparkdl.model.recipe import Recipe, bytes_of, with_tensors
 from sparkdl.parallel.plan import ParallelPlan
 from sparkdl.process.determinism import seeded
@@ -124,7 +132,7 @@ class DryRun:
         tried = run()
         if not masked and first is not None:
             raise missing_label_error(*first)
-        if first is not None:
+        if first is not None and ClassLoss.of(inner(recipe.loss)) is not None:  # not meant to mask
             tell("a missing label", name=first[0], place=first[1])
         if rows is not None:
             rows.keep_buffers()

@@ -582,7 +582,9 @@ def test_lists_of_lists(reader: Reader, tmp_path: Path) -> None:
         replace(trainer, columns={}).fit(data.where("size(texts) > 0"))
 
 
-def test_labels_that_are_missing(reader: Reader, tmp_path: Path) -> None:
+def test_labels_that_are_missing(
+    reader: Reader, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Trained, measured, saved and loaded; without the specification the row is named."""
     data = reader.spark.range(60).selectExpr(
         "array(sin(id), cos(id)) AS features",
@@ -597,6 +599,11 @@ def test_labels_that_are_missing(reader: Reader, tmp_path: Path) -> None:
     trained = trainer.fit(data)
     named = replace(trainer, columns=dict.fromkeys(tasks, Masked())).fit(data)
     assert named.history.losses == trained.history.losses
+    assert caplog.messages == []
+    classes = data.selectExpr("features", "bigint(y > 0) AS y")
+    changes = {"loss": nn.CrossEntropyLoss(), "label": "y", "stop": max_iteration(1)}
+    replace(trainer, **changes).fit(classes)
+    assert any("is null" in line and "leaves such labels out" in line for line in caplog.messages)
     assert trained.history.losses[-1] < 1e-4 < trained.history.losses[0]
     metrics = [
         MetricOf("mae", label=task, output=partial(torch.select, dim=1, index=i))
