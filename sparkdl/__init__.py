@@ -73,7 +73,8 @@ if TYPE_CHECKING:
     from sparkdl.reports import compare
     from sparkdl.slices.section import GradBucket, PowerSGD, TopK
     from sparkdl.train.fit import plan
-    from sparkdl.train.groups import GroupModels, fit_groups, load_groups
+    from sparkdl.train.group_models import GroupModels, load_groups
+    from sparkdl.train.groups import fit_groups
     from sparkdl.train.placed_samples import PlacedSamples
     from sparkdl.train.trainer import Trainer
 
@@ -209,7 +210,8 @@ _NAMES = {
     "sparkdl.reports": "compare",
     "sparkdl.slices.section": "GradBucket PowerSGD TopK",
     "sparkdl.train.fit": "plan",
-    "sparkdl.train.groups": "GroupModels fit_groups load_groups",
+    "sparkdl.train.group_models": "GroupModels load_groups",
+    "sparkdl.train.groups": "fit_groups",
     "sparkdl.train.placed_samples": "PlacedSamples",
     "sparkdl.train.trainer": "Trainer",
 }

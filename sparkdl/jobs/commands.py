@@ -130,7 +130,7 @@ def split(data: DataFrame, share: float, seed: int) -> tuple[DataFrame, DataFram
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a configuration describes, ready for a fit but for checkpoints, which need a folder."""
+    """A configuration that was built, ready for a fit but for checkpoints, which need a folder."""
 
     config: dict[str, Any]
     trainer: sparkdl.Trainer
