@@ -29,7 +29,7 @@ from sparkdl.spark.failures import reading_explained
 
 _SCHEMA = b"org.apache.spark.sql.parquet.row.metadata"
 """The key under which Spark finds the schema that it wrote, with the types of users."""
-_PART = re.compile(r"part-(\d{5})-of-(\d{5})-([0-9a-f]{16})-([0-9a-f]{16})\.parquet")
+_PART = re.compile(r"part-(\d{5})-of-(\d{5})-([0-9a-f]{16})-(\d+-[0-9a-f]{16})\.parquet")
 """The name of a file: the partition, their number, the digest of the model, and that of the rows."""
 _PATTERN = re.compile(r"[\[\]{}*?\\]")
 """The characters that make a path a pattern for Hadoop; with a backslash before, they do not."""
@@ -83,7 +83,7 @@ def write_parts(
         for name in target.entries():  # of a call that was killed
             target.delete(name)
     if finished:
-        _check_rows(folder, data, partitions, finished)
+        finished = _complete(folder, data, partitions, finished)
     missing = sorted(set(range(partitions)) - finished.keys())
     if finished and missing:
         rows = data.where(partition_of(data, partitions).isin(missing))
@@ -158,10 +158,14 @@ def as_read(folder: Folder) -> str:
     return _PATTERN.sub(r"\\\g<0>", uri)
 
 
-def _check_rows(
+def _complete(
     folder: Folder, data: DataFrame, partitions: int, finished: Mapping[int, re.Match[str]]
-) -> None:
-    """Raise ParameterError if the rows of a finished partition have changed."""
+) -> dict[int, re.Match[str]]:
+    """Return those finished partitions that have all of their rows, and delete the others.
+
+    A task that Spark ends sees the end of its rows, and leaves a file of those before. Raises
+    ParameterError if rows have changed.
+    """
     part = partition_of(data, partitions)
     hashes = data.where(part.isin(list(finished))).select(
         part.alias("part"), content_hash(data).cast("decimal(20,0)").alias("hash")
@@ -172,14 +176,19 @@ def _check_rows(
             row.part: _digest(row.rows, int(row.total))
             for row in hashes.groupBy("part").agg(*totals).collect()
         }
-    changed = [
-        name[0] for part, name in finished.items() if name[4] != found.get(part, _digest(0, 0))
-    ]
-    if changed:
-        raise ParameterError(
-            f'"{folder}" holds predictions of other rows ({changed[0]}): the data has changed since, '
-            "or differs each time that it is read. Give another path, or overwrite=True."
-        )
+    complete = {}
+    for part, name in finished.items():
+        digest = found.get(part, _digest(0, 0))
+        if name[4] == digest:
+            complete[part] = name
+        elif _rows(name[4]) >= _rows(digest):
+            raise ParameterError(
+                f'"{folder}" holds predictions of other rows ({name[0]}): the data has changed since, '
+                "or differs each time that it is read. Give another path, or overwrite=True."
+            )
+    for part in finished.keys() - complete.keys():
+        folder.delete(finished[part][0])
+    return complete
 
 
 def _delete_others(folder: Folder, written: Collection[str], partitions: Collection[int]) -> None:
@@ -191,8 +200,12 @@ def _delete_others(folder: Folder, written: Collection[str], partitions: Collect
 
 
 def _digest(rows: int, total: int) -> str:
-    """Return a digest of rows from their number and the sum of their hashes."""
-    return hashlib.blake2b(f"{rows} {total}".encode(), digest_size=8).hexdigest()
+    """Return the number of rows, and a digest of them from the sum of their hashes."""
+    return f"{rows}-{hashlib.blake2b(f'{rows} {total}'.encode(), digest_size=8).hexdigest()}"
+
+
+def _rows(digest: str) -> int:
+    return int(digest.partition("-")[0])
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def test_an_order_is_recorded_and_replayed_bit_by_bit(found):
 MISTAKES = {
     "word": 'consistency = \'synchron\': give "asynchronous" or "synchronous". Did you mean "synch',
     "owners": "3 problems:",
-    "kinds": "3 problems:",
+    "kinds": "2 problems:",
     "optimizer": "give a torch.optim class or a partial of one",
     "whole tensors": "LARS looks at whole tensors, and 2 owners have some rows each",
     "ranks differ": "The ranks do not call the same collective:",

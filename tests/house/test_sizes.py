@@ -14,7 +14,7 @@ from trees import parsed
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 243,
-    "lines": 70_317,
+    "lines": 70_330,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 15,
     "modules with a single importer": 30,
@@ -31,7 +31,7 @@ CODE = {
     "data": 4308,
     "engines": 7338,
     "gang": 2265,
-    "infer": 4781,
+    "infer": 4788,
     "jobs": 983,
     "loop": 2318,
     "metrics": 1095,
