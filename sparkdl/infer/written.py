@@ -177,17 +177,17 @@ def _complete(
             for row in hashes.groupBy("part").agg(*totals).collect()
         }
     complete = {}
-    for part, name in finished.items():
-        digest = found.get(part, _digest(0, 0))
+    for number, name in finished.items():
+        digest = found.get(number, _digest(0, 0))
         if name[4] == digest:
-            complete[part] = name
+            complete[number] = name
         elif _rows(name[4]) >= _rows(digest):
             raise ParameterError(
                 f'"{folder}" holds predictions of other rows ({name[0]}): the data has changed since, '
                 "or differs each time that it is read. Give another path, or overwrite=True."
             )
-    for part in finished.keys() - complete.keys():
-        folder.delete(finished[part][0])
+    for number in finished.keys() - complete.keys():
+        folder.delete(finished[number][0])
     return complete
 
 
