@@ -22,7 +22,7 @@ GAIN = 0.15
 """The least gain, as a share, for which a plainer way to run a fit is left."""
 SHOWN = 10
 """The most rows of a table."""
-_HEAD = ("", "engine", "replicas", "strategy", "ms", "range", "MB", "why")
+_HEAD = ("", "engine", "replicas", "strategy", "ms/iteration", "range", "MB/worker", "why")
 _PARTS = {
     "overhead": ("the engine's own work", "#7ba5cf"),
     "driver": ("the driver's work on tasks", "#8e5aa8"),
@@ -119,7 +119,7 @@ class Plan:
             return self._reason_of_first()
         words = []
         if estimate.choice.engine == SHUFFLE != first.choice.engine:
-            words.append("nothing is lost with an executor")
+            words.append("a lost executor costs some iterations at most")
         longer = (estimate.seconds or 0.0) / (first.seconds or 1.0)
         if longer > 2:
             words.append(f"{longer:.0f} times as long")
@@ -136,12 +136,12 @@ class Plan:
         if first.choice.engine == SHUFFLE:
             gang = any(e.choice.engine == GANG for e in self.rows)
             why = "; a gang gains too little" if gang else ""
-            return f"nothing is lost with an executor{why}"
+            return f"a lost executor costs some iterations at most{why}"
         compute = f"an iteration computes for {_ms(parts.get('compute', 0.0))} ms"
         if usual is None or usual.measured:
             return compute
         schedule = usual.parts.get("overhead", 0.0) + usual.parts.get("driver", 0.0)
-        return f"{compute}; as Spark jobs its schedule would cost {_ms(schedule)} ms"
+        return f"{compute}; as Spark jobs, starting tasks alone would take {_ms(schedule)} ms"
 
     def __str__(self) -> str:
         lines = [self._title()]
@@ -183,7 +183,11 @@ class Plan:
         return picture(760, 16 * len(rows) + 20, drawn)
 
     def _title(self) -> str:
-        when = "" if self.measured_in is None else f"; measured in {self.measured_in:.0f} s"
+        when = (
+            ""
+            if self.measured_in is None
+            else f"; predicted from {self.measured_in:.0f} s of measuring"
+        )
         if self.probe.computed:
             when = "; computed, not run"
         busy = ""
@@ -208,6 +212,10 @@ class Plan:
         """Return the lines below the table."""
         left = len(self.rows) - SHOWN
         lines = [f"and {left} slower"] if left > 0 else []
+        if self.rows and not self.probe.computed:
+            lines.append(
+                "train as in row 1: plan.trainer.fit(data); as in row 2: plan.trainer_of(2).fit(data)"
+            )
         lines += self.notes
         for estimate in self.others:
             lines.append(f"another algorithm: {estimate.choice}: {_of_other(estimate, self.facts)}")
@@ -245,7 +253,10 @@ def _of_other(estimate: Estimate, facts: Facts) -> str:
     if "local_steps" in more:
         each = f"replicas meet every {more['local_steps']}th batch"
     else:
-        each = "other gradients, and fewer steps an epoch"
+        share = _ms((estimate.seconds or 0.0) * facts.batch_size / more["batch_size"])
+        each = (
+            f"{share} ms for {facts.batch_size:,} rows; other gradients, and fewer steps an epoch"
+        )
     return f"{_ms(estimate.seconds)} ms a batch; {each}"
 
 

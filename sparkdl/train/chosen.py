@@ -356,10 +356,10 @@ class Planner:
         local = replace(first, engine=SHUFFLE, strategy=USUAL, mesh=(), micro_batches=0, own=False)
         batch = 4 * self.settled.batch_size
         larger = replace(formulas, facts=replace(formulas.facts, batch_size=batch))
-        for how, choice in (
-            (formulas, replace(local, more=(("local_steps", 8),))),
-            (larger, replace(first, more=(("batch_size", batch),))),
-        ):
+        ways = [(larger, replace(first, more=(("batch_size", batch),)))]
+        if first.replicas > 1:
+            ways.insert(0, (formulas, replace(local, more=(("local_steps", 8),))))
+        for how, choice in ways:
             with contextlib.suppress(UserError):
                 replace(self.settled, **choice.fields())
                 estimate = how.estimate(choice)

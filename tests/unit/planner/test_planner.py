@@ -242,13 +242,25 @@ def test_a_plan_is_a_table_with_reasons() -> None:
     plan = plan_of(measured_in=7.0)
     lines = str(plan).splitlines()
     assert lines[0] == (
-        "4,096 rows, batches of 64, 200 iterations, a model of 8 parameters; measured in 7 s"
+        "4,096 rows, batches of 64, 200 iterations, a model of 8 parameters; predicted "
+        "from 7 s of measuring"
     )
-    assert lines[1].split() == ["engine", "replicas", "strategy", "ms", "range", "MB", "why"]
+    assert lines[1].split() == [
+        "engine",
+        "replicas",
+        "strategy",
+        "ms/iteration",
+        "range",
+        "MB/worker",
+        "why",
+    ]
     assert lines[2].split()[:4] == ["1", "gang", "2", "zero1"]
-    assert "an iteration computes for 4.2 ms; as Spark jobs its schedule would cost" in lines[2]
+    assert (
+        "an iteration computes for 4.2 ms; as Spark jobs, starting tasks alone would take"
+        in lines[2]
+    )
     text = "\n".join(lines)
-    assert "nothing is lost with an executor" in text
+    assert "a lost executor costs some iterations at most" in text
     assert "level with 1" in text
     assert "another algorithm: shuffle, 2, local_steps=8: " in text
     assert "not possible: shuffle, 4 and " in text
