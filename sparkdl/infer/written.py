@@ -164,7 +164,7 @@ def _complete(
     """Return those finished partitions that have all of their rows, and delete the others.
 
     A task that Spark ends sees the end of its rows, and leaves a file of those before. Raises
-    ParameterError if rows have changed.
+    ParameterError if rows have changed, as where no partition is as it was.
     """
     part = partition_of(data, partitions)
     hashes = data.where(part.isin(list(finished))).select(
@@ -176,12 +176,12 @@ def _complete(
             row.part: _digest(row.rows, int(row.total))
             for row in hashes.groupBy("part").agg(*totals).collect()
         }
-    complete = {}
-    for number, name in finished.items():
-        digest = found.get(number, _digest(0, 0))
-        if name[4] == digest:
-            complete[number] = name
-        elif _rows(name[4]) >= _rows(digest):
+    digests = {number: found.get(number, _digest(0, 0)) for number in finished}
+    complete = {number: name for number, name in finished.items() if name[4] == digests[number]}
+    for number in finished.keys() - complete.keys():
+        name = finished[number]
+        rows = _rows(name[4])
+        if rows >= _rows(digests[number]) or (rows and not complete):
             raise ParameterError(
                 f'"{folder}" holds predictions of other rows ({name[0]}): the data has changed since, '
                 "or differs each time that it is read. Give another path, or overwrite=True."

@@ -132,7 +132,7 @@ def test_batches_in_which_nothing_counts_leave_statistics_as_they_were(parts, st
     for records in rows.records:
         numbered(records, label=2)
     run = trainer_of(model=models.normed, loss=IGNORING, strategy=strategy)
-    there, here = run.fit(rows), replace(run, engine="local").fit(rows)
+    there, here = run.partial_fit(rows), replace(run, engine="local").partial_fit(rows)
     for name, tensor in here.module.state_dict().items():
         assert torch.equal(there.module.state_dict()[name], tensor), name
     assert there.module[3].num_batches_tracked == 0
