@@ -14,7 +14,7 @@ from trees import parsed
 PACKAGE = ROOT / "sparkdl"
 AT_MOST = {
     "modules": 243,
-    "lines": 70_330,
+    "lines": 70_341,
     "modules of more than 600 lines": 0,
     "percent of lines in the largest room": 15,
     "modules with a single importer": 30,
@@ -38,7 +38,7 @@ CODE = {
     "ml": 1117,
     "model": 1442,
     "parallel": 1140,
-    "planner": 1385,
+    "planner": 1396,
     "process": 488,
     "replica": 1222,
     "slab": 489,
