@@ -1,4 +1,4 @@
-"""What ``engine="auto"`` takes for the programs of ``examples/``, beside each engine.
+"""Compare the engine that ``engine="auto"`` takes for the programs of ``examples/`` with each engine.
 
     python benchmarks/auto.py [--quick] [--examples digits,images] [--json FILE]
 

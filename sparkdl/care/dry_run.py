@@ -170,8 +170,7 @@ class DryRun:
         if self.averaged:
             check_frequencies(self.module)
         if isinstance(recipe.loss, PerReplica) or is_step(recipe.loss) or not rows.agree:
-            rows.tell_of_hidden_state()
-            if self.averaged and not own:
+            if not rows.tell_of_hidden_state() and self.averaged and not own:
                 rows.tell_of_mixed_rows(tried)
         elif name := rows.other_gradient():
             tell("gradient", name=name)
@@ -349,8 +348,8 @@ class FirstRows:
         with torch.no_grad(), seeded(self.recipe.seed), contextlib.suppress(Exception):
             self.recipe.signature.bound(module)(*tensors)
 
-    def tell_of_hidden_state(self) -> None:
-        """Warn if the output of a model, or of a step, depends on earlier passes."""
+    def tell_of_hidden_state(self) -> bool:
+        """Warn if the output of a model, or of a step, depends on earlier passes; return whether."""
         outputs = []
         for _ in range(2):
             inputs, targets = fresh_tensors(self.batch)
@@ -359,8 +358,9 @@ class FirstRows:
                     self.recipe.loss, self.module, inputs, targets
                 )
                 outputs.append(comparable(output))
-        if outputs[0] != outputs[1]:
+        if hidden := outputs[0] != outputs[1]:
             tell("hidden state")
+        return hidden
 
     def tell_of_mixed_rows(self, tried: Tried) -> None:
         """Warn if the output for a row depends on other rows of its mini-batch, in evaluation mode.

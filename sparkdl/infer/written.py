@@ -178,16 +178,16 @@ def _complete(
         }
     digests = {number: found.get(number, _digest(0, 0)) for number in finished}
     complete = {number: name for number, name in finished.items() if name[4] == digests[number]}
-    for number in finished.keys() - complete.keys():
-        name = finished[number]
+    others = {number: name for number, name in finished.items() if number not in complete}
+    for number, name in others.items():
         rows = _rows(name[4])
         if rows >= _rows(digests[number]) or (rows and not complete):
             raise ParameterError(
                 f'"{folder}" holds predictions of other rows ({name[0]}): the data has changed since, '
                 "or differs each time that it is read. Give another path, or overwrite=True."
             )
-    for number in finished.keys() - complete.keys():
-        folder.delete(finished[number][0])
+    for name in others.values():
+        folder.delete(name[0])
     return complete
 
 

@@ -265,7 +265,7 @@ def mean_of_known(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def of_two(output: torch.Tensor, targets: tuple[torch.Tensor, ...]) -> Any:
-    """Of the first label every row, and of the second what is there."""
+    """The first label is there in every row, the second in some."""
     squares, count = known_squares(output[:, 1], targets[1])
     return (output[:, 0] - targets[0]).square().sum() + squares, len(output) + count
 
