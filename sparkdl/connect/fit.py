@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import pickle
@@ -351,7 +352,7 @@ def _run(
     check_slots_of(session, ranks, trainer.resource_profile)
     callbacks = (*trainer.callbacks, *added_callbacks(trainer.callbacks))
     columns = len(trainer.feature_columns), trainer.weight is not None
-    while True:
+    for reading in itertools.count(1):
         slab = SlabConfig.new(settings.slab_dir, f"connect-{session.session_id}")
         if isinstance(data, PersistedSamples):
             rows = data.rows.into(slab)
@@ -368,7 +369,7 @@ def _run(
         except ReadOtherwise as otherwise:
             if isinstance(data, PersistedSamples):
                 raise
-            trainer = replace(trainer, columns=read_again(trainer.columns, otherwise))
+            trainer = replace(trainer, columns=read_again(trainer.columns, otherwise, reading))
             model.read_by(trainer)
     if end is None:
         raise DataError(NO_ROWS)

@@ -178,6 +178,9 @@ HOST_SECONDS, ANSWER_SECONDS = 1.0, 5.0
 SERVER_SECONDS = 20.0
 """The time in which the server must have asked: a client that waits for it passes no interrupt on."""
 
+MOST_FAILURES = 5
+"""The failures before the first answer after which a server counts as one that cannot ask."""
+
 
 @dataclass(frozen=True)
 class ControlAddress:
@@ -266,7 +269,7 @@ class ControlClient:
         self._function = f"sparkdl_ask_rank_0_{secrets.token_hex(4)}"  # other fits have their own
         self._asked = 0
         self._works: bool | None = None
-        self._answered = False
+        self._answered, self._failures = False, 0
 
     def ask(self, question: Any) -> Any | None:
         """Return the answer of rank 0, or None if nobody answers."""
@@ -297,7 +300,9 @@ class ControlClient:
             answers.append(_unpacked(name))
         except Exception as error:
             logger.debug("rank 0 cannot be asked: %s", error)
-            self._works = self._answered  # the server is busy, or has never been able to
+            self._failures += 1
+            if not self._answered and self._failures == MOST_FAILURES:
+                self._works = False
 
     def _prepare(self) -> None:
         if self._works is None:

@@ -95,6 +95,8 @@ NEWS_SECONDS = 30.0
 """The time between two lines of the log that say how long a query has been running."""
 ASK_SECONDS = 1.0
 """The time between two questions to rank 0; longer while nobody answers."""
+WAKE_SECONDS = 0.5
+"""The time after which the main thread wakes: Python may note a signal and not wake it."""
 _MANY = 1 << 16
 
 
@@ -237,7 +239,10 @@ def run_led(
 
     _in_thread(await_end)
     try:
-        table = found.get()
+        table = None
+        while table is None:
+            with contextlib.suppress(queue.Empty):
+                table = found.get(timeout=WAKE_SECONDS)
     except BaseException:  # KeyboardInterrupt: the ranks end with the query
         _in_thread(lambda: _interrupt(session, tag, over))
         with contextlib.suppress(queue.Empty):

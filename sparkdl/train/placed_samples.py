@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import logging
 import pickle
 import threading
@@ -54,6 +55,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sparkdl")
 PERSISTED = "sparkdl.connect.rows:PersistedSamples"
 """The samples of a session of Spark Connect; their room lies above this one."""
+
+MOST_READINGS = 4
+"""The number of times that data are read: each further one follows a column that asks for it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
@@ -231,13 +235,15 @@ class PlacedSamples(SharedSamples):
         """Place samples of floating-point values of ``float_dtype`` that last as long as
         ``resources``."""
         training = source(trainer, data, replicas, float_dtype, resources.slab)
-        while True:
+        for reading in itertools.count(1):
             try:
                 samples = place(trainer, training, resources)
                 validation = place_validation(trainer, training, samples, resources)
                 break
             except ReadOtherwise as otherwise:
-                training = replace(training, columns=read_again(training.columns, otherwise))
+                training = replace(
+                    training, columns=read_again(training.columns, otherwise, reading)
+                )
         tell_of_shares(samples.handles)
         return cls(
             data=data,
@@ -273,8 +279,13 @@ def data_of(data: Any) -> Any:
     return data.data if isinstance(data, SharedSamples) else data
 
 
-def read_again(columns: Specs, otherwise: ReadOtherwise) -> Specs:
-    """Return the specifications by which all rows can be read, and tell of them."""
+def read_again(columns: Specs, otherwise: ReadOtherwise, reading: int) -> Specs:
+    """Return the specifications by which all rows can be read, and tell of them.
+
+    Raises the error after the last ``reading``: its column type asks for another form each time.
+    """
+    if reading == MOST_READINGS:
+        raise otherwise
     for name, spec in otherwise.specs.items():
         text = 'the data is read again, with columns={"%s": sparkdl.%s}: give that to read it once.'
         logger.warning(text, name, spec)

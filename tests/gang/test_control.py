@@ -70,6 +70,25 @@ def test_a_question_that_fails_is_the_only_one() -> None:
         assert client.ask("end") == "end"
 
 
+@pytest.mark.parametrize(("failures", "heard"), [(4, "how far"), (5, None)])
+def test_a_server_that_fails_at_first_is_asked_again(
+    monkeypatch: pytest.MonkeyPatch, failures: int, heard: str | None
+) -> None:
+    session = Session()
+    works, left = session.sql, [OSError()] * failures
+
+    def sql(*args: Any, **others: Any) -> Any:
+        if left:
+            raise left.pop()
+        return works(*args, **others)
+
+    monkeypatch.setattr(session, "sql", sql)
+    client = ControlClient(session, ("127.0.0.1",))
+    with ControlServer("127.0.0.1", client.address, lambda question: question):
+        assert [client.ask("how far") for _ in range(failures)] == [None] * failures
+        assert client.ask("how far") == heard
+
+
 def test_nobody_waits_for_a_server_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(news, "SERVER_SECONDS", 0.1)
     session, over = Session(), threading.Event()

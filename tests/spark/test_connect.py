@@ -220,7 +220,6 @@ def test_what_needs_rdds_says_so(found: Any) -> None:
     assert "this process uses Spark Connect" in messages["session"]
 
 
-@pytest.mark.soak  # in some runs a fit of this part is never interrupted, and goes on
 @needs("interrupted")
 def test_an_interrupt_ends_the_training_and_a_second_one_the_fit(found: Any, done: Any) -> None:
     interrupted = done
@@ -233,7 +232,6 @@ def test_an_interrupt_ends_the_training_and_a_second_one_the_fit(found: Any, don
         assert one["seconds"] < 15  # 4 on a quiet machine, with the start of new ranks
 
 
-@pytest.mark.soak  # in some runs a fit of this part is never interrupted, and goes on
 @needs("interrupted")
 def test_a_bar_follows_the_training(done: Any) -> None:
     shown = done["shown"]

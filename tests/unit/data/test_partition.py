@@ -33,8 +33,9 @@ from sparkdl.data.preview import Preview
 from sparkdl.data.ragged import Padding, Ragged, Rows
 from sparkdl.data.records import WriteRecords
 from sparkdl.data.row_errors import SAME_SHAPE, SAME_TYPE, BadRow, Handling, RowError
-from sparkdl.errors import SlabFullError, StaleReferenceError, TrainingError
+from sparkdl.errors import DataError, SlabFullError, StaleReferenceError, TrainingError
 from sparkdl.slab.root import Root, SlabConfig, open_root, remove_root
+from sparkdl.train.placed_samples import MOST_READINGS, read_again
 
 CHOSEN = ([], [0], [59, 0, 30, 30], range(60), np.random.default_rng(1).permutation(60))
 NAMES = ["x", "n", "flag", "words", "y", "track", "flags", "texts"]
@@ -532,6 +533,16 @@ def test_a_label_that_is_missing_late_is_noted_and_tried(slab: SlabConfig) -> No
     assert np.isnan(rows[: len(rows) - preview.more]).sum() == 1
     assert read_as(slab, replace(column, adapts=False), batches).problem == note.problem
     assert read_as(slab, replace(column, adapts=False), batches, "skip").num_rows == 92
+
+
+def test_a_column_that_asks_for_another_form_each_time_is_an_error() -> None:
+    columns: Any = {}
+    for reading in range(1, MOST_READINGS):
+        asked = ReadOtherwise.of("is longer.", "x", Varying(padding=reading))
+        columns = read_again(columns, asked, reading)
+        assert columns == {"x": Varying(padding=reading)}
+    with pytest.raises(DataError, match="is longer. Give columns="):
+        read_again(columns, asked, MOST_READINGS)
 
 
 def test_lists_that_vary_after_others_are_to_be_read_again(slab: SlabConfig) -> None:

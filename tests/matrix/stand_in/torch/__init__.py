@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import importlib.abc
 import importlib.machinery
 import sys
@@ -12,7 +13,7 @@ __version__ = "2.13.0"
 __path__: list[str] = []
 
 
-class _Named(type):
+class _Named(abc.ABCMeta):
     """The type of every name: it has any attribute, any item, and may be called."""
 
     def __getattr__(cls, name: str) -> Any:
