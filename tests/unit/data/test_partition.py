@@ -541,7 +541,7 @@ def test_a_column_that_asks_for_another_form_each_time_is_an_error() -> None:
         asked = ReadOtherwise.of("is longer.", "x", Varying(padding=reading))
         columns = read_again(columns, asked, reading)
         assert columns == {"x": Varying(padding=reading)}
-    with pytest.raises(DataError, match="is longer. Give columns="):
+    with pytest.raises(DataError, match=r"is longer\. Give columns="):
         read_again(columns, asked, MOST_READINGS)
 
 
