@@ -32,15 +32,16 @@ from torch import nn
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import IterationMessage
+from sparkdl.engines.shuffle.node_reduce import to_driver
 from sparkdl.engines.shuffle.replica_context import (
-    AtReplicas,
-    InitialState,
-    PrepareReplica,
-    PrepareSlice,
     RecipeSource,
+    at_replicas,
+    initial_state,
+    prepare_replica,
+    prepare_slice,
 )
-from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
-from sparkdl.engines.shuffle.update_tasks import Synchronize
+from sparkdl.engines.shuffle.replica_tasks import send_gradients
+from sparkdl.engines.shuffle.update_tasks import at_slice, synchronize
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, RunSpec
 from sparkdl.slab.pool import release
@@ -76,11 +77,11 @@ class Bodies:
         writer.add(["features", "label"], columns)
         samples = writer.finish()
         handle = ReplicaHandle(self.run, rank, samples.checksum)
-        (replica,) = PrepareReplica(source)(rank, [pickle.dumps(handle)])
+        (replica,) = prepare_replica(source, rank, [pickle.dumps(handle)])
         self.seat = replica, pickle.dumps(samples)
-        self.owner = list(PrepareSlice(self.run, source, RANKS)(rank, []))
-        (first,) = InitialState()(rank, iter(self.owner))
-        self.states = tuple(_gather(pickle.loads(first).state))
+        self.owner = list(prepare_slice(self.run, source, RANKS, rank, []))
+        first = initial_state(None, "state", 0, rank, self.run)
+        self.states = tuple(_gather(first.state))
         self.step = IterationMessage(
             index=0, epoch=0, submission=1, oldest_needed=0, rows=((0, ROWS),) * RANKS
         )
@@ -88,14 +89,16 @@ class Bodies:
     def iteration(self) -> dict[str, float]:
         """Seconds by activity, and of the two bodies."""
         step = replace(self.step, states=self.states)
-        body = AtReplicas(ForwardBackward(step), self.states)
+        body = partial(at_replicas, partial(send_gradients, step, None), self.states, None, {})
         frames, seconds = _timed(
             "forward-backward task", lambda: list(body(self.rank, iter([self.seat])))[1::2]
         )
         arrived = [sent[self.rank] for sent in _gather(frames)]
         pairs = list(zip(arrived, self.owner, strict=True))
+        update = partial(synchronize, step)
         (report,), own_seconds = _timed(
-            "synchronization task", lambda: list(Synchronize(step)(self.rank, iter(pairs)))
+            "synchronization task",
+            lambda: list(at_slice(update, to_driver, self.rank, iter(pairs))),
         )
         seconds |= own_seconds
         reports = _gather(pickle.loads(report))

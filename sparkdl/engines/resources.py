@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import threading
 import time
@@ -193,7 +194,7 @@ class FitResources:
         return running
 
     def _clean_nodes(self) -> None:
-        """Run :class:`CleanNode` on each executor that may have slabs.
+        """Run :func:`clean_node` on each executor that may have slabs.
 
         It does not run over the persisted partitions. They may have moved and left slabs behind,
         and a partition that is lost in the meantime would be recomputed, with new slabs on
@@ -206,7 +207,8 @@ class FitResources:
         if places:
             name = stage_name(self.context, "remove the slabs")
             with name, executor_awaited(self.context):
-                self.context.runJob(task_per_executor(self.context, places), CleanNode(self.slab))
+                task = functools.partial(clean_node, self.slab)
+                self.context.runJob(task_per_executor(self.context, places), task)
 
     def rows_read(self) -> str:
         """Return how far the jobs that read have come: rows, or tasks if Spark counts no rows."""
@@ -242,18 +244,13 @@ def _how_far(rows: int, tasks: int, ended: int) -> str:
     return f"{rows / unit:.{digits}f}{about}{sign}"
 
 
-class CleanNode:
-    """A task that removes a run's slabs from its node and releases them in its process."""
-
-    def __init__(self, slab: SlabConfig) -> None:
-        self.slab = slab
-
-    def __call__(self, frames: Iterable[bytes]) -> Iterator[bytes]:
-        for _ in frames:
-            pass
-        clean_here(self.slab)
-        finish_task()
-        return iter(())
+def clean_node(slab: SlabConfig, frames: Iterable[bytes]) -> Iterator[bytes]:
+    """Remove a run's slabs from the node of a task, and release them in its process."""
+    for _ in frames:
+        pass
+    clean_here(slab)
+    finish_task()
+    return iter(())
 
 
 MAX_SUBMISSIONS = 16

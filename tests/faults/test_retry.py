@@ -23,15 +23,16 @@ from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage, raise_unrecoverable
+from sparkdl.engines.shuffle.node_reduce import to_driver
 from sparkdl.engines.shuffle.replica_context import (
-    AtReplicas,
-    InitialState,
-    PrepareReplica,
-    PrepareSlice,
     RecipeSource,
+    at_replicas,
+    initial_state,
+    prepare_replica,
+    prepare_slice,
 )
-from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
-from sparkdl.engines.shuffle.update_tasks import Synchronize
+from sparkdl.engines.shuffle.replica_tasks import send_gradients
+from sparkdl.engines.shuffle.update_tasks import at_slice, synchronize
 from sparkdl.errors import StaleReferenceError
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport
@@ -231,11 +232,11 @@ class Bench:
         for index in range(2):
             samples = self._samples(generator, 12)
             handle = ReplicaHandle(self.run, index, samples.checksum)
-            (replica,) = PrepareReplica(source)(index, [pickle.dumps(handle)])
+            (replica,) = prepare_replica(source, index, [pickle.dumps(handle)])
             self.seats.append((replica, pickle.dumps(samples)))
-        self.owners = [list(PrepareSlice(self.run, source, 2)(n, [])) for n in range(3)]
+        self.owners = [list(prepare_slice(self.run, source, 2, n, [])) for n in range(3)]
         self.states: tuple[SliceHandle, ...] = tuple(
-            pickle.loads(next(InitialState()(n, iter(self.owners[n])))).state for n in range(3)
+            initial_state(None, "state", 0, n, self.run).state for n in range(3)
         )
         self.step = IterationMessage(
             index=0,
@@ -265,12 +266,13 @@ class Bench:
 
     def forward_backward(self, index: int) -> list[bytes]:
         """The frames of one attempt, one a slice (each sent after its address)."""
-        body = AtReplicas(ForwardBackward(self.now), self.states)
-        return list(body(index, iter([self.seats[index]])))[1::2]
+        task, seat = partial(send_gradients, self.now, None), self.seats[index]
+        return list(at_replicas(task, self.states, None, {}, index, iter([seat])))[1::2]
 
     def synchronize(self, n: int, gradients: list[bytes]) -> SliceReport:
         pairs = zip(gradients, self.owners[n], strict=True)
-        return pickle.loads(next(iter(list(Synchronize(self.now)(n, pairs)))))
+        work = partial(synchronize, self.now)
+        return pickle.loads(next(iter(list(at_slice(work, to_driver, n, pairs)))))
 
     def content(self, state: SliceHandle) -> list[bytes]:
         return [self.pool.read(reference).tobytes() for reference in state.references()]

@@ -21,7 +21,7 @@ from sparkdl.engines.gang.model_group import GlobalBatchNorm, check_carried, syn
 from sparkdl.engines.gang.strategies.base import RankPass
 from sparkdl.engines.gang.strategies.ddp import BucketedDDP, FlatAllReduce
 from sparkdl.engines.gang.strategies.gossip import GossipSync
-from sparkdl.engines.gang.strategies.summed import CopySync, GradientVector, SummedGradients
+from sparkdl.engines.gang.strategies.summed import GradientVector, SummedGradients
 from sparkdl.errors import SessionError
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import LiveReplica, Recipe
@@ -105,11 +105,6 @@ def test_each_rank_averages_with_its_neighbours(ranks, topology):
         torch.testing.assert_close(shown, mean)
 
 
-class OfCopies(CopySync, SummedGradients):
-    def run_pass(self, work: Any, batch: MiniBatch, share: float, clock: Clock) -> float:
-        return forward_backward(self._live, batch, 0, 1.0, clock, share=share)
-
-
 def work() -> Any:
     step = SimpleNamespace(loss_scale=1.0, rows=ROWS)
     return SimpleNamespace(step=step, seed=lambda: 0)
@@ -129,8 +124,8 @@ def one_rank(
     spare = Batch([np.ones((2, 3), np.float32)], [np.ones((2, 3), np.float32)], None)
     build: Any = SimpleNamespace(live=live, plans=plans, rank=rank, spare=spare)
     if kind == "copies":
-        way: Any = OfCopies(build)
-        way._alike = dist.group.WORLD
+        build.groups = SimpleNamespace(along={"data": dist.group.WORLD}.get)
+        way: Any = SummedGradients(build, copies=True)
     elif kind == "at once":
         way = FlatAllReduce(build)
     else:

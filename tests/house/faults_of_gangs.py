@@ -23,8 +23,8 @@ OF_GANGS = {
     ),
     "micro-batches of a pipeline count alike": (
         "engines/gang/strategies/pipeline.py",
-        "return value * (weight * self._factor)",
-        "return value * (len(part) * self._factor)",
+        "return value * (weight * self._scale)",
+        "return value * (len(part) * self._scale)",
         "gang/test_strategies.py",
     ),
     "a schedule drops the gradients of the one before": (

@@ -25,25 +25,32 @@ from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import IterationMessage, NodeCopies, Nodes, NodeWeights
 from sparkdl.engines.shuffle.node_reduce import (
-    NodeReports,
-    ReceiveWeights,
-    ReduceOnNode,
-    SendWeights,
+    receive_weights,
+    reduce_on_node,
+    send_weights,
     to_driver,
+    weight_frames,
 )
 from sparkdl.engines.shuffle.replica_context import (
-    AtReplicas,
-    AtReplicasWithWeights,
-    InitialState,
-    PadFrames,
-    PrepareReplica,
-    PrepareSlice,
-    PublishWeights,
     RecipeSource,
-    Recount,
+    at_owner,
+    at_replicas,
+    at_replicas_with_weights,
+    initial_state,
+    pad_frames,
+    prepare_replica,
+    prepare_slice,
+    publish_weights,
+    recount,
 )
-from sparkdl.engines.shuffle.replica_tasks import ForwardBackward
-from sparkdl.engines.shuffle.update_tasks import Reduce, Synchronize, Update
+from sparkdl.engines.shuffle.replica_tasks import send_gradients
+from sparkdl.engines.shuffle.update_tasks import (
+    at_slice,
+    reduce_slice,
+    synchronize,
+    to_slices,
+    update_arrived,
+)
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import SliceHandle, SliceReport
@@ -111,15 +118,17 @@ class Machine:
                 root.open_root(slab, create=True)
                 samples = self._samples(generator, 8)
                 handle = ReplicaHandle(self.run, index, samples.checksum)
-                (replica,) = PrepareReplica(source)(index, [pickle.dumps(handle)])
+                (replica,) = prepare_replica(source, index, [pickle.dumps(handle)])
             self.seats.append((replica, pickle.dumps(samples)))
         for n, node in enumerate(slices):
             with self.on(node):
-                self.owners.append(list(PrepareSlice(self.run, source, len(replicas))(n, [])))
+                self.owners.append(list(prepare_slice(self.run, source, len(replicas), n, [])))
         node_ids = {node: self.node_id(node) for node in replicas + slices}
         self.node_ids = tuple(node_ids[node] for node in replicas)
         self.nodes = Nodes(self.node_ids, tuple(node_ids[node] for node in slices))
-        found = self.stage(InitialState(), self.owners, slices)
+        found = self.stage(
+            partial(at_owner, partial(initial_state, None, "state", 0)), self.owners, slices
+        )
         self.states: tuple[SliceHandle, ...] = tuple(pickle.loads(f).state for (f,) in found)
         self.copies: NodeCopies = {}
         self.submission, self.oldest_needed = 1, 0
@@ -169,7 +178,9 @@ class Machine:
         return found
 
     def counted(self, count: int) -> Stage:
-        return self.stage(Recount(count), [[replica] for replica, _ in self.seats], self.replicas)
+        return self.stage(
+            partial(recount, count), [[replica] for replica, _ in self.seats], self.replicas
+        )
 
     @staticmethod
     def zip(one: Stage, other: Stage) -> list[list[tuple[bytes, bytes]]]:
@@ -190,11 +201,13 @@ class Machine:
     def plain(self) -> list[SliceReport]:
         """An iteration in which every replica sends its own."""
         step, count = self.step(), len(self.replicas)
-        publish = PublishWeights(self.states, self.node_ids)
+        publish = partial(publish_weights, self.states, self.node_ids, False)
         published = self.shuffle(self.stage(publish, self.owners, self.slices), count)
-        pads = PadFrames([len(self.slices)] * count)
+        pads = partial(pad_frames, len(self.slices))
         padded = self.stage(pads, [[s] for s in self.seats], self.replicas)
-        body = AtReplicasWithWeights(ForwardBackward(step), self.states)
+        body = partial(
+            at_replicas_with_weights, partial(send_gradients, step, None), self.states, None
+        )
         sent = self.stage(body, self.zip(padded, published), self.replicas)
         return self._commit(self._synchronized(step, sent, None))
 
@@ -202,14 +215,18 @@ class Machine:
         """An iteration in which nodes sum. ``combine_on``: where the tasks run that do."""
         step = self.step()
         if not self.copies:
-            sent = self.stage(SendWeights(self.states, self.nodes), self.owners, self.slices)
+            sent = self.stage(
+                partial(send_weights, self.states, self.nodes), self.owners, self.slices
+            )
             self._note(self._install(step, sent))
             step = self.step()
-        body = AtReplicas(ForwardBackward(step, self.nodes), self.states, None, step.copies)
+        body = partial(
+            at_replicas, partial(send_gradients, step, self.nodes), self.states, None, step.copies
+        )
         offers = self.stage(body, [[seat] for seat in self.seats], self.replicas)
         offers = self.shuffle(offers, len(self.replicas))
         offers = self.zip(offers, self.counted(len(self.replicas)))
-        sent = self.stage(ReduceOnNode(self.nodes), offers, combine_on or self.replicas)
+        sent = self.stage(partial(reduce_on_node, self.nodes), offers, combine_on or self.replicas)
         installed = self._install(step, self._synchronized(step, sent, self.nodes))
         reports = self._commit([report for node in installed for report in node.reports])
         if not any(report.faults for report in reports):
@@ -218,22 +235,24 @@ class Machine:
 
     def _synchronized(self, step: IterationMessage, sent: Stage, nodes: Nodes | None) -> Any:
         received = self.zip(self.shuffle(sent, len(self.slices)), self.owners)
-        tell = to_driver if nodes is None else NodeReports(nodes)
+        tell = to_driver if nodes is None else partial(weight_frames, nodes)
         if self._clips:
-            reduced = self.stage(Reduce(step), received, self.slices)
+            reduced = self.stage(
+                partial(at_slice, partial(reduce_slice, step), to_slices), received, self.slices
+            )
             received = self.zip(
                 self.shuffle(reduced, len(self.slices)),
-                self.stage(Recount(len(self.slices)), self.owners, self.slices),
+                self.stage(partial(recount, len(self.slices)), self.owners, self.slices),
             )
-            told = self.stage(Update(step, tell), received, self.slices)
-        else:
-            told = self.stage(Synchronize(step, tell), received, self.slices)
+        update = partial(update_arrived if self._clips else synchronize, step)
+        told = self.stage(partial(at_slice, update, tell), received, self.slices)
         return told if nodes is not None else [pickle.loads(frame) for (frame,) in told]
 
     def _install(self, step: IterationMessage, sent: Stage) -> list[NodeWeights]:
         arrived = self.zip(self.shuffle(sent, len(self.replicas)), self.counted(len(self.slices)))
         return [
-            pickle.loads(f) for (f,) in self.stage(ReceiveWeights(step), arrived, self.replicas)
+            pickle.loads(f)
+            for (f,) in self.stage(partial(receive_weights, step), arrived, self.replicas)
         ]
 
     def _note(self, installed: list[NodeWeights]) -> None:

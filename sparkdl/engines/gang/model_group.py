@@ -67,7 +67,7 @@ class ModelGroup:
         like: MiniBatch,
         near: NodeLocalRows,
     ) -> None:
-        self.ranks, self.all = mesh.model_group(rank), mesh.model_groups
+        self.ranks, self.all, self.most = mesh.model_group(rank), mesh.model_groups, mesh.most
         self._near = near
         self._rank, self._group = rank, group
         self._live, self._like = live, like

@@ -40,16 +40,16 @@ from sparkdl.engines.shuffle.messages import (
     states_of,
 )
 from sparkdl.engines.shuffle.placement import FEW_BYTES, Placement
-from sparkdl.engines.shuffle.replica_context import CopyWeights, InitialState
-from sparkdl.engines.shuffle.replica_tasks import InitialResiduals
+from sparkdl.engines.shuffle.replica_context import copy_slice, initial_state
+from sparkdl.engines.shuffle.replica_tasks import initial_residuals
 from sparkdl.engines.shuffle.state_reads import (
-    RestoreResidual,
-    RestoreSlice,
     SnapshotRdds,
     StateReader,
+    restore_residual,
+    restore_slice,
 )
 from sparkdl.engines.shuffle.store import weights_at
-from sparkdl.engines.shuffle.update_tasks import AtOwner, apply_pending
+from sparkdl.engines.shuffle.update_tasks import apply_pending
 from sparkdl.errors import ParameterError
 from sparkdl.loop.advance import IterationResult, slowest, summarize, summed
 from sparkdl.loop.engine import BEST, CURRENT, ReadResiduals, ReadState
@@ -197,9 +197,7 @@ class SliceVersions:
         )
         doing = f"the update of iteration {pending.index + 1}"
         with faults_explained(doing):
-            reports = self._placement.at_slices(
-                AtOwner(partial(apply_pending, message)), SYNCHRONIZATION
-            )
+            reports = self._placement.at_slices(partial(apply_pending, message), SYNCHRONIZATION)
         raise_unrecoverable([fault for report in reports for fault in report.faults], doing)
         self._append(states_of(reports), message.submission)
         self._pending = None
@@ -227,7 +225,8 @@ class SliceVersions:
         with faults_explained("setting up the replicas"):
             if not self._placement.replica_nodes:
                 self._placement.place_replicas()
-            task = InitialState(read, "best" if which == BEST else "state", self._submission)
+            role = "best" if which == BEST else "state"
+            task = partial(initial_state, read, role, self._submission)
             results = self._placement.at_slices(task, "write the initial state")
         _raise_first(results)
         states = states_of(sorted(results, key=lambda report: report.index))
@@ -257,7 +256,7 @@ class SliceVersions:
     def load_residuals(self, read: ReadResiduals) -> None:
         """Write the replicas' residuals with one task per replica, in parallel."""
         with faults_explained("setting up the replicas"):
-            task = InitialResiduals(read, self._submission)
+            task = partial(initial_residuals, read, self._submission)
             found = dict(self._placement.at_replicas(task, "write the replicas' residuals"))
         _raise_first(list(found.values()))
         self._residuals = tuple(found[replica] for replica in range(self._replicas))
@@ -277,7 +276,7 @@ class SliceVersions:
             return replace(newest, states=self._copied("evaluated", "copy the weights"), copies={})
 
     def _copied(self, role: str, name: str) -> tuple[SliceHandle, ...]:
-        task = CopyWeights(self.newest.states, role, self._submission)
+        task = partial(copy_slice, self.newest.states, role, self._submission)
         return tuple(self._placement.at_slices(task, name))
 
     def restore(self, snapshot: SnapshotRdds) -> None:
@@ -289,11 +288,11 @@ class SliceVersions:
             if not self._placement.replica_nodes:
                 self._placement.place_replicas()
             found = self._placement.zipped_with_slices(
-                snapshot.slices, snapshot.slice_frames, RestoreSlice(self._submission)
+                snapshot.slices, snapshot.slice_frames, partial(restore_slice, self._submission)
             )
             kept: dict[int, ResidualHandle | None] = {}
             if snapshot.residuals is not None:
-                task = RestoreResidual(self._submission)
+                task = partial(restore_residual, self._submission)
                 frames = snapshot.residual_frames
                 kept = dict(self._placement.zipped_with_replicas(snapshot.residuals, frames, task))
         states = states_of([report for report, _ in found])

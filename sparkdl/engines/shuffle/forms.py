@@ -48,22 +48,24 @@ from sparkdl.engines.shuffle.messages import (
     states_of,
 )
 from sparkdl.engines.shuffle.node_reduce import (
-    NodeReports,
-    ReceiveWeights,
-    ReduceOnNode,
     ReportSink,
-    SendWeights,
+    receive_weights,
+    reduce_on_node,
+    send_weights,
     to_driver,
+    weight_frames,
 )
 from sparkdl.engines.shuffle.placement import Placement
-from sparkdl.engines.shuffle.replica_tasks import ForwardBackward, OneStageTask
+from sparkdl.engines.shuffle.replica_context import at_owner
+from sparkdl.engines.shuffle.replica_tasks import leave_gradients, send_gradients
 from sparkdl.engines.shuffle.update_tasks import (
-    AtOwner,
-    Reduce,
-    Synchronize,
-    Update,
     apply_pending,
+    at_slice,
     reduce_pending,
+    reduce_slice,
+    synchronize,
+    to_slices,
+    update_arrived,
     update_slice,
 )
 from sparkdl.gang.slots import task_slots
@@ -127,7 +129,7 @@ class _OnOneNode:
         """Return the reports of the replicas' tasks; None if the message is too large."""
         if _too_large(message):
             return None
-        task, states = OneStageTask(message), message.read_states
+        task, states = partial(leave_gradients, message), message.read_states
         rdd = self.placement.tasks_with_weights(
             task, self.placement.samples, states, message.copies
         )
@@ -139,7 +141,7 @@ class OneStage(_OnOneNode):
     """The form in which an iteration is a single stage, for small models.
 
     Its tasks apply the gradients that the iteration before left pending, and leave their own
-    pending, see :class:`sparkdl.engines.shuffle.replica_tasks.OneStageTask`.
+    pending, see :func:`sparkdl.engines.shuffle.replica_tasks.leave_gradients`.
     """
 
     applies_pending: ClassVar[bool] = True
@@ -197,7 +199,7 @@ class TwoJobs(_OnOneNode):
         return self._slice_job(SYNCHRONIZATION, update)
 
     def _slice_job(self, name: str, work: Callable[..., Any]) -> list[Any]:
-        tasks = map_frames(self.placement.slice_rdd, AtOwner(work))
+        tasks = map_frames(self.placement.slice_rdd, partial(at_owner, work))
         return self._job(name, tasks, self.placement.slices)
 
 
@@ -291,22 +293,25 @@ class Shuffled:
         placement = self.placement
         read, copies, replicas = message.read_states, message.copies, len(placement.replica_nodes)
         with stage_name(self.resources.context, FORWARD_BACKWARD):
-            body, samples = ForwardBackward(message, nodes), placement.samples
+            body, samples = partial(send_gradients, message, nodes), placement.samples
             gradients = placement.tasks_with_weights(body, samples, read, copies)
             received = self._send(gradients, placement.slices if nodes is None else replicas)
         if nodes is not None:
             with stage_name(self.resources.context, NODE_REDUCTION):
                 offers = zip_frames(received, placement.replicas_counted(replicas))
-                received = self._send(map_frames(offers, ReduceOnNode(nodes)), placement.slices)
+                received = self._send(
+                    map_frames(offers, partial(reduce_on_node, nodes)), placement.slices
+                )
         if not placement.two_stages:
             with stage_name(self.resources.context, REDUCTION):
-                reduced = map_frames(zip_frames(received, placement.slice_rdd), Reduce(message))
+                reduce = partial(at_slice, partial(reduce_slice, message), to_slices)
+                reduced = map_frames(zip_frames(received, placement.slice_rdd), reduce)
                 received = self._send(reduced, placement.slices)
-        tell: ReportSink = to_driver if nodes is None else NodeReports(nodes)
-        update = Synchronize(message, tell) if placement.two_stages else Update(message, tell)
+        tell: ReportSink = to_driver if nodes is None else partial(weight_frames, nodes)
+        update = partial(synchronize if placement.two_stages else update_arrived, message)
         owners = placement.slice_rdd if placement.two_stages else placement.slices_counted
         with stage_name(self.resources.context, SYNCHRONIZATION):
-            updated = map_frames(zip_frames(received, owners), update)
+            updated = map_frames(zip_frames(received, owners), partial(at_slice, update, tell))
             return updated if nodes is None else self._install(updated, message)
 
     def _send(self, keyed: RDD, partitions: int) -> RDD:
@@ -317,12 +322,12 @@ class Shuffled:
         placement = self.placement
         arrived = self._send(weight_frames, len(placement.replica_nodes))
         replicas = placement.replicas_counted(placement.slices)
-        return map_frames(zip_frames(arrived, replicas), ReceiveWeights(message))
+        return map_frames(zip_frames(arrived, replicas), partial(receive_weights, message))
 
     def _hand_on(self, message: IterationMessage, nodes: Nodes) -> IterationReports:
         """Send the weights that replicas compute on once to each node that lacks them."""
         with stage_name(self.resources.context, INSTALLATION):
-            task = SendWeights(message.read_states, nodes)
+            task = partial(send_weights, message.read_states, nodes)
             sent = map_frames(self.placement.slice_rdd, task)
             installed = collect_and_forget(self._install(sent, message))
         return _joined([pickle.loads(frame) for frame in installed])

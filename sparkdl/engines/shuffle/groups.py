@@ -18,18 +18,16 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from pyspark import RDD
 
-from sparkdl.codec.packed import decode
 from sparkdl.consistency.asynchronous import Asynchronous, Commit, GroupTurns, Turn
 from sparkdl.consistency.base import Update
-from sparkdl.data.epoch import derive_seed
 from sparkdl.engines.delivery import ValidationSet
 from sparkdl.engines.resources import MAX_SUBMISSIONS
 from sparkdl.engines.shuffle.engine import ShuffleEngine
@@ -38,19 +36,19 @@ from sparkdl.engines.shuffle.messages import (
     SYNCHRONIZATION,
     GradientHeader,
     IterationMessage,
-    OneStageReport,
     ShuffleSpec,
     Transfer,
     between_nodes,
     raise_unrecoverable,
     states_of,
 )
+from sparkdl.engines.shuffle.node_reduce import Frame, to_driver
 from sparkdl.engines.shuffle.placement import Placement
-from sparkdl.engines.shuffle.replica_context import Recount, ReplicaContext, run_of
-from sparkdl.engines.shuffle.replica_tasks import ForwardBackward, compute_sections
+from sparkdl.engines.shuffle.replica_context import at_owner, recount
+from sparkdl.engines.shuffle.replica_tasks import leave_gradients, send_gradients
 from sparkdl.engines.shuffle.state_reads import SnapshotRdds
 from sparkdl.engines.shuffle.store import next_version
-from sparkdl.engines.shuffle.update_tasks import ReadSections, read_sections
+from sparkdl.engines.shuffle.update_tasks import ReadSections, at_slice, read_sections, update_alone
 from sparkdl.errors import TrainingError
 from sparkdl.loop.advance import IterationResult, slowest, summarize
 from sparkdl.loop.engine import CURRENT, ReadState
@@ -103,64 +101,33 @@ class CommitMessage(IterationMessage):
     scale: str | None
 
 
-@dataclass(frozen=True)
-class TakeTurn:
-    """Task at a replica: run one replica for a turn, and leave its gradients in slabs of this node.
+def keep_gradients(
+    step: TurnMessage, partition: int, run: RunSpec, frames: list[Frame]
+) -> tuple[GradientHeader, ...]:
+    """Write arriving gradients into slabs of the slice's node.
 
-    Yields one frame, a pickled :class:`OneStageReport`.
+    Return their headers in order of the replicas.
     """
+    pool = open_pool(run.slab)
+    foreign = step.states[partition].node_id != pool.node_id
+    kept: list[GradientHeader] = []
+    for header, payload in sorted(frames, key=lambda frame: frame[0].replica):
+        if foreign:
+            header = replace(header, fault=Fault(STATE_FOREIGN, partition, pool.node_id))
+        elif len(payload):
+            nbytes = len(payload)
+            with pool.claim("arrived", nbytes, step.submission, step.oldest_gradients) as claim:
+                claim.bytes[:] = np.frombuffer(payload, np.uint8)
+            header = replace(header, reference=claim.reference)
+        kept.append(header)
+    return tuple(kept)
 
-    step: TurnMessage
 
-    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
-        headers = tuple(header for header, _ in compute_sections(context, self.step))
-        yield pickle.dumps(OneStageReport(headers))
+def apply_commits(step: CommitMessage, partition: int, run: RunSpec) -> SliceReport:
+    """Make the commits of a message on a slice, and write the version after them.
 
-
-@dataclass(frozen=True)
-class KeepGradients:
-    """Body over (frame, owner) pairs: write arriving gradients into slabs of the slice's node.
-
-    Yields one frame, the pickled headers in order of the replicas.
+    One whose gradients are not finite changes nothing, nor does one of groups without rows.
     """
-
-    step: TurnMessage
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        frames, owner = [], b""
-        for frame, record in pairs:
-            frames.append(decode(frame))
-            owner = owner or record
-        run: RunSpec = pickle.loads(owner)
-        step, pool = self.step, open_pool(run.slab)
-        foreign = step.states[partition].node_id != pool.node_id
-        kept: list[GradientHeader] = []
-        for header, payload in sorted(frames, key=lambda frame: frame[0].replica):
-            if foreign:
-                header = replace(header, fault=Fault(STATE_FOREIGN, partition, pool.node_id))
-            elif len(payload):
-                nbytes = len(payload)
-                with pool.claim("arrived", nbytes, step.submission, step.oldest_gradients) as claim:
-                    claim.bytes[:] = np.frombuffer(payload, np.uint8)
-                header = replace(header, reference=claim.reference)
-            kept.append(header)
-        yield pickle.dumps(tuple(kept))
-
-
-@dataclass(frozen=True)
-class ApplyCommits:
-    """Body over the owner RDD: make the commits of a message, and write the version after them."""
-
-    step: CommitMessage
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        yield pickle.dumps(_apply(self.step, partition, run))
-
-
-def _apply(step: CommitMessage, partition: int, run: RunSpec) -> SliceReport:
-    """Make commits on slice ``partition``. One whose gradients are not finite changes nothing, nor
-    does one of groups without rows."""
     clock, done = Clock(), list[tuple[CommitEntry, ReadSections]]()
     report = SliceReport(partition, open_pool(run.slab).node_id, step.states[partition])
     for entry in step.entries:
@@ -179,37 +146,13 @@ def _apply(step: CommitMessage, partition: int, run: RunSpec) -> SliceReport:
         rates = scaled_rates(updater.optimizer, step.hyperparameters, step.share, step.scale)
         norm = None
         for entry, found in done:
-            norm = _update(old, new, found, rates, derive_seed(run.seed, "update", entry.index))
+            own = replace(step, index=entry.index, hyperparameters=rates, histograms=False)
+            norm = update_alone(own, run, found, old, new, clock).norm
             found.check()
             old = new
         handle = to.seal(new)
     clock.lap("update")
     return replace(report, state=handle, seconds=clock.seconds, norm=norm)
-
-
-def _update(
-    old: SliceState,
-    new: SliceState,
-    found: ReadSections,
-    hyperparameters: Sequence[Mapping[str, Any]] | None,
-    seed: int,
-) -> float | None:
-    """Make one step from ``old`` to ``new``, and return the norm before clipping, if it is clipped."""
-    owner, known, squares = found.updater, None, [0.0]
-    if owner.clips_norm:
-        out = torch.empty(owner.plan.dense_length, dtype=owner.dtype)
-        known = owner.reduce(found.sections, old.weights, out)
-        squares = [owner.squared_norm(known)]
-    return owner.update(
-        old,
-        new,
-        found.sections,
-        hyperparameters,
-        known=known,
-        squares=squares,
-        loss=found.loss,
-        seed=seed,
-    ).norm
 
 
 @dataclass(frozen=True)
@@ -228,14 +171,15 @@ class RunningTurn:
 
 def turn_rdd(placement: Placement, message: TurnMessage, group: range, alone: bool) -> RDD:
     """Return the RDD of a turn, whose frames hold the headers of its gradients."""
-    task = TakeTurn(message) if alone else ForwardBackward(message)
+    task = partial(leave_gradients, message) if alone else partial(send_gradients, message, None)
     rdd = placement.tasks_with_weights(task, placement.samples, message.read_states, message.copies)
     some = some_partitions(rdd, group)
     if alone:
         return some
     sent = shuffle_frames(some, placement.slices, few_bytes=placement.few_bytes)
-    owners = map_frames(placement.slice_rdd, Recount(len(group)))
-    return map_frames(zip_frames(sent, owners), KeepGradients(message))
+    owners = map_frames(placement.slice_rdd, partial(recount, len(group)))
+    work = partial(keep_gradients, message)
+    return map_frames(zip_frames(sent, owners), partial(at_slice, work, to_driver))
 
 
 POLL_SECONDS = 0.001
@@ -355,7 +299,8 @@ class GroupEngine(ShuffleEngine):
     def _at_owners(self, message: CommitMessage) -> list[SliceReport]:
         placement = self._placement
         with stage_name(self._context, SYNCHRONIZATION):
-            rdd = map_frames(placement.slice_rdd, ApplyCommits(message))
+            task = partial(at_owner, partial(apply_commits, message))
+            rdd = map_frames(placement.slice_rdd, task)
             return [pickle.loads(frame) for frame in RunningJob(rdd, placement.slices).frames()]
 
     def _submit_turn(self, turn: Turn, asked: Iteration, tries: int = 0) -> RunningTurn:

@@ -51,7 +51,7 @@ SYNCHRONIZATION = "parameter synchronization"
 class PendingGradients:
     """An iteration whose gradients lie in slabs and have not been applied yet.
 
-    See :class:`sparkdl.engines.shuffle.replica_tasks.OneStageTask`.
+    See :func:`sparkdl.engines.shuffle.replica_tasks.leave_gradients`.
     """
 
     index: int
@@ -133,7 +133,7 @@ class GradientHeader:
 class GradientOffer:
     """The frame from a replica to a task that sums for a node.
 
-    See :class:`sparkdl.engines.shuffle.node_reduce.ReduceOnNode`.
+    See :func:`sparkdl.engines.shuffle.node_reduce.reduce_on_node`.
     """
 
     replica: int

@@ -15,14 +15,15 @@ age as the state it was made from and lies in buffers of the same submission, so
 
 A slice's report and new weights leave the task after an update in one of two ways. The report goes to
 the driver and the weights stay in their slab (:func:`to_driver`). Or both go to the nodes through a
-shuffle (:class:`NodeReports`).
+shuffle (:func:`weight_frames`).
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,6 +49,9 @@ from sparkdl.slices.section import NOTHING, SUM, open_section, section_nbytes
 from sparkdl.slices.update import SliceUpdater
 from sparkdl.spark.frames import send
 
+Frame = tuple[Any, memoryview]
+"""The header of a frame and its payload."""
+
 
 def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> Iterator[bytes]:
     """Yield what a replica sends to the tasks of this stage, one frame to each.
@@ -66,53 +70,43 @@ def offered(replica: int, nodes: Nodes, headers: Sequence[GradientHeader]) -> It
         yield from send(target, encode(GradientOffer(replica, weight, mine)))
 
 
-@dataclass(frozen=True)
-class ReduceOnNode:
+def reduce_on_node(
+    nodes: Nodes, partition: int, pairs: Iterable[tuple[bytes, bytes]]
+) -> Iterator[bytes]:
     """Body of the stage at every replica: sum some slices and send frames to their owners."""
-
-    nodes: Nodes
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        offers: list[GradientOffer] = []
-        record = b""
-        for frame, replica in pairs:
-            offers.append(decode(frame)[0])
-            record = record or replica
-        offers.sort(key=lambda offer: offer.replica)
-        run = pickle.loads(record).run
-        pool = open_pool(run.slab)
-        present = [offer for offer in offers if offer.weight is not None]
-        weights = shares_of([offer.weight for offer in present if offer.weight is not None])
-        shares = {offer.replica: share for offer, share in zip(present, weights, strict=True)}
-        for n in range(run.slices):
-            headers = {offer.replica: offer.headers[n] for offer in offers if n in offer.headers}
-            if headers:
-                for frame in self._frames(partition, n, run, pool, headers, shares):
-                    yield from send(n, frame)
-
-    def _frames(
-        self,
-        partition: int,
-        n: int,
-        run: RunSpec,
-        pool: Pool,
-        headers: Mapping[int, GradientHeader],
-        shares: Mapping[int, float],
-    ) -> Iterator[bytes]:
-        node_id = self.nodes.replicas[partition]
-        if pool.node_id != node_id:
+    frames, replica = read_pairs(pairs)
+    offers: list[GradientOffer] = sorted((offer for offer, _ in frames), key=lambda o: o.replica)
+    run = replica.run
+    pool, node_id = open_pool(run.slab), nodes.replicas[partition]
+    present = [offer for offer in offers if offer.weight is not None]
+    weights = shares_of([offer.weight for offer in present if offer.weight is not None])
+    shares = {offer.replica: share for offer, share in zip(present, weights, strict=True)}
+    for n in range(run.slices):
+        headers = {offer.replica: offer.headers[n] for offer in offers if n in offer.headers}
+        if headers and pool.node_id != node_id:
             fault = Fault(MOVED, partition, pool.node_id)
             headers = {m: replace(h, fault=h.fault or fault) for m, h in headers.items()}
-        if self.nodes.slices[n] == node_id or any(header.fault for header in headers.values()):
-            yield from map(encode, headers.values())
-            return
+        if nodes.slices[n] == node_id or any(header.fault for header in headers.values()):
+            for header in headers.values():
+                yield from send(n, encode(header))
+            continue
         owner = plans_of(run).owners[n]
-        for block in self.nodes.blocks(node_id):
+        for block in nodes.blocks(node_id) if headers else ():
             for m in block:
                 if headers[m].section is None:
-                    yield encode(headers[m])
+                    yield from send(n, encode(headers[m]))
             filled = [headers[m] for m in block if headers[m].section is not None]
-            yield from _summed(owner, pool, filled, shares)
+            for frame in _summed(owner, pool, filled, shares):
+                yield from send(n, frame)
+
+
+def read_pairs(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], Any]:
+    """Return the left frames, decoded, and what is pickled in the first right one that is not empty."""
+    frames, record = [], b""
+    for frame, right in pairs:
+        frames.append(decode(frame))
+        record = record or right
+    return frames, pickle.loads(record)
 
 
 def _summed(
@@ -159,7 +153,7 @@ def _summed(
         yield encode(replace(header, section=section, reference=None), payload)
 
 
-def weight_frames(report: SliceReport, run: RunSpec, nodes: Nodes) -> Iterator[bytes]:
+def weight_frames(nodes: Nodes, report: SliceReport, run: RunSpec) -> Iterator[bytes]:
     """Yield one frame to every replica.
 
     The report goes to the first replica. The slice's new weights, if there are any, go to one replica
@@ -182,68 +176,44 @@ def weight_frames(report: SliceReport, run: RunSpec, nodes: Nodes) -> Iterator[b
         yield from send(place, frame)
 
 
-@dataclass(frozen=True)
-class SendWeights:
+def send_weights(
+    states: tuple[SliceHandle, ...], nodes: Nodes, partition: int, frames: Iterable[bytes]
+) -> Iterator[bytes]:
     """Body over the owner RDD: send the weights of version t (``states``) to nodes without them.
 
     This is needed before the first iteration, and whenever version t comes from elsewhere.
     """
-
-    states: tuple[SliceHandle, ...]
-    nodes: Nodes
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        node_id, state = open_pool(run.slab).node_id, self.states[partition]
-        report = SliceReport(partition, node_id, state)
-        if state.node_id != node_id:
-            report = SliceReport(
-                partition, node_id, None, faults=(Fault(STATE_FOREIGN, partition, node_id),)
-            )
-        yield from weight_frames(report, run, self.nodes)
+    run = run_of(frames)
+    node_id, state = open_pool(run.slab).node_id, states[partition]
+    report = SliceReport(partition, node_id, state)
+    if state.node_id != node_id:
+        faults = (Fault(STATE_FOREIGN, partition, node_id),)
+        report = SliceReport(partition, node_id, None, faults=faults)
+    yield from weight_frames(nodes, report, run)
 
 
-@dataclass(frozen=True)
-class ReceiveWeights:
+def receive_weights(
+    step: IterationMessage, partition: int, pairs: Iterable[tuple[bytes, bytes]]
+) -> Iterator[bytes]:
     """Body of the stage at every replica: write the arriving weights into slabs.
 
     Yields one frame, a pickled :class:`NodeWeights`.
     """
-
-    step: IterationMessage
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        step, pool, reports, copies = self.step, None, [], {}
-        for frame, replica in pairs:
-            if pool is None:
-                run: RunSpec = pickle.loads(replica).run
-                pool = open_pool(run.slab)
-            header, payload = decode(frame)
-            if header.report is not None:
-                reports.append(header.report)
-            if header.weights:
-                with pool.claim(
-                    "weights", len(payload), step.submission, step.oldest_needed
-                ) as claim:
-                    claim.bytes[:] = np.frombuffer(payload, np.uint8)
-                copies[header.index] = SliceHandle(claim.reference)
-        assert pool is not None
-        yield pickle.dumps(NodeWeights(pool.node_id, copies, tuple(reports)))
+    frames, replica = read_pairs(pairs)
+    pool, reports, copies = open_pool(replica.run.slab), [], {}
+    for header, payload in frames:
+        if header.report is not None:
+            reports.append(header.report)
+        if header.weights:
+            with pool.claim("weights", len(payload), step.submission, step.oldest_needed) as claim:
+                claim.bytes[:] = np.frombuffer(payload, np.uint8)
+            copies[header.index] = SliceHandle(claim.reference)
+    yield pickle.dumps(NodeWeights(pool.node_id, copies, tuple(reports)))
 
 
-ReportSink = Callable[[SliceReport, RunSpec], Iterator[bytes]]
+ReportSink = Callable[[Any, RunSpec], Iterator[bytes]]
 
 
-def to_driver(report: SliceReport, run: RunSpec) -> Iterator[bytes]:
+def to_driver(report: Any, run: RunSpec) -> Iterator[bytes]:
     """Yield one frame, the pickled report."""
     yield pickle.dumps(report)
-
-
-@dataclass(frozen=True)
-class NodeReports:
-    """A sink to the replicas, see :func:`sparkdl.engines.shuffle.node_reduce.weight_frames`."""
-
-    nodes: Nodes
-
-    def __call__(self, report: SliceReport, run: RunSpec) -> Iterator[bytes]:
-        yield from weight_frames(report, run, self.nodes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from pyspark import RDD
@@ -18,21 +19,22 @@ from sparkdl.engines.shuffle.messages import (
     raise_unrecoverable,
 )
 from sparkdl.engines.shuffle.replica_context import (
-    AtReplicas,
-    AtReplicasWithWeights,
-    CheckReplica,
-    PadFrames,
-    PrepareReplica,
-    PrepareSlice,
-    PublishWeights,
     RecipeSource,
-    Recount,
     ReplicaTask,
+    at_owner,
+    at_replicas,
+    at_replicas_with_weights,
+    check_replica,
+    pad_frames,
+    prepare_replica,
+    prepare_slice,
+    publish_weights,
+    recount,
 )
 from sparkdl.errors import TrainingError
 from sparkdl.replica.compare import check_same
 from sparkdl.replica.iteration import Fault, ReplicaReport, SliceHandle
-from sparkdl.replica.run import ReplicaHandle
+from sparkdl.replica.run import ReplicaHandle, RunSpec
 from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import (
     collect_and_forget,
@@ -80,10 +82,12 @@ class Placement:
             pickle.dumps(ReplicaHandle(run, index, handle.checksum))
             for index, handle in enumerate(samples.handles)
         ]
-        replicas = map_frames(context.parallelize(handles, run.replicas), PrepareReplica(source))
+        replicas = map_frames(
+            context.parallelize(handles, run.replicas), partial(prepare_replica, source)
+        )
         owners = map_frames(
             context.parallelize(range(run.slices), run.slices),
-            PrepareSlice(run, source, run.replicas),
+            partial(prepare_slice, run, source, run.replicas),
         )
         self._replicas, self.slice_rdd = resources.persist(replicas), resources.persist(owners)
         self._recounted: dict[int, RDD] = {}
@@ -91,14 +95,16 @@ class Placement:
         self.two_stages = not spec.options.clips_norm or run.slices == 1
         self.slices_counted = self.slice_rdd
         if not self.two_stages and run.slices != run.replicas:
-            self.slices_counted = resources.persist(map_frames(owners, Recount(run.slices)))
+            self.slices_counted = resources.persist(
+                map_frames(owners, partial(recount, run.slices))
+            )
 
     def place_replicas(self) -> None:
         """Build every replica where its samples are, and note its node."""
         for _ in range(MAX_SUBMISSIONS):
             with stage_name(self._context, "set up replicas"):
                 pairs = self._with_samples(self.samples)
-                checked = self.pickled(map_frames(pairs, CheckReplica(self._built)))
+                checked = self.pickled(map_frames(pairs, partial(check_replica, self._built)))
             node_ids, found, here = zip(*checked, strict=True)
             if all(here):
                 break
@@ -117,7 +123,7 @@ class Placement:
     def replicas_counted(self, count: int) -> RDD:
         """Return the replica RDD with ``count`` records per partition; the first is the replica's."""
         if count not in self._recounted:
-            recounted = map_frames(self._replicas, Recount(count))
+            recounted = map_frames(self._replicas, partial(recount, count))
             self._recounted[count] = self._resources.persist(recounted)
         return self._recounted[count]
 
@@ -131,10 +137,10 @@ class Placement:
         for rdd in {self._replicas, self.slice_rdd, self.slices_counted, *self._recounted.values()}:
             compute_again(rdd)
 
-    def at_slices(self, task: Callable[..., Any], name: str) -> list[Any]:
-        """Run a task over the owner RDD, and return its unpickled results in slice order."""
+    def at_slices(self, work: Callable[[int, RunSpec], Any], name: str) -> list[Any]:
+        """Return ``work(n, run)`` of every slice, done where its state lies."""
         with stage_name(self._context, name):
-            return self.pickled(map_frames(self.slice_rdd, task))
+            return self.pickled(map_frames(self.slice_rdd, partial(at_owner, work)))
 
     def at_replicas(self, task: ReplicaTask, name: str) -> list[Any]:
         """Run a task that needs no weights at every replica, and return its results."""
@@ -143,11 +149,13 @@ class Placement:
 
     def tasks_without_weights(self, task: ReplicaTask) -> RDD:
         """Return the RDD of a task that needs no weights at every replica."""
-        return map_frames(zip_frames(self._replicas, self.samples), AtReplicas(task, ()))
+        return map_frames(
+            zip_frames(self._replicas, self.samples), partial(at_replicas, task, (), None, {})
+        )
 
     def zipped_with_slices(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
         """Run a task over (frame, owner) pairs where the frames are; return its unpickled results."""
-        owners = map_frames(self.slice_rdd, Recount(count))
+        owners = map_frames(self.slice_rdd, partial(recount, count))
         return self.pickled(map_frames(zip_frames(frames, owners), task))
 
     def zipped_with_replicas(self, frames: RDD, count: int, task: Callable[..., Any]) -> list[Any]:
@@ -155,7 +163,7 @@ class Placement:
 
         It runs where the replicas are, not the frames: Spark goes by the first RDD with a place.
         """
-        padded = self._padded(self.samples, (count,) * self._run.replicas)
+        padded = self._padded(self.samples, count)
         return self.pickled(map_frames(zip_frames(padded, frames), task))
 
     def pickled(self, rdd: RDD) -> list[Any]:
@@ -172,14 +180,14 @@ class Placement:
     ) -> RDD:
         """Return the RDD of a task at every replica, with a version as references or bytes."""
         if self.has_all_weights(states, copies):
-            body = AtReplicas(task, states, checksums, copies)
+            body = partial(at_replicas, task, states, checksums, copies)
             return map_frames(self._with_samples(samples), body)
-        publish = PublishWeights(states, self.replica_nodes, everything=self._options.averages)
+        publish = partial(publish_weights, states, self.replica_nodes, self._options.averages)
         published = shuffle_frames(
             map_frames(self.slice_rdd, publish), self._run.replicas, self.few_bytes
         )
-        padded = self._padded(samples, (self._run.slices,) * self._run.replicas)
-        arrived = AtReplicasWithWeights(task, states, checksums)
+        padded = self._padded(samples, self._run.slices)
+        arrived = partial(at_replicas_with_weights, task, states, checksums)
         return map_frames(zip_frames(padded, published), arrived)
 
     @property
@@ -187,9 +195,9 @@ class Placement:
         """Return N."""
         return self._run.slices
 
-    def _padded(self, samples: RDD, counts: tuple[int, ...]) -> RDD:
-        """Return the replicas with their samples; ``counts`` gives the number of records of each."""
-        return map_frames(self._with_samples(samples), PadFrames(counts))
+    def _padded(self, samples: RDD, count: int) -> RDD:
+        """Return the replicas with their samples, in ``count`` records each."""
+        return map_frames(self._with_samples(samples), partial(pad_frames, count))
 
     def has_all_weights(self, states: tuple[SliceHandle, ...], copies: NodeCopies) -> bool:
         """Return whether every replica has all slices, or copies of them, on its node."""

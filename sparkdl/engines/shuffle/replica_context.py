@@ -9,8 +9,8 @@ Task bodies over the owner RDD that create, read and copy the slices' state.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -69,149 +69,131 @@ class RecipeSource:
             install_recipe(run, [self.inline], len(self.inline))
 
 
-@dataclass(frozen=True)
-class PrepareSlice:
+Pairs = Iterable[tuple[bytes, bytes]]
+"""The zipped frames of two RDDs in a partition."""
+
+
+def prepare_slice(
+    run: RunSpec, recipe: RecipeSource, count: int, partition: int, records: Iterable[object]
+) -> Iterator[bytes]:
     """Body of the owner RDD: write the recipe to the node; yields ``count`` frames, the run first.
 
     The owner RDD is persisted and never changes. Spark runs a slice's synchronization where the
     slice's partition of this RDD lies. It has as many records as frames arrive, because zipping
     requires that.
     """
-
-    run: RunSpec
-    recipe: RecipeSource
-    count: int
-
-    def __call__(self, partition: int, records: Iterable[object]) -> Iterator[bytes]:
-        for _ in records:
-            pass
-        self.recipe.install(self.run)
-        yield pickle.dumps(self.run)
-        for _ in range(self.count - 1):
-            yield b""
+    for _ in records:
+        pass
+    recipe.install(run)
+    yield from counted_frames(pickle.dumps(run), count)
 
 
-@dataclass(frozen=True)
-class Recount:
+def counted_frames(content: bytes, count: int) -> Iterator[bytes]:
+    """Yield ``count`` frames, all but the first of which are empty."""
+    yield content
+    for _ in range(count - 1):
+        yield b""
+
+
+def recount(count: int, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
     """Body over the owner RDD or the replica RDD: yield the same content with ``count`` frames."""
-
-    count: int
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        yield next(frame for frame in list(frames) if frame)
-        for _ in range(self.count - 1):
-            yield b""
+    yield from counted_frames(next(frame for frame in list(frames) if frame), count)
 
 
-@dataclass(frozen=True)
-class InitialState:
-    """Body over the owner RDD: write version 0 of the slice.
+def at_owner(
+    work: Callable[[int, RunSpec], Any], partition: int, frames: Iterable[bytes]
+) -> Iterator[bytes]:
+    """Body over the owner RDD: yield the pickled result of ``work(partition, run)``."""
+    yield pickle.dumps(work(partition, run_of(frames)))
 
-    Yields a pickled :class:`SliceReport`. If ``read`` raises DamagedCheckpoint, or the model
-    cannot be built again, the frame is the pickled exception. Without ``read`` the slice gets the
-    weights of a replica that is built for this purpose, and no optimizer state.
+
+def initial_state(
+    read: Callable[[SliceSpec, torch.dtype], SliceState] | None,
+    role: str,
+    submission: int,
+    partition: int,
+    run: RunSpec,
+) -> SliceReport | Exception:
+    """Write version 0 of the slice.
+
+    If ``read`` raises DamagedCheckpoint, or the model cannot be built again, the exception is
+    returned. Without ``read`` the slice gets the weights of a replica that is built for this
+    purpose, and no optimizer state.
     """
-
-    read: Callable[[SliceSpec, torch.dtype], SliceState] | None = None
-    role: str = "state"
-    submission: int = 0
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        try:
-            begun = build_replica(run).flat.flat if self.read is None else None
-            plans, pool = plans_of(run), open_pool(run.slab)
-            plan = plans.slices[partition]
-            if begun is not None:
-                state = SliceState(begun[plan.start : plan.stop].cpu())
-            else:
-                assert self.read is not None
-                state = self.read(plan, plans.dtype)
-        except (DamagedCheckpoint, ModelError) as error:
-            yield pickle.dumps(error)
+    try:
+        begun = build_replica(run).flat.flat if read is None else None
+        plans, pool = plans_of(run), open_pool(run.slab)
+        plan = plans.slices[partition]
+        if begun is not None:
+            state = SliceState(begun[plan.start : plan.stop].cpu())
         else:
-            handle = first_version(pool, state, self.submission, self.role)
-            yield pickle.dumps(SliceReport(partition, pool.node_id, handle))
+            assert read is not None
+            state = read(plan, plans.dtype)
+    except (DamagedCheckpoint, ModelError) as error:
+        return error
+    return SliceReport(partition, pool.node_id, first_version(pool, state, submission, role))
 
 
-@dataclass(frozen=True)
-class PublishWeights:
+def publish_weights(
+    states: tuple[SliceHandle, ...],
+    node_ids: tuple[str, ...],
+    everything: bool,
+    partition: int,
+    frames: Iterable[bytes],
+) -> Iterator[bytes]:
     """Body over the owner RDD if replicas are on other nodes: send weights to each replica."""
-
-    states: tuple[SliceHandle, ...]
-    replica_tokens: tuple[str | None, ...]  # nodes; None: bytes must be sent whatever the node
-    everything: bool = False
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        pool = open_pool(run.slab)
-        handle = self.states[partition]
-        here = handle.node_id == pool.node_id
-        by_reference = encode((partition, here, None))
-        with_bytes = None
-        for replica, node_id in enumerate(self.replica_tokens):
-            if node_id == pool.node_id or not here:
-                yield from send(replica, by_reference)
-                continue
-            if with_bytes is None:
-                with_bytes = version_frame(
-                    pool, partition, handle, plans_of(run).dtype, self.everything
-                )
-            yield from send(replica, with_bytes)
+    run = run_of(frames)
+    pool = open_pool(run.slab)
+    handle = states[partition]
+    here = handle.node_id == pool.node_id
+    by_reference = encode((partition, here, None))
+    with_bytes = None
+    for replica, node_id in enumerate(node_ids):
+        if node_id == pool.node_id or not here:
+            yield from send(replica, by_reference)
+            continue
+        if with_bytes is None:
+            with_bytes = version_frame(pool, partition, handle, plans_of(run).dtype, everything)
+        yield from send(replica, with_bytes)
 
 
-@dataclass(frozen=True)
-class CopyWeights:
-    """Body over the owner RDD: copy the slice's weights that count, for longer than the next
-    iterations.
+def copy_slice(
+    states: tuple[SliceHandle, ...], role: str, submission: int, partition: int, run: RunSpec
+) -> SliceHandle:
+    """Copy the slice's weights that count, for longer than the next iterations.
 
-    Yields the copy's pickled :class:`SliceHandle`. The previous copy of the same role is given up.
+    The previous copy of the same role is given up.
     """
-
-    states: tuple[SliceHandle, ...]
-    role: str
-    submission: int
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        pool = open_pool(run.slab)
-        copy = copy_weights(pool, self.states[partition], self.role, self.submission)
-        yield pickle.dumps(copy)
+    return copy_weights(open_pool(run.slab), states[partition], role, submission)
 
 
-@dataclass(frozen=True)
-class MapSlice:
-    """Body over the owner RDD: call ``use(partition, plan, state)`` on the slice's state.
+def map_slice(
+    states: tuple[SliceHandle, ...],
+    use: Callable[[int, SliceSpec, SliceState], Any],
+    submission: int,
+    partition: int,
+    run: RunSpec,
+) -> Any:
+    """Return ``use(partition, plan, state)`` for the slice's state.
 
-    Yields one frame, the pickled result. A large result is left in a slab with ``submission``, see
-    :func:`left_where_large`.
+    A large result is left in a slab with ``submission``, see :func:`left_where_large`.
     """
-
-    states: tuple[SliceHandle, ...]
-    use: Callable[[int, SliceSpec, SliceState], Any]
-    submission: int
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        pool, plans = open_pool(run.slab), plans_of(run)
-        handle = self.states[partition]
-        state = read_version(pool, handle, plans.dtype)
-        result = self.use(partition, plans.slices[partition], state)
-        for reference in handle.references():
-            pool.check(reference)
-        yield pickle.dumps(left_where_large(pool, result, self.submission))
+    pool, plans = open_pool(run.slab), plans_of(run)
+    handle = states[partition]
+    state = read_version(pool, handle, plans.dtype)
+    result = use(partition, plans.slices[partition], state)
+    for reference in handle.references():
+        pool.check(reference)
+    return left_where_large(pool, result, submission)
 
 
-@dataclass(frozen=True)
-class ReadParts:
+def read_parts(
+    parts: Mapping[int, Reference], partition: int, frames: Iterable[bytes]
+) -> Iterator[bytes]:
     """Body over the owner RDD: the owners that ``parts`` names each yield one frame of raw bytes."""
-
-    parts: Mapping[int, Reference]
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        run = run_of(frames)
-        if partition in self.parts:
-            yield read_part(open_pool(run.slab), self.parts[partition])
+    run = run_of(frames)
+    if partition in parts:
+        yield read_part(open_pool(run.slab), parts[partition])
 
 
 def run_of(frames: Iterable[bytes]) -> RunSpec:
@@ -219,57 +201,41 @@ def run_of(frames: Iterable[bytes]) -> RunSpec:
     return next(pickle.loads(frame) for frame in list(frames) if frame)
 
 
-@dataclass(frozen=True)
-class PrepareReplica:
+def prepare_replica(
+    recipe: RecipeSource, partition: int, frames: Iterable[bytes]
+) -> Iterator[bytes]:
     """Body of the replica RDD: write the recipe to the node; yields one frame, the replica's handle."""
-
-    recipe: RecipeSource
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        for frame in list(frames):
-            handle: ReplicaHandle = pickle.loads(frame)
-            self.recipe.install(handle.run)
-            yield frame
+    for frame in list(frames):
+        recipe.install(pickle.loads(frame).run)
+        yield frame
 
 
-@dataclass(frozen=True)
-class CheckReplica:
+def check_replica(built: Description, partition: int, pairs: Pairs) -> Iterator[bytes]:
     """Body over (replica, samples) pairs: build the replica and compare it with the driver's model.
 
     Yields a pickled (node id, comparison with ``built``, whether the samples are on this node).
     If building fails because of a user's mistake, the exception takes the place of the comparison.
     """
-
-    built: Description
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        for replica, samples in list(pairs):
-            run = pickle.loads(replica).run
-            node_id = open_pool(run.slab).node_id
-            found: Compared | UserError
-            try:
-                found = compared(build_replica(run).flat.module, self.built)
-            except UserError as error:
-                found = error
-            except ModuleNotFoundError as error:
-                found = model_needs(error, "the executors")
-            yield pickle.dumps((node_id, found, lies_here(pickle.loads(samples), node_id)))
+    for replica, samples in list(pairs):
+        run = pickle.loads(replica).run
+        node_id = open_pool(run.slab).node_id
+        found: Compared | UserError
+        try:
+            found = compared(build_replica(run).flat.module, built)
+        except UserError as error:
+            found = error
+        except ModuleNotFoundError as error:
+            found = model_needs(error, "the executors")
+        yield pickle.dumps((node_id, found, lies_here(pickle.loads(samples), node_id)))
 
 
-@dataclass(frozen=True)
-class PadFrames:
-    """Body over (replica, samples) pairs: pad the one pair to the number of frames in ``counts``.
+def pad_frames(count: int, partition: int, pairs: Pairs) -> Iterator[bytes]:
+    """Body over (replica, samples) pairs: pad the one pair to ``count`` frames.
 
     It can then be zipped with weights.
     """
-
-    counts: Sequence[int]
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        for replica, samples in pairs:
-            yield pickle.dumps((replica, samples))
-            for _ in range(self.counts[partition] - 1):
-                yield b""
+    for pair in pairs:
+        yield from counted_frames(pickle.dumps(pair), count)
 
 
 @dataclass(frozen=True)
@@ -288,7 +254,8 @@ class ReplicaContext:
 
     @staticmethod
     def open(
-        body: AtReplicas | AtReplicasWithWeights,
+        states: tuple[SliceHandle, ...],
+        checksums: tuple[int, ...] | None,
         replica: bytes,
         samples: bytes,
         arrived: RemoteWeights,
@@ -299,13 +266,10 @@ class ReplicaContext:
         :meth:`fault` says whether all of it is here.
         """
         handle: ReplicaHandle = pickle.loads(replica)
-        checksum = handle.checksum if body.checksums is None else body.checksums[handle.index]
-        pool = open_pool(handle.run.slab)
-        mine = copies.get(pool.node_id, {})
-        found = pickle.loads(samples)
-        return ReplicaContext(
-            handle.run, handle.index, found, checksum, body.states, mine, arrived, pool
-        )
+        run, index, pool = handle.run, handle.index, open_pool(handle.run.slab)
+        checksum = handle.checksum if checksums is None else checksums[index]
+        mine, found = copies.get(pool.node_id, {}), pickle.loads(samples)
+        return ReplicaContext(run, index, found, checksum, states, mine, arrived, pool)
 
     @property
     def near(self) -> tuple[SliceHandle, ...]:
@@ -365,36 +329,37 @@ class ReplicaContext:
 ReplicaTask = Callable[[ReplicaContext], Iterator[bytes]]
 
 
-@dataclass(frozen=True)
-class AtReplicas:
-    """Body over (replica, samples) pairs: run ``task`` at each, with weights by reference."""
+def at_replicas(
+    task: ReplicaTask,
+    states: tuple[SliceHandle, ...],
+    checksums: tuple[int, ...] | None,
+    copies: NodeCopies,
+    partition: int,
+    pairs: Pairs,
+) -> Iterator[bytes]:
+    """Body over (replica, samples) pairs: run ``task`` at each, with weights by reference.
 
-    task: ReplicaTask
-    states: tuple[SliceHandle, ...]
-    checksums: tuple[int, ...] | None = None  # if not of the training samples
-    copies: NodeCopies = field(default_factory=dict)
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        for replica, samples in list(pairs):
-            yield from self.task(ReplicaContext.open(self, replica, samples, {}, self.copies))
+    ``checksums`` are those of the samples, if they are not the training samples.
+    """
+    for replica, samples in list(pairs):
+        yield from task(ReplicaContext.open(states, checksums, replica, samples, {}, copies))
 
 
-@dataclass(frozen=True)
-class AtReplicasWithWeights:
-    """Body like :class:`AtReplicas`, with the weights of other nodes as bytes from zipped frames."""
-
-    task: ReplicaTask
-    states: tuple[SliceHandle, ...]
-    checksums: tuple[int, ...] | None = None
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        padded, frames, clock = b"", [], Clock()
-        for pad, frame in pairs:
-            padded = padded or pad
-            frames.append(frame)
-        replica, samples = pickle.loads(padded)
-        dtype = plans_of(pickle.loads(replica).run).dtype
-        arrived = dict(found for found in (read_frame(f, dtype) for f in frames) if found)
-        context = ReplicaContext.open(self, replica, samples, arrived, {})
-        clock.lap("fetch")
-        yield from self.task(replace(context, waited=clock.seconds["fetch"]))
+def at_replicas_with_weights(
+    task: ReplicaTask,
+    states: tuple[SliceHandle, ...],
+    checksums: tuple[int, ...] | None,
+    partition: int,
+    pairs: Pairs,
+) -> Iterator[bytes]:
+    """Body like :func:`at_replicas`, with the weights of other nodes as bytes from zipped frames."""
+    padded, frames, clock = b"", [], Clock()
+    for pad, frame in pairs:
+        padded = padded or pad
+        frames.append(frame)
+    replica, samples = pickle.loads(padded)
+    dtype = plans_of(pickle.loads(replica).run).dtype
+    arrived = dict(found for found in (read_frame(f, dtype) for f in frames) if found)
+    context = ReplicaContext.open(states, checksums, replica, samples, arrived, {})
+    clock.lap("fetch")
+    yield from task(replace(context, waited=clock.seconds["fetch"]))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -117,46 +117,40 @@ def _handle(step: IterationMessage, replica: int) -> ResidualHandle | None:
     return step.residuals[replica] if step.residuals else None
 
 
-@dataclass(frozen=True)
-class WithResiduals:
+def with_residuals(
+    handles: tuple[ResidualHandle | None, ...],
+    use: Callable[[int, ByParameter], Any],
+    context: ReplicaContext,
+) -> Iterator[bytes]:
     """Task at each replica: call ``use(replica, residuals)``.
 
     Yields one frame, a pickled (replica, result); the result is None if the replica has no
     residuals yet.
     """
-
-    handles: tuple[ResidualHandle | None, ...]
-    use: Callable[[int, ByParameter], Any]
-
-    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
-        handle, result = self.handles[context.index], None
-        if handle is not None:
-            result = self.use(context.index, read_residuals(context.pool, handle))
-            context.pool.check(handle.reference)
-        yield pickle.dumps((context.index, result))
+    handle, result = handles[context.index], None
+    if handle is not None:
+        result = use(context.index, read_residuals(context.pool, handle))
+        context.pool.check(handle.reference)
+    yield pickle.dumps((context.index, result))
 
 
-@dataclass(frozen=True)
-class InitialResiduals:
+def initial_residuals(
+    read: ReadResiduals, submission: int, context: ReplicaContext
+) -> Iterator[bytes]:
     """Task at each replica: write the residuals that ``read(replica)`` returns.
 
     Yields one frame, a pickled (replica, handle or None), or (replica, exception) if ``read``
     raises DamagedCheckpoint.
     """
-
-    read: ReadResiduals
-    submission: int = 0
-
-    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
-        result: ResidualHandle | Exception | None = None
-        try:
-            kept = self.read(context.index)
-        except DamagedCheckpoint as error:
-            result = error
-        else:
-            if kept is not None:
-                result = write_residuals(context.pool, context.index, None, kept, self.submission)
-        yield pickle.dumps((context.index, result))
+    result: ResidualHandle | Exception | None = None
+    try:
+        kept = read(context.index)
+    except DamagedCheckpoint as error:
+        result = error
+    else:
+        if kept is not None:
+            result = write_residuals(context.pool, context.index, None, kept, submission)
+    yield pickle.dumps((context.index, result))
 
 
 BORROW_FROM = 1 << 20
@@ -164,48 +158,39 @@ BORROW_FROM = 1 << 20
 than copying them first."""
 
 
-@dataclass(frozen=True)
-class ForwardBackward:
-    """Task at a replica: run it for one iteration, and send a frame to each slice's owner."""
+def send_gradients(
+    step: IterationMessage, nodes: Nodes | None, context: ReplicaContext
+) -> Iterator[bytes]:
+    """Task at a replica: run it for one iteration, and send a frame to each slice's owner.
 
-    step: IterationMessage
-    nodes: Nodes | None = None  # if they sum first: gradients stay here, frames go to them
-
-    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
-        nodes = self.nodes
-        sent = compute_sections(context, self.step, nodes)
-        if nodes is not None:
-            yield from offered(context.index, nodes, [header for header, _ in sent])
-        else:
-            for n, (header, payload) in enumerate(sent):
-                yield from send(n, encode(header, payload))
+    If ``nodes`` sum first, gradients stay here and frames go to them.
+    """
+    sent = compute_sections(context, step, nodes)
+    if nodes is not None:
+        yield from offered(context.index, nodes, [header for header, _ in sent])
+    else:
+        for n, (header, payload) in enumerate(sent):
+            yield from send(n, encode(header, payload))
 
 
-@dataclass(frozen=True)
-class OneStageTask:
-    """Task at a replica: run an iteration as one task per replica, without a shuffle.
+def leave_gradients(step: IterationMessage, context: ReplicaContext) -> Iterator[bytes]:
+    """Task at a replica: run it for one iteration, and leave its gradients in slabs of this node.
 
-    The task applies the pending gradients of the iteration before to all slices. Then it runs
-    forward and backward, and leaves its own gradients pending in turn. Every replica computes the
-    same update, equal to the owners' bit for bit. This is for models so small that it costs less
-    than a stage.
+    If gradients of the iteration before are pending, the task first applies these to all slices.
+    Every replica computes the same update, equal to the owners' bit for bit. This is for models so
+    small that it costs less than a stage.
 
     Yields one frame, a pickled :class:`OneStageReport`.
     """
-
-    step: IterationMessage
-
-    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
-        step = self.step
-        reports: tuple[SliceReport, ...] = ()
-        if step.pending is not None and context.fault() is None:
-            reports = tuple(apply_pending(step, n, context.run) for n in range(context.run.slices))
-            new = tuple(report.state for report in reports if report.state is not None)
-            assert len(new) == context.run.slices
-            if not step.reads:
-                context = replace(context, states=new)
-        headers = tuple(header for header, _ in compute_sections(context, step))
-        yield pickle.dumps(OneStageReport(headers, reports))
+    reports: tuple[SliceReport, ...] = ()
+    if step.pending is not None and context.fault() is None:
+        reports = tuple(apply_pending(step, n, context.run) for n in range(context.run.slices))
+        new = tuple(report.state for report in reports if report.state is not None)
+        assert len(new) == context.run.slices
+        if not step.reads:
+            context = replace(context, states=new)
+    headers = tuple(header for header, _ in compute_sections(context, step))
+    yield pickle.dumps(OneStageReport(headers, reports))
 
 
 Sent = tuple[GradientHeader, torch.Tensor | None]
@@ -349,25 +334,18 @@ def _headers(
     ]
 
 
-@dataclass(frozen=True)
-class Score:
+def score_samples(
+    scorer: Scorer, batch_spec: BatchSpec, batch_size: int, context: ReplicaContext
+) -> Iterator[bytes]:
     """Task at a replica with validation samples: score them.
 
     Yields one frame, a pickled (replica, states) or (replica, fault); none without samples.
     """
-
-    scorer: Scorer
-    batch_spec: BatchSpec
-    batch_size: int
-
-    def __call__(self, context: ReplicaContext) -> Iterator[bytes]:
-        fault = context.fault()
-        if fault is not None:
-            yield pickle.dumps((context.index, fault))
-        elif context.samples.num_rows:
-            label_output(f"replica {context.index}, validation")
-            partition = open_partition(context.samples)
-            states = score_partition(
-                context.replica(), partition, self.scorer, self.batch_spec, self.batch_size
-            )
-            yield cloudpickle.dumps((context.index, states))  # a metric may be defined in __main__
+    fault = context.fault()
+    if fault is not None:
+        yield pickle.dumps((context.index, fault))
+    elif context.samples.num_rows:
+        label_output(f"replica {context.index}, validation")
+        partition = open_partition(context.samples)
+        states = score_partition(context.replica(), partition, scorer, batch_spec, batch_size)
+        yield cloudpickle.dumps((context.index, states))  # a metric may be defined in __main__

@@ -11,19 +11,10 @@ a partition describes its content; the bytes follow in frames of bounded length,
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from sparkdl.engines.shuffle.replica_context import run_of
-from sparkdl.engines.shuffle.store import copy_residuals, write_copy
-from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport
-from sparkdl.slab.pool import Reference, frames_of, num_frames, open_pool
-
-if TYPE_CHECKING:
-    from sparkdl.engines.shuffle.replica_context import ReplicaContext
-    from sparkdl.replica.run import RunSpec
-from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +25,18 @@ from sparkdl.engines.delivery import ValidationSet, Wanted, bring, most_at_once,
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.messages import Version
 from sparkdl.engines.shuffle.placement import Placement
-from sparkdl.engines.shuffle.replica_context import MapSlice, ReadParts
-from sparkdl.engines.shuffle.replica_tasks import Score, WithResiduals
-from sparkdl.engines.shuffle.store import weights_at
+from sparkdl.engines.shuffle.replica_context import (
+    Pairs,
+    ReplicaContext,
+    map_slice,
+    read_parts,
+    run_of,
+)
+from sparkdl.engines.shuffle.replica_tasks import score_samples, with_residuals
+from sparkdl.engines.shuffle.store import copy_residuals, weights_at, write_copy
 from sparkdl.loop.engine import CURRENT
-from sparkdl.replica.iteration import Fault
-from sparkdl.slab.pool import Left
+from sparkdl.replica.iteration import Fault, ResidualHandle, SliceHandle, SliceReport
+from sparkdl.slab.pool import Left, Reference, frames_of, num_frames, open_pool
 from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.spark.failures import faults_explained
 from sparkdl.spark.frames import collect_frames, map_frames, stage_name
@@ -77,26 +74,20 @@ def _references(handles: Sequence[SliceHandle]) -> list[Reference]:
     return [reference for handle in handles for reference in handle.references()]
 
 
-@dataclass(frozen=True)
-class RestoreSlice:
+def restore_slice(submission: int, partition: int, pairs: Pairs) -> Iterator[bytes]:
     """Body over (snapshot, owner) pairs: write the slice's state into this node's slabs.
 
     Yields a pickled pair: a :class:`SliceReport`, and the handle of the best weights or None.
     ``submission`` is the submission of the buffers.
     """
-
-    submission: int
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        owner, handles, frames = _opened(pairs)
-        run: RunSpec = pickle.loads(owner)
-        pool = open_pool(run.slab)
-        roles = zip(("state", "best"), handles, strict=False)
-        found = [write_copy(pool, handle, frames, role, self.submission) for role, handle in roles]
-        best = found[1] if len(found) > 1 else None
-        for _ in frames:
-            pass
-        yield pickle.dumps((SliceReport(partition, pool.node_id, found[0]), best))
+    owner, handles, frames = _opened(pairs)
+    pool = open_pool(pickle.loads(owner).slab)
+    roles = zip(("state", "best"), handles, strict=False)
+    found = [write_copy(pool, handle, frames, role, submission) for role, handle in roles]
+    best = found[1] if len(found) > 1 else None
+    for _ in frames:
+        pass
+    yield pickle.dumps((SliceReport(partition, pool.node_id, found[0]), best))
 
 
 @dataclass(frozen=True)
@@ -118,28 +109,22 @@ class TakeResidual:
             yield b""
 
 
-@dataclass(frozen=True)
-class RestoreResidual:
+def restore_residual(submission: int, partition: int, pairs: Pairs) -> Iterator[bytes]:
     """Body over (padded replica, snapshot) pairs: write a replica's residuals into this node's slabs.
 
     Yields a pickled (replica, handle or None).
     """
-
-    submission: int
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        pair, (replica, kept), frames = _opened((frame, pair) for pair, frame in pairs)
-        run: RunSpec = pickle.loads(pickle.loads(pair)[0]).run
-        handle = None
-        if kept is not None:
-            nbytes = kept.reference.nbytes
-            handle = copy_residuals(open_pool(run.slab), replica, nbytes, frames, self.submission)
-        for _ in frames:
-            pass
-        yield pickle.dumps((replica, handle))
+    pair, (replica, kept), frames = _opened((frame, pair) for pair, frame in pairs)
+    handle = None
+    if kept is not None:
+        pool = open_pool(pickle.loads(pickle.loads(pair)[0]).run.slab)
+        handle = copy_residuals(pool, replica, kept.reference.nbytes, frames, submission)
+    for _ in frames:
+        pass
+    yield pickle.dumps((replica, handle))
 
 
-def _opened(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[bytes, Any, Iterator[bytes]]:
+def _opened(pairs: Pairs) -> tuple[bytes, Any, Iterator[bytes]]:
     """Return the first right element (a slice or a replica), the first frame unpickled, and the rest.
 
     Read the others to the end, so that Spark keeps the Python worker.
@@ -171,7 +156,8 @@ class StateReader:
         samples = validation.samples
         rdd = samples.rdd
         assert rdd is not None
-        task = Score(accompanied(validation.scorer), validation.batch_spec, validation.batch_size)
+        scorer, how = accompanied(validation.scorer), (validation.batch_spec, validation.batch_size)
+        task = partial(score_samples, scorer, *how)
         checksums = tuple(handle.checksum for handle in samples.handles)
 
         def submit() -> tuple[dict[int, Any], list[Fault]]:
@@ -214,7 +200,7 @@ class StateReader:
         Large results come back like the weights.
         """
         with faults_explained("reading the state"):
-            task = MapSlice(states, use, submission)
+            task = partial(map_slice, states, use, submission)
             results = self._placement.at_slices(task, "read the state")
         for number, result in enumerate(results):
             if isinstance(result, Left):
@@ -234,7 +220,7 @@ class StateReader:
         if not any(residuals):
             return []
         with faults_explained("reading the replicas' residuals"):
-            task = WithResiduals(tuple(residuals), use)
+            task = partial(with_residuals, tuple(residuals), use)
             found = dict(self._placement.at_replicas(task, "read the replicas' residuals"))
         return [found[m] for m, handle in enumerate(residuals) if handle is not None]
 
@@ -268,7 +254,7 @@ class StateReader:
 
     def _deliver(self, wanted: Sequence[Wanted], doing: str, stage: str) -> None:
         def read(parts: Mapping[int, Reference]) -> list[bytes]:
-            return collect_frames(map_frames(self._placement.slice_rdd, ReadParts(parts)))
+            return collect_frames(map_frames(self._placement.slice_rdd, partial(read_parts, parts)))
 
         far = not_here(self._resources.slab, wanted)
         if far:

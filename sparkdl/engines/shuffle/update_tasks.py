@@ -12,7 +12,6 @@ replica. Each function is safe to call twice: it reads the newest version and wr
 
 from __future__ import annotations
 
-import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,26 +19,24 @@ from typing import Any
 
 import torch
 
-from sparkdl.codec.packed import decode, encode
+from sparkdl.codec.packed import encode
 from sparkdl.engines.shuffle.messages import (
     STATE_FOREIGN,
     GradientHeader,
     IterationMessage,
     ReducedHeader,
 )
-from sparkdl.engines.shuffle.node_reduce import ReportSink, to_driver
-from sparkdl.engines.shuffle.replica_context import run_of
+from sparkdl.engines.shuffle.node_reduce import Frame, ReportSink, read_pairs
 from sparkdl.engines.shuffle.store import next_version
 from sparkdl.replica.iteration import Clock, Fault, SliceHandle, SliceReport
 from sparkdl.replica.run import RunSpec, plans_of
 from sparkdl.slab.pool import Pool, Reference, open_pool, released
 from sparkdl.slices.reduce import ReducedGradient, merge_buffers
 from sparkdl.slices.section import Section, SectionLayout, open_section, section_nbytes
-from sparkdl.slices.update import SliceUpdater
+from sparkdl.slices.spec import SliceState
+from sparkdl.slices.update import SliceUpdater, UpdateResult
 from sparkdl.spark.frames import send
 
-Frame = tuple[Any, memoryview]
-"""The header of a frame and its payload."""
 _scratch: OrderedDict[tuple[str, int], torch.Tensor] = OrderedDict()
 _KEEP = 2
 
@@ -127,37 +124,50 @@ def synchronize(
     found = read_sections(step, partition, run, frames)
     if isinstance(found, SliceReport):
         return found
-    owner, pool, sections = found.updater, found.pool, found.sections
-    with next_version(
-        pool, found.state, owner.dtype, step.submission, step.oldest_needed
-    ) as versions:
+    dtype, submission = found.updater.dtype, step.submission
+    with next_version(found.pool, found.state, dtype, submission, step.oldest_needed) as versions:
         old, new, to = versions
-        known, squares = None, [0.0]
-        if owner.clips_norm:
-            known = owner.reduce(sections, old.weights, scratch_tensor(run, owner))
-            squares = [owner.squared_norm(known)]
-            clock.lap("reduce")
-        updated = owner.update(
-            old,
-            new,
-            sections,
-            step.hyperparameters,
-            known=known,
-            squares=squares,
-            loss=found.loss,
-            seed=step.update_seed(run.seed),
-            shown=owner.plan.parameters if step.histograms else (),
-        )
+        updated = update_alone(step, run, found, old, new, clock)
         found.check()
         handle = to.seal(new)
-    clock.lap("update")
-    return replace(
-        found.report,
-        state=handle,
-        seconds=clock.seconds,
-        norm=updated.norm,
-        histograms=updated.histograms,
+    return _updated(found.report, handle, updated, clock)
+
+
+def update_alone(
+    step: IterationMessage,
+    run: RunSpec,
+    found: ReadSections,
+    old: SliceState,
+    new: SliceState,
+    clock: Clock,
+) -> UpdateResult:
+    """Make version t+1 of a slice that needs no norm of others."""
+    owner, known, squares = found.updater, None, [0.0]
+    if owner.clips_norm:
+        known = owner.reduce(found.sections, old.weights, scratch_tensor(run, owner))
+        squares = [owner.squared_norm(known)]
+        clock.lap("reduce")
+    return owner.update(
+        old,
+        new,
+        found.sections,
+        step.hyperparameters,
+        known=known,
+        squares=squares,
+        loss=found.loss,
+        seed=step.update_seed(run.seed),
+        shown=owner.plan.parameters if step.histograms else (),
     )
+
+
+def _updated(
+    report: SliceReport, state: SliceHandle, updated: UpdateResult, clock: Clock
+) -> SliceReport:
+    """Return the report of a slice with its new version."""
+    clock.lap("update")
+    seconds = {**report.seconds, **clock.seconds}
+    norm, histograms = updated.norm, updated.histograms
+    return replace(report, state=state, seconds=seconds, norm=norm, histograms=histograms)
 
 
 def buffer_size(nbytes: int, *sections: SectionLayout) -> int:
@@ -184,7 +194,10 @@ def scratch_tensor(run: RunSpec, owner: SliceUpdater) -> torch.Tensor:
 def reduce_slice(
     step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
 ) -> ReducedHeader:
-    """Reduce slice ``partition`` into a slab, and return a header with its part of the norm."""
+    """Reduce slice ``partition`` into a slab, and return a header with its part of the norm.
+
+    This is done if the global norm must be known before the update.
+    """
     clock = Clock()
     found = read_sections(step, partition, run, frames)
     if isinstance(found, SliceReport):
@@ -235,11 +248,8 @@ def update_slice(
         absent=mine.absent,
     )
     state = step.states[partition]
-    with next_version(pool, state, owner.dtype, step.submission, step.oldest_needed) as (
-        old,
-        new,
-        to,
-    ):
+    with next_version(pool, state, owner.dtype, step.submission, step.oldest_needed) as versions:
+        old, new, to = versions
         updated = owner.update(
             old,
             new,
@@ -253,14 +263,7 @@ def update_slice(
         )
         pool.check(mine.reference)
         handle = to.seal(new)
-    clock.lap("update")
-    return replace(
-        report,
-        state=handle,
-        seconds={**report.seconds, **clock.seconds},
-        norm=updated.norm,
-        histograms=updated.histograms,
-    )
+    return _updated(report, handle, updated, clock)
 
 
 @torch.no_grad()
@@ -284,72 +287,32 @@ def _write(
     place.buffers.copy_(merged[owner.plan.buffers_start :])
 
 
-@dataclass(frozen=True)
-class SliceTask:
-    """Body of a stage over the slices: read the frames for slice n, and do what a subclass does."""
-
-    step: IterationMessage
-
-    def __call__(self, partition: int, pairs: Iterable[tuple[bytes, bytes]]) -> Iterator[bytes]:
-        yield from self.work(partition, *_read(pairs))
-
-    def work(self, n: int, frames: list[Frame], run: RunSpec) -> Iterator[bytes]:
-        raise NotImplementedError
+def at_slice(
+    work: Callable[[int, RunSpec, list[Frame]], Any],
+    tell: ReportSink,
+    partition: int,
+    pairs: Iterable[tuple[bytes, bytes]],
+) -> Iterator[bytes]:
+    """Body over (frame, owner) pairs: ``tell`` the result of ``work(partition, run, frames)``."""
+    frames, run = read_pairs(pairs)
+    yield from tell(work(partition, run, frames), run)
 
 
-@dataclass(frozen=True)
-class Synchronize(SliceTask):
-    """Body of the synchronization stage: reduce slice n, update it, and write version t+1."""
-
-    tell: ReportSink = to_driver
-
-    def work(self, n: int, frames: list[Frame], run: RunSpec) -> Iterator[bytes]:
-        yield from self.tell(synchronize(self.step, n, run, frames), run)
-
-
-class Reduce(SliceTask):
-    """Body of the reduction stage, which exists if the global norm must be known before the update.
-
-    It reduces slice n into a slab, and sends every slice its part of the norm.
-    """
-
-    def work(self, n: int, frames: list[Frame], run: RunSpec) -> Iterator[bytes]:
-        header = reduce_slice(self.step, n, run, frames)
-        yield from send(n, encode(header))
-        told = encode(ReducedHeader(n, header.squares))
-        for other in range(run.slices):
-            if other != n:
-                yield from send(other, told)
+def to_slices(header: ReducedHeader, run: RunSpec) -> Iterator[bytes]:
+    """Send a slice the header of its reduced gradient, and every other one its part of the norm."""
+    yield from send(header.index, encode(header))
+    told = encode(ReducedHeader(header.index, header.squares))
+    for other in range(run.slices):
+        if other != header.index:
+            yield from send(other, told)
 
 
-@dataclass(frozen=True)
-class Update(SliceTask):
-    """Body of the update stage after :class:`Reduce`: clip by the global norm and update slice n."""
-
-    tell: ReportSink = to_driver
-
-    def work(self, n: int, frames: list[Frame], run: RunSpec) -> Iterator[bytes]:
-        frames.sort(key=lambda frame: frame[0].index)
-        headers = [header for header, _ in frames]
-        yield from self.tell(update_slice(self.step, n, run, headers), run)
-
-
-def _read(pairs: Iterable[tuple[bytes, bytes]]) -> tuple[list[Frame], RunSpec]:
-    frames, owner = [], b""
-    for frame, record in pairs:
-        frames.append(decode(frame))
-        owner = owner or record
-    return frames, pickle.loads(owner)
-
-
-@dataclass(frozen=True)
-class AtOwner:
-    """Body over the owner RDD: yield the pickled result of ``work(partition, run)``."""
-
-    work: Callable[[int, RunSpec], Any]
-
-    def __call__(self, partition: int, frames: Iterable[bytes]) -> Iterator[bytes]:
-        yield pickle.dumps(self.work(partition, run_of(frames)))
+def update_arrived(
+    step: IterationMessage, partition: int, run: RunSpec, frames: list[Frame]
+) -> SliceReport:
+    """Update a slice with the headers of :func:`to_slices`."""
+    headers = sorted((header for header, _ in frames), key=lambda header: header.index)
+    return update_slice(step, partition, run, headers)
 
 
 def reduce_pending(step: IterationMessage, partition: int, run: RunSpec) -> ReducedHeader:

@@ -7,6 +7,7 @@ import resource
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,14 @@ from nodes_here import Machine
 from sparkdl.engines import delivery
 from sparkdl.engines.delivery import bring, not_here
 from sparkdl.engines.gang.snapshots import SnapshotFiles
-from sparkdl.engines.shuffle.replica_context import CopyWeights, MapSlice, ReadParts, Recount
-from sparkdl.engines.shuffle.state_reads import RestoreSlice, TakeSnapshot
+from sparkdl.engines.shuffle.replica_context import (
+    at_owner,
+    copy_slice,
+    map_slice,
+    read_parts,
+    recount,
+)
+from sparkdl.engines.shuffle.state_reads import TakeSnapshot, restore_slice
 from sparkdl.errors import StaleReferenceError
 from sparkdl.slab import pool
 from sparkdl.slab.pool import (
@@ -133,9 +140,8 @@ def machine(tmp_path, monkeypatch):
 
 def test_a_snapshot_is_made_of_short_frames_and_brings_all_of_the_state_back(machine) -> None:
     expected = machine.content()
-    kept = machine.stage(
-        CopyWeights(machine.states, "best", machine.submission), machine.owners, machine.slices
-    )
+    copy = partial(copy_slice, machine.states, "best", machine.submission)
+    kept = machine.stage(partial(at_owner, copy), machine.owners, machine.slices)
     best = tuple(pickle.loads(frame) for (frame,) in kept)
     states, machine.states = machine.states, best
     weights = machine.content()
@@ -145,8 +151,8 @@ def test_a_snapshot_is_made_of_short_frames_and_brings_all_of_the_state_back(mac
     assert max(len(frame) for frames in taken for frame in frames[1:]) == 100
     machine.plain()
     elsewhere = "ba"  # the owners' places are others now
-    owners = machine.stage(Recount(task.count), machine.owners, machine.slices)
-    restore = RestoreSlice(machine.submission + 1)
+    owners = machine.stage(partial(recount, task.count), machine.owners, machine.slices)
+    restore = partial(restore_slice, machine.submission + 1)
     found = machine.stage(restore, machine.zip(taken, owners), elsewhere)
     reports = [pickle.loads(frame) for (frame,) in found]
     machine.states, machine.slices = tuple(report.state for report, _ in reports), elsewhere
@@ -157,9 +163,10 @@ def test_a_snapshot_is_made_of_short_frames_and_brings_all_of_the_state_back(mac
 
 def test_a_packed_slice_is_left_on_its_node(machine, monkeypatch) -> None:
     monkeypatch.setattr(pool, "LARGE_BYTES", 100)
-    (frame,), _ = machine.stage(MapSlice(machine.states, PackSlice(), 9), machine.owners, "ab")
+    work = partial(map_slice, machine.states, PackSlice(), 9)
+    (frame,), _ = machine.stage(partial(at_owner, work), machine.owners, "ab")
     left = pickle.loads(frame)
-    asked = ReadParts({0: left.reference})
+    asked = partial(read_parts, {0: left.reference})
     (found,), none = machine.stage(asked, machine.owners, "ab")
     assert unpack(found).state.weights.numpy().tobytes() == machine.content()[0]
     assert none == []

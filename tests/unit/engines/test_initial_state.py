@@ -19,11 +19,11 @@ from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.data.samples import SampleSet
 from sparkdl.engines.local.engine import LocalEngine
 from sparkdl.engines.shuffle.replica_context import (
-    CheckReplica,
-    InitialState,
-    PrepareReplica,
-    PrepareSlice,
     RecipeSource,
+    check_replica,
+    initial_state,
+    prepare_replica,
+    prepare_slice,
 )
 from sparkdl.engines.shuffle.store import load_weights, map_weights
 from sparkdl.errors import ModelError, StaleReferenceError
@@ -50,19 +50,18 @@ class Process:
         source = RecipeSource(cloudpickle.dumps(recipe))
         handle = pickle.dumps(ReplicaHandle(self.run, 0, 0))
         samples = pickle.dumps(SampleHandle("", (), "", 0, (), 0))
-        self.seat = (next(PrepareReplica(source)(0, [handle])), samples)
-        self.owners = [list(PrepareSlice(self.run, source, 1)(n, [])) for n in range(SLICES)]
+        self.seat = (next(prepare_replica(source, 0, [handle])), samples)
+        self.owners = [list(prepare_slice(self.run, source, 1, n, [])) for n in range(SLICES)]
         self.submissions = 0
 
     def begin(self) -> list[SliceReport]:
         """The first version of each slice, as the owners write it."""
         self.submissions += 1
-        task = InitialState(submission=self.submissions)
-        return [pickle.loads(next(task(n, iter(self.owners[n])))) for n in range(SLICES)]
+        return [initial_state(None, "state", self.submissions, n, self.run) for n in range(SLICES)]
 
     def digest(self) -> str:
         """Of the initial weights, as a replica tells it to the driver."""
-        return pickle.loads(next(CheckReplica({})(0, iter([self.seat]))))[1].digest
+        return pickle.loads(next(check_replica({}, 0, iter([self.seat]))))[1].digest
 
     def bytes(self, states: list[SliceHandle]) -> list[bytes]:
         return [open_pool(self.run.slab).read(state.weights).tobytes() for state in states]

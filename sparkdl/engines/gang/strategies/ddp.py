@@ -209,10 +209,6 @@ class InnerSteps(GradientSum):
         self._vector.count(dense)
         return super().sections(rows, weights)
 
-    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        flat = self._vector.sum(self._live.recipe.options.wire_dtype)
-        return flat, self._vector.absent
-
     def committed(self) -> None:
         """Keep the state of this rank's optimizer for the next iteration."""
         if self._moved is not None:
@@ -323,8 +319,6 @@ see docs/internals/engine-notes.md."""
 class FlatAllReduce(SummedGradients):
     """A single sum after backward, for a model that would hardly fill a bucket."""
 
-    _factor = 0.0
-
     @staticmethod
     def suits(live: LiveReplica, strategy: DDP) -> bool:
         """Return whether the model is small enough.
@@ -340,25 +334,10 @@ class FlatAllReduce(SummedGradients):
         return not strategy.static_graph and nbytes <= min(AT_ONCE, strategy.bucket_cap_mb * 2**20)
 
     def run_pass(
-        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock, parts: int = 0
     ) -> Passed:
         before, self._factor = factors(self._live, share)
-        seed, scale = work.seed(), work.step.loss_scale
-        return forward_backward(self._live, batch, seed, scale, clock, share=before, by_rows=True)
-
-    def not_finite(self) -> str:
-        dense = self._gradients.dense
-        flat = self._vector.filled(dense, self._factor)
-        self._vector.count(dense if self._factor else [None] * len(dense))
-        wire, ranks = self._live.recipe.options.wire_dtype, dist.get_world_size()
-        if can_be_summed(flat if wire is None else flat.to(wire), ranks):
-            return ""
-        return first_not_finite(self._live, self._gradients, self._factor, wire, ranks)
-
-    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        """Sum the gradients over the ranks."""
-        flat = self._vector.sum(self._live.recipe.options.wire_dtype)
-        return flat, self._vector.absent
+        return super().run_pass(work, batch, before, clock)
 
 
 class BucketedDDP(SummedGradients):
@@ -369,15 +348,17 @@ class BucketedDDP(SummedGradients):
         self._sum = distributed(build.live, self._spare, strategy)
 
     def run_pass(
-        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock, parts: int = 0
     ) -> Passed:
         before, after = factors(self._live, share)
         self._sum.begin(after)
-        seed, scale = work.seed(), work.step.loss_scale
-        return forward_backward(self._live, batch, seed, scale, clock, share=before, by_rows=True)
+        return super().run_pass(work, batch, before, clock)
 
     def not_finite(self) -> str:
         return self._sum.not_finite
+
+    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
+        return self._vector.filled(self._gradients.dense), self._gradients.absent
 
 
 def distributed(live: LiveReplica, spare: MiniBatch, strategy: DDP) -> WeightedSum:

@@ -29,9 +29,8 @@ from torch.distributed.fsdp import (
 
 from sparkdl.collectives.direct import DirectReduceScatter, all_reduce
 from sparkdl.engines.gang.model_group import synchronise
-from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import SummedGradients, can_be_summed, first_not_finite
+from sparkdl.engines.gang.strategies.summed import SummedGradients
 from sparkdl.model.buffers import PRECISIONS, TrainingOptions
 from sparkdl.model.flat import local
 from sparkdl.model.recipe import LiveReplica, with_tensors
@@ -184,10 +183,12 @@ def _copied(unit: nn.Module, inputs: object, output: object) -> object:
 class ShardedSync(SummedGradients):
     """Gradients that ``fully_shard`` sums and scatters. See the note above."""
 
+    _sums, _gathers = False, True
+
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        self._mesh, self._model_group = build.mesh, build.model_group()
-        self._sums = [build.groups.along(name) for name in ("shard", "data")]
+        self._model_group = build.model_group()
+        self._whole = [build.groups.along(name) for name in ("shard", "data")]
         live = build.live
         # Torch sets a unit up at its first call; if that is an evaluation, the unit cannot train
         forward_backward(live, self._spare, 0, 1.0, Clock(), share=0.0, by_rows=True)
@@ -195,29 +196,16 @@ class ShardedSync(SummedGradients):
         live.flat.refresh()
 
     def run_pass(
-        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock, parts: int = 0
     ) -> Passed:
         accumulate = self._live.recipe.options.accumulate
         parts = min(accumulate, max(stop - start for start, stop in work.step.rows))
-        scale = work.step.loss_scale
-        passed = forward_backward(
-            self._live, batch, work.seed(), scale, clock, share=share, parts=parts, by_rows=True
-        )
-        sum_whole(self._live, self._sums)
+        passed = super().run_pass(work, batch, share, clock, parts)
+        sum_whole(self._live, self._whole)
+        self._factor = 1.0  # sums, which other ranks' rows are part of
         return passed
 
-    def not_finite(self) -> str:
-        """Return the parameter whose summed gradient is not finite in this rank's rows, or ""."""
-        if can_be_summed(self._vector.filled(self._gradients.dense), 1):
-            return ""
-        return first_not_finite(self._live, self._gradients)
-
-    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        return self._vector.vector, self._gradients.absent
-
     def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:
-        counts = gathered_counts(batches)
-        assert self._model_group is not None
-        result = self._model_group.scored(counts, score, self._mesh.most(counts), outputs)
+        result = super().scored(batches, score, outputs)
         let_go(self._live.flat.module)
         return result

@@ -39,7 +39,7 @@ from sparkdl.engines.gang.rank_messages import gathered_counts, receive, send
 from sparkdl.engines.gang.rank_state import needs_all_losses
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankPass, RankStrategy
 from sparkdl.engines.gang.strategies.fsdp import let_go, numbers_of, sum_whole
-from sparkdl.engines.gang.strategies.summed import CopySync
+from sparkdl.engines.gang.strategies.summed import GradientSum
 from sparkdl.engines.gang.strategies.tensor import settle
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.parallel.base import Mesh
@@ -115,15 +115,6 @@ class StagePlacement:
         return frozenset(n for n, p in enumerate(self.places) if p == place)
 
 
-@dataclass(frozen=True)
-class PipelineBuild:
-    """The result of splitting a model into pipeline stages."""
-
-    live: LiveReplica  # parameters of other ranks' stages are empty
-    stages: list[StageModule]
-    placement: StagePlacement
-
-
 class StageRelay:
     """The transfer of values through the pipeline stages in turn, for validation and to find shapes.
 
@@ -140,9 +131,9 @@ class StageRelay:
         live: LiveReplica,
     ) -> None:
         mesh = placement.mesh
-        self._placement, self._stages, self._rank = placement, stages, rank
-        self._group, self._live = group, live
-        self._ranks, self._column = mesh.model_group(rank), mesh.along(rank, "pipe")
+        self.placement, self.stages, self.rank, self.live = placement, stages, rank, live
+        self._group, self._ranks = group, mesh.model_group(rank)
+        self.members = mesh.along(rank, "pipe")
         live.flat.module.forward = self._there_and_back
 
     def scored(
@@ -154,42 +145,42 @@ class StageRelay:
     ) -> Any:
         result = None
         for member in self._ranks:
-            if member == self._rank:
+            if member == self.rank:
                 result = score()
             else:
-                with evaluating(self._live.flat.module):
+                with evaluating(self.live.flat.module):
                     for _ in range(counts[member]):
                         self._passed(member, None)
         for _ in range(most - sum(counts[r] for r in self._ranks)):
-            with evaluating(self._live.flat.module):
+            with evaluating(self.live.flat.module):
                 self._passed(self._ranks[0], spare)
         return result
 
     def _there_and_back(self, *inputs: Any) -> Any:
         """Return the model's output for this rank's inputs."""
-        return self._passed(self._rank, inputs)
+        return self._passed(self.rank, inputs)
 
     def _passed(self, source: int, value: Any) -> Any:
         """Send a value of rank ``source`` through all stages, and return the output on that rank."""
-        mesh, column = self._placement.mesh, self._column
+        mesh, column = self.placement.mesh, self.members
         for head in mesh.along(self._ranks[0], "tensor"):
             value = self.moved(value, source, head)
         before = column[0]
-        for number in range(self._placement.count):
+        for number in range(self.placement.count):
             here = column[number % len(column)]
             value = self.moved(value, before, here)
-            if self._rank == here:
-                value = (self._stages[number](*value),)
+            if self.rank == here:
+                value = (self.stages[number](*value),)
             before = here
         value = self.moved(value, mesh.along(source, "pipe")[-1], source)
-        return value[0] if self._rank == source else None
+        return value[0] if self.rank == source else None
 
     def moved(self, value: Any, source: int, to: int) -> Any:
         """Return the ``value`` of rank ``source`` on rank ``to``; other ranks return their argument."""
-        if source == to or self._rank not in (source, to):
+        if source == to or self.rank not in (source, to):
             return value
-        device = self._live.device
-        if self._rank == source:
+        device = self.live.device
+        if self.rank == source:
             send(value, to, self._group, device)
             return value
         return receive(source, self._group, device)
@@ -207,20 +198,14 @@ class Schedules:
 
     def __init__(
         self,
-        stages: Mapping[int, StageModule],
-        placement: StagePlacement,
+        relay: StageRelay,
         strategy: Pipeline,
-        members: Sequence[int],
-        rank: int,
         pipe: dist.ProcessGroup | None,
-        in_turn: StageRelay,
-        live: LiveReplica,
         like: Sequence[torch.Tensor],
         loss: Callable[[Any, torch.Tensor], torch.Tensor],
     ) -> None:
-        self._stages, self._placement, self._strategy = stages, placement, strategy
-        self._members, self._rank, self._pipe = members, rank, pipe
-        self._in_turn, self._live, self._like, self._loss = in_turn, live, like, loss
+        self._relay, self._strategy, self._pipe, self._like = relay, strategy, pipe, like
+        self._loss = loss
         self._made: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._known: OrderedDict[int, Shapes] = OrderedDict()
 
@@ -230,10 +215,10 @@ class Schedules:
         if key in self._made:
             self._made.move_to_end(key)
             return self._made[key]
-        placement, device = self._placement, self._live.device
+        placement, device = self._relay.placement, self._relay.live.device
         stages = [
             PipelineStage(
-                self._stages[number],
+                self._relay.stages[number],
                 number,
                 placement.count,
                 device,
@@ -276,28 +261,28 @@ class Schedules:
         Inputs and outputs are tensors without values. They are found by running the stage, which
         leaves no traces.
         """
-        found = []
+        found, relay = [], self._relay
+        members = relay.members
         # contiguous, as mini-batches are: some versions of torch compare the strides
         value: Any = tuple(t[:1].expand(rows, *t.shape[1:]).contiguous() for t in self._like)
-        with buffers_kept(self._live.flat.module), seeded(0), torch.enable_grad():
-            for number in range(self._placement.count):
-                here = self._members[number % len(self._members)]
+        with buffers_kept(relay.live.flat.module), seeded(0), torch.enable_grad():
+            for number in range(relay.placement.count):
+                here = members[number % len(members)]
                 if number:
-                    before = self._members[(number - 1) % len(self._members)]
-                    value = self._in_turn.moved(value, before, here)
-                if self._rank == here:
+                    value = relay.moved(value, members[(number - 1) % len(members)], here)
+                if relay.rank == here:
                     inputs = tuple(map(self._made_up, value)) if number else value
-                    outputs = as_tuple(self._stages[number].try_inputs(inputs))
+                    outputs = as_tuple(relay.stages[number].try_inputs(inputs))
                     value = tuple((tuple(t.shape), str(t.dtype), t.requires_grad) for t in outputs)
                     found.append((number, _bare(inputs), _bare(outputs)))
-        for stage in self._stages.values():
+        for stage in relay.stages.values():
             let_go(stage)
         return found
 
     def _made_up(self, known: tuple[tuple[int, ...], str, bool]) -> torch.Tensor:
         shape, dtype, requires_grad = known
         kind = getattr(torch, dtype.removeprefix("torch."))
-        tensor = torch.zeros(shape, dtype=kind, device=self._live.device)
+        tensor = torch.zeros(shape, dtype=kind, device=self._relay.live.device)
         return tensor.requires_grad_(requires_grad)
 
 
@@ -316,45 +301,39 @@ def _bare(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     )
 
 
-class PipelineSync(CopySync):
+class PipelineSync(GradientSum):
     """Gradients of the stages of a pipeline. See the note above."""
 
     _model_group: ModelGroup
 
-    def __init__(self, build: Build, staged: PipelineBuild, strategy: Pipeline) -> None:
-        super().__init__(build)
-        rank, groups = build.rank, build.groups
+    def __init__(
+        self,
+        build: Build,
+        stages: Sequence[StageModule],
+        placement: StagePlacement,
+        strategy: Pipeline,
+    ) -> None:
+        super().__init__(build, copies=True)
+        rank, groups, mesh = build.rank, build.groups, build.mesh
         self._needs_all_losses = needs_all_losses(build.state, build.setup.sums)
-        self._strategy, self._placement = strategy, staged.placement
-        self._stages = dict(zip(staged.placement.stages(rank), staged.stages, strict=True))
-        self._pipe, self._alike = groups.along("pipe"), groups.along("data")
-        mesh = staged.placement.mesh
-        self._shard = groups.along("shard")
+        self._strategy, self._placement = strategy, placement
+        self._stages = dict(zip(placement.stages(rank), stages, strict=True))
+        self._pipe, self._shard = groups.along("pipe"), groups.along("shard")
         self._gathers = self._shard is not None
         together = self._pipe if groups.along("tensor") is None else None  # None: all ranks
-        self._model_group = ModelGroup(
-            mesh, rank, together, staged.live, self._spare, build.near_rows()
-        )
-        self._in_turn = StageRelay(staged.placement, self._stages, rank, together, staged.live)
-        self._members = mesh.along(rank, "pipe")
-        self._heads, self._tails = (mesh.along(self._members[place], "tensor") for place in (0, -1))
-        self._tail = self._members[-1]
+        near = build.near_rows()
+        self._model_group = ModelGroup(mesh, rank, together, self._live, self._spare, near)
+        self._in_turn = StageRelay(placement, self._stages, rank, together, self._live)
+        members = self._in_turn.members
+        self._heads, self._tails = (mesh.along(members[place], "tensor") for place in (0, -1))
+        self._tail = members[-1]
         self._drawing = mesh.along(rank, "tensor")[0]
         self._parts: list[tuple[MiniBatch, float]] = []
-        self._factor = 1.0
+        self._scale = 1.0
         self._losses: list[tuple[torch.Tensor, float]] = []
         self._found: float | None = None
         self._schedules = Schedules(
-            self._stages,
-            staged.placement,
-            strategy,
-            self._members,
-            rank,
-            self._pipe,
-            self._in_turn,
-            staged.live,
-            self._spare.inputs,
-            self._loss,
+            self._in_turn, strategy, self._pipe, self._spare.inputs, self._loss
         )
         if self._gathers:  # torch sets a unit up at its first call, see ShardedSync
             self._schedules.prepare({len(self._spare)})
@@ -365,7 +344,7 @@ class PipelineSync(CopySync):
         work, batches, weights, clock = rank_pass
         counts = self._model_group.counts(work, weights)
         # shards are summed over all pipelines, of which others may have rows
-        own, self._counts = self._rank in counts, bool(counts) or self._gathers
+        own, self._factor = self._rank in counts, float(bool(counts) or self._gathers)
         self._counted(0.0, weights, 0.0)
         live, scale = self._live, work.step.loss_scale
         live.train()
@@ -384,7 +363,7 @@ class PipelineSync(CopySync):
             inputs = bring.inputs(counts, here, self._heads)
             whole = MiniBatch(inputs, *bring.targets(counts, here, self._tails))
             clock.lap("data")
-            self._factor, self._losses, self._found = scale / sum(weights), [], None
+            self._scale, self._losses, self._found = scale / sum(weights), [], None
             with seeded(replace(work, replica=self._drawing).seed()):
                 self._flow(whole, runs)
             total = self._model_group.weight(weights)
@@ -456,9 +435,9 @@ class PipelineSync(CopySync):
         if count is not None:  # see [Note: sums are divided twice]
             self._losses.append((value.detach(), 1.0))
             self._found = count + (self._found or 0.0)
-            return value * self._factor
+            return value * self._scale
         self._losses.append((value.detach(), weight))
-        return value * (weight * self._factor)
+        return value * (weight * self._scale)
 
     @property
     def loss_rank(self) -> int:
@@ -577,8 +556,7 @@ class PipelineRank(RankStrategy[Pipeline]):
             stage.compute_as(build.live)
 
     def gradients(self, build: Build) -> GradientSync:
-        staged = PipelineBuild(build.live, self._stages, self._placement)
-        return PipelineSync(build, staged, self._strategy)
+        return PipelineSync(build, self._stages, self._placement, self._strategy)
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sparkdl.collectives import direct
 from sparkdl.engines.gang.model_group import ModelGroup
+from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankPass
 from sparkdl.model.flat import Layout
 from sparkdl.model.loss import is_step
 from sparkdl.model.recipe import LiveReplica
-from sparkdl.replica.compute import MiniBatch, Passed, Spare, idle, padding_pass, passes_together
+from sparkdl.replica.compute import (
+    MiniBatch,
+    Passed,
+    Spare,
+    forward_backward,
+    idle,
+    padding_pass,
+    passes_together,
+)
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import Gradients, ReplicaIteration, take_gradients, to_mini_batch
 from sparkdl.slices.section import NOTHING, SPARE, Section, sums_up
@@ -73,26 +82,33 @@ class GradientVector:
 
 
 class GradientSum(GradientSync):
-    """The work of a rank on the gradients of an iteration, if torch sums them.
-
-    ``_counts`` tells whether the rows of the last pass had any weight.
-    """
+    """The work of a rank on the gradients of an iteration, if torch sums them."""
 
     _model_group: ModelGroup | None = None
     """The model-parallel group of this rank, if it has one."""
+    _group: dist.ProcessGroup | None = None
+    """The ranks over which gradients are summed after the pass; None: all."""
+    _sums = True
+    """False if the pass leaves gradients that are sums already."""
+    _factor = 1.0
+    """The factor for the gradients after the pass. 0: ignore them, they are those of spare rows."""
 
-    def __init__(self, build: Build) -> None:
+    def __init__(self, build: Build, copies: bool = False) -> None:
         """Create the gradient vector and prepare the spare rows.
 
-        A rank without rows takes part in the sums with these, with a weight of 0.
+        A rank without rows takes part in the sums with these, with a weight of 0. ``copies`` says
+        that gradients are summed over the copies of a split model.
         """
+        if copies:
+            self._group = build.groups.along("data")
+            self._sums = self._group is not None
         super().__init__(build.rank)
         live = self._live = build.live
         self._plans = build.plans
         rows = to_mini_batch(build.spare, live, training=False)
         self._spare = Spare(rows.inputs, rows.targets)
         self._vector = GradientVector(live.flat.layout, live.flat.flat.device)
-        self._gradients, self._counts, self._total = Gradients([], {}), False, 0.0
+        self._gradients, self._total = Gradients([], {}), 0.0
 
     def _counted(self, count: float, weights: Sequence[float], own: float) -> None:
         """Set the count of this rank from ``count``, which the pass found for all rows of its group.
@@ -143,12 +159,31 @@ class GradientSum(GradientSync):
             ]
         return sections
 
+    def not_finite(self) -> str:
+        """Return the name of a parameter whose gradient on this rank cannot be summed, or "".
+
+        This puts the gradients into the vector.
+        """
+        if not self._factor:
+            self._gradients = Gradients([None] * len(self._live.flat.parameters), {})
+        dense, wire, ranks = self._gradients.dense, None, 1
+        flat = self._vector.filled(dense, self._factor)
+        if self._sums:
+            self._vector.count(dense)
+            wire, ranks = self._live.recipe.options.wire_dtype, dist.get_world_size(self._group)
+        if can_be_summed(flat if wire is None else flat.to(wire), ranks):
+            return ""
+        return first_not_finite(self._live, self._gradients, self._factor, wire, ranks)
+
     def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        """Return the gradients in one vector, and the parameters without one.
+        """Return the summed gradients in one vector, and the parameters without one.
 
         The gradients that are kept separately may be freed by this.
         """
-        return self._vector.filled(self._gradients.dense), self._gradients.absent
+        if not self._sums:
+            return self._vector.vector, self._gradients.absent
+        flat = self._vector.sum(self._live.recipe.options.wire_dtype, self._group)
+        return flat, self._vector.absent
 
     def _buffers(self, size: int) -> list[torch.Tensor]:
         """Return the buffers of every rank, as they lie at the end of a flat vector."""
@@ -162,7 +197,10 @@ class GradientSum(GradientSync):
 
 
 class SummedGradients(GradientSum):
-    """The sum of the gradients of one pass, which subclasses run and look at."""
+    """The sum of the gradients of one pass."""
+
+    _gathers = False
+    """True if all ranks must call the model equally often."""
 
     def compute(self, rank_pass: RankPass) -> tuple[float, str]:
         work, batches, weights, clock = rank_pass
@@ -172,7 +210,7 @@ class SummedGradients(GradientSum):
             batch = self._model_group.together(work, weights, batch)
             work, own = self._model_group.as_one(work), self._model_group.weight(weights)
             clock.lap("data")
-        self._counts = bool(own)
+        self._factor = float(bool(own))
         rows = batch if own else self._in_statistics(batch, total)
         batch = rows or self._spare
         steps = is_step(self._live.loss)
@@ -196,41 +234,19 @@ class SummedGradients(GradientSum):
             return None
         return Spare(batch.inputs, batch.targets)
 
-    @abstractmethod
     def run_pass(
-        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock, parts: int = 0
     ) -> Passed:
-        """Run forward and backward, with each rank's gradients multiplied by its share and summed."""
+        """Run forward and backward, with the loss multiplied by ``share``."""
+        seed, scale, live = work.seed(), work.step.loss_scale, self._live
+        return forward_backward(live, batch, seed, scale, clock, None, share, parts, by_rows=True)
 
-    @abstractmethod
-    def not_finite(self) -> str:
-        """Return the name of a parameter whose gradient has an inf or a NaN, or ""."""
-
-
-class CopySync(GradientSum):
-    """The sum of gradients over the copies of a split model."""
-
-    _alike: dist.ProcessGroup | None = None
-    """The process group of the ranks with the same part of the model."""
-
-    def not_finite(self) -> str:
-        """Return the name of a parameter whose gradient on this rank cannot be summed, or ""."""
-        if not self._counts:  # ignore the gradients of spare rows
-            self._gradients = Gradients([None] * len(self._live.flat.parameters), {})
-        dense, wire, ranks = self._gradients.dense, None, 1
-        flat = self._vector.filled(dense)
-        if self._alike is not None:
-            self._vector.count(dense)
-            wire, ranks = self._live.recipe.options.wire_dtype, dist.get_world_size(self._alike)
-        if can_be_summed(flat if wire is None else flat.to(wire), ranks):
-            return ""
-        return first_not_finite(self._live, self._gradients, wire=wire, ranks=ranks)
-
-    def summed(self) -> tuple[torch.Tensor, frozenset[int]]:
-        if self._alike is None:
-            return self._vector.vector, self._gradients.absent
-        flat = self._vector.sum(self._live.recipe.options.wire_dtype, self._alike)
-        return flat, self._vector.absent
+    def scored(self, batches: int, score: Callable[[], Any], outputs: bool = False) -> Any:
+        if self._model_group is None:
+            return score()
+        counts = gathered_counts(batches)
+        most = self._model_group.most(counts) if self._gathers else 0
+        return self._model_group.scored(counts, score, most, outputs)
 
 
 def factors(live: LiveReplica, share: float) -> tuple[float, float]:

@@ -30,23 +30,15 @@ from torch.utils._pytree import tree_map
 from sparkdl.collectives.direct import all_reduce
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import BuildLock
-from sparkdl.engines.gang.rank_messages import gathered_counts
 from sparkdl.engines.gang.shards import RowLayout
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import CopySync, SummedGradients
+from sparkdl.engines.gang.strategies.summed import SummedGradients
 from sparkdl.errors import ModelError, in_short
 from sparkdl.model.flat import local
 from sparkdl.model.recipe import LiveReplica, Recipe, parts_of
 from sparkdl.parallel.tensor import Tensor, plan_of, without_fused_layers
 from sparkdl.process.determinism import seeded
-from sparkdl.replica.compute import (
-    MiniBatch,
-    Passed,
-    buffers_kept,
-    evaluating,
-    forward_backward,
-    to_tensors,
-)
+from sparkdl.replica.compute import MiniBatch, Passed, buffers_kept, evaluating, to_tensors
 from sparkdl.replica.iteration import Clock
 from sparkdl.replica.step import ReplicaIteration
 
@@ -295,24 +287,19 @@ def settle(live: LiveReplica) -> None:
             parameter.grad = gradient.redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
 
 
-class TensorSync(CopySync, SummedGradients):
+class TensorSync(SummedGradients):
     """Gradients of the parts of layers. See the note above."""
 
     def __init__(self, build: Build) -> None:
-        super().__init__(build)
-        self._model_group, self._alike = build.model_group(), build.groups.along("data")
+        super().__init__(build, copies=True)
+        self._model_group = build.model_group()
 
     def run_pass(
-        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock
+        self, work: ReplicaIteration, batch: MiniBatch, share: float, clock: Clock, parts: int = 0
     ) -> Passed:
-        seed, scale = work.seed(), work.step.loss_scale
-        passed = forward_backward(self._live, batch, seed, scale, clock, share=share, by_rows=True)
+        passed = super().run_pass(work, batch, share, clock)
         settle(self._live)
         return passed
-
-    def scored(self, batches: int, score: Any, outputs: bool = False) -> Any:
-        assert self._model_group is not None
-        return self._model_group.scored(gathered_counts(batches), score, 0)
 
 
 def repeated(live: LiveReplica, mesh: DeviceMesh, place: int) -> frozenset[int]:
