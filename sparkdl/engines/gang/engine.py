@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,14 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.samples import SampleSet, deleted_without_end
 from sparkdl.engines.delivery import AT_ONCE_BYTES, ValidationSet, Wanted, bring, not_here
-from sparkdl.engines.gang.rank import CallMethod, InitRank, frames_of
-from sparkdl.engines.gang.rank_messages import RankConfig, RankReport, RankStatus, RecipeSource
+from sparkdl.engines.gang.rank import CallMethod, frames_of, init_rank
+from sparkdl.engines.gang.rank_messages import (
+    RankConfig,
+    RankReport,
+    RankStatus,
+    RecipeSource,
+    node_id_of,
+)
 from sparkdl.engines.gang.snapshots import BackgroundResult, NodeFiles
 from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, samples_changed, write_again
 from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
@@ -49,31 +56,9 @@ from sparkdl.replica.compare import Description, check_same
 from sparkdl.replica.iteration import Iteration, IterationRows
 from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import Left, Reference
-from sparkdl.slab.root import SlabConfig, open_root
+from sparkdl.slab.root import SlabConfig
 from sparkdl.slices.spec import SliceSpec, SliceState
 from sparkdl.spark.frames import zip_frames
-
-
-@dataclass(frozen=True)
-class FinishedIteration:
-    """The reports of an iteration."""
-
-    results: list[RankReport]
-    seconds: float  # without those of earlier iterations in flight
-    ended: float
-
-
-@dataclass
-class _Asked:
-    iteration: Iteration
-    begun: float
-    results: list[RankReport] | None = None
-    ended: float = 0.0
-
-    def note(self, results: list[RankReport], ended: float) -> list[RankReport]:
-        """Note the reports of the ranks and when the last one came; return the reports."""
-        self.results, self.ended = results, ended
-        return results
 
 
 class InFlight:
@@ -81,42 +66,40 @@ class InFlight:
 
     def __init__(self, gang: RankGroup, step: Callable[[Iteration], IterationRows]) -> None:
         self._gang, self._step = gang, step
-        self._waiting: deque[_Asked] = deque()
+        self._waiting: deque[tuple[Iteration, float]] = deque()  # with when it was asked for
+        self._reports: deque[tuple[list[RankReport], float]] = deque()  # of the first in the queue
         self._ended = 0.0
 
     def ask(self, iterations: Sequence[Iteration]) -> None:
         """Send the ranks those of ``iterations`` that they have not been sent yet."""
-        last = self._waiting[-1].iteration.index if self._waiting else -1
+        last = self._waiting[-1][0].index if self._waiting else -1
         new = [each for each in iterations if each.index > last]
         if new:
             begun = time.monotonic()
             self._gang.send([CallMethod("run", (self._step(each),)) for each in new])
-            self._waiting.extend(_Asked(each, begun) for each in new)
+            self._waiting.extend((each, begun) for each in new)
 
-    def answer(self, iteration: Iteration) -> FinishedIteration:
-        """Wait for the reports of ``iteration``, which must be the oldest in the queue."""
-        now = self._waiting.popleft()
-        assert now.iteration.index == iteration.index
-        results = self._done(now)
-        before, self._ended = self._ended, max(now.ended, self._ended)
-        return FinishedIteration(results, self._ended - max(now.begun, before), self._ended)
+    def answer(self, iteration: Iteration) -> tuple[list[RankReport], float, float]:
+        """Wait for the reports of ``iteration``, which must be the oldest in the queue.
 
-    def settle(self) -> None:
-        """Wait until the ranks have finished all iterations in the queue, and keep their reports."""
-        for asked in self._waiting:
-            self._done(asked)
+        Return these, the seconds that it took beyond those of earlier ones, and when it ended.
+        """
+        self.settle(1)
+        (oldest, begun), (results, ended) = self._waiting.popleft(), self._reports.popleft()
+        assert oldest.index == iteration.index
+        before, self._ended = self._ended, max(ended, self._ended)
+        return results, self._ended - max(begun, before), self._ended
+
+    def settle(self, count: int | None = None) -> None:
+        """Wait until the ranks have finished the first ``count`` iterations in the queue, or all."""
+        for asked, _ in list(self._waiting)[len(self._reports) : count]:
+            doing = f"iteration {asked.index + 1}, epoch {asked.epoch + 1}"
+            self._reports.append(self._gang.answers(doing))
 
     def forget(self) -> None:
         """Clear the queue, because the ranks that were asked no longer exist."""
         self._waiting.clear()
-
-    def _done(self, asked: _Asked) -> list[RankReport]:
-        """Wait for the ranks' reports. All earlier iterations must have been waited for."""
-        if asked.results is None:
-            number, epoch = asked.iteration.index + 1, asked.iteration.epoch + 1
-            doing = f"iteration {number}, epoch {epoch}"
-            return asked.note(*self._gang.answers(doing))
-        return asked.results
+        self._reports.clear()
 
 
 class SliceResults:
@@ -180,7 +163,7 @@ def start_ranks(
     for _ in range(MAX_SUBMISSIONS):
         gang.start()
         setup.recipe.bring(gang, recipe)
-        told = gang.call(InitRank(setup), DOING)
+        told = gang.call(partial(init_rank, setup), DOING)
         raise_first([each for each in told if isinstance(each, UserError)])
         found: list[RankStatus] = told
         if all(all(standing.here) for standing in found):
@@ -218,7 +201,7 @@ def gang_of_rdds(
     frames = samples[0] if len(samples) == 1 else zip_frames(*samples)
     hosting = None
     if min_ranks is not None:
-        hosting = Oversubscription(min_ranks, node_of, NodeHere(resources.slab))
+        hosting = Oversubscription(min_ranks, node_of, partial(node_id_of, resources.slab))
     gang = Gang(resources.context, frames, name, timeout=timeout, profile=profile, hosting=hosting)
     resources.closing(gang)
     return gang, lambda number: write_again(samples[number], resources.slab)
@@ -231,18 +214,6 @@ def node_of(records: list[Any]) -> str:
     """
     handles: list[SampleHandle] = [pickle.loads(frame) for frame in frames_of(records)]
     return next((handle.node_id for handle in handles if handle.num_rows), "")
-
-
-@dataclass(frozen=True)
-class NodeHere:
-    """A callable that returns the id of the node on which it is called."""
-
-    slab: SlabConfig
-
-    def __call__(self) -> str:
-        root = open_root(self.slab, create=True)
-        assert root is not None
-        return root.node_id
 
 
 def raise_first(results: Sequence[Exception | None]) -> None:
@@ -343,18 +314,16 @@ class GangEngine:
         driver.
         """
         self._asked.ask([iteration, *then])
-        answer = self._asked.answer(iteration)
-        done = answer.results
+        done, taken, ended = self._asked.answer(iteration)
         self._writing = any(one.writing for one in done)
         reports = [one.with_loss(done) for one in done]
         slices = sorted((s for one in done for s in one.slices), key=lambda s: s.index)
         seconds = slowest([report.seconds for report in reports])
         working = max(sum(report.seconds.values()) for report in reports)
-        schedule = max(0.0, answer.seconds - working)
-        seconds = {"schedule": schedule, **seconds, "iteration": answer.seconds}
+        seconds = {"schedule": max(0.0, taken - working), **seconds, "iteration": taken}
         taking_part = [report for report in reports if report.count or report.not_finite]
         result = summarize(taking_part, slices, self._layout, seconds)
-        return replace(result, ended=answer.ended)
+        return replace(result, ended=ended)
 
     def _step(self, iteration: Iteration) -> IterationRows:
         return iteration.with_rows(self.plan.rows(iteration.batch))

@@ -259,28 +259,20 @@ class CallMethod:
         return operator.attrgetter(self.method)(member.kept["rank"])(*self.arguments)
 
 
-@dataclass(frozen=True)
-class InitRank:
-    """The first command, which builds the replica.
-
-    Its result is a :class:`RankStatus`, or the user error that was found.
-    """
-
-    setup: RankConfig
-
-    def __call__(self, member: RankContext) -> RankStatus | UserError:
-        torch.set_num_threads(self.setup.run.threads)
-        self.setup.run.numerics.use()
-        member.at_end.callback(put_back)
-        member.at_end.enter_context(generators_lent())
-        try:
-            rank = member.kept["rank"] = Rank(self.setup, member)
-            member.at_end.callback(close_partitions)
-            return rank.standing()
-        except UserError as error:
-            return error
-        except ModuleNotFoundError as error:
-            return model_needs(error, "the ranks")
+def init_rank(setup: RankConfig, member: RankContext) -> RankStatus | UserError:
+    """Build the replica, as the first command; return its status, or the user error that was found."""
+    torch.set_num_threads(setup.run.threads)
+    setup.run.numerics.use()
+    member.at_end.callback(put_back)
+    member.at_end.enter_context(generators_lent())
+    try:
+        rank = member.kept["rank"] = Rank(setup, member)
+        member.at_end.callback(close_partitions)
+        return rank.standing()
+    except UserError as error:
+        return error
+    except ModuleNotFoundError as error:
+        return model_needs(error, "the ranks")
 
 
 class Rank:

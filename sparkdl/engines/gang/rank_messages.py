@@ -21,6 +21,7 @@ import math
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +65,18 @@ class RecipeSource:
         """Write ``recipe`` to a file on each node of the ranks, unless it is inline."""
         if self.inline is not None:
             return
-        node_ids = gang.call(_NodeOf(self.slab), DOING)
+        node_ids = gang.call(partial(node_id_of, self.slab), DOING)
+        first = [node_ids.index(node_id) == rank for rank, node_id in enumerate(node_ids)]
         for start in range(0, len(recipe), PIECE_BYTES):
-            write = _WritePiece(self.slab, recipe[start : start + PIECE_BYTES], start == 0)
-            first = [node_ids.index(node_id) == rank for rank, node_id in enumerate(node_ids)]
-            gang.call_each([write if writes else _Nothing() for writes in first], DOING)
+            piece = recipe[start : start + PIECE_BYTES]
+            pieces = [piece if writes else b"" for writes in first]
+            new = start == 0
+            gang.call_each([partial(_write_piece, self.slab, each, new) for each in pieces], DOING)
 
     def remove(self, gang: RankGroup) -> None:
         """Delete the files. Call this after every rank has built its replica."""
         if self.inline is None:
-            gang.call(_Remove(self.slab), DOING)
+            gang.call(partial(_remove, self.slab), DOING)
 
     def load(self) -> Recipe:
         """Unpickle the recipe, with everything that it contains."""
@@ -83,59 +86,36 @@ class RecipeSource:
             return _checked(pickle.load(file))
 
 
-@dataclass(frozen=True)
-class _NodeOf:
-    """The command that creates the slab root and returns the id of the rank's node."""
-
-    slab: SlabConfig
-
-    def __call__(self, member: RankContext) -> str:
-        root = open_root(self.slab, create=True)
-        assert root is not None
-        return root.node_id
+def node_id_of(slab: SlabConfig, member: RankContext | None = None) -> str:
+    """Create the slab root, and return the id of this node."""
+    root = open_root(slab, create=True)
+    assert root is not None
+    return root.node_id
 
 
-@dataclass(frozen=True)
-class _WritePiece:
-    """The command that appends a piece to the file. The ``first`` piece starts a new file."""
-
-    slab: SlabConfig
-    piece: bytes = field(repr=False)
-    first: bool
-
-    def __call__(self, member: RankContext) -> None:
-        path = _path(self.slab)
-        if self.first:
-            path.unlink(missing_ok=True)
-        try:
-            with open(path, "xb" if self.first else "ab", opener=open_private) as file:
-                file.write(self.piece)
-        except OSError as error:
-            if error.errno != errno.ENOSPC:
-                raise
-            raise SlabFullError(
-                f"no room for the model in {path.parent}. Free space there, or point "
-                "spark.sparkdl.slab.dir at a larger directory."
-            ) from None
+def _write_piece(slab: SlabConfig, piece: bytes, new: bool, member: RankContext) -> None:
+    """Append a piece to the file, or start a ``new`` one; do nothing if the piece is empty."""
+    if not piece:
+        return
+    path = _path(slab)
+    if new:
+        path.unlink(missing_ok=True)
+    try:
+        with open(path, "xb" if new else "ab", opener=open_private) as file:
+            file.write(piece)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise SlabFullError(
+            f"no room for the model in {path.parent}. Free space there, or point "
+            "spark.sparkdl.slab.dir at a larger directory."
+        ) from None
 
 
-@dataclass(frozen=True)
-class _Remove:
-    """The command that deletes the file."""
-
-    slab: SlabConfig
-
-    def __call__(self, member: RankContext) -> None:
-        with contextlib.suppress(OSError):
-            _path(self.slab).unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class _Nothing:
-    """The command that does nothing."""
-
-    def __call__(self, member: RankContext) -> None:
-        pass
+def _remove(slab: SlabConfig, member: RankContext) -> None:
+    """Delete the file."""
+    with contextlib.suppress(OSError):
+        _path(slab).unlink(missing_ok=True)
 
 
 def _path(slab: SlabConfig) -> Path:
