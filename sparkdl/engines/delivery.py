@@ -4,23 +4,36 @@ See [Note: large bytes] in :mod:`sparkdl.slab.pool` for the reasons.
 Slabs on the driver's own node are mapped and read, which takes neither a Spark job nor the JVM.
 Bytes from other nodes come in parts.
 
-The validation samples of a fit, and how an engine scores them.
+The validation samples of a fit, and how an engine scores them; and all else that it is built from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from pyspark import SparkContext
+from torch import nn
 
+from sparkdl.consistency.base import Consistency
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.samples import SampleSet
+from sparkdl.engines.resources import FitResources
 from sparkdl.errors import StaleReferenceError
+from sparkdl.gang.rank_group import StartableGroup
 from sparkdl.metrics.scorer import Scorer
+from sparkdl.model.flat import Layout
+from sparkdl.model.recipe import Recipe
+from sparkdl.parallel.base import ParallelStrategy
+from sparkdl.replica.compare import Description
+from sparkdl.replica.iteration import Decisions
+from sparkdl.replica.run import RunSpec
+from sparkdl.settings import Settings
 from sparkdl.slab.pool import Reference, open_pool
 from sparkdl.slab.root import SlabConfig, open_root
+from sparkdl.spark.frames import is_local
 
 AT_ONCE_BYTES = 32 << 20
 """The largest total size of the parts fetched at once, even if Spark allows larger results."""
@@ -95,3 +108,45 @@ class ValidationSet:
     scorer: Scorer
     batch_spec: BatchSpec
     batch_size: int  # rows of one replica's forward pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInputs:
+    """The inputs that a fit prepares for building an engine."""
+
+    run: RunSpec
+    samples: SampleSet
+    validation: ValidationSet | None
+    recipe: Recipe
+    payload: bytes
+    module: nn.Module
+    layout: Layout
+    built: Description
+    batch_size: int  # rows of an iteration, local steps included
+    consistency: Consistency
+    recorded: Mapping[int, Decisions] | None  # to repeat, by number of the iteration
+    sums: bool
+    resources: FitResources | None  # None inside a gang that one of its ranks leads
+    settings: Settings
+    strategies: Mapping[str, ParallelStrategy]
+    mesh: Mapping[str, int] | None
+    resource_profile: Any
+    min_ranks: int | None  # the fewest tasks of a gang; None: one per rank
+    gang: StartableGroup | None = None
+
+    @property
+    def spark(self) -> FitResources:
+        """Return the resources of a fit in Spark."""
+        assert self.resources is not None
+        return self.resources
+
+    @property
+    def snapshot_seconds(self) -> float | None:
+        """Return the seconds between snapshots; None if there are to be none.
+
+        In local mode no executor can be lost, and in a gang that a rank leads a lost rank ends all of
+        them. In a replay a snapshot would end versions that the history has read.
+        """
+        if self.resources is None or self.recorded is not None or is_local(self.resources.context):
+            return None
+        return self.settings.snapshot_seconds

@@ -15,8 +15,7 @@ from torch import nn
 from sparkdl.codec.describe import describe_trainer, redact
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.samples import SampleSet
-from sparkdl.engines.delivery import ValidationSet
-from sparkdl.engines.registry import EngineInputs
+from sparkdl.engines.delivery import EngineInputs, ValidationSet
 from sparkdl.engines.resources import FitResources
 from sparkdl.errors import TrainingError, counted
 from sparkdl.gang.rank_group import StartableGroup

@@ -152,7 +152,7 @@ def test_a_snapshot_that_cannot_be_taken_stops_no_training(parts, caplog, monkey
     rows = parts(12, 12)
     run = trainer_of(optimizer=partial(Dated, lr=0.1))
     expected = replace(run, engine="local", slices=1).fit(rows)
-    monkeypatch.setattr("sparkdl.engines.registry.is_local", lambda context: False)
+    monkeypatch.setattr("sparkdl.engines.delivery.is_local", lambda context: False)
     settings = Settings(progress="false", snapshot_seconds=0.0)
     monkeypatch.setattr(SessionFacts, "settings", settings)
     with caplog.at_level("WARNING", logger="sparkdl"):

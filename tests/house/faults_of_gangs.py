@@ -17,8 +17,8 @@ OF_GANGS = {
     ),
     "what all parts of a layer have counts for each": (
         "engines/gang/strategies/tensor.py",
-        "if place == 0:",
-        "if place >= 0:",
+        'if build.mesh.place(rank, "tensor") != 0:',
+        'if build.mesh.place(rank, "tensor") < 0:',
         "gang/test_strategies.py",
     ),
     "micro-batches of a pipeline count alike": (

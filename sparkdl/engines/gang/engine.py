@@ -24,15 +24,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from pyspark import RDD
-from pyspark.resource import ResourceProfile
 
 from sparkdl.codec.packed import ByParameter
-from sparkdl.data.batches import Batch
+from sparkdl.data.batches import preview_batch
 from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import SampleHandle
+from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet, deleted_without_end
-from sparkdl.engines.delivery import AT_ONCE_BYTES, ValidationSet, Wanted, bring, not_here
+from sparkdl.engines.delivery import AT_ONCE_BYTES, EngineInputs, Wanted, bring, not_here
 from sparkdl.engines.gang.rank import CallMethod, frames_of, init_rank
 from sparkdl.engines.gang.rank_messages import (
     RankConfig,
@@ -42,7 +41,7 @@ from sparkdl.engines.gang.rank_messages import (
     node_id_of,
 )
 from sparkdl.engines.gang.snapshots import BackgroundResult, NodeFiles
-from sparkdl.engines.resources import MAX_SUBMISSIONS, FitResources, samples_changed, write_again
+from sparkdl.engines.resources import MAX_SUBMISSIONS, samples_changed, write_again
 from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.oversubscribe import Oversubscription
@@ -50,11 +49,12 @@ from sparkdl.gang.rank_group import RankGroup, StartableGroup
 from sparkdl.gang.slots import too_few
 from sparkdl.loop.advance import IterationResult, slowest, summarize
 from sparkdl.loop.engine import CURRENT, ReadResiduals, ReadState, StateWork, StateWorkResult
-from sparkdl.model.flat import Layout
-from sparkdl.parallel.plan import ParallelPlan
-from sparkdl.replica.compare import Description, check_same
+from sparkdl.model.loss import ClassLoss, Loss
+from sparkdl.parallel.plan import parallel_of
+from sparkdl.process.determinism import seeded
+from sparkdl.replica.compare import check_same
+from sparkdl.replica.compute import to_tensors
 from sparkdl.replica.iteration import Iteration, IterationRows
-from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import Left, Reference
 from sparkdl.slab.root import SlabConfig
 from sparkdl.slices.spec import SliceSpec, SliceState
@@ -186,25 +186,44 @@ def start_ranks(
     return tuple(each.node_id for each in locations)
 
 
-def gang_of_rdds(
-    resources: FitResources,
-    name: str,
-    samples: Sequence[RDD],
-    timeout: float | None,
-    profile: ResourceProfile | None = None,
-    min_ranks: int | None = None,
-) -> tuple[Gang, Callable[[int], None]]:
-    """Return a gang for the partitions of samples, and what places these again.
-
-    ``min_ranks`` is the smallest number of task slots that is enough; None: one for each rank.
-    """
+def gang_of_rdds(inputs: EngineInputs) -> tuple[StartableGroup, Callable[[int], None]]:
+    """Return a gang for the partitions of samples, and what places these again."""
+    resources, fewest = inputs.spark, inputs.min_ranks
+    sets = [inputs.samples, *([] if inputs.validation is None else [inputs.validation.samples])]
+    samples = [each.rdd for each in sets if each.rdd is not None]
     frames = samples[0] if len(samples) == 1 else zip_frames(*samples)
     hosting = None
-    if min_ranks is not None:
-        hosting = Oversubscription(min_ranks, node_of, partial(node_id_of, resources.slab))
-    gang = Gang(resources.context, frames, name, timeout=timeout, profile=profile, hosting=hosting)
+    if fewest is not None:
+        hosting = Oversubscription(fewest, node_of, partial(node_id_of, resources.slab))
+    gang = Gang(
+        resources.context,
+        frames,
+        f"{inputs.run.slab.name}-gang",
+        timeout=inputs.settings.timeout,
+        profile=inputs.resource_profile,
+        hosting=hosting,
+    )
     resources.closing(gang)
     return gang, lambda number: write_again(samples[number], resources.slab)
+
+
+def _stay(number: int) -> None:
+    """Raise an error: a rank that has written its samples itself finds them."""
+    raise StateLostError("the samples of a rank are no longer on its node.")
+
+
+def _labels_differ(loss: Loss, samples: SampleSet) -> bool:
+    """Return whether ``loss`` may weigh labels unequally, so that replicas' shares differ."""
+    how = ClassLoss.of(loss)
+    if how is None or not how.averages or samples.num_labels != 1:
+        return False
+    # For integers, the preview holds the smallest and the largest value of all samples.
+    label = samples.preview[samples.num_features]
+    if isinstance(label, Ragged) or label.ndim > 1 or how.weight is not None:
+        return label.dtype.kind != "f"
+    if label.dtype.kind == "i":
+        return bool(label.min() <= how.ignored <= label.max())
+    return label.dtype.kind == "u"
 
 
 def node_of(records: list[Any]) -> str:
@@ -245,39 +264,41 @@ class InBackground:
 class GangEngine:
     """The engine that trains on a gang of ranks. See the note in :mod:`sparkdl.engines.gang.rank`."""
 
-    def __init__(
-        self,
-        gang: StartableGroup,
-        place_again: Callable[[int], None],
-        samples: SampleSet,
-        validation: ValidationSet | None,
-        layout: Layout,
-        run: RunSpec,
-        recipe: bytes,
-        built: Description,
-        spare: Batch,
-        batch_size: int,
-        parallel: ParallelPlan,
-        weighted_batches: bool,
-        sums: bool,
-    ) -> None:
+    def __init__(self, inputs: EngineInputs) -> None:
         """Create the engine without starting the ranks.
 
         The record of a rank has the handle of its training samples or, with validation, a pair of
         handles. ``place_again`` has samples placed again that do not lie on the nodes of their
         ranks: 0 for those of the training, 1 for those of the validation.
         """
-        self.plan = EpochPlan(samples.counts, batch_size)
-        self._layout, self._run, self._validation = layout, run, validation
-        checksums = tuple(handle.checksum for handle in samples.handles)
-        self._recipe, source = recipe, RecipeSource.of(run.slab, recipe)
+        run, samples, recipe = inputs.run, inputs.samples, inputs.recipe
+        how = replace(run.batch_spec, augment=recipe.augment)
+        with seeded(run.seed):
+            spare = preview_batch(how, samples.preview, augment=True)
+        parallel = parallel_of(inputs.strategies, inputs.mesh, run.replicas)
+        parallel = parallel.planned(inputs.module, to_tensors(spare.inputs), recipe.options)
+        self._gang, self._place_again = (
+            (inputs.gang, _stay) if inputs.gang else gang_of_rdds(inputs)
+        )
+        self.plan = EpochPlan(samples.counts, inputs.batch_size)
+        self._layout, self._validation, self._recipe = (
+            inputs.layout,
+            inputs.validation,
+            inputs.payload,
+        )
         self._setup = RankConfig(
-            run, source, built, spare, checksums, parallel, weighted_batches, sums
+            run,
+            RecipeSource.of(run.slab, inputs.payload),
+            inputs.built,
+            spare,
+            tuple(handle.checksum for handle in samples.handles),
+            parallel,
+            recipe.options.weighted or _labels_differ(recipe.loss, samples),
+            inputs.sums,
         )
         self._node_ids: tuple[str, ...] = ()
         self._writing = False
         self._results = SliceResults(self._call, run.slab, run.slices)
-        self._gang, self._place_again = gang, place_again
         self._asked = InFlight(self._gang, self._step)
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,47 +19,23 @@ from sparkdl.replica.run import OpenRun, RunSpec
 from sparkdl.replica.step import writes_early
 from sparkdl.slices.optimizer_step import wants_loss
 from sparkdl.slices.spec import SliceSpec, SliceState
-from sparkdl.slices.update import SliceUpdater
 
 States = dict[int, SliceState]
 """States by slice number."""
 
 
-class RankState(Protocol):
-    """The state that a rank holds. All ranks call its methods at the same time."""
-
-    live: LiveReplica
-    slices: list[SliceSpec]  # of the whole state, as code outside the gang knows them
-    owners: dict[int, SliceUpdater]  # what this rank updates; states and best have the same keys
-    counted: dict[int, SliceUpdater]  # the parameters in owners that no earlier rank updates
-    first: bool  # no earlier rank updates the same slices
-    states: States
-    best: States
-
-    def begin(self) -> None:
-        """Begin with the recipe's weights."""
-
-    def place(self, slices: States) -> None:
-        """Continue from these states of the slices that this rank owns."""
-
-    def place_best(self, slices: States) -> None:
-        """Place the weights that are kept as the best."""
-
-    def keep_best(self) -> None:
-        """Keep a copy of the current weights as the best."""
-
-    def share(self) -> None:
-        """Copy the updated weights to the ranks and devices that compute with them."""
-
-    def as_slices(self, states: States) -> States:
-        """Return ``states`` or ``best`` as the slices that this rank owns, on the CPU."""
-
-
-class ReplicatedState:
-    """The state of a model that each rank holds whole.
+class RankState:
+    """The state that a rank holds, here of a model that it has whole.
 
     There is either one slice, which all ranks own, or one for each rank. If the live replica's flat
-    vector is on the device that updates it, the weights in ``states`` are views of it.
+    vector is on the device that updates it, the weights in ``states`` are views of it. All ranks call
+    the methods at the same time.
+
+    Attributes:
+        slices: The slices of the whole state, as code outside the gang knows them.
+        owners: What this rank updates. ``states`` and ``best`` have the same keys.
+        counted: The parameters in ``owners`` that no earlier rank updates.
+        first: Whether no earlier rank updates the same slices.
     """
 
     def __init__(self, live: LiveReplica, run: RunSpec, rank: int) -> None:
@@ -73,10 +48,12 @@ class ReplicatedState:
         self.best: States = {}
 
     def begin(self) -> None:
+        """Begin with the recipe's weights."""
         flat = self.live.flat.flat
         self.place({n: SliceState(flat[part_of(self.slices[n])].clone()) for n in self.owners})
 
     def place(self, slices: States) -> None:
+        """Continue from these states of the slices that this rank owns."""
         flat = self.live.flat.flat
         sums = writes_early(self.live) or self.live.recipe.options.keeps_own
         home = flat.device if sums else torch.device("cpu")
@@ -89,12 +66,16 @@ class ReplicatedState:
         self.share()
 
     def place_best(self, slices: States) -> None:
+        """Place the weights that are kept as the best."""
         self.best = slices
 
     def keep_best(self) -> None:
-        self.best = copies_of_weights(self.states)
+        """Keep a copy of the current weights as the best."""
+        states = self.states.items()
+        self.best = {n: SliceState(weights_of(state, CURRENT).clone()) for n, state in states}
 
     def share(self) -> None:
+        """Copy the updated weights to the ranks and devices that compute with them."""
         flat = self.live.flat.flat
         for n, state in self.states.items():
             if state.weights.device != flat.device:
@@ -104,6 +85,7 @@ class ReplicatedState:
         self.live.flat.refresh()
 
     def as_slices(self, states: States) -> States:
+        """Return ``states`` or ``best`` as the slices that this rank owns, on the CPU."""
         return {n: on_cpu(state) for n, state in states.items()}
 
 
@@ -116,11 +98,6 @@ def needs_all_losses(held: RankState, sums: bool) -> bool:
     kinds = [type(o) for owner in owners for o in owner.optimizer.schedule_targets()]
     leaves_out = options.on_nan == "skip" or options.scales_loss
     return leaves_out or sums or any(wants_loss(kind) for kind in kinds)  # type: ignore[arg-type]
-
-
-def copies_of_weights(states: States) -> States:
-    """Return states with copies of the weights that count alone."""
-    return {n: SliceState(weights_of(state, CURRENT).clone()) for n, state in states.items()}
 
 
 @contextlib.contextmanager

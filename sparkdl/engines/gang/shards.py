@@ -19,7 +19,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sparkdl.codec.packed import ALIGNMENT, join_files, split_files
 from sparkdl.engines.gang.rank_messages import exchange_bytes, gathered_values
-from sparkdl.engines.gang.rank_state import (
-    States,
-    broadcast_parts,
-    copies_of_weights,
-    on_cpu,
-    part_of,
-)
+from sparkdl.engines.gang.rank_state import RankState, States, broadcast_parts, on_cpu, part_of
 from sparkdl.errors import DamagedCheckpoint
 from sparkdl.model.flat import Layout, TensorRange
 from sparkdl.model.recipe import LiveReplica
@@ -237,21 +231,6 @@ def unpacked(data: memoryview) -> Iterator[StoredSlice]:
     return map(unpack, split_files(data))
 
 
-class Turned(Protocol):
-    """A conversion between a rank's part as torch splits it and rows of every parameter.
-
-    Code outside the strategy knows rows only. All ranks call the methods at the same time.
-    """
-
-    layout: Layout
-
-    def by_rows(self, state: SliceState) -> SliceState:
-        """Return this rank's rows, from the parts of all ranks."""
-
-    def as_cut(self, state: SliceState) -> SliceState:
-        """Return this rank's part, from the rows of all ranks."""
-
-
 @dataclass(frozen=True)
 class ShardSpec:
     """A replica of which a rank has a part."""
@@ -260,13 +239,13 @@ class ShardSpec:
     whole: Layout
     mesh: Mesh
     spans: Callable[[int], list[ShardRange]]
-    turned: Turned | None = None  # None: the part is rows already
+    turned: RowLayout | None = None  # None: the part is rows already
     repeated: frozenset[int] = frozenset()
     update_group: Sequence[int] = ()  # each updates some of the same part; empty: all of it
     group: dist.ProcessGroup | None = None
 
 
-class ShardedState:
+class ShardedState(RankState):
     """The state of a model that is split as a :class:`ShardSpec` says.
 
     A rank owns its part, or the range of it that it updates, under its own rank number. For code
@@ -308,9 +287,6 @@ class ShardedState:
 
     def place_best(self, slices: States) -> None:
         self.best = {self._rank: self._my(self._shards(slices))}
-
-    def keep_best(self) -> None:
-        self.best = copies_of_weights(self.states)
 
     def share(self) -> None:
         if len(self._update_group) > 1:
@@ -369,9 +345,10 @@ def _as_part(plan: SliceSpec, state: SliceState) -> StoredSlice:
 
 
 class RowLayout:
-    """A conversion between a rank's parts of parameters and rows, one whole parameter at a time.
+    """A conversion between a rank's parts of parameters as torch splits them, and rows.
 
-    It implements :class:`sparkdl.engines.gang.shards.Turned`.
+    Code outside the strategy knows rows only. One whole parameter is converted at a time. All ranks
+    call the methods at the same time.
     """
 
     def __init__(
@@ -391,6 +368,7 @@ class RowLayout:
         ]
 
     def by_rows(self, state: SliceState) -> SliceState:
+        """Return this rank's rows, from the parts of all ranks."""
 
         def rows(number: int, part: torch.Tensor) -> torch.Tensor:
             low, high = self._rows(self._whole.segments[number].shape[0])
@@ -399,6 +377,7 @@ class RowLayout:
         return self._turned(state, self._own, self.layout, rows)
 
     def as_cut(self, state: SliceState) -> SliceState:
+        """Return this rank's part, from the rows of all ranks."""
         by_row = self._mesh, [Shard(0)] * self._mesh.ndim
 
         def part(number: int, rows: torch.Tensor) -> torch.Tensor:

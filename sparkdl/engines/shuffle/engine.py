@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from sparkdl.codec.packed import ByParameter
-from sparkdl.consistency.base import Consistency, StragglerLimit, Update, next_update
-from sparkdl.consistency.synchronous import Synchronous
+from sparkdl.consistency.base import StragglerLimit, Update, next_update
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.engines.delivery import ValidationSet
+from sparkdl.engines.delivery import EngineInputs
 from sparkdl.engines.shuffle.forms import FormChooser
 from sparkdl.engines.shuffle.messages import (
     SYNCHRONIZATION,
@@ -33,7 +32,6 @@ from sparkdl.engines.shuffle.messages import (
     IterationReports,
     NodeCopies,
     PendingGradients,
-    ShuffleSpec,
     Version,
     copies_by_node,
     raise_unrecoverable,
@@ -77,9 +75,9 @@ class SliceVersions:
     :meth:`settled` does.
     """
 
-    def __init__(self, spec: ShuffleSpec, placement: Placement, keep: int = 1) -> None:
-        self._placement, self._context = placement, spec.resources.context
-        self._replicas, self._keep = spec.run.replicas, keep
+    def __init__(self, placement: Placement, replicas: int, keep: int) -> None:
+        self._placement, self._context = placement, placement.samples.ctx
+        self._replicas, self._keep = replicas, keep
         self._submission = 0
         self._ring: deque[Version] = deque(maxlen=keep)
         self._pending: PendingGradients | None = None
@@ -323,24 +321,17 @@ class ShuffleEngine:
 
     begins_ahead = False
 
-    def __init__(
-        self,
-        spec: ShuffleSpec,
-        batch_size: int,
-        stages: str = "auto",
-        validation: ValidationSet | None = None,
-        consistency: Consistency | None = None,
-    ) -> None:
-        self.plan = EpochPlan(spec.samples.counts, batch_size)
-        self._layout, self._validation = spec.layout, validation
-        self._context = spec.resources.context
+    def __init__(self, inputs: EngineInputs) -> None:
+        self.plan = EpochPlan(inputs.samples.counts, inputs.batch_size)
+        self._layout, self._validation = inputs.layout, inputs.validation
+        self._context = inputs.spark.context
         self._context.setJobDescription("sparkdl: setting up the replicas")
-        self._consistency = consistency or Synchronous()
-        self._stragglers = StragglerLimit(self._consistency.may_drop)
-        self._placement = Placement(spec)
-        self._versions = SliceVersions(spec, self._placement, self._consistency.keep)
-        self._reader = StateReader(self._placement, spec.resources)
-        self._chooser = FormChooser(spec, self._placement, stages)
+        model = self._consistency = inputs.consistency
+        self._stragglers = StragglerLimit(model.may_drop)
+        self._placement = Placement(inputs)
+        self._versions = SliceVersions(self._placement, inputs.run.replicas, model.keep)
+        self._reader = StateReader(self._placement, inputs.spark)
+        self._chooser = FormChooser(inputs, self._placement, inputs.settings.stages)
 
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """Submit the iteration, repeatedly if tasks run on other nodes than expected, and commit it."""

@@ -29,6 +29,7 @@ from typing import Any, ClassVar, Protocol
 
 from pyspark import RDD
 
+from sparkdl.engines.delivery import EngineInputs
 from sparkdl.engines.resources import FitResources
 from sparkdl.engines.shuffle.messages import (
     FORWARD_BACKWARD,
@@ -41,7 +42,6 @@ from sparkdl.engines.shuffle.messages import (
     NodeWeights,
     OneStageReport,
     PendingGradients,
-    ShuffleSpec,
     SliceBytes,
     copies_by_node,
     planned,
@@ -262,9 +262,9 @@ class Shuffled:
     applies_pending: ClassVar[bool] = False
 
     @staticmethod
-    def of(spec: ShuffleSpec, placement: Placement) -> Shuffled:
-        node_sums = NodeReducePlan(spec.layout, spec.run, spec.options)
-        return Shuffled(placement, spec.resources, node_sums)
+    def of(inputs: EngineInputs, placement: Placement) -> Shuffled:
+        node_sums = NodeReducePlan(inputs.layout, inputs.run, inputs.recipe.options)
+        return Shuffled(placement, inputs.spark, node_sums)
 
     def submit(self, message: IterationMessage) -> IterationReports:
         """Run the iteration; see :class:`sparkdl.engines.shuffle.forms.Form`. It is never None."""
@@ -351,20 +351,17 @@ class FormChooser:
     The bits are the same in every form, so a choice that depends on timing does not affect results.
     """
 
-    def __init__(self, spec: ShuffleSpec, placement: Placement, stages: str) -> None:
+    def __init__(self, inputs: EngineInputs, placement: Placement, stages: str) -> None:
         self._stages, self._placement = stages, placement
-        self._clips_norm = spec.options.clips_norm
-        replicas, slices, slots = (
-            spec.run.replicas,
-            spec.run.slices,
-            task_slots(spec.resources.context),
-        )
+        self._clips_norm = inputs.recipe.options.clips_norm
+        replicas, slices = inputs.run.replicas, inputs.run.slices
+        slots = task_slots(inputs.spark.context)
         one, two = math.ceil(replicas / slots) * slices, math.ceil(slices / slots)
         self._more = one - two
         self._seconds: list[float] = []
-        self._one_stage = OneStage(placement, spec.resources)
-        self._two_jobs = TwoJobs(placement, spec.resources)
-        self._shuffled = Shuffled.of(spec, placement)
+        self._one_stage = OneStage(placement, inputs.spark)
+        self._two_jobs = TwoJobs(placement, inputs.spark)
+        self._shuffled = Shuffled.of(inputs, placement)
         self._ruled_out: set[type[Form]] = set()
 
     def choose(self, message: IterationMessage) -> list[Form]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from pyspark import RDD
 
 from sparkdl.consistency.asynchronous import Asynchronous, Commit, GroupTurns, Turn
 from sparkdl.consistency.base import Update
-from sparkdl.engines.delivery import ValidationSet
+from sparkdl.engines.delivery import EngineInputs
 from sparkdl.engines.resources import MAX_SUBMISSIONS
 from sparkdl.engines.shuffle.engine import ShuffleEngine
 from sparkdl.engines.shuffle.messages import (
@@ -36,7 +36,6 @@ from sparkdl.engines.shuffle.messages import (
     SYNCHRONIZATION,
     GradientHeader,
     IterationMessage,
-    ShuffleSpec,
     Transfer,
     between_nodes,
     raise_unrecoverable,
@@ -52,7 +51,7 @@ from sparkdl.engines.shuffle.update_tasks import ReadSections, at_slice, read_se
 from sparkdl.errors import TrainingError
 from sparkdl.loop.advance import IterationResult, slowest, summarize
 from sparkdl.loop.engine import CURRENT, ReadState
-from sparkdl.replica.iteration import Clock, Decisions, Fault, Iteration, ReplicaReport, SliceReport
+from sparkdl.replica.iteration import Clock, Fault, Iteration, ReplicaReport, SliceReport
 from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import open_pool
 from sparkdl.slices.optimizer import scaled_rates
@@ -189,17 +188,11 @@ POLL_SECONDS = 0.001
 class GroupEngine(ShuffleEngine):
     """A shuffle engine that runs turns of groups, see :mod:`sparkdl.consistency.asynchronous`."""
 
-    def __init__(
-        self,
-        spec: ShuffleSpec,
-        batch_size: int,
-        model: Asynchronous,
-        validation: ValidationSet | None = None,
-        recorded: Mapping[int, Decisions] | None = None,
-    ) -> None:
-        super().__init__(spec, batch_size, validation=validation, consistency=model)
-        self._turns = GroupTurns(model, spec.run.replicas, recorded)
-        self._spec = spec
+    def __init__(self, inputs: EngineInputs) -> None:
+        super().__init__(inputs)
+        model = inputs.consistency
+        assert isinstance(model, Asynchronous)
+        self._turns = GroupTurns(model, inputs.run.replicas, inputs.recorded)
         self._running: dict[int, RunningTurn] = {}
         self._asked: Iteration | None = None
         self._made = 0
@@ -207,7 +200,7 @@ class GroupEngine(ShuffleEngine):
         self._gradients: list[Transfer] = []
         self._weights: list[Transfer] = []
         self._slices: tuple[SliceReport, ...] = ()
-        spec.resources.closing(self)
+        inputs.spark.closing(self)
 
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
         """Make the commits of an iteration."""

@@ -19,13 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sparkdl.data.epoch import derive_seed
-from sparkdl.data.samples import SampleSet
-from sparkdl.engines.resources import FitResources, samples_changed
+from sparkdl.engines.resources import samples_changed
 from sparkdl.errors import StateLostError
 from sparkdl.loop.advance import Traffic
-from sparkdl.model.buffers import TrainingOptions
-from sparkdl.model.flat import Layout
-from sparkdl.replica.compare import Description
 from sparkdl.replica.iteration import (
     ALL_PARTS,
     Fault,
@@ -36,7 +32,6 @@ from sparkdl.replica.iteration import (
     SliceHandle,
     SliceReport,
 )
-from sparkdl.replica.run import RunSpec
 from sparkdl.slab.pool import Reference
 from sparkdl.slices.reduce import blocks
 from sparkdl.slices.section import SectionLayout
@@ -211,19 +206,6 @@ def raise_unrecoverable(faults: Sequence[Fault], doing: str) -> None:
             )
         if fault.kind == SAMPLES_CHANGED:
             raise samples_changed(doing, fault.partition)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShuffleSpec:
-    """The constants that the parts of the engine share."""
-
-    samples: SampleSet
-    layout: Layout
-    run: RunSpec
-    recipe: bytes
-    options: TrainingOptions
-    built: Description
-    resources: FitResources
 
 
 @dataclass(frozen=True)

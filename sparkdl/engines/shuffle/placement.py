@@ -10,14 +10,9 @@ from typing import Any
 from pyspark import RDD
 
 from sparkdl.data.samples import deleted_without_end
+from sparkdl.engines.delivery import EngineInputs
 from sparkdl.engines.resources import MAX_SUBMISSIONS, write_again
-from sparkdl.engines.shuffle.messages import (
-    MOVED,
-    SAMPLES_FOREIGN,
-    NodeCopies,
-    ShuffleSpec,
-    raise_unrecoverable,
-)
+from sparkdl.engines.shuffle.messages import MOVED, SAMPLES_FOREIGN, NodeCopies, raise_unrecoverable
 from sparkdl.engines.shuffle.replica_context import (
     RecipeSource,
     ReplicaTask,
@@ -60,17 +55,13 @@ class Placement:
     ``slices_counted`` has a record per slice, if a job needs it so.
     """
 
-    def __init__(self, spec: ShuffleSpec) -> None:
+    def __init__(self, inputs: EngineInputs) -> None:
         """Create the RDDs of the run and persist them."""
-        samples, run, recipe, resources = spec.samples, spec.run, spec.recipe, spec.resources
+        samples, run, recipe, resources = inputs.samples, inputs.run, inputs.payload, inputs.spark
         assert samples.rdd is not None
-        self.samples, self._run, self._options, self._built = (
-            samples.rdd,
-            run,
-            spec.options,
-            spec.built,
-        )
-        self.few_bytes = spec.layout.nbytes <= FEW_BYTES
+        self.samples, self._run, self._built = samples.rdd, run, inputs.built
+        self._options = inputs.recipe.options
+        self.few_bytes = inputs.layout.nbytes <= FEW_BYTES
         self.replica_nodes: tuple[str, ...] = ()
         self._zipped: dict[RDD, RDD] = {}
         context = self._context = resources.context
@@ -92,7 +83,7 @@ class Placement:
         self._replicas, self.slice_rdd = resources.persist(replicas), resources.persist(owners)
         self._recounted: dict[int, RDD] = {}
         self._resources = resources
-        self.two_stages = not spec.options.clips_norm or run.slices == 1
+        self.two_stages = not self._options.clips_norm or run.slices == 1
         self.slices_counted = self.slice_rdd
         if not self.two_stages and run.slices != run.replicas:
             self.slices_counted = resources.persist(

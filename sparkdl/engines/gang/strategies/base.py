@@ -26,7 +26,7 @@ from sparkdl.engines.gang.model_group import (
     synchronise,
 )
 from sparkdl.engines.gang.rank_messages import RankConfig, SampleLocation
-from sparkdl.engines.gang.rank_state import RankState, ReplicatedState
+from sparkdl.engines.gang.rank_state import RankState
 from sparkdl.engines.gang.shards import RowsOf, ShardedState, ShardSpec, nested_shards, spans_of
 from sparkdl.gang.rank_task import RankContext
 from sparkdl.model.flat import FlatModule, Layout, layout_of
@@ -249,7 +249,7 @@ def _replicate(build: Build, load: Callable[[], Recipe]) -> dict[str, RankStrate
     build.live = LiveReplica.of(recipe, build.device)
     if recipe.options.sync_batchnorm:
         synchronise(build.live.flat.module)
-    build.state = ReplicatedState(build.live, build.setup.run, build.rank)
+    build.state = RankState(build.live, build.setup.run, build.rank)
     return _halves(build)
 
 

@@ -64,21 +64,54 @@ class FSDPRank(RankStrategy[FSDP]):
             build.home = torch.device("cpu")
         # the copies of a pipeline sum their gradients once for all its micro-batches
         names = ("data", "shard") if mesh.data > 1 and not piped else ("shard",)
+        shown = _copied if "tensor" in build.parallel.parts else _no_view
         for outermost in build.outermost:
-            inside = {id(child) for child in outermost.modules()}
-            units = [unit for unit in self._units if id(unit) in inside]
-            shard_units(
-                self._strategy,
-                units,
-                outermost,
-                build.groups.mesh(*names),
-                options,
-                piped=piped,
-                layers_split="tensor" in build.parallel.parts,
-            )
+            self._shard(outermost, build.groups.mesh(*names), options, piped, shown)
             for child in outermost.modules():
                 if isinstance(child, TracedStage):
                     child.hand_back()
+
+    def _shard(
+        self,
+        outermost: nn.Module,
+        mesh: DeviceMesh,
+        options: TrainingOptions,
+        piped: bool,
+        shown: Callable[..., object],
+    ) -> None:
+        """Apply ``fully_shard`` to units, and to their parent for what is in none of them."""
+        strategy, inside = self._strategy, {id(child) for child in outermost.modules()}
+        trained = next((p.dtype for p in outermost.parameters() if p.requires_grad), torch.float32)
+        computed = PRECISIONS[strategy.param_dtype]
+        # Copies of a pipeline have different numbers of micro-batches, so each step gathers once
+        again = strategy.reshard_after_forward and not piped
+        dtypes = MixedPrecisionPolicy(
+            param_dtype=computed, reduce_dtype=options.wire_dtype or (computed and trained)
+        )
+        offloading = OffloadPolicy()
+        if strategy.cpu_offload:
+            offloading = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+        for parameter in outermost.parameters():
+            if local(parameter) is parameter:
+                parameter.data = parameter.data.contiguous()
+        whole = set(whole_parameters(outermost))
+        units = [unit for unit in self._units if id(unit) in inside]
+        for unit in dict.fromkeys([*units, outermost]):
+            unit.register_forward_hook(shown)
+            if unit is outermost and computed is not None:
+                dtypes = replace(dtypes, output_dtype=trained)
+            cut: FSDPModule = fully_shard(  # type: ignore[call-overload]
+                unit,
+                mesh=mesh,
+                mp_policy=dtypes,
+                offload_policy=offloading,
+                reshard_after_forward=None if again else False,
+                ignored_params=whole,
+            )
+            cut.set_gradient_divide_factor(1.0)
+            cut.set_force_sum_reduction_for_comms(True)
+            cut.set_reduce_scatter_unused_params(True)
+            cut.set_custom_reduce_scatter(DirectReduceScatter(idle))  # type: ignore[arg-type]
 
     def finish(self, build: Build) -> None:
         """Give back freed memory for good if it is scarce."""
@@ -93,49 +126,6 @@ class FSDPRank(RankStrategy[FSDP]):
 
     def gradients(self, build: Build) -> GradientSync:
         return ShardedSync(build)
-
-
-def shard_units(
-    strategy: FSDP,
-    units: Sequence[nn.Module],
-    outermost: nn.Module,
-    mesh: DeviceMesh,
-    options: TrainingOptions,
-    *,
-    piped: bool,
-    layers_split: bool,
-) -> None:
-    """Apply ``fully_shard`` to units, and to their parent for what is in none of them."""
-    trained = next((p.dtype for p in outermost.parameters() if p.requires_grad), torch.float32)
-    computed = PRECISIONS[strategy.param_dtype]
-    # Copies of a pipeline have different numbers of micro-batches, so each step gathers once
-    again = strategy.reshard_after_forward and not piped
-    dtypes = MixedPrecisionPolicy(
-        param_dtype=computed, reduce_dtype=options.wire_dtype or (computed and trained)
-    )
-    offloading = OffloadPolicy()
-    if strategy.cpu_offload:
-        offloading = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    for parameter in outermost.parameters():
-        if local(parameter) is parameter:
-            parameter.data = parameter.data.contiguous()
-    whole = set(whole_parameters(outermost))
-    for unit in dict.fromkeys([*units, outermost]):
-        unit.register_forward_hook(_copied if layers_split else _no_view)
-        if unit is outermost and computed is not None:
-            dtypes = replace(dtypes, output_dtype=trained)
-        cut: FSDPModule = fully_shard(  # type: ignore[call-overload]
-            unit,
-            mesh=mesh,
-            mp_policy=dtypes,
-            offload_policy=offloading,
-            reshard_after_forward=None if again else False,
-            ignored_params=whole,
-        )
-        cut.set_gradient_divide_factor(1.0)
-        cut.set_force_sum_reduction_for_comms(True)
-        cut.set_reduce_scatter_unused_params(True)
-        cut.set_custom_reduce_scatter(DirectReduceScatter(idle))  # type: ignore[arg-type]
 
 
 def numbers_of(live: LiveReplica) -> list[nn.Parameter]:

@@ -28,8 +28,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_map
 
 from sparkdl.collectives.direct import all_reduce
-from sparkdl.data.batches import Batch
-from sparkdl.engines.gang.model_group import BuildLock
 from sparkdl.engines.gang.shards import RowLayout
 from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
 from sparkdl.engines.gang.strategies.summed import SummedGradients
@@ -145,73 +143,58 @@ class TensorRank(RankStrategy[Tensor]):
         build.member.at_end.enter_context(without_fused_layers())
 
     def split(self, build: Build) -> None:
-        parallelise(
-            build.recipe,
-            build.module,
-            self._strategy,
-            build.groups.mesh("tensor"),
-            build.spare,
-            build.device,
-            build.lock,
-        )
+        """Split the layers of the module in place, on the rank's device.
+
+        All ranks have built the same module, so nothing is sent, and each can do this while it
+        holds the lock, which is released here. Raises ModelError if the split model fails, or its
+        output for the spare rows is different.
+        """
+        module, spare, device = build.module, build.spare, build.device
+        mesh = build.groups.mesh("tensor")
+        plan = plan_of(self._strategy, module, mesh.size())
+        styles = {n: STYLES[way]() if isinstance(way, str) else way for n, way in plan.items()}
+        inputs, targets = to_tensors(spare.inputs, device), to_tensors(spare.targets, device)
+        module.to(device)
+        with buffers_kept(module):
+            right = _output(build.recipe, module, inputs, targets)
+        parallelize_module(module, mesh, styles, src_data_rank=None)
+        _let_go_of_others(module)
+        build.lock.release()
+        parts = part_type(mesh.get_group())
+        for name, style in styles.items():
+            child = module.get_submodule(name)
+            child.forward = functools.partial(_without_inference_mode, child.forward)
+            child.register_forward_pre_hook(_taken, prepend=True, with_kwargs=True)
+            cut = any(isinstance(each, Shard) for each in getattr(style, "output_layouts", ()))
+            child.register_forward_hook(functools.partial(_arrived, parts if cut else None))
+        try:
+            found = _output(build.recipe, module, inputs, targets)
+        except Exception as error:
+            raise ModelError(
+                f"strategy=Tensor(plan=...): the model that is cut so fails. {in_short(error)}.{_HINT}"
+            ) from error
+        if not _alike(right, found):
+            raise ModelError(
+                f"strategy=Tensor(plan=...): the model that is cut so puts out something else.{_HINT}"
+            )
 
     def finish(self, build: Build) -> None:
         """Convert between parts of parameters and rows, and count parameters of all ranks once."""
         mesh, rank = build.groups.mesh(*build.row_dimensions), build.rank
         rows, numbers = build.rows(rank), build.numbers(rank)
+        repeated: list[int] = []  # the parameters that an earlier rank has too
+        if build.mesh.place(rank, "tensor") != 0:
+            among = build.groups.mesh("tensor")
+            parameters = enumerate(build.live.flat.parameters)
+            repeated = [number for number, (_, p) in parameters if not _is_cut(p, among)]
         build.shards = replace(
             build.shards,
             turned=RowLayout(build.live, build.whole, mesh, rows, numbers),
-            repeated=repeated(
-                build.live, build.groups.mesh("tensor"), build.mesh.place(rank, "tensor")
-            ),
+            repeated=frozenset(repeated),
         )
 
     def gradients(self, build: Build) -> GradientSync:
         return TensorSync(build)
-
-
-def parallelise(
-    recipe: Recipe,
-    module: nn.Module,
-    strategy: Tensor,
-    mesh: DeviceMesh,
-    spare: Batch,
-    device: torch.device,
-    lock: BuildLock,
-) -> None:
-    """Split the layers of a module in place, on ``device``.
-
-    All ranks have built the same module, so nothing is sent, and each can do this while it holds
-    the lock, which is released here. Raises ModelError if the split model fails, or its output for
-    ``spare`` is different.
-    """
-    plan = plan_of(strategy, module, mesh.size())
-    styles = {n: STYLES[way]() if isinstance(way, str) else way for n, way in plan.items()}
-    inputs, targets = to_tensors(spare.inputs, device), to_tensors(spare.targets, device)
-    module.to(device)
-    with buffers_kept(module):
-        right = _output(recipe, module, inputs, targets)
-    parallelize_module(module, mesh, styles, src_data_rank=None)
-    _let_go_of_others(module)
-    lock.release()
-    parts = part_type(mesh.get_group())
-    for name, style in styles.items():
-        child = module.get_submodule(name)
-        child.forward = functools.partial(_without_inference_mode, child.forward)
-        child.register_forward_pre_hook(_taken, prepend=True, with_kwargs=True)
-        cut = any(isinstance(each, Shard) for each in getattr(style, "output_layouts", ()))
-        child.register_forward_hook(functools.partial(_arrived, parts if cut else None))
-    try:
-        found = _output(recipe, module, inputs, targets)
-    except Exception as error:
-        raise ModelError(
-            f"strategy=Tensor(plan=...): the model that is cut so fails. {in_short(error)}.{_HINT}"
-        ) from error
-    if not _alike(right, found):
-        raise ModelError(
-            f"strategy=Tensor(plan=...): the model that is cut so puts out something else.{_HINT}"
-        )
 
 
 def _let_go_of_others(module: nn.Module) -> None:
@@ -300,17 +283,6 @@ class TensorSync(SummedGradients):
         passed = super().run_pass(work, batch, share, clock)
         settle(self._live)
         return passed
-
-
-def repeated(live: LiveReplica, mesh: DeviceMesh, place: int) -> frozenset[int]:
-    """Return the numbers of the parameters that an earlier rank of ``mesh`` has too."""
-    if place == 0:
-        return frozenset()
-    return frozenset(
-        number
-        for number, (_, parameter) in enumerate(live.flat.parameters)
-        if not _is_cut(parameter, mesh)
-    )
 
 
 def _is_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> bool:
