@@ -72,62 +72,8 @@ from sparkdl.slices.spec import SliceSpec, SliceState, join_states
 from sparkdl.slices.update import SliceUpdater
 
 
-@dataclass(frozen=True)
-class Gossiped:
-    """The result of an iteration."""
-
-    reports: list[ReplicaReport]
-    kept: Mapping[int, ByParameter]  # of every replica; empty: the update was skipped
-    mean: torch.Tensor | None  # of their flat vectors; None: the update was skipped
-
-
-def gossip(
-    live: LiveReplica,
-    plans: OpenRun,
-    run: RunSpec,
-    partitions: Sequence[MappedPartition | None],
-    step: IterationRows,
-    mean: torch.Tensor,
-    kept: Mapping[int, ByParameter],
-) -> Gossiped:
-    """Run an iteration of all replicas, each on its own weights; those of ``live`` are lost.
-
-    A replica that has kept nothing begins with ``mean``.
-    """
-    layout, plan = live.flat.layout, plans.whole.plan
-    replicas, reports = list[_Replica](), dict[int, ReplicaReport]()
-    for number in range(run.replicas):
-        work = ReplicaIteration(step, number, run.batch_spec, run.shares[number])
-        state = open_replica_state(plan, kept.get(number, {}), mean.clone())
-        replicas.append(_Replica(live, work, state))
-        partition = partitions[number]
-        if work.rows[1] > work.rows[0] and partition is not None:
-            reports[number] = replicas[number].passes(partition)
-    if any(report.not_finite for report in reports.values()):
-        return Gossiped(list(reports.values()), {}, None)
-    total = sum(replica.weight for replica in replicas)
-    for replica in replicas if total else ():
-        replica.steps(plans.whole, run.replicas * replica.weight / total)
-    wire = live.recipe.options.wire_dtype or layout.dtype
-    sent = [replica.state.weights.to(wire, copy=True) for replica in replicas]
-    weights = TOPOLOGIES[str(live.recipe.options.topology)](run.replicas, step.index)
-    for number, replica in enumerate(replicas):
-        others = {(number - places) % run.replicas: w for places, w in weights.items() if places}
-        heard = [(others[other], sent[other]) for other in sorted(others)]
-        distance = mix(replica.state.weights, sent[number].to(layout.dtype), heard, layout)
-        if number in reports:
-            losses = {**reports[number].losses, DISTANCE: (distance, 1.0)}
-            reports[number] = replace(reports[number], losses=losses)
-    states = [replica.state for replica in replicas]
-    new = {number: keep_replica(plan, state) for number, state in enumerate(states)}
-    found = states[0].weights.clone()
-    for part in averaged_parts(layout):
-        add_up(found[part], [state.weights[part] for state in states])
-    return Gossiped(list(reports.values()), new, found)
-
-
 class _Replica:
-    """A replica in an iteration."""
+    """A replica with weights of its own in an iteration; those of ``live`` are lost."""
 
     def __init__(self, live: LiveReplica, work: ReplicaIteration, state: SliceState) -> None:
         self._live, self._work, self.state = live, work, state
@@ -158,98 +104,6 @@ class _Replica:
         """Put the replica's weights into the module."""
         self._live.flat.flat.copy_(self.state.weights)
         self._live.flat.refresh()
-
-
-class LocalReplicas:
-    """The replicas of a run, and what each keeps from one iteration to the next.
-
-    This is what compression has left out, or the state of the replica's own optimizer.
-    """
-
-    def __init__(
-        self, samples: SampleSet, run: RunSpec, recipe: bytes, now: Callable[[], float]
-    ) -> None:
-        self.partitions = open_all(samples)
-        self._run, self._recipe, self._now = run, recipe, now
-        self.build()
-        self.plans = OpenRun.of(self.live, run)
-        self.kept: dict[int, ByParameter] = {}
-        self._memory: dict[int, np.ndarray] = {}
-
-    def build(self) -> None:
-        """Build the module, so that it has the weights of the recipe."""
-        recipe: Recipe = pickle.loads(self._recipe)
-        self.live = LiveReplica.of(recipe)
-
-    def keep(self, kept: Mapping[int, ByParameter]) -> None:
-        """Keep tensors of some replicas for the next iteration."""
-        self.kept |= kept
-
-    def keep_only(self, kept: Mapping[int, ByParameter]) -> None:
-        """Keep these tensors, and forget what replicas had kept before."""
-        self.kept = dict(kept)
-
-    def run(
-        self,
-        step: IterationRows,
-        replica: int,
-        weights: Sequence[torch.Tensor],
-        states: Sequence[SliceState],
-    ) -> tuple[ReplicaReport, list[Section], ReplicaResult]:
-        """Do the work of a replica with rows; return its report, its sections, and the result."""
-        live, clock = self.live, Clock(self._now)
-        partition = self.partitions[replica]
-        assert partition is not None
-        work = ReplicaIteration(step, replica, self._run.batch_spec, self._run.shares[replica])
-        local_steps = live.recipe.options.local_steps
-        batches = work.mini_batches(live, partition, local_steps)
-        clock.lap("data")
-        self.load_weights(weights)
-        memory, writer = None, None
-        if writes_early(live):
-            maps = section_maps(live, self.plans.slices, ReplicaResult())
-            memory = self._section_memory(replica, maps)
-            writer = GradientWriter(live, self.plans.slices, maps, memory)
-        if not live.recipe.options.steps_on_replicas:
-            clock.lap("fetch")
-            outcome = one_gradient(live, batches[0], work, clock, writer)
-        else:
-            device, mine = live.flat.flat.device, self.kept.get(replica, {})
-            if live.recipe.options.outer:
-                state = open_inner(self.plans.whole.plan, mine, device)
-            else:
-                state = join_states(self.plans.slices, states, device)
-            clock.lap("fetch")
-            each = (to_mini_batch(batch, live) for batch in batches)
-            outcome = several_steps(live, each, work, state, self.plans.whole, clock)
-        if live.recipe.compression is not None:
-            outcome = compress_outcome(live, outcome, work, self.kept.get(replica, {}))
-            clock.lap("compress")
-        maps = section_maps(live, self.plans.slices, outcome)
-        if memory is None:
-            memory = self._section_memory(replica, maps)
-        sections = write_sections(live, self.plans.slices, maps, outcome, memory)
-        problem = not_finite(live, self.plans.slices, sections, outcome)
-        clock.lap("publish")
-        written = [replace(section, replica=replica, others=outcome.others) for section in sections]
-        return outcome.report(replica, clock, problem), written, outcome
-
-    def load_weights(self, weights: Sequence[torch.Tensor]) -> None:
-        """Copy the weights of all slices into the live module."""
-        flat = self.live.flat
-        for plan, part in zip(self.plans.slices, weights, strict=True):
-            flat.flat[plan.start : plan.stop].copy_(part)
-        flat.refresh()
-
-    def _section_memory(self, replica: int, maps: Sequence[SectionLayout]) -> np.ndarray:
-        """Return zeroed memory for the sections of a replica, which the next iteration uses again."""
-        nbytes = sum(sections_nbytes(self.live, self.plans.slices, maps))
-        known = self._memory.get(replica)
-        if known is not None and known.nbytes == nbytes:
-            known.fill(0)
-            return known
-        made = self._memory[replica] = np.zeros(nbytes, np.uint8)
-        return made
 
 
 def open_all(samples: SampleSet) -> list[MappedPartition | None]:
@@ -286,9 +140,12 @@ class LocalEngine:
         self._validation = validation
         self._validation_partitions = [] if validation is None else open_all(validation.samples)
         self.plan = EpochPlan(samples.counts, batch_size)
-        self._run = run
-        self._replicas = LocalReplicas(samples, run, recipe, now)
-        self._plans = self._replicas.plans
+        self._partitions = open_all(samples)
+        self._run, self._recipe, self._now = run, recipe, now
+        self._build()
+        self._plans = OpenRun.of(self._live, run)
+        self._kept: dict[int, ByParameter] = {}  # what each replica keeps for the next iteration
+        self._memory: dict[int, np.ndarray] = {}
         self._states: list[SliceState] = []
         self._best: list[SliceState] = []
         self._consistency = consistency or Synchronous()
@@ -296,11 +153,16 @@ class LocalEngine:
         self._older: deque[list[torch.Tensor]] = deque(maxlen=self._consistency.keep - 1)
         self._version = 0
 
+    def _build(self) -> None:
+        """Build the module, so that it has the weights of the recipe."""
+        recipe: Recipe = pickle.loads(self._recipe)
+        self._live = LiveReplica.of(recipe)
+
     def load(self, read: ReadState | None = None, which: str = CURRENT) -> None:
         """Set the state of every slice, from the recipe's weights or from ``read`` if it is given."""
         if read is None and self._states:  # the replica's weights have changed since it was built
-            self._replicas.build()
-        flat = self._replicas.live.flat.flat
+            self._build()
+        flat = self._live.flat.flat
         states = [
             SliceState(flat[plan.start : plan.stop].clone())
             if read is None
@@ -318,7 +180,7 @@ class LocalEngine:
         """Run every replica and update every slice in this process."""
         with torch_threads(self._run.threads):
             step = iteration.with_rows(self.plan.rows(iteration.batch))
-            if self._replicas.live.recipe.options.topology is not None:
+            if self._live.recipe.options.topology is not None:
                 return self._run_gossip(step)
             readable = range(self._version - len(self._older), self._version + 1)
             update = next_update(self._consistency, readable, iteration.decisions)
@@ -334,7 +196,7 @@ class LocalEngine:
         reports, sections, kept = [], [], {}
         for replica, (start, stop) in enumerate(step.rows):
             if stop > start:
-                report, mine, outcome = self._replicas.run(step, replica, weights, self._states)
+                report, mine, outcome = self._replica(step, replica, weights)
                 reports.append(report)
                 sections.append(mine)
                 if outcome.compressed is not None or outcome.kept:
@@ -345,7 +207,7 @@ class LocalEngine:
             if self._consistency.keep > 1:
                 self._older.append([each.clone() for each in newest])
             slices = self._synchronize(step, reports, sections)
-            self._replicas.keep(kept)
+            self._kept |= kept
             self._version += 1
         started.lap("iteration")
         seconds = slowest([*[r.seconds for r in reports], *[s.seconds for s in slices]])
@@ -354,20 +216,108 @@ class LocalEngine:
         return replace(result, decisions={**result.decisions, **update.decisions}), reports
 
     def _run_gossip(self, step: IterationRows) -> IterationResult:
-        """Run an iteration of replicas with weights of their own; the slices have the mean."""
-        started = Clock()
+        """Run an iteration of replicas with weights of their own; the slices have the mean.
+
+        A replica that has kept nothing begins with the mean.
+        """
+        started, run, whole = Clock(), self._run, self._plans.whole
         mean = torch.cat([state.weights for state in self._states])
-        replicas = self._replicas
-        done = gossip(
-            replicas.live, self._plans, self._run, replicas.partitions, step, mean, replicas.kept
-        )
-        if done.mean is not None:
-            for plan, state in zip(self._plans.slices, self._states, strict=True):
-                state.weights.copy_(done.mean[plan.start : plan.stop])
-            replicas.keep(done.kept)
+        replicas, reports = list[_Replica](), dict[int, ReplicaReport]()
+        for number, partition in enumerate(self._partitions):
+            work = ReplicaIteration(step, number, run.batch_spec, run.shares[number])
+            state = open_replica_state(whole.plan, self._kept.get(number, {}), mean.clone())
+            replicas.append(_Replica(self._live, work, state))
+            if work.rows[1] > work.rows[0] and partition is not None:
+                reports[number] = replicas[number].passes(partition)
+        if not any(report.not_finite for report in reports.values()):
+            self._average(step, replicas, reports)
         started.lap("iteration")
-        seconds = {**slowest([report.seconds for report in done.reports]), **started.seconds}
-        return summarize(done.reports, [], self._plans.layout, seconds)
+        seconds = {**slowest([r.seconds for r in reports.values()]), **started.seconds}
+        return summarize(list(reports.values()), [], self._plans.layout, seconds)
+
+    def _average(
+        self, step: IterationRows, replicas: list[_Replica], reports: dict[int, ReplicaReport]
+    ) -> None:
+        """Let each replica take its step, and average with its neighbours."""
+        live, layout, plan = self._live, self._plans.layout, self._plans.whole.plan
+        count, options = len(replicas), live.recipe.options
+        total = sum(replica.weight for replica in replicas)
+        for replica in replicas if total else ():
+            replica.steps(self._plans.whole, count * replica.weight / total)
+        wire = options.wire_dtype or layout.dtype
+        sent = [replica.state.weights.to(wire, copy=True) for replica in replicas]
+        weights = TOPOLOGIES[str(options.topology)](count, step.index)
+        for number, replica in enumerate(replicas):
+            others = {(number - places) % count: w for places, w in weights.items() if places}
+            heard = [(others[other], sent[other]) for other in sorted(others)]
+            distance = mix(replica.state.weights, sent[number].to(layout.dtype), heard, layout)
+            if number in reports:
+                losses = {**reports[number].losses, DISTANCE: (distance, 1.0)}
+                reports[number] = replace(reports[number], losses=losses)
+        own = [replica.state for replica in replicas]
+        self._kept |= {number: keep_replica(plan, state) for number, state in enumerate(own)}
+        mean = own[0].weights.clone()
+        for part in averaged_parts(layout):
+            add_up(mean[part], [state.weights[part] for state in own])
+        for each, state in zip(self._plans.slices, self._states, strict=True):
+            state.weights.copy_(mean[each.start : each.stop])
+
+    def _replica(
+        self, step: IterationRows, replica: int, weights: Sequence[torch.Tensor]
+    ) -> tuple[ReplicaReport, list[Section], ReplicaResult]:
+        """Do the work of a replica with rows; return its report, its sections, and the result."""
+        live, plans, clock = self._live, self._plans.slices, Clock(self._now)
+        partition, mine = self._partitions[replica], self._kept.get(replica, {})
+        assert partition is not None
+        work = ReplicaIteration(step, replica, self._run.batch_spec, self._run.shares[replica])
+        batches = work.mini_batches(live, partition, live.recipe.options.local_steps)
+        clock.lap("data")
+        self._load_weights(weights)
+        memory, writer = None, None
+        if writes_early(live):
+            maps = section_maps(live, plans, ReplicaResult())
+            memory = self._section_memory(replica, maps)
+            writer = GradientWriter(live, plans, maps, memory)
+        if not live.recipe.options.steps_on_replicas:
+            clock.lap("fetch")
+            outcome = one_gradient(live, batches[0], work, clock, writer)
+        else:
+            device = live.flat.flat.device
+            if live.recipe.options.outer:
+                state = open_inner(self._plans.whole.plan, mine, device)
+            else:
+                state = join_states(plans, self._states, device)
+            clock.lap("fetch")
+            each = (to_mini_batch(batch, live) for batch in batches)
+            outcome = several_steps(live, each, work, state, self._plans.whole, clock)
+        if live.recipe.compression is not None:
+            outcome = compress_outcome(live, outcome, work, mine)
+            clock.lap("compress")
+        maps = section_maps(live, plans, outcome)
+        if memory is None:
+            memory = self._section_memory(replica, maps)
+        sections = write_sections(live, plans, maps, outcome, memory)
+        problem = not_finite(live, plans, sections, outcome)
+        clock.lap("publish")
+        written = [replace(section, replica=replica, others=outcome.others) for section in sections]
+        return outcome.report(replica, clock, problem), written, outcome
+
+    def _load_weights(self, weights: Sequence[torch.Tensor]) -> None:
+        """Copy the weights of all slices into the live module."""
+        flat = self._live.flat
+        for plan, part in zip(self._plans.slices, weights, strict=True):
+            flat.flat[plan.start : plan.stop].copy_(part)
+        flat.refresh()
+
+    def _section_memory(self, replica: int, maps: Sequence[SectionLayout]) -> np.ndarray:
+        """Return zeroed memory for the sections of a replica, which the next iteration uses again."""
+        nbytes = sum(sections_nbytes(self._live, self._plans.slices, maps))
+        known = self._memory.get(replica)
+        if known is not None and known.nbytes == nbytes:
+            known.fill(0)
+            return known
+        made = self._memory[replica] = np.zeros(nbytes, np.uint8)
+        return made
 
     def _synchronize(
         self, step: IterationRows, reports: list[ReplicaReport], sections: list[list[Section]]
@@ -414,15 +364,10 @@ class LocalEngine:
         validation = self._validation
         assert validation is not None
         with torch_threads(self._run.threads):
-            self._replicas.load_weights([weights_of(state, CURRENT) for state in self._states])
+            self._load_weights([weights_of(state, CURRENT) for state in self._states])
+            scorer, how = validation.scorer, (validation.batch_spec, validation.batch_size)
             states = [
-                score_partition(
-                    self._replicas.live,
-                    partition,
-                    validation.scorer,
-                    validation.batch_spec,
-                    validation.batch_size,
-                )
+                score_partition(self._live, partition, scorer, *how)
                 for partition in self._validation_partitions
                 if partition is not None
             ]
@@ -448,11 +393,11 @@ class LocalEngine:
     def load_residuals(self, read: ReadResiduals) -> None:
         """Read the residuals of every replica."""
         found = {replica: read(replica) for replica in range(self._run.replicas)}
-        self._replicas.keep_only({r: kept for r, kept in found.items() if kept is not None})
+        self._kept = {replica: kept for replica, kept in found.items() if kept is not None}
 
     def map_residuals(self, use: Callable[[int, ByParameter], Any]) -> list[Any]:
         """Apply ``use`` to the residuals of one replica after another."""
-        return [use(replica, kept) for replica, kept in sorted(self._replicas.kept.items())]
+        return [use(replica, kept) for replica, kept in sorted(self._kept.items())]
 
 
 @dataclass(frozen=True)
@@ -487,7 +432,7 @@ class LocalGroupEngine(LocalEngine):
         self._seconds, self._time = seconds, 0.0
         self._computed: dict[int, ComputedTurn] = {}
         self._arrived: list[int] = []
-        self._kept: dict[int, list[torch.Tensor]] = {}
+        self._readable: dict[int, list[torch.Tensor]] = {}
         self._asked: Iteration | None = None
 
     def run(self, iteration: Iteration, then: Sequence[Iteration] = ()) -> IterationResult:
@@ -506,12 +451,12 @@ class LocalGroupEngine(LocalEngine):
         """Compute the gradient of a turn; see :class:`sparkdl.consistency.asynchronous.Workplace`."""
         assert self._asked is not None
         step = self._turns.iteration_of(turn, self._asked, self.plan)
-        weights = self._kept.get(turn.version) or [state.weights for state in self._states]
+        weights = self._readable.get(turn.version) or [state.weights for state in self._states]
         found = ComputedTurn(self._time + self._seconds(turn), [], [])
         for replica in self._turns.replicas_of(turn.group):
             start, stop = step.rows[replica]
             if stop > start:
-                report, sections, _ = self._replicas.run(step, replica, weights, self._states)
+                report, sections, _ = self._replica(step, replica, weights)
                 found.reports.append(report)
                 found.sections.append(sections)
         self._computed[turn.group] = found
@@ -535,8 +480,8 @@ class LocalGroupEngine(LocalEngine):
             reports = [report for turn in turns for report in turn.reports]
             sections = [each for turn in turns for each in turn.sections]
             if self._turns.most:
-                self._kept[self._version] = [state.weights.clone() for state in self._states]
-                self._kept.pop(self._version - self._turns.most, None)
+                self._readable[self._version] = [state.weights.clone() for state in self._states]
+                self._readable.pop(self._version - self._turns.most, None)
             self._version += 1
             self._done += reports
             index = self._turns.commit_index(asked, self._made)
@@ -564,7 +509,7 @@ class LocalGroupEngine(LocalEngine):
         self._turns.give_up()
         self._computed.clear()
         self._arrived.clear()
-        self._kept.clear()
+        self._readable.clear()
 
 
 def local_engine(
