@@ -279,28 +279,22 @@ def sum_is_smaller(terms: int, wire: int, flat: int) -> bool:
     return terms > 1 and terms * wire > flat
 
 
-@dataclass(frozen=True)
-class _Plan:
-    gradients: list[Transfer] = field(default_factory=list)
-    weights: list[Transfer] = field(default_factory=list)
-
-
 def planned(nodes: Nodes, slices: Sequence[SliceBytes], summed: bool) -> dict[str, Traffic]:
     """Return the traffic that an iteration will cause per node, without tables and buffers."""
-    plan = _Plan()
+    gradients, weights = list[Transfer](), list[Transfer]()
     for node_id in nodes.node_ids:
         members = nodes.members(node_id)
         for owner, nbytes in zip(nodes.slices, slices, strict=True):
             if not summed:
-                plan.gradients.append((node_id, owner, len(members) * nbytes.wire))
-                plan.weights.append((owner, node_id, len(members) * nbytes.weights))
+                gradients.append((node_id, owner, len(members) * nbytes.wire))
+                weights.append((owner, node_id, len(members) * nbytes.weights))
                 continue
             for block in nodes.blocks(node_id):
                 worth = sum_is_smaller(len(block), nbytes.wire, nbytes.flat)
                 sent = nbytes.flat if worth else len(block) * nbytes.wire
-                plan.gradients.append((node_id, owner, sent))
-            plan.weights.append((owner, node_id, nbytes.weights))
-    return between_nodes(plan.gradients, plan.weights)
+                gradients.append((node_id, owner, sent))
+            weights.append((owner, node_id, nbytes.weights))
+    return between_nodes(gradients, weights)
 
 
 @dataclass(frozen=True, kw_only=True)

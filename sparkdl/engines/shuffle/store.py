@@ -15,21 +15,19 @@ The transfer of version t to the replicas: from slabs of their node, or as bytes
 from __future__ import annotations
 
 import contextlib
-import pickle
-import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from sparkdl.codec.packed import (
     ByParameter,
-    aligned,
     as_tensor,
     copy_packed,
     decode,
     encode,
+    head_from_bytes,
+    head_to_bytes,
     open_packed,
     packed_nbytes,
     specs_of,
@@ -78,12 +76,8 @@ class NewVersion:
         role: str = "state",
         replaces: SliceHandle | None = None,
     ) -> None:
-        self._pool, self._submission, self._oldest_needed, self._claims = (
-            pool,
-            submission,
-            oldest_needed,
-            claims,
-        )
+        self._pool, self._claims = pool, claims
+        self._submission, self._oldest_needed = submission, oldest_needed
         self._role, self._replaces = role, replaces
         self._claimed: dict[str, tuple[Claim, torch.Tensor]] = {}
 
@@ -197,23 +191,18 @@ def _whole_pages(nbytes: int) -> int:
     return -(-nbytes // _ROUND) * _ROUND
 
 
-_LENGTH = struct.Struct("<q")
-
-
 def write_residuals(
     pool: Pool, replica: int, before: ResidualHandle | None, kept: ByParameter, submission: int
 ) -> ResidualHandle:
-    """Write the version after ``before``: the length of the pickled specs, these, the tensors."""
+    """Write the version after ``before``: a header with the specs, and the tensors."""
     version = before.version + 1 if before else 1
     specs = specs_of(kept)
-    head = pickle.dumps(specs, protocol=pickle.HIGHEST_PROTOCOL)
-    start = aligned(_LENGTH.size + len(head))
-    nbytes = start + packed_nbytes(specs)
+    head = head_to_bytes(specs)
+    nbytes = len(head) + packed_nbytes(specs)
     role = f"residual.{replica}.{version % 2}"
     with pool.claim(role, _one_of_few(nbytes), submission, oldest_needed=submission) as claim:
-        _LENGTH.pack_into(claim.bytes.data, 0, len(head))
-        claim.bytes[_LENGTH.size : _LENGTH.size + len(head)] = memoryview(head)
-        copy_packed(open_packed(specs, claim.bytes[start:nbytes]), kept)
+        claim.bytes[: len(head)] = memoryview(head)
+        copy_packed(open_packed(specs, claim.bytes[len(head) : nbytes]), kept)
         return ResidualHandle(claim.reference.part(0, nbytes), version)
 
 
@@ -231,9 +220,8 @@ def copy_residuals(
 def read_residuals(pool: Pool, handle: ResidualHandle) -> ByParameter:
     """Return residuals mapped from a slab: do not write to them, and check the reference after use."""
     data = pool.read(handle.reference)
-    (length,) = _LENGTH.unpack_from(data.data, 0)
-    specs = pickle.loads(data[_LENGTH.size : _LENGTH.size + length].data)
-    return open_packed(specs, data[aligned(_LENGTH.size + length) :])
+    specs, _, start = head_from_bytes(data)
+    return open_packed(specs, data[start:])
 
 
 def _one_of_few(nbytes: int) -> int:
@@ -249,28 +237,15 @@ A slice without an entry lies on this node.
 """
 
 
-@dataclass(frozen=True)
-class _Content:
-    """The content of a frame: the weights, arrays of ``lengths`` elements, and packed ``others``."""
-
-    weights: int
-    lengths: tuple[tuple[str, str, int], ...]
-    others: bytes
-
-
 def version_frame(
     pool: Pool, partition: int, handle: SliceHandle, dtype: torch.dtype, everything: bool
 ) -> bytes:
-    """Return a frame with a slice's weights as raw bytes."""
+    """Return a frame with a slice's weights as raw bytes; with ``everything``, all of its state."""
     state = read_version(pool, handle, dtype)
-    parts = [state.weights.view(torch.uint8)]
-    content = _Content(len(state.weights), (), b"")
-    if everything:
-        lengths = []
-        for name, array in state.arrays.items():
-            parts.append(array.view(torch.uint8))
-            lengths.append((name, str(array.dtype).removeprefix("torch."), len(array)))
-        content = _Content(len(state.weights), tuple(lengths), pack(state))
+    arrays = state.arrays if everything else {}
+    lengths = [(name, a.dtype, len(a)) for name, a in arrays.items()]
+    content = len(state.weights), lengths, pack(state) if everything else b""
+    parts = [array.view(torch.uint8) for array in (state.weights, *arrays.values())]
     frame = encode((partition, True, content), *parts)
     for reference in handle.references():
         pool.check(reference)
@@ -288,13 +263,13 @@ def read_frame(frame: bytes, dtype: torch.dtype) -> tuple[int, SliceState | None
         return partition, None
     if content is None:
         return None
-    place = content.weights * dtype.itemsize
+    size, lengths, others = content
+    place = size * dtype.itemsize
     weights, arrays = as_tensor(payload[:place], dtype), {}
-    for name, kind, length in content.lengths:
-        array = getattr(torch, kind)
-        arrays[name] = as_tensor(payload[place : place + length * array.itemsize], array)
-        place += length * array.itemsize
-    rest = unpack(content.others) if content.others else ()
+    for name, kind, length in lengths:
+        arrays[name] = as_tensor(payload[place : place + length * kind.itemsize], kind)
+        place += length * kind.itemsize
+    rest = unpack(others) if others else ()
     return partition, SliceState(weights, arrays, *rest)
 
 
