@@ -32,7 +32,6 @@ from torch import nn
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import IterationMessage
-from sparkdl.engines.shuffle.node_reduce import to_driver
 from sparkdl.engines.shuffle.replica_context import (
     RecipeSource,
     at_replicas,
@@ -41,7 +40,7 @@ from sparkdl.engines.shuffle.replica_context import (
     prepare_slice,
 )
 from sparkdl.engines.shuffle.replica_tasks import send_gradients
-from sparkdl.engines.shuffle.update_tasks import at_slice, synchronize
+from sparkdl.engines.shuffle.update_tasks import at_slice, synchronize, to_driver
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.run import ReplicaHandle, RunSpec
 from sparkdl.slab.pool import release

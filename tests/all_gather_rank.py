@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from all_gather import AllGather
 
-from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import SummedGradients
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy, SummedGradients
 
 
 class AllGatherRank(RankStrategy[AllGather]):

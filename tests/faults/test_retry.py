@@ -23,7 +23,6 @@ from sparkdl.data.batches import BatchSpec
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import RESIDUAL_FOREIGN, IterationMessage, raise_unrecoverable
-from sparkdl.engines.shuffle.node_reduce import to_driver
 from sparkdl.engines.shuffle.replica_context import (
     RecipeSource,
     at_replicas,
@@ -32,7 +31,7 @@ from sparkdl.engines.shuffle.replica_context import (
     prepare_slice,
 )
 from sparkdl.engines.shuffle.replica_tasks import send_gradients
-from sparkdl.engines.shuffle.update_tasks import at_slice, synchronize
+from sparkdl.engines.shuffle.update_tasks import at_slice, synchronize, to_driver
 from sparkdl.errors import StaleReferenceError
 from sparkdl.model.recipe import Recipe
 from sparkdl.replica.iteration import ResidualHandle, SliceHandle, SliceReport

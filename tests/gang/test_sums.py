@@ -18,10 +18,8 @@ from torch import nn
 from sparkdl.consistency.gossip import TOPOLOGIES
 from sparkdl.data.batches import Batch
 from sparkdl.engines.gang.model_group import GlobalBatchNorm, check_carried, synchronise
-from sparkdl.engines.gang.strategies.base import RankPass
-from sparkdl.engines.gang.strategies.ddp import BucketedDDP, FlatAllReduce
-from sparkdl.engines.gang.strategies.gossip import GossipSync
-from sparkdl.engines.gang.strategies.summed import GradientVector, SummedGradients
+from sparkdl.engines.gang.strategies.base import GradientVector, RankPass, SummedGradients
+from sparkdl.engines.gang.strategies.ddp import BucketedDDP, FlatAllReduce, GossipSync
 from sparkdl.errors import SessionError
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import LiveReplica, Recipe

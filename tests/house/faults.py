@@ -230,7 +230,7 @@ FAULTS = {
         "model/flat.py", "now - before))", "now))", "unit/model/test_flat.py"
     ),
     "statistics are those of rows with weight": Fault(
-        "engines/gang/strategies/summed.py",
+        "engines/gang/strategies/base.py",
         "return share, 0.0 if idle() else 1.0",
         "return share, 1.0 if share else 0.0",
         "gang/test_batchnorm.py",

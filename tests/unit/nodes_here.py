@@ -24,13 +24,6 @@ from torch import nn
 from sparkdl.data.batches import BatchSpec
 from sparkdl.data.partition_writer import PartitionWriter
 from sparkdl.engines.shuffle.messages import IterationMessage, NodeCopies, Nodes, NodeWeights
-from sparkdl.engines.shuffle.node_reduce import (
-    receive_weights,
-    reduce_on_node,
-    send_weights,
-    to_driver,
-    weight_frames,
-)
 from sparkdl.engines.shuffle.replica_context import (
     RecipeSource,
     at_owner,
@@ -46,10 +39,15 @@ from sparkdl.engines.shuffle.replica_context import (
 from sparkdl.engines.shuffle.replica_tasks import send_gradients
 from sparkdl.engines.shuffle.update_tasks import (
     at_slice,
+    receive_weights,
+    reduce_on_node,
     reduce_slice,
+    send_weights,
     synchronize,
+    to_driver,
     to_slices,
     update_arrived,
+    weight_frames,
 )
 from sparkdl.model.buffers import TrainingOptions
 from sparkdl.model.recipe import Recipe

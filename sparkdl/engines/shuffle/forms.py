@@ -47,26 +47,24 @@ from sparkdl.engines.shuffle.messages import (
     planned,
     states_of,
 )
-from sparkdl.engines.shuffle.node_reduce import (
-    ReportSink,
-    receive_weights,
-    reduce_on_node,
-    send_weights,
-    to_driver,
-    weight_frames,
-)
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_context import at_owner
 from sparkdl.engines.shuffle.replica_tasks import leave_gradients, send_gradients
 from sparkdl.engines.shuffle.update_tasks import (
+    ReportSink,
     apply_pending,
     at_slice,
+    receive_weights,
+    reduce_on_node,
     reduce_pending,
     reduce_slice,
+    send_weights,
     synchronize,
+    to_driver,
     to_slices,
     update_arrived,
     update_slice,
+    weight_frames,
 )
 from sparkdl.gang.slots import task_slots
 from sparkdl.loop.advance import busiest, summed

@@ -41,13 +41,19 @@ from sparkdl.engines.shuffle.messages import (
     raise_unrecoverable,
     states_of,
 )
-from sparkdl.engines.shuffle.node_reduce import Frame, to_driver
 from sparkdl.engines.shuffle.placement import Placement
 from sparkdl.engines.shuffle.replica_context import at_owner, recount
 from sparkdl.engines.shuffle.replica_tasks import leave_gradients, send_gradients
 from sparkdl.engines.shuffle.state_reads import SnapshotRdds
 from sparkdl.engines.shuffle.store import next_version
-from sparkdl.engines.shuffle.update_tasks import ReadSections, at_slice, read_sections, update_alone
+from sparkdl.engines.shuffle.update_tasks import (
+    Frame,
+    ReadSections,
+    at_slice,
+    read_sections,
+    to_driver,
+    update_alone,
+)
 from sparkdl.errors import TrainingError
 from sparkdl.loop.advance import IterationResult, slowest, summarize
 from sparkdl.loop.engine import CURRENT, ReadState

@@ -128,7 +128,7 @@ class GradientHeader:
 class GradientOffer:
     """The frame from a replica to a task that sums for a node.
 
-    See :func:`sparkdl.engines.shuffle.node_reduce.reduce_on_node`.
+    See :func:`sparkdl.engines.shuffle.update_tasks.reduce_on_node`.
     """
 
     replica: int

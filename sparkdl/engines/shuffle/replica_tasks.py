@@ -31,10 +31,9 @@ from sparkdl.engines.shuffle.messages import (
     Nodes,
     OneStageReport,
 )
-from sparkdl.engines.shuffle.node_reduce import offered
 from sparkdl.engines.shuffle.replica_context import ReplicaContext
 from sparkdl.engines.shuffle.store import joined_state, read_residuals, write_residuals
-from sparkdl.engines.shuffle.update_tasks import apply_pending, buffer_size
+from sparkdl.engines.shuffle.update_tasks import apply_pending, buffer_size, offered
 from sparkdl.errors import DamagedCheckpoint
 from sparkdl.loop.engine import ReadResiduals
 from sparkdl.metrics.scorer import Scorer

@@ -29,8 +29,7 @@ from torch.distributed.fsdp import (
 
 from sparkdl.collectives.direct import DirectReduceScatter, all_reduce
 from sparkdl.engines.gang.model_group import synchronise
-from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import SummedGradients
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy, SummedGradients
 from sparkdl.model.buffers import PRECISIONS, TrainingOptions
 from sparkdl.model.flat import local
 from sparkdl.model.recipe import LiveReplica, with_tensors

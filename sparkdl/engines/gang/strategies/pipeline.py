@@ -37,9 +37,14 @@ from torch.distributed.pipelining.schedules import (
 from sparkdl.engines.gang.model_group import ModelGroup
 from sparkdl.engines.gang.rank_messages import gathered_counts, receive, send
 from sparkdl.engines.gang.rank_state import needs_all_losses
-from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankPass, RankStrategy
+from sparkdl.engines.gang.strategies.base import (
+    Build,
+    GradientSum,
+    GradientSync,
+    RankPass,
+    RankStrategy,
+)
 from sparkdl.engines.gang.strategies.fsdp import let_go, numbers_of, sum_whole
-from sparkdl.engines.gang.strategies.summed import GradientSum
 from sparkdl.engines.gang.strategies.tensor import settle
 from sparkdl.model.recipe import LiveReplica
 from sparkdl.parallel.base import Mesh

@@ -29,8 +29,7 @@ from torch.utils._pytree import tree_map
 
 from sparkdl.collectives.direct import all_reduce
 from sparkdl.engines.gang.shards import RowLayout
-from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy
-from sparkdl.engines.gang.strategies.summed import SummedGradients
+from sparkdl.engines.gang.strategies.base import Build, GradientSync, RankStrategy, SummedGradients
 from sparkdl.errors import ModelError, in_short
 from sparkdl.model.flat import local
 from sparkdl.model.recipe import LiveReplica, Recipe, parts_of
