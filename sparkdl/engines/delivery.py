@@ -9,7 +9,7 @@ The validation samples of a fit, and how an engine scores them; and all else tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,13 @@ ReadParts = Callable[[Mapping[int, Reference]], Sequence[bytes]]
 """A function that returns the bytes of references (by owner number), in order of the numbers."""
 Wanted = tuple[int, Reference, np.ndarray]
 """A read from one owner: the owner's number, the reference, and the destination (uint8, same size)."""
+
+
+def raise_first(results: Iterable[Any]) -> None:
+    """Raise the first exception among results."""
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
 
 
 def not_here(slab: SlabConfig, wanted: Sequence[Wanted]) -> list[Wanted]:

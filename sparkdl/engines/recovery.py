@@ -4,7 +4,7 @@
 request, and of the decisions of the consistency model, which the log has. A run that is
 reset to an earlier state and receives the same requests therefore reaches the same bits. It can be
 reset to the last snapshot (Spark keeps it on two executors), otherwise to the last checkpoint,
-otherwise to the beginning. The log holds all requests since the beginning, at some 30 to 80 bytes
+otherwise to the beginning. The log holds all requests since the beginning, at some 50 to 100 bytes
 per iteration. The loop, its callbacks and the history notice nothing: every iteration is reported
 once.
 
@@ -13,7 +13,6 @@ A compact log of the loop's requests to an engine, from which they can be repeat
 
 from __future__ import annotations
 
-import bisect
 import logging
 import pickle
 import time
@@ -54,67 +53,59 @@ Hyperparameters: TypeAlias = tuple[Mapping[str, Any], ...] | None
 class ReplayLog:
     """A log of iterations and of requests to keep the best weights.
 
-    An entry takes some 30 bytes, and some 50 more where a schedule changes a hyperparameter. It
-    includes what was decided on the iteration that was committed, 8 bytes a decision, so that what is
-    repeated has the same bits.
+    An entry takes some 50 bytes, and some 50 more where a schedule changes a hyperparameter. It
+    includes what was decided on the iteration that was committed, so that what is repeated has the
+    same bits.
+
+    Attributes:
+        iterations: The number of iterations done, including those before this run.
     """
 
     def __init__(self) -> None:
-        self._numbers = array("q")  # index, epoch, batch; -1, -1, -1 for keeping the best
-        self._scales = array("d")
-        self._histograms = bytearray()
-        self._decided: dict[str, array[int]] = {}
-        self._changed = array("q")  # entries whose hyperparameters differ from those before
-        self._starts, self._pickles, self._last = array("q"), bytearray(), b""  # of these
+        self.iterations = 0
+        self._starts, self._pickles = array("q"), bytearray()  # of the entries, and of what follows
+        self._last, self._place = b"", 0  # hyperparameters and names of decisions, which may repeat
 
     def __len__(self) -> int:
-        return len(self._scales)
+        return len(self._starts)
 
     def append(self, asked: Iteration | None, decisions: Decisions | None = None) -> None:
         """Append an iteration, or None for a request to keep the best weights."""
+        entry = None
         if asked is not None:
-            values = pickle.dumps(asked.hyperparameters, 3)  # the last protocol without frames
-            if values != self._last:
-                self._changed.append(len(self))
-                self._starts.append(len(self._pickles))
-                self._pickles += values
-                self._last = values
-        self._numbers.extend((asked.index, asked.epoch, asked.batch) if asked else (-1, -1, -1))
-        self._scales.append(asked.loss_scale if asked else 0.0)
-        self._histograms.append(asked.histograms if asked else False)
-        decided = decisions or {}
-        for name in decided:
-            if name not in self._decided:
-                self._decided[name] = array("q", [0]) * (len(self) - 1)
-        for name, column in self._decided.items():
-            column.append(decided.get(name, 0))
+            decided = {name: number for name, number in (decisions or {}).items() if number}
+            last = pickle.dumps((asked.hyperparameters, *decided), 3)  # no frames, as of 4
+            if last != self._last:
+                self._last, self._place = last, len(self._pickles)
+                self._pickles += last
+            request = (asked.index, asked.epoch, asked.batch, asked.loss_scale, asked.histograms)
+            entry = self._place, request, *decided.values()
+            self.iterations = asked.index + 1
+        self._starts.append(len(self._pickles))
+        self._pickles += pickle.dumps(entry, 3)
 
     def since(self, start: int) -> Iterator[Iteration | None]:
         """Yield the entries from number ``start`` on, None for a request to keep the best weights."""
         for n in range(start, len(self)):
-            index, epoch, batch = self._numbers[3 * n : 3 * n + 3]
-            text = f"sparkdl: epoch {epoch + 1} · iteration {index + 1} · again"
-            scale, histograms = self._scales[n], bool(self._histograms[n])
-            change = bisect.bisect_right(self._changed, n) - 1
-            values = None
-            if change >= 0:
-                values = pickle.loads(memoryview(self._pickles)[self._starts[change] :])
-            iteration = Iteration(
+            entry = self._read(self._starts[n])
+            if entry is None:
+                yield None
+                continue
+            place, (index, epoch, batch, scale, histograms), *numbers = entry
+            hyperparameters, *names = self._read(place)
+            yield Iteration(
                 index=index,
                 epoch=epoch,
                 batch=batch,
-                hyperparameters=values,
-                description=text,
+                hyperparameters=hyperparameters,
+                description=f"sparkdl: epoch {epoch + 1} · iteration {index + 1} · again",
                 loss_scale=scale,
                 histograms=histograms,
-                decisions={name: found[n] for name, found in self._decided.items() if found[n]},
+                decisions=dict(zip(names, numbers, strict=True)),
             )
-            yield None if index < 0 else iteration
 
-    @property
-    def iterations(self) -> int:
-        """Return the number of iterations done, including those before this run."""
-        return max(self._numbers[-6::3], default=-1) + 1
+    def _read(self, place: int) -> Any:
+        return pickle.loads(memoryview(self._pickles)[place:])
 
 
 MAX_LOSSES = 16

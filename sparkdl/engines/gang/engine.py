@@ -31,7 +31,14 @@ from sparkdl.data.epoch import EpochPlan
 from sparkdl.data.fields import SampleHandle
 from sparkdl.data.ragged import Ragged
 from sparkdl.data.samples import SampleSet, deleted_without_end
-from sparkdl.engines.delivery import AT_ONCE_BYTES, EngineInputs, Wanted, bring, not_here
+from sparkdl.engines.delivery import (
+    AT_ONCE_BYTES,
+    EngineInputs,
+    Wanted,
+    bring,
+    not_here,
+    raise_first,
+)
 from sparkdl.engines.gang.rank import CallMethod, frames_of, init_rank
 from sparkdl.engines.gang.rank_messages import (
     RankConfig,
@@ -42,7 +49,7 @@ from sparkdl.engines.gang.rank_messages import (
 )
 from sparkdl.engines.gang.snapshots import BackgroundResult, NodeFiles
 from sparkdl.engines.resources import MAX_SUBMISSIONS, samples_changed, write_again
-from sparkdl.errors import StalledError, StateLostError, TrainingError, UserError
+from sparkdl.errors import StalledError, StateLostError, TrainingError
 from sparkdl.gang.driver import Gang
 from sparkdl.gang.oversubscribe import Oversubscription
 from sparkdl.gang.rank_group import RankGroup, StartableGroup
@@ -164,7 +171,7 @@ def start_ranks(
         gang.start()
         setup.recipe.bring(gang, recipe)
         told = gang.call(partial(init_rank, setup), DOING)
-        raise_first([each for each in told if isinstance(each, UserError)])
+        raise_first(told)
         found: list[RankStatus] = told
         if all(all(standing.here) for standing in found):
             break
@@ -233,13 +240,6 @@ def node_of(records: list[Any]) -> str:
     """
     handles: list[SampleHandle] = [pickle.loads(frame) for frame in frames_of(records)]
     return next((handle.node_id for handle in handles if handle.num_rows), "")
-
-
-def raise_first(results: Sequence[Exception | None]) -> None:
-    """Raise the first exception among the ranks' results."""
-    for problem in results:
-        if problem is not None:
-            raise problem
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 from sparkdl.codec.packed import ByParameter
 from sparkdl.consistency.base import StragglerLimit, Update, next_update
 from sparkdl.data.epoch import EpochPlan
-from sparkdl.engines.delivery import EngineInputs
+from sparkdl.engines.delivery import EngineInputs, raise_first
 from sparkdl.engines.shuffle.forms import FormChooser
 from sparkdl.engines.shuffle.messages import (
     SYNCHRONIZATION,
@@ -81,23 +81,13 @@ class SliceVersions:
         self._submission = 0
         self._ring: deque[Version] = deque(maxlen=keep)
         self._pending: PendingGradients | None = None
-        self._best: tuple[SliceHandle, ...] = ()
-        self._residuals: tuple[ResidualHandle | None, ...] = (None,) * self._replicas
+        self.best: tuple[SliceHandle, ...] = ()  # empty: no best weights are kept
+        self.residuals: tuple[ResidualHandle | None, ...] = (None,) * self._replicas
 
     @property
     def newest(self) -> Version:
         """Return the newest version that exists; see :meth:`settled`."""
         return self._ring[-1]
-
-    @property
-    def best(self) -> tuple[SliceHandle, ...]:
-        """Return the handles of the best weights; empty if none are kept."""
-        return self._best
-
-    @property
-    def residuals(self) -> tuple[ResidualHandle | None, ...]:
-        """Return the handle of each replica's residuals, or None."""
-        return self._residuals
 
     @property
     def readable(self) -> range:
@@ -127,7 +117,7 @@ class SliceVersions:
             pending=self._pending,
             reads=() if update.staleness == 0 or version is None else version.states,
             copies={} if version is None else version.copies,
-            residuals=self._residuals,
+            residuals=self.residuals,
         )
 
     def commit(self, message: IterationMessage, reports: IterationReports) -> None:
@@ -174,7 +164,7 @@ class SliceVersions:
 
     def _keep_residuals(self, replicas: Sequence[ReplicaReport]) -> None:
         new = {report.replica: report.residual for report in replicas}
-        self._residuals = tuple(new.get(m) or old for m, old in enumerate(self._residuals))
+        self.residuals = tuple(new.get(m) or old for m, old in enumerate(self.residuals))
 
     def settled(self) -> SliceVersions:
         """Apply pending gradients, and return the versions.
@@ -226,10 +216,10 @@ class SliceVersions:
             role = "best" if which == BEST else "state"
             task = partial(initial_state, read, role, self._submission)
             results = self._placement.at_slices(task, "write the initial state")
-        _raise_first(results)
+        raise_first(results)
         states = states_of(sorted(results, key=lambda report: report.index))
         if which == BEST:
-            self._best = states
+            self.best = states
         else:
             self._begin(Version(number=0, submission=self._submission, states=states))
         self._check_frames()
@@ -256,13 +246,13 @@ class SliceVersions:
         with faults_explained("setting up the replicas"):
             task = partial(initial_residuals, read, self._submission)
             found = dict(self._placement.at_replicas(task, "write the replicas' residuals"))
-        _raise_first(list(found.values()))
-        self._residuals = tuple(found[replica] for replica in range(self._replicas))
+        raise_first(found.values())
+        self.residuals = tuple(found[replica] for replica in range(self._replicas))
 
     def keep_best(self) -> None:
         """Copy the newest weights where they lie, as the best ones."""
         with faults_explained("keeping the best weights"):
-            self._best = self._copied("best", "keep the best weights")
+            self.best = self._copied("best", "keep the best weights")
 
     def evaluated(self) -> Version:
         """Return the newest version as validation reads it: a copy, if the optimizer keeps the
@@ -295,22 +285,16 @@ class SliceVersions:
                 kept = dict(self._placement.zipped_with_replicas(snapshot.residuals, frames, task))
         states = states_of([report for report, _ in found])
         self._begin(Version(number=0, submission=self._submission, states=states))
-        self._best = tuple(best for _, best in found if best is not None)
-        self._residuals = tuple(kept.get(m) for m in range(self._replicas))
+        self.best = tuple(best for _, best in found if best is not None)
+        self.residuals = tuple(kept.get(m) for m in range(self._replicas))
 
     def forget(self) -> None:
         """Give up the present state, which is out of reach; a load or restore at new places follows."""
         self._placement.forget()
         self._ring.clear()
-        self._pending, self._best = None, ()
-        self._residuals = (None,) * self._replicas
+        self._pending, self.best = None, ()
+        self.residuals = (None,) * self._replicas
         self._submission += 1
-
-
-def _raise_first(results: Sequence[Any]) -> None:
-    problem = next((r for r in results if isinstance(r, Exception)), None)
-    if problem is not None:
-        raise problem
 
 
 class ShuffleEngine:
