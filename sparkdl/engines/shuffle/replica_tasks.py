@@ -116,7 +116,7 @@ def _handle(step: IterationMessage, replica: int) -> ResidualHandle | None:
     return step.residuals[replica] if step.residuals else None
 
 
-def with_residuals(
+def map_residuals(
     handles: tuple[ResidualHandle | None, ...],
     use: Callable[[int, ByParameter], Any],
     context: ReplicaContext,

@@ -32,7 +32,7 @@ from sparkdl.engines.shuffle.replica_context import (
     read_parts,
     run_of,
 )
-from sparkdl.engines.shuffle.replica_tasks import score_samples, with_residuals
+from sparkdl.engines.shuffle.replica_tasks import map_residuals, score_samples
 from sparkdl.engines.shuffle.store import copy_residuals, weights_at, write_copy
 from sparkdl.loop.engine import CURRENT
 from sparkdl.replica.iteration import Fault, ResidualHandle, SliceHandle, SliceReport
@@ -220,7 +220,7 @@ class StateReader:
         if not any(residuals):
             return []
         with faults_explained("reading the replicas' residuals"):
-            task = partial(with_residuals, tuple(residuals), use)
+            task = partial(map_residuals, tuple(residuals), use)
             found = dict(self._placement.at_replicas(task, "read the replicas' residuals"))
         return [found[m] for m, handle in enumerate(residuals) if handle is not None]
 
