@@ -71,8 +71,8 @@ def read_trials(root: Path) -> list[Any]:
 
 
 SPECS = [
-    KeySpec.shared("w", 0, [6, 4], torch.float32, 2),
-    KeySpec.shared("b", 1, [5], torch.float64, 2),
+    KeySpec.of("w", 0, [6, 4], torch.float32, 2),
+    KeySpec.of("b", 1, [5], torch.float64, 2),
 ]
 
 
