@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,7 +81,7 @@ class KeySpec:
     @property
     def places(self) -> list[int]:
         """Return the places that have at least one row, or one element."""
-        return [place for place in range(len(self.bounds) - 1) if self._has_any(place)]
+        return [p for p in range(len(self.bounds) - 1) if self.range_shape(p)[0]]
 
     def range_of(self, place: int) -> slice:
         """Return the rows of a place."""
@@ -96,10 +97,6 @@ class KeySpec:
         """Return the place of each row."""
         blocks = torch.searchsorted(torch.tensor(self.bounds), rows, right=True) - 1
         return (blocks - self.number) % (len(self.bounds) - 1)
-
-    def _has_any(self, place: int) -> bool:
-        its = self.range_of(place)
-        return its.stop > its.start
 
 
 def as_rows(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,25 +188,17 @@ class Rounds:
     """
 
     def __init__(self, clients: int) -> None:
-        self._pushed = [0] * clients
-        self._open: list[dict[int, Gradient]] = []
-        self._first = 0
+        self._open: list[deque[Gradient]] = [deque() for _ in range(clients)]
 
     def add(self, client: int, gradient: Gradient) -> None:
         """Add a client's next gradient."""
-        number = self._pushed[client] - self._first
-        self._pushed[client] += 1
-        if number == len(self._open):
-            self._open.append({})
-        self._open[number][client] = gradient
+        self._open[client].append(gradient)
 
     def complete(self, active: Sequence[int]) -> list[list[Gradient]]:
         """Remove the rounds that all ``active`` clients have made; return their gradients."""
         found = []
-        while self._open and all(self._pushed[client] > self._first for client in active):
-            gradients: dict[int, Any] = self._open.pop(0)
-            self._first += 1
-            found.append([gradients[client] for client in sorted(gradients)])
+        while any(self._open) and all(self._open[client] for client in active):
+            found.append([pushed.popleft() for pushed in self._open if pushed])
         return found
 
 
@@ -276,7 +265,7 @@ class Manifest:
     @staticmethod
     def read(folder: Path) -> Manifest:
         """Read the manifest of a folder."""
-        with _explained("load", folder), _naming(MANIFEST):
+        with _explained("load", folder, MANIFEST):
             found = parse_json(read_plain(folder / MANIFEST, MAX_JSON_BYTES))
             if not isinstance(found, dict) or found.get("format") != FORMAT:
                 raise ValueError(f"it is not of format {FORMAT}")
@@ -365,7 +354,7 @@ class _Files:
         return torch.cat([values for values, _ in parts])[rows].clone(), joined
 
     def _part(self, place: int, old: KeySpec) -> tuple[torch.Tensor, dict[str, Any]]:
-        with _naming(self._saved.file_of(place).name):
+        with _explained("load", self._saved.folder, self._saved.file_of(place).name):
             file, states, names = self._open(place)
             # copies, because the others lie in the file
             tensors = {name: file.get_tensor(name).clone() for name in names[str(old.number)]}
@@ -414,22 +403,13 @@ def _joined(
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Name the file in the error of a block that reads it."""
-    try:
-        yield
-    except (ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
-        what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{name}: {what or kind_of(error)}") from error
-
-
-@contextlib.contextmanager
-def _explained(doing: str, folder: Path) -> Iterator[None]:
-    """Raise an error of the block as :class:`sparkdl.CheckpointError`."""
+def _explained(doing: str, folder: Path, file: str = "") -> Iterator[None]:
+    """Raise an error of the block as :class:`sparkdl.CheckpointError`, which names the file."""
     try:
         yield
     except (OSError, ValueError, TypeError, KeyError, safetensors.SafetensorError) as error:
         what = str(error) if not isinstance(error, KeyError) else f"it has no {error}"
+        where = f"{file}: " if file and not isinstance(error, OSError) else ""
         raise CheckpointError(
-            f'Cannot {doing} the parameter server in "{folder}": {what or kind_of(error)}.'
+            f'Cannot {doing} the parameter server in "{folder}": {where}{what or kind_of(error)}.'
         ) from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -361,7 +361,7 @@ class ParameterServer:
             self._client.end()
             _open.discard(self)
 
-    def __enter__(self) -> ParameterServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
@@ -385,7 +385,7 @@ def abandon_all() -> None:
 KINDS = {"dist_sync": "synchronous", "dist_async": "asynchronous"}
 
 
-class KVStore:
+class KVStore(ParameterServer):
     """A :class:`ParameterServer` with the names and rules of MXNet's distributed KVStore.
 
     Under "dist_sync" a step takes the *sum* of all workers' gradients, and under "dist_async" each
@@ -399,7 +399,6 @@ class KVStore:
 
     Attributes:
         type: The type.
-        server: The parameter server below.
     """
 
     def __init__(
@@ -413,64 +412,38 @@ class KVStore:
             known = " or ".join(f'"{word}"' for word in KINDS)
             raise ParameterError(f"type = {shown(type)}: give {known}.{nearest(str(type), KINDS)}")
         self.type = type
-        self.server = ParameterServer(
+        super().__init__(
             Assign, consistency=KINDS[type], owners=owners, average=False, timeout=timeout
         )
 
     @property
-    def rank(self) -> int:
-        """Return the rank of this worker."""
-        return self.server.rank
+    def server(self) -> ParameterServer:
+        """Return the parameter server, which is this object."""
+        return self
 
     @property
     def num_workers(self) -> int:
         """Return the number of workers."""
-        return self.server.size
-
-    def init(self, key: Any, value: Any) -> None:
-        """Give a key, or each of a list of keys, its first value, that of rank 0."""
-        self.server.init(key, value)
+        return self.size
 
     def push(self, key: Any, value: Any) -> None:
         """Push a value, or a sparse COO tensor with the rows that it has."""
         if isinstance(value, torch.Tensor) and value.layout == torch.sparse_coo:
             rows = value.coalesce()
-            self.server.push_rows(key, rows.indices()[0], rows.values())
+            self.push_rows(key, rows.indices()[0], rows.values())
         else:
-            self.server.push(key, value)
-
-    def pull(self, key: Any, out: Any = None) -> Any:
-        """Return the value of a key, or copy it into ``out``."""
-        return self.server.pull(key, out)
+            super().push(key, value)
 
     def row_sparse_pull(
         self, key: Hashable, row_ids: Any, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return some rows of a key, or copy them into the same rows of ``out``."""
-        values = self.server.pull_rows(key, row_ids)
+        values = self.pull_rows(key, row_ids)
         if out is None:
             return values
         with torch.no_grad():
             out[torch.as_tensor(row_ids)] = values.to(out.device)
         return out
-
-    def set_optimizer(self, optimizer: MakeOptimizer) -> None:
-        """Let the owners update with an optimizer; called on every worker with the same one."""
-        self.server.set_optimizer(optimizer)
-
-    def barrier(self) -> None:
-        """Return when all workers have called this."""
-        self.server.barrier()
-
-    def close(self) -> None:
-        """Wait for all workers and end the server."""
-        self.server.close()
-
-    def __enter__(self) -> KVStore:
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.server.__exit__(*error)
 
 
 class Assign(torch.optim.Optimizer):

@@ -295,17 +295,16 @@ def optimizer_problems(make: Any, places: int) -> list[str]:
 
 def sparse_problems(make: MakeOptimizer | None, spec: KeySpec) -> list[str]:
     """Return the problem of an optimizer that takes no sparse gradients."""
-    if make is None:
-        return []
     value = torch.zeros(2, *spec.row_shape, dtype=spec.dtype)
-    try:
-        _step(make, value, _sparse(torch.ones_like(value)))
-    except Exception as error:
-        return [
+    error = _error_of_step(make, value, _sparse(torch.ones_like(value)))
+    return (
+        []
+        if error is None
+        else [
             f"push_rows: the optimizer takes no gradient of some rows ({first_line(error)}). Use "
             "torch.optim.SGD, Adagrad or SparseAdam, or push the whole gradient."
         ]
-    return []
+    )
 
 
 def _tried(make: MakeOptimizer, value: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -325,6 +324,18 @@ def _step(make: MakeOptimizer, value: torch.Tensor, gradient: torch.Tensor) -> t
         value.grad = gradient.clone()
         made.step()
     return value
+
+
+def _error_of_step(
+    make: MakeOptimizer | None, value: torch.Tensor, gradient: torch.Tensor
+) -> Exception | None:
+    """Return why an optimizer cannot make a step, or None."""
+    try:
+        if make is not None:
+            _step(make, value, gradient)
+    except Exception as error:
+        return error
+    return None
 
 
 def _sparse(gradient: torch.Tensor) -> torch.Tensor:
@@ -369,18 +380,10 @@ def new_key_problems(
             kind = f"The value of {name!r} is {dtype_name(value.dtype)}"
             if means:
                 problems.append(f"{kind}, and a mean needs floating-point: use average=False.")
-            if make is not None and not _takes(make, value.dtype):
+            one = torch.ones(1, dtype=value.dtype)
+            if _error_of_step(make, one, one) is not None:
                 problems.append(f"{kind}, which the optimizer cannot update: use optimizer=None.")
     return problems
-
-
-def _takes(make: MakeOptimizer, dtype: torch.dtype) -> bool:
-    """Return whether an optimizer can make a step on a tensor of this dtype."""
-    try:
-        _step(make, torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype))
-    except Exception:
-        return False
-    return True
 
 
 def gradient_problems(specs: Sequence[KeySpec], values: Sequence[Any]) -> list[str]:
