@@ -32,8 +32,8 @@ from feature_runs import (
     weighted,
 )
 from launch import in_turn
+from lazily import Lazily
 from mistakes import message_of
-from sklearn.utils.class_weight import compute_class_weight
 from torch import nn
 
 import sparkdl
@@ -41,6 +41,7 @@ from sparkdl.data import samples as samples_module
 
 pytestmark = pytest.mark.parity
 cuts = pytest.mark.parametrize(("sizes", "slices"), CUTS, ids=str)
+class_weight = Lazily("sklearn.utils.class_weight")
 OF_CLASSES = [0.3, 2.5, 1.0]
 TABLE = torch.tensor(OF_CLASSES, dtype=torch.float64)
 
@@ -141,7 +142,7 @@ def test_balanced_class_weights_are_those_of_scikit_learn():
     parts = Parts.of((30, 2, 0, 11), rare)
     trainer = trainer_of((30, 2, 0, 11), 3, class_weights="balanced")
     labels = np.array([record["label"] for part in parts.records for record in part])
-    weights = compute_class_weight("balanced", classes=np.arange(CLASSES), y=labels)
+    weights = class_weight.compute_class_weight("balanced", classes=np.arange(CLASSES), y=labels)
     table = torch.tensor(weights)
     as_plain_torch(
         trainer, parts, lambda m, p: F.cross_entropy(m(*p.inputs), *p.targets, weight=table)
@@ -264,37 +265,6 @@ def test_a_label_beyond_the_class_weights_may_be_ignored():
 def by_hand(output, target):
     """A value for each sample, and no ``reduction``."""
     return ((output - target) ** 2).mean(dim=1)
-
-
-def with_reduction(output, target, reduction="mean"):
-    values = (output - target).abs()
-    return values if reduction == "none" else values.mean()
-
-
-@pytest.mark.parametrize(
-    ("loss", "each"),
-    [
-        (nn.MSELoss(), lambda o, t: ((o - t) ** 2).mean(1)),
-        (F.smooth_l1_loss, lambda o, t: F.smooth_l1_loss(o, t, reduction="none").mean(1)),
-        (by_hand, by_hand),
-        (with_reduction, lambda o, t: (o - t).abs().mean(1)),
-    ],
-    ids=["module", "function", "by sample", "own reduction"],
-)
-def test_every_kind_of_loss_can_be_weighted(loss, each):
-    sizes = (15, 14, 14)
-
-    def row(g):
-        return sparkdl.Sample(g.normal(size=WIDTH), g.normal(size=CLASSES), float(g.gamma(2.0)))
-
-    parts = Parts.of(sizes, row)
-    trainer = trainer_of(sizes, 2, loss=loss, weight="weight")
-
-    def reference(module, part):
-        values = each(module(*part.inputs), *part.targets)
-        return (values * part.weights).sum() / part.weights.sum()
-
-    as_plain_torch(trainer, parts, reference)
 
 
 def with_zeros(sizes, chosen):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from bad_data import COLUMNS, IN_ARRAYS, QUERIES, RECORDS, ROWS
-from bad_inputs import Fit, Mistake, batch_normed, expect, two_classes, vector_loss
+from bad_inputs import Fit, Mistake, batch_normed, expect, two_classes
 from bad_recipes import LOSSES, MODELS, OPTIMIZERS
 from bad_settings import DAMAGED, PARAMETERS, PATHS, RESUMED, Resumed
 from bad_uses import USES
@@ -150,20 +150,6 @@ def test_a_good_fit_is_none_of_these(spark: Any, nothing_left: Any) -> None:
     fit = Fit(spark)
     fit(fit.good())
     assert fit.started
-
-
-def test_a_bad_loss_leaves_nothing_in_the_cluster(spark: Any, nothing_left: Any) -> None:
-    fit = Fit(spark)
-    with pytest.raises(ModelError, match="the loss returned a tensor of shape"):
-        fit(fit.good(), loss=vector_loss)
-    assert not fit.started
-
-
-def test_a_bad_row_leaves_nothing_in_the_local_directories(spark: Any, slabs: Any) -> None:
-    fit = Fit(spark)
-    with pytest.raises(DataError):
-        fit(fit.labels("double", 1.0, None))
-    assert slabs(local=True) == []
 
 
 @pytest.mark.parametrize("data", ["DataFrame", "RDD"])

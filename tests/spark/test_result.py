@@ -211,12 +211,6 @@ def test_several_inputs(table: Any) -> None:
     close(predictions(model.transform(table)), expected)
 
 
-def test_more_rows_than_an_arrow_batch(spark: Any) -> None:
-    data = spark.range(0, 10_500, 1, 1).selectExpr("id as i", "array(float(id), 1f) as x")
-    model = trained(nn.Linear(2, 1))
-    close(predictions(model.transform(data)), model.module(inputs_of(data, "x")))
-
-
 @pytest.mark.parametrize(
     ("module", "finish", "kind", "dtype"),
     [
@@ -327,20 +321,6 @@ def test_a_stream_into_a_table(spark: Any, table: Any, stream: Any, tmp_path: Pa
     assert query.awaitTermination(60)
     expected = model.module(inputs_of(table, "x")).argmax(dim=1)
     close(predictions(spark.table("classes")), expected)
-
-
-def test_a_stream_batch_by_batch(table: Any, stream: Any, tmp_path: Path) -> None:
-    model, seen = trained(linear()), []
-    query = (
-        model.transform(stream)
-        .writeStream.foreachBatch(lambda batch, number: seen.extend(batch.collect()))
-        .option("checkpointLocation", str(tmp_path / "checkpoint"))
-        .trigger(availableNow=True)
-        .start()
-    )
-    assert query.awaitTermination(60)
-    found = np.array([row.prediction for row in sorted(seen, key=lambda row: row.i)])
-    close(found, model.module(inputs_of(table, "x")))
 
 
 # How the module travels
@@ -691,74 +671,51 @@ class Squeezed(nn.Module):
         return self.linear(x).unsqueeze(-1).squeeze()
 
 
-@pytest.fixture(scope="module")
-def binary(table: Any) -> Any:
-    return table.selectExpr("i", "x", "float(i % 2) as y")
-
-
-METRICS = ["auc", "accuracy", "mae", "mse"]
+ALONE: dict[str, tuple[int, Any, str, list[str]]] = {
+    "a number": (1, nn.BCEWithLogitsLoss(), "float(i % 2)", ["auc", "accuracy", "mae", "mse"]),
+    "classes": (3, nn.CrossEntropyLoss(), "i % 3", ["accuracy", "top@2"]),
+}
 
 
 @pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
-def test_evaluate_a_row_alone_that_is_squeezed(binary: Any, of: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize("row", ALONE)
+def test_evaluate_a_row_alone_that_is_squeezed(
+    table: Any, row: str, of: Callable[[Any], Any]
+) -> None:
     """Each partition of five rows ends in a batch of one."""
-    model = trained(Squeezed(), loss=nn.BCEWithLogitsLoss(), example=(torch.zeros(2, 2),))
-    found = model.evaluate(of(binary), METRICS, batch_size=torch.tensor(4))
-    assert found == pytest.approx(model.evaluate(of(binary), METRICS, batch_size=5))
-    assert set(found) == {"loss", *METRICS}
+    outputs, loss, label, metrics = ALONE[row]
+    model = trained(Squeezed(outputs), loss=loss, example=(torch.zeros(2, 2),))
+    data = of(table.selectExpr("i", "x", f"{label} as y"))
+    found = model.evaluate(data, metrics, batch_size=torch.tensor(4))
+    assert found == pytest.approx(model.evaluate(data, metrics, batch_size=5))
+    assert set(found) == {"loss", *metrics}
 
 
-@pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
-def test_evaluate_classes_of_a_row_alone(table: Any, of: Callable[[Any], Any]) -> None:
-    model = trained(Squeezed(3), loss=nn.CrossEntropyLoss(), example=(torch.zeros(2, 2),))
-    data = of(table.selectExpr("i", "x", "i % 3 as y"))
-    found = model.evaluate(data, ["accuracy", "top@2"], batch_size=4)
-    assert found == pytest.approx(model.evaluate(data, ["accuracy", "top@2"], batch_size=5))
-
-
-def test_predict_several_values_of_a_row_alone(binary: Any) -> None:
-    model = trained(Squeezed(3), example=(torch.zeros(2, 2),))
-    expected = model.module(inputs_of(binary, "x"))
-    close(predictions(model.transform(binary, batch_size=np.array(4))), expected)
-    records = binary.rdd.map(lambda row: row.x)
-    for finish in (None, torch.squeeze):
-        close(model.predict(records, batch_size=4, postprocess=finish).collect(), expected)
-
-
-def test_predict_a_row_alone_that_is_squeezed(binary: Any) -> None:
-    model = trained(Squeezed(), example=(torch.zeros(2, 2),))
-    expected = model.module(inputs_of(binary, "x"))
-    close(predictions(model.transform(binary, batch_size=4)), expected)
-    records = binary.rdd.map(lambda row: row.x)
+@pytest.mark.parametrize("outputs", [1, 3])
+def test_predict_a_row_alone_that_is_squeezed(table: Any, outputs: int) -> None:
+    model = trained(Squeezed(outputs), example=(torch.zeros(2, 2),))
+    expected = model.module(inputs_of(table, "x"))
+    close(predictions(model.transform(table, batch_size=np.array(4))), expected)
+    records = table.rdd.map(lambda row: row.x)
     for finish in (None, torch.squeeze):
         found = model.predict(records, batch_size=4, postprocess=finish).collect()
-        assert all(type(value) is float for value in found)
+        assert outputs > 1 or all(type(value) is float for value in found)
         close(found, expected)
 
 
 @pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
-def test_validate_on_a_row_alone_that_is_squeezed(binary: Any, engine: str) -> None:
-    held = binary.where("i < 13")
+@pytest.mark.parametrize("row", ALONE)
+def test_validate_on_a_row_alone_that_is_squeezed(table: Any, row: str, engine: str) -> None:
+    outputs, loss, label, metrics = ALONE[row]
+    data = table.selectExpr("i", "x", f"{label} as y")
+    held = data.where("i < 13")
     model = trainer(
-        model=Squeezed,
-        loss=nn.BCEWithLogitsLoss(),
-        engine=engine,
-        validation=sparkdl.Validation(held, METRICS, batch_size=1),
-        stop=sparkdl.max_epoch(1),
-    ).fit(binary)
-    [validated] = model.history.validations
-    assert validated["metrics"] == pytest.approx(model.evaluate(held, METRICS))
-
-
-@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
-def test_validate_classes_of_a_row_alone(table: Any, engine: str) -> None:
-    held, metrics = table.where("i < 13"), ["accuracy", "top@2"]
-    model = trainer(
-        model=partial(Squeezed, 4),
+        model=partial(Squeezed, outputs),
+        loss=loss,
         engine=engine,
         validation=sparkdl.Validation(held, metrics, batch_size=1),
         stop=sparkdl.max_epoch(1),
-    ).fit(table)
+    ).fit(data)
     [validated] = model.history.validations
     assert validated["metrics"] == pytest.approx(model.evaluate(held, metrics))
 
