@@ -127,17 +127,6 @@ class Force(ReturnsNothing):
         return torch.autograd.grad(nn.Linear.forward(self, x).sum(), x, create_graph=True)[0][:, 0]
 
 
-class Growing(ReturnsNothing):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("seen", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        if self.training:
-            self.seen = torch.cat([self.seen, x.new_ones(1)])
-        return nn.Linear.forward(self, x)[:, 0]
-
-
 class Counting(nn.Sequential):
     """Its part counts in a plain attribute, for annealing."""
 
@@ -289,14 +278,6 @@ MODELS = [
         "tensor in __init__, and change that in forward. If it does not, as with a measured time, "
         "remove it, or list it in the "
         'module\'s class: sparkdl_no_state = ("passes",).',
-    ),
-    tried(
-        "a buffer that takes another form",
-        lambda fit: fit(fit.good(), model=Growing),
-        'forward makes the buffer "seen" [2] float32, but __init__ made it [1] float32: replicas '
-        "exchange buffers, so their shape and type must not change. Give it its "
-        "final form in __init__ (for the longest input, say). If it is only a cache, register it "
-        "with persistent=False.",
     ),
     tried(
         "one row a mini-batch for batch norm",
@@ -494,15 +475,12 @@ LOSSES = [
         "require grad and does not have a grad_fn. It must depend on the model's output "
         "through torch operations.",
     ),
-    *[
-        tried(
-            f"output [B, 1] and label [B], {type(loss).__name__}",
-            lambda fit, loss=loss: fit(fit.good(), model=lambda: nn.Linear(2, 1), loss=loss),
-            'the output has shape [2, 1] and the label "label" [2] (2 rows): torch would broadcast '
-            "them against each other; end the model with torch.nn.Flatten(0) or .squeeze(-1).",
-        )
-        for loss in (nn.MSELoss(), mean_square)
-    ],
+    tried(
+        "output [B, 1] and label [B]",
+        lambda fit: fit(fit.good(), model=lambda: nn.Linear(2, 1), loss=mean_square),
+        'the output has shape [2, 1] and the label "label" [2] (2 rows): torch would broadcast '
+        "them against each other; end the model with torch.nn.Flatten(0) or .squeeze(-1).",
+    ),
     tried(
         "output [B] and label [B, 1]",
         lambda fit: fit(fit.labels("array<double>", [1.0], [2.0])),

@@ -23,7 +23,7 @@ from bad_inputs import Fit, Mistake, batch_normed, expect, two_classes
 from bad_recipes import LOSSES, MODELS, OPTIMIZERS
 from bad_settings import DAMAGED, PARAMETERS, PATHS, RESUMED, Resumed
 from bad_uses import USES
-from launch import in_turn
+from launch import in_turn, soak_but
 from pyspark import SparkConf, cloudpickle
 from pyspark.errors import PythonException
 from torch import nn
@@ -259,7 +259,7 @@ def test_validation_data_may_be_an_rdd_beside_a_dataframe(spark: Any) -> None:
     assert len(trained.history.validations) == 1
 
 
-@pytest.mark.parametrize("ignored", [-100, 1])
+@pytest.mark.parametrize("ignored", soak_but([1], [-100, 1]))
 def test_labels_that_the_loss_ignores_are_allowed(spark: Any, ignored: int) -> None:
     fit = Fit(spark)
     data = fit.labels("int", 0, 1, 0, ignored)
@@ -340,7 +340,7 @@ def test_a_bad_setting_stops_a_fit(spark: Any, num_jobs: Any, kind: str) -> None
     assert not fit.started
 
 
-@pytest.mark.parametrize("engine", ["local", "shuffle"])
+@pytest.mark.parametrize("engine", soak_but(["local"], ["local", "shuffle"]))
 def test_what_says_how_a_gang_shares_the_work_is_nothing_to_others(
     spark: Any, nothing_left: Any, engine: str
 ) -> None:

@@ -92,6 +92,20 @@ def test_nan_metrics_come_back() -> None:
     assert math.isnan(found.validations[0].metrics["loss"])
 
 
+def test_every_flipped_bit_is_noticed() -> None:
+    """Unless it only turns white space into other white space."""
+    data = MANIFEST.to_json()
+    whole = Manifest.from_json(data)
+    for place in range(0, len(data), 7):
+        broken = bytearray(data)
+        broken[place] ^= 1 << (place % 8)
+        try:
+            assert Manifest.from_json(bytes(broken)) == whole
+        except DamagedCheckpoint:
+            continue
+        assert chr(data[place]).isspace() or chr(broken[place]).isspace()
+
+
 def altered(**changes: Any) -> bytes:
     """A manifest with other content and a right checksum: the work of another program."""
     content = {**json.loads(MANIFEST.to_json()), **changes}

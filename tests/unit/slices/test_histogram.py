@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -29,6 +30,19 @@ def test_counts_are_numpys(values: np.ndarray) -> None:
     assert (found.smallest, found.largest) == (values.min(), values.max())
     assert found.total == pytest.approx(values.sum(), rel=1e-12, abs=1e-9)
     assert found.squares == pytest.approx((values**2).sum(), rel=1e-12)
+
+
+@given(VALUES, st.lists(st.integers(0, 50), max_size=4))
+def test_parts_add_up_to_the_whole(values: np.ndarray, cuts: list[int]) -> None:
+    bounds = [0, *sorted(min(c, len(values)) for c in cuts), len(values)]
+    parts = [
+        Histogram.of(torch.from_numpy(values[low:high])) for low, high in itertools.pairwise(bounds)
+    ]
+    joined, whole = Histogram.join(parts), Histogram.of(torch.from_numpy(values))
+    assert (joined.counts == whole.counts).all()
+    assert (joined.smallest, joined.largest) == (whole.smallest, whole.largest)
+    assert joined.total == pytest.approx(whole.total, rel=1e-9, abs=1e-6)
+    assert joined.squares == pytest.approx(whole.squares, rel=1e-9)
 
 
 def test_edges_cover_everything_and_ascend() -> None:
