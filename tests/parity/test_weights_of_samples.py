@@ -33,7 +33,6 @@ from feature_runs import (
 )
 from launch import in_turn
 from lazily import Lazily
-from mistakes import message_of
 from torch import nn
 
 import sparkdl
@@ -311,19 +310,6 @@ def test_batches_without_any_weight_change_no_parameter(changes):
             assert torch.equal(tensor, start[name]), name
 
 
-def test_data_without_any_weight_are_refused():
-    sizes = (22, 21)
-    assert message_of(
-        sparkdl.DataError,
-        fit_here,
-        trainer_of(sizes, 2, weight="weight"),
-        with_zeros(sizes, {0, 1}),
-    ) == (
-        'field "weight": all weights are 0, so no sample counts. Give some rows a weight above 0, '
-        "or train with weight=None."
-    )
-
-
 def rarely_weighted(generator):
     return replace(classified(generator), weight=float(generator.random() < 0.3))
 
@@ -347,12 +333,3 @@ def test_local_steps_count_replicas_by_their_weights(sizes, slices):
     parts, sgd = Parts.of(sizes, weighted), partial(torch.optim.SGD, lr=0.1)
     trainer = trainer_of(sizes, slices, weight="weight", local_steps=2, optimizer=sgd)
     as_plain_torch(trainer, parts, weighted_cross_entropy, reference=several_steps, mass=mass_of)
-
-
-def test_weights_need_a_value_for_each_sample():
-    parts = Parts.of((10,), lambda g: classified(g))
-    with pytest.raises(sparkdl.ModelError, match="need a loss value for each sample"):
-        fit_here(
-            trainer_of((10,), loss=lambda o, t: F.cross_entropy(o, t), class_weights=[1, 2, 3]),
-            parts,
-        )

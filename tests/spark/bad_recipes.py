@@ -328,12 +328,6 @@ MODELS = [
         'precision="fp16", which computes in float16, or begin its forward with '
         "x = x.to(torch.float16).",
     ),
-    model_error(
-        "a penalty of what is not there",
-        lambda fit: fit(fit.good(), l2={"*.weigth": 1.0}),
-        'l2: no trainable parameter matches "*.weigth". Did you mean "0.weight"? A pattern must '
-        'match the whole name, such as "encoder.*" or "*.weight".',
-    ),
     tried(
         "model that returns nothing",
         lambda fit: fit(fit.good(), model=ReturnsNothing),
@@ -396,12 +390,6 @@ MODELS = [
         '"0.0.weight" [3, 2] has other values here than there, 1 and 1.001 to begin with (replica '
         "0). " + OWN_WEIGHTS,
         jobs=4,
-    ),
-    model_error(
-        "weights of another model",
-        lambda fit: fit(fit.good(), weights={"a": torch.ones(1)}, strict_weights=False),
-        "weights do not fit the model: no name of the weights (a) is one of the model "
-        "(0.weight, 0.bias).",
     ),
     model_error(
         "weights that are no tensors",
