@@ -35,7 +35,7 @@ def nothing_left(
 
     def check() -> None:
         context._jsc.sc().listenerBus().waitUntilEmpty()  # the tracker follows the scheduler
-        assert slabs() == slabs(local=True) == []
+        assert slabs() == []
         assert context._jsc.getPersistentRDDs().isEmpty()
         assert list(context.statusTracker().getActiveJobsIds()) == []
 

@@ -74,13 +74,20 @@ def check_price(mistake: Mistake, jobs: int, failed_tasks: int) -> None:
     ids=name_of,
 )
 def test_a_mistake_is_told_before_training(
-    mistake: Mistake, engine: str, spark: Any, spent: Any, tmp_path: Path, nothing_left: Any
+    mistake: Mistake,
+    engine: str,
+    spark: Any,
+    spent: Any,
+    tmp_path: Path,
+    nothing_left: Any,
+    slabs: Any,
 ) -> None:
     fit = Fit(spark, tmp_path, engine)
     with expect(mistake.error, mistake.message, tmp_path) as caught:
         mistake.make(fit)
     assert type(caught.value) is mistake.error
     assert not fit.started
+    assert slabs(local=True) == []
     if mistake in OTHERS or engine == "shuffle":
         check_price(mistake, *spent())
 
