@@ -74,20 +74,13 @@ def check_price(mistake: Mistake, jobs: int, failed_tasks: int) -> None:
     ids=name_of,
 )
 def test_a_mistake_is_told_before_training(
-    mistake: Mistake,
-    engine: str,
-    spark: Any,
-    spent: Any,
-    tmp_path: Path,
-    nothing_left: Any,
-    slabs: Any,
+    mistake: Mistake, engine: str, spark: Any, spent: Any, tmp_path: Path, nothing_left: Any
 ) -> None:
     fit = Fit(spark, tmp_path, engine)
     with expect(mistake.error, mistake.message, tmp_path) as caught:
         mistake.make(fit)
     assert type(caught.value) is mistake.error
     assert not fit.started
-    assert slabs(local=True) == []
     if mistake in OTHERS or engine == "shuffle":
         check_price(mistake, *spent())
 
@@ -157,6 +150,13 @@ def test_a_good_fit_is_none_of_these(spark: Any, nothing_left: Any) -> None:
     fit = Fit(spark)
     fit(fit.good())
     assert fit.started
+
+
+def test_a_bad_row_leaves_nothing_in_the_local_directories(spark: Any, slabs: Any) -> None:
+    fit = Fit(spark)
+    with pytest.raises(DataError):
+        fit(fit.labels("double", 1.0, None))
+    assert slabs(local=True) == []
 
 
 @pytest.mark.parametrize("data", ["DataFrame", "RDD"])

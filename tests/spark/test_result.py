@@ -671,51 +671,74 @@ class Squeezed(nn.Module):
         return self.linear(x).unsqueeze(-1).squeeze()
 
 
-ALONE: dict[str, tuple[int, Any, str, list[str]]] = {
-    "a number": (1, nn.BCEWithLogitsLoss(), "float(i % 2)", ["auc", "accuracy", "mae", "mse"]),
-    "classes": (3, nn.CrossEntropyLoss(), "i % 3", ["accuracy", "top@2"]),
-}
+@pytest.fixture(scope="module")
+def binary(table: Any) -> Any:
+    return table.selectExpr("i", "x", "float(i % 2) as y")
+
+
+METRICS = ["auc", "accuracy", "mae", "mse"]
 
 
 @pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
-@pytest.mark.parametrize("row", ALONE)
-def test_evaluate_a_row_alone_that_is_squeezed(
-    table: Any, row: str, of: Callable[[Any], Any]
-) -> None:
+def test_evaluate_a_row_alone_that_is_squeezed(binary: Any, of: Callable[[Any], Any]) -> None:
     """Each partition of five rows ends in a batch of one."""
-    outputs, loss, label, metrics = ALONE[row]
-    model = trained(Squeezed(outputs), loss=loss, example=(torch.zeros(2, 2),))
-    data = of(table.selectExpr("i", "x", f"{label} as y"))
-    found = model.evaluate(data, metrics, batch_size=torch.tensor(4))
-    assert found == pytest.approx(model.evaluate(data, metrics, batch_size=5))
-    assert set(found) == {"loss", *metrics}
+    model = trained(Squeezed(), loss=nn.BCEWithLogitsLoss(), example=(torch.zeros(2, 2),))
+    found = model.evaluate(of(binary), METRICS, batch_size=torch.tensor(4))
+    assert found == pytest.approx(model.evaluate(of(binary), METRICS, batch_size=5))
+    assert set(found) == {"loss", *METRICS}
 
 
-@pytest.mark.parametrize("outputs", [1, 3])
-def test_predict_a_row_alone_that_is_squeezed(table: Any, outputs: int) -> None:
-    model = trained(Squeezed(outputs), example=(torch.zeros(2, 2),))
-    expected = model.module(inputs_of(table, "x"))
-    close(predictions(model.transform(table, batch_size=np.array(4))), expected)
-    records = table.rdd.map(lambda row: row.x)
+@pytest.mark.parametrize("of", [lambda table: table, as_records], ids=["DataFrame", "RDD"])
+def test_evaluate_classes_of_a_row_alone(table: Any, of: Callable[[Any], Any]) -> None:
+    model = trained(Squeezed(3), loss=nn.CrossEntropyLoss(), example=(torch.zeros(2, 2),))
+    data = of(table.selectExpr("i", "x", "i % 3 as y"))
+    found = model.evaluate(data, ["accuracy", "top@2"], batch_size=4)
+    assert found == pytest.approx(model.evaluate(data, ["accuracy", "top@2"], batch_size=5))
+
+
+def test_predict_several_values_of_a_row_alone(binary: Any) -> None:
+    model = trained(Squeezed(3), example=(torch.zeros(2, 2),))
+    expected = model.module(inputs_of(binary, "x"))
+    close(predictions(model.transform(binary, batch_size=np.array(4))), expected)
+    records = binary.rdd.map(lambda row: row.x)
+    for finish in (None, torch.squeeze):
+        close(model.predict(records, batch_size=4, postprocess=finish).collect(), expected)
+
+
+def test_predict_a_row_alone_that_is_squeezed(binary: Any) -> None:
+    model = trained(Squeezed(), example=(torch.zeros(2, 2),))
+    expected = model.module(inputs_of(binary, "x"))
+    close(predictions(model.transform(binary, batch_size=4)), expected)
+    records = binary.rdd.map(lambda row: row.x)
     for finish in (None, torch.squeeze):
         found = model.predict(records, batch_size=4, postprocess=finish).collect()
-        assert outputs > 1 or all(type(value) is float for value in found)
+        assert all(type(value) is float for value in found)
         close(found, expected)
 
 
 @pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
-@pytest.mark.parametrize("row", ALONE)
-def test_validate_on_a_row_alone_that_is_squeezed(table: Any, row: str, engine: str) -> None:
-    outputs, loss, label, metrics = ALONE[row]
-    data = table.selectExpr("i", "x", f"{label} as y")
-    held = data.where("i < 13")
+def test_validate_on_a_row_alone_that_is_squeezed(binary: Any, engine: str) -> None:
+    held = binary.where("i < 13")
     model = trainer(
-        model=partial(Squeezed, outputs),
-        loss=loss,
+        model=Squeezed,
+        loss=nn.BCEWithLogitsLoss(),
+        engine=engine,
+        validation=sparkdl.Validation(held, METRICS, batch_size=1),
+        stop=sparkdl.max_epoch(1),
+    ).fit(binary)
+    [validated] = model.history.validations
+    assert validated["metrics"] == pytest.approx(model.evaluate(held, METRICS))
+
+
+@pytest.mark.parametrize("engine", soak_but(["shuffle"], ["local", "shuffle"]))
+def test_validate_classes_of_a_row_alone(table: Any, engine: str) -> None:
+    held, metrics = table.where("i < 13"), ["accuracy", "top@2"]
+    model = trainer(
+        model=partial(Squeezed, 4),
         engine=engine,
         validation=sparkdl.Validation(held, metrics, batch_size=1),
         stop=sparkdl.max_epoch(1),
-    ).fit(data)
+    ).fit(table)
     [validated] = model.history.validations
     assert validated["metrics"] == pytest.approx(model.evaluate(held, metrics))
 
