@@ -127,12 +127,6 @@ PATHS = [
         CheckpointError,
         "cannot list {tmp}/file: Not a directory.",
     ),
-    parameter_error(
-        "weights that are not there",
-        lambda fit: fit(fit.good(), weights=fit.tmp / "none"),
-        'weights="{tmp}/none" cannot be read as a safetensors file (No such file or '
-        "directory). Give its path, or a state_dict.",
-    ),
 ]
 
 
