@@ -13,6 +13,7 @@ import torch
 from pyspark import RDD
 from pyspark.sql import DataFrame, Row, functions
 from pyspark.sql.pandas.types import to_arrow_type
+from pyspark.sql.types import DataType, StringType, StructField, StructType
 from torch import nn
 
 from sparkdl.compat import arrow_udf
@@ -32,7 +33,7 @@ from sparkdl.infer.forward import (
     sender_to,
 )
 from sparkdl.infer.manifest import ModelData
-from sparkdl.infer.outputs import Finish, Output, OutputColumn, lengths_of, sequences_of
+from sparkdl.infer.outputs import Finish, Output, OutputColumn, lengths_of, pieces, sequences_of
 from sparkdl.infer.read import (
     ANOTHER_FORM,
     Group,
@@ -99,15 +100,21 @@ class Inputs:
     fields: tuple[Field, ...] = ()  # of the training; (): it was not trained here
     keywords: tuple[str, ...] = ()
 
-    def reader(self, data: DataFrame | RDD, rows: int) -> Reader:
-        """Return how ``data`` is read, for batches of so many ``rows``. Raises DataError."""
+    def reader(self, data: DataFrame | RDD, rows: int, trained: ModelData | None = None) -> Reader:
+        """Return how ``data`` is read, for batches of so many ``rows``; with the labels of ``trained``.
+
+        Raises DataError.
+        """
+        fields, label, count = self.fields, (), len(self.names)
+        if trained is not None:
+            fields, label, count = trained.fields, trained.label, trained.num_features
         if isinstance(data, RDD):
-            names = [field.name for field in self.fields] or self.names
-            specs = record_specs(names, len(names), self.specs)
-            records = Names(self.names, inputs=self.keywords)
-            return ReadRecords(records, len(self.names), self.float_dtype, rows, specs, self.fields)
-        columns, _ = columns_of(
-            data.schema, self.names, (), self.float_dtype, self.specs, self.fields
+            names = [field.name for field in fields] or self.names
+            specs = record_specs(names, len(names) if trained is None else count, self.specs)
+            records = Names(self.names, label, inputs=self.keywords)
+            return ReadRecords(records, count, self.float_dtype, rows, specs, fields)
+        columns, labels = columns_of(
+            data.schema, self.names, label, self.float_dtype, self.specs, fields
         )
         check_unambiguous(data, names_read(self.names, self.specs))
         for column, trained in with_fields(columns, self.fields):
@@ -117,7 +124,7 @@ class Inputs:
                     f'feature column "{column.name}" is of type {kind}, and the model was trained on '
                     f"{trained}. {ANOTHER_FORM}"
                 )
-        return ReadColumns.of(columns, rows)
+        return ReadColumns.of((*columns, *labels), rows)
 
 
 @dataclass(frozen=True)
@@ -227,14 +234,13 @@ class ScoreColumns(Score):
     """The body of the Arrow UDF: feature columns in, predictions out."""
 
     @property
-    def sql_type(self) -> str:
+    def type(self) -> DataType:
         """The type of what is yielded: one column, or a struct of several."""
         if self.alone:
-            return self.outputs[0].sql_type
-        fields = [(column.name, column.sql_type) for column in self.outputs]
-        if self.error_col is not None:
-            fields.append((self.error_col, "string"))
-        return "struct<" + ",".join(f"`{n.replace('`', '``')}`:{t}" for n, t in fields) + ">"
+            return self.outputs[0].type
+        fields = [StructField(column.name, column.type) for column in self.outputs]
+        more = [] if self.error_col is None else [StructField(self.error_col, StringType())]
+        return StructType([*fields, *more])
 
     def __call__(self, batches: Iterator[tuple[pa.Array, ...] | pa.Array]) -> Iterator[pa.Array]:
         arrays = (
@@ -254,7 +260,7 @@ class ScoreColumns(Score):
     def _in_order(self, values: Sequence[np.ndarray]) -> Iterator[pa.Array]:
         if len(values) == 1:
             column = self.outputs[0]
-            yield from (column.to_arrow(part, None) for part in column.pieces(values[0]))
+            yield from (column.to_arrow(part, None) for part in pieces(values[0]))
         else:
             pairs = zip(self.outputs, values, strict=True)
             yield self._joined([column.to_arrow(part, None) for column, part in pairs], None)
@@ -266,7 +272,7 @@ class ScoreColumns(Score):
             sequences, pairs = sequences_of(batch.arrays), zip(self.outputs, values, strict=True)
             parts.append((batch.places, [column.to_arrow(v, sequences) for column, v in pairs]))
         if not parts:
-            return [column.nulls(window.count) for column in self.outputs]
+            return [pa.nulls(window.count, column.kind) for column in self.outputs]
         places = np.concatenate([places for places, _ in parts])
         positions = np.full(window.count, -1)
         positions[places] = np.arange(len(places))
@@ -326,7 +332,7 @@ class Inference:
     def udf(self, example: DataFrame) -> Any:
         """Return the work as a function of columns of the types that ``example`` has."""
         types = [example.schema[name].dataType for name in self._names()]
-        return arrow_udf(accompanied(self.task), types, self.task.sql_type)
+        return arrow_udf(accompanied(self.task), types, self.task.type)
 
     def _names(self) -> list[str]:
         """Return the columns of the DataFrame that are read."""

@@ -22,15 +22,7 @@ from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.data.row_errors import RowError
 from sparkdl.errors import DataError, ModelError, UserError
 from sparkdl.infer.forward import Forward
-from sparkdl.infer.outputs import (
-    Finish,
-    NoResults,
-    Output,
-    OutputColumn,
-    RowsColumn,
-    offered_parts,
-    value_of,
-)
+from sparkdl.infer.outputs import Finish, NoResults, Output, OutputColumn, offered_parts, value_of
 from sparkdl.infer.read import ReadColumns, Reader
 from sparkdl.model.recipe import Part
 from sparkdl.process.determinism import seeded
@@ -114,7 +106,7 @@ class Trial:
         except ModelError:
             return tuple(found), unit_bytes
         follows = {
-            column.name: not isinstance(column, RowsColumn)
+            column.name: column.output is not None
             and column.output.shape[:1] == (padded,)
             and tuple(value_of(again, column.part).shape[1:2]) == (other,)
             for column in found
