@@ -167,11 +167,12 @@ def evaluate(
             task = accompanied(
                 EvaluatePartition(module, scorer, reader, count, size, signature, skips)
             )
-            if isinstance(reader, ReadColumns):
+            if isinstance(data, RDD):
+                packed = data.mapPartitions(task).collect()
+            else:
+                assert isinstance(reader, ReadColumns)
                 chosen = select_columns(data, reader.columns)
                 packed = chosen.mapInArrow(task, "partition long, states binary").collect()
-            else:
-                packed = data.mapPartitions(task).collect()
     finally:
         if module is not before:
             module.destroy()

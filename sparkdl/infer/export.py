@@ -23,8 +23,8 @@ from torch import nn
 from sparkdl.codec.files import path_here
 from sparkdl.data.ragged import model_inputs
 from sparkdl.errors import ModelError, ParameterError, first_line, in_short, shown
+from sparkdl.infer.forward import zeros_like
 from sparkdl.infer.manifest import ModelData
-from sparkdl.infer.trial import zeros_like
 from sparkdl.model.recipe import parts_of
 from sparkdl.process.determinism import seeded
 from sparkdl.replica.compute import to_tensors
@@ -122,16 +122,14 @@ class Trial:
     @staticmethod
     def of(trained: ModelData) -> Trial:
         """Find inputs that the module takes. Raises what the module raises."""
-        *tries, last = itertools.product(_LENGTHS, (1, 0))
+        names, tries = trained.signature.inputs, list(itertools.product(_LENGTHS, (1, 0)))
         for length, number in tries:
-            with contextlib.suppress(Exception):
-                call(
-                    trained.module, trained.signature.inputs, samples(trained, ROWS, length, number)
-                )
+            try:
+                call(trained.module, names, samples(trained, ROWS, length, number))
                 break
-        else:
-            length, number = last
-            call(trained.module, trained.signature.inputs, samples(trained, ROWS, length, number))
+            except Exception:
+                if (length, number) == tries[-1]:
+                    raise
         some, others = samples(trained, ROWS, length), samples(trained, ROWS + 1, length + 1)
         free = [
             [dim for dim in range(a.ndim) if a.shape[dim] != b.shape[dim]]

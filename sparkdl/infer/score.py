@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,13 +24,18 @@ from sparkdl.data.records import Names
 from sparkdl.data.schema import columns_of, quoted
 from sparkdl.errors import DataError, ModelError, ParameterError, raise_all, shown
 from sparkdl.infer.forward import (
+    LOOKED_AT,
+    PRECISIONS,
     Forward,
     ShippedModule,
-    check_options,
+    Trial,
     device_of,
     for_convolutions,
+    made_up,
     quantized,
+    rows_to_try,
     sender_to,
+    zeros_like,
 )
 from sparkdl.infer.manifest import ModelData
 from sparkdl.infer.outputs import Finish, Output, OutputColumn, lengths_of, pieces, sequences_of
@@ -45,7 +50,6 @@ from sparkdl.infer.read import (
     form_of,
     record_specs,
 )
-from sparkdl.infer.trial import LOOKED_AT, Trial, made_up, rows_to_try, zeros_like
 from sparkdl.model.recipe import Part, Signature, problems_of_part
 from sparkdl.plain import is_whole, plain
 from sparkdl.spark.worker import finish_task, mistakes_told_briefly
@@ -57,7 +61,11 @@ LEAST_ROWS = 8
 WINDOW_BATCHES = 64
 WINDOW_BYTES = 256 << 20
 """The limits of a window: so many batches, and so many bytes of predictions."""
-HANDLING = ("error", "skip", "keep")
+_CHOICES: Mapping[str, Collection[Any]] = {
+    "precision": PRECISIONS,
+    "quantize": (None, "int8"),
+    "handle_invalid": ("error", "skip", "keep"),
+}
 HELD = "sparkdl_predictions"
 """The column that holds the predictions before each gets a column of its own."""
 
@@ -74,10 +82,14 @@ class Options:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "batch_size", whole_batch(self.batch_size))
-        check_options(self.precision, self.quantize)
-        if self.handle_invalid not in HANDLING:
+        for name, choices in _CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                names = ", ".join(map(str, choices))
+                raise ParameterError(f"{name}={shown(value)}: use one of {names}.")
+        if self.quantize and self.precision != "fp32":
             raise ParameterError(
-                f"handle_invalid={shown(self.handle_invalid)}: use one of {', '.join(HANDLING)}."
+                f"quantize={shown(self.quantize)} and precision={shown(self.precision)} exclude each "
+                "other: leave one of them out."
             )
 
 
@@ -105,9 +117,10 @@ class Inputs:
 
         Raises DataError.
         """
-        fields, label, count = self.fields, (), len(self.names)
+        label: tuple[str, ...] = ()
+        fields, count = self.fields, len(self.names)
         if trained is not None:
-            fields, label, count = trained.fields, trained.label, trained.num_features
+            label, fields, count = trained.label, trained.fields, trained.num_features
         if isinstance(data, RDD):
             names = [field.name for field in fields] or self.names
             specs = record_specs(names, len(names) if trained is None else count, self.specs)
@@ -117,12 +130,12 @@ class Inputs:
             data.schema, self.names, label, self.float_dtype, self.specs, fields
         )
         check_unambiguous(data, names_read(self.names, self.specs))
-        for column, trained in with_fields(columns, self.fields):
-            if column.spec is None and another_form(column.depth + column.vector, trained):
+        for column, field in with_fields(columns, fields):
+            if column.spec is None and another_form(column.depth + column.vector, field):
                 kind = data.schema[column.name].dataType.simpleString()
                 raise DataError(
                     f'feature column "{column.name}" is of type {kind}, and the model was trained on '
-                    f"{trained}. {ANOTHER_FORM}"
+                    f"{field}. {ANOTHER_FORM}"
                 )
         return ReadColumns.of((*columns, *labels), rows)
 

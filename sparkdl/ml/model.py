@@ -21,7 +21,7 @@ from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.history import History
 from sparkdl.ml.params import FitParams
 from sparkdl.ml.persistence import ModelReader, ModelWriter
-from sparkdl.ml.plan import are_valid, as_numbers, column, nothing_like, zeros
+from sparkdl.ml.plan import are_valid, as_numbers, column, mistake, nothing_like
 
 
 @dataclass(frozen=True)
@@ -126,27 +126,28 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
     def _transform(self, dataset: DataFrame) -> DataFrame:
         trained, names = self._renamed(), self._outputs()
         check_new_columns(dataset, names, " for the output", f"{type(self).__name__}: ")
-        scores, valid = f"{self.uid}_output", f"{self.uid}_valid"
-        how = self.getOrDefault(self.handleInvalid)
-        rows = dataset
-        if how == "skip":
-            rows = rows.where(are_valid(dataset.schema, self._read()))
-        if how == "keep":
-            rows = self._with_zeros(rows, trained, valid)
-        rows = trained.transform(rows, prediction_col=scores, postprocess=self._postprocess())
+        scores, reason = f"{self.uid}_output", f"{self.uid}_reason"
+        how, valid = self.getOrDefault(self.handleInvalid), are_valid(dataset.schema, self._read())
+        rows = dataset.where(valid) if how == "skip" else dataset
+        rows = trained.transform(
+            rows,
+            prediction_col=scores,
+            postprocess=self._postprocess(),
+            handle_invalid="keep" if how == "keep" else "error",
+            error_col=reason,
+        )
         columns = self._columns(rows, scores)
         if how == "keep":
-            kinds = rows.select(columns).schema
-            width = self._width()
+            fine = functions.when(column(reason).isNull() | ~valid, functions.lit(True))
+            rows = rows.where(fine.otherwise(mistake(column(reason)).cast("boolean")))
+            kinds, width = rows.select(columns).schema, self._width()
             columns = [
-                functions.when(column(valid), value)
+                functions.when(valid, value)
                 .otherwise(nothing_like(kind.dataType, width))
                 .alias(kind.name)
                 for kind, value in zip(kinds, columns, strict=True)
             ]
-            rows = self._with_own(rows, trained, valid)
-        beside = [scores, valid, *(f"{valid}_{name}" for name in trained.features)]
-        rows = rows.select("*", *columns).drop(*beside)
+        rows = rows.select("*", *columns).drop(scores, reason)
         for name, metadata in self._metadata().items():
             rows = rows.withMetadata(name, metadata)
         return rows
@@ -176,25 +177,6 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
     def _metadata(self) -> dict[str, dict[str, Any]]:
         """Return the metadata of output columns by name."""
         return {}
-
-    # handleInvalid="keep": rows with invalid values pass the module as zeros.
-
-    def _with_zeros(self, rows: DataFrame, trained: TrainedModel, valid: str) -> DataFrame:
-        """Put zeros in place of invalid values; the original columns are kept beside."""
-        rows = rows.withColumn(valid, are_valid(rows.schema, self._read()))
-        for name, field in zip(trained.features, trained.fields, strict=False):
-            if name in rows.columns:  # else transform says that it is missing
-                value = column(name)
-                filler = zeros(name, rows.schema[name].dataType, field)
-                rows = rows.withColumn(f"{valid}_{name}", value)
-                rows = rows.withColumn(name, functions.when(column(valid), value).otherwise(filler))
-        return rows
-
-    def _with_own(self, rows: DataFrame, trained: TrainedModel, valid: str) -> DataFrame:
-        """Put the original columns back."""
-        for name in trained.features:
-            rows = rows.withColumn(name, column(f"{valid}_{name}"))
-        return rows
 
     def _read(self) -> list[str]:
         """Return the columns that the model reads."""

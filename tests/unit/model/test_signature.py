@@ -15,8 +15,7 @@ from torch import nn
 from sparkdl.data.fields import Field
 from sparkdl.data.ragged import Padding
 from sparkdl.errors import ModelError
-from sparkdl.infer.forward import Forward
-from sparkdl.infer.trial import Trial, zeros_like
+from sparkdl.infer.forward import Forward, Trial, zeros_like
 from sparkdl.metrics.named import resolve
 from sparkdl.metrics.scorer import Scorer
 from sparkdl.model.loss import ModelLoss
