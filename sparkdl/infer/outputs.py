@@ -12,7 +12,7 @@ import pyarrow as pa
 import torch
 from pyspark.sql import Column
 from pyspark.sql.pandas.types import from_arrow_type
-from pyspark.sql.types import DataType
+from pyspark.sql.types import ArrayType, DataType
 
 from sparkdl.data.ragged import Ragged, Rows
 from sparkdl.errors import ModelError, ParameterError, counted, kind_of, shown
@@ -427,8 +427,6 @@ def lengths_of(arrays: Sequence[Rows]) -> np.ndarray | None:
 
 def ml_column(column: Column, of: OutputColumn) -> Column:
     """Return a column of predictions as a double or as a vector of ``pyspark.ml``."""
-    from pyspark.ml.functions import array_to_vector  # takes a while
-
     output = of.output
     if output is None:
         raise ParameterError(
@@ -440,9 +438,18 @@ def ml_column(column: Column, of: OutputColumn) -> Column:
             f"ml_types=True: a prediction has the shape {list(output.shape)}, and pyspark.ml has "
             "numbers and vectors only: make one of it with postprocess=."
         )
-    if not output.shape:
-        return column.cast("double")
-    return column[0].cast("double") if output.shape == (1,) else array_to_vector(column)
+    return as_numbers(column, of.type, output.shape == (1,))
+
+
+def as_numbers(output: Column, kind: DataType, one: bool) -> Column:
+    """Return a module's output as evaluators take it: one number as double, several as a vector."""
+    from pyspark.ml.functions import array_to_vector  # takes a while
+
+    if not isinstance(kind, ArrayType):
+        return output.cast("double")
+    if isinstance(kind.elementType, ArrayType):
+        return output
+    return output[0].cast("double") if one else array_to_vector(output.cast("array<double>"))
 
 
 def to_arrow(batch: np.ndarray) -> pa.Array:

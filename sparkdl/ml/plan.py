@@ -116,15 +116,6 @@ def part_of_scores(scores: Column, first: int, count: int) -> Column:
     return array_to_vector(functions.slice(scores, first + 1, count))
 
 
-def as_numbers(output: Column, kind: DataType, one: bool) -> Column:
-    """Return a module's output as evaluators take it: one number as double, several as a vector."""
-    if not isinstance(kind, ArrayType):
-        return output.cast("double")
-    if isinstance(kind.elementType, ArrayType):
-        return output
-    return output[0].cast("double") if one else array_to_vector(output.cast("array<double>"))
-
-
 def nothing_like(kind: DataType, width: int) -> Column:
     """Return NaN as a prediction of this type."""
     nan = functions.lit(float("nan"))
