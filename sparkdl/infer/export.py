@@ -165,13 +165,11 @@ class Trial:
     @property
     def _columns(self) -> list[int]:
         """Return for each input the number of the column that it is of."""
-        columns: list[int] = []
-        for number, field in enumerate(self.trained.fields[: self.trained.num_features]):
-            rule = field.padding
-            more = rule.lengths + rule.mask + rule.types if rule is not None else 0
-            columns += [number] * (1 + more)
-        pairs = {one.place for one in self.trained.signature.sparse if one.form == "indices"}
-        return [it for place, it in enumerate(columns) for _ in range(1 + (place in pairs))]
+        return [
+            number
+            for number, field in enumerate(self.trained.fields[: self.trained.num_features])
+            for _ in (("",) if field.padding is None else field.padding.names(""))
+        ]
 
     def _check(self, relation: Any, names: Mapping[Any, str]) -> None:
         """Check a relation of sizes that the forward pass has relied on."""

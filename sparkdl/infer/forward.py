@@ -305,14 +305,12 @@ class Trial:
     known: Output | None = None  # of the part, from the training
 
     def run(
-        self,
-        made: Sequence[Rows] | None,
-        rows: Iterator[Sequence[Rows]],
-        more: Callable[[], Iterator[Sequence[Rows]]] = lambda: iter(()),
+        self, made: Sequence[Rows] | None, rows: Callable[[int], Iterator[Sequence[Rows]]]
     ) -> tuple[tuple[OutputColumn, ...], int]:
         """Return :meth:`columns` of the made-up rows or, if the model fails on these, of others.
 
-        If no row has a result that shows the type of a column, ``more`` rows are looked at.
+        ``rows`` are called with a number of rows: a larger one if none of the first has a result that
+        shows the type of a column.
         """
         failed: UserError | None = None
         try:
@@ -326,8 +324,8 @@ class Trial:
             if error.__cause__ is None and not isinstance(error, NoResults):  # on any rows
                 raise
             failed = error
-        for following in (lambda: rows, more):
-            for some in following():
+        for count in (ROWS, LOOKED_AT):
+            for some in rows(count):
                 try:
                     return self.columns(some)
                 except UserError as error:

@@ -19,7 +19,7 @@ from sparkdl.errors import ParameterError, counted, raise_all, wrong_data
 from sparkdl.infer.evaluate import evaluate
 from sparkdl.infer.export import export
 from sparkdl.infer.manifest import ModelData
-from sparkdl.infer.new_forward import Around, fields_of, recipe_and_module, signature_of
+from sparkdl.infer.new_forward import Around, fields_of, names_of, recipe_and_module, signature_of
 from sparkdl.infer.outputs import Finish, ml_column
 from sparkdl.infer.saved import StoredState, read, save
 from sparkdl.infer.score import Options, prepare_trained
@@ -205,7 +205,8 @@ class TrainedModel(ModelData):
         raise_all(ParameterError, problems_of_part(output))
         names, signature = self.features, replace(self.signature, part=output)
         if features is not None:
-            names, signature = signature_of(features, self.columns, output)
+            names, keywords = names_of(features)
+            signature = signature_of(names, keywords, self.columns, output)
         columns = (*self.features, *self.label)
         known = dict(zip(columns, self.fields, strict=False))
         return replace(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from sparkdl.data.records import Names
 from sparkdl.data.schema import columns_of, quoted
 from sparkdl.errors import DataError, ModelError, ParameterError, raise_all, shown
 from sparkdl.infer.forward import (
-    LOOKED_AT,
     PRECISIONS,
     Forward,
     ShippedModule,
@@ -416,11 +416,8 @@ def prepare(
     keep = options.handle_invalid != "error"
     if columns is None:
         tried = data if example is None else example
-        found, unit_bytes = Trial(forward, parts, prediction_col, finish, known).run(
-            made,
-            rows_to_try(tried, reader, keep),
-            lambda: rows_to_try(tried, reader, keep, LOOKED_AT),
-        )
+        trial = Trial(forward, parts, prediction_col, finish, known)
+        found, unit_bytes = trial.run(made, partial(rows_to_try, tried, reader, keep))
     else:
         found, unit_bytes = tuple(columns), 0
     if exact or fixed:

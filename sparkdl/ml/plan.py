@@ -88,12 +88,6 @@ def mistake(text: Column) -> Column:
     )
 
 
-def label_names(schema: StructType, name: str) -> tuple[str, ...]:
-    """Return the names of the classes that StringIndexer left in the column's metadata."""
-    attributes = schema[name].metadata.get("ml_attr", {}) if name in schema.names else {}
-    return tuple(str(value) for value in attributes.get("vals", ()))
-
-
 def class_metadata(name: str, labels: Sequence[str], count: int) -> dict[str, Any]:
     """Return the metadata of a column of class numbers, whose names IndexToString takes."""
     values = {"vals": list(labels)} if labels else {"num_vals": count}
@@ -268,7 +262,10 @@ class FitPlan:
     def label_names(self, data: DataFrame) -> tuple[str, ...]:
         """Return the names of the classes, if the label column has some."""
         labels = self.trainer.label_columns
-        return label_names(data.schema, labels[0]) if len(labels) == 1 else ()
+        if len(labels) != 1 or labels[0] not in data.columns:
+            return ()
+        attributes = data.schema[labels[0]].metadata.get("ml_attr", {})
+        return tuple(str(value) for value in attributes.get("vals", ()))
 
     def _indicator(self, data: DataFrame) -> Column:
         name = self.indicator
