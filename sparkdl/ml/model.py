@@ -22,7 +22,7 @@ from sparkdl.infer.outputs import as_numbers
 from sparkdl.loop.history import History
 from sparkdl.ml.params import FitParams
 from sparkdl.ml.persistence import ModelReader, ModelWriter
-from sparkdl.ml.plan import are_valid, column, mistake, nothing_like
+from sparkdl.ml.plan import are_valid, column, nothing_like, zeros
 
 
 @dataclass(frozen=True)
@@ -127,28 +127,27 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
     def _transform(self, dataset: DataFrame) -> DataFrame:
         trained, names = self._renamed(), self._outputs()
         check_new_columns(dataset, names, " for the output", f"{type(self).__name__}: ")
-        scores, reason = f"{self.uid}_output", f"{self.uid}_reason"
-        how, valid = self.getOrDefault(self.handleInvalid), are_valid(dataset.schema, self._read())
-        rows = dataset.where(valid) if how == "skip" else dataset
-        rows = trained.transform(
-            rows,
-            prediction_col=scores,
-            postprocess=self._postprocess(),
-            handle_invalid="keep" if how == "keep" else "error",
-            error_col=reason,
-        )
+        scores, valid = f"{self.uid}_output", f"{self.uid}_valid"
+        how = self.getOrDefault(self.handleInvalid)
+        rows = dataset
+        if how == "skip":
+            rows = rows.where(are_valid(dataset.schema, self._read()))
+        if how == "keep":
+            rows = self._with_zeros(rows, trained, valid)
+        rows = trained.transform(rows, prediction_col=scores, postprocess=self._postprocess())
         columns = self._columns(rows, scores)
         if how == "keep":
-            fine = functions.when(column(reason).isNull() | ~valid, functions.lit(True))
-            rows = rows.where(fine.otherwise(mistake(column(reason)).cast("boolean")))
-            kinds, width = rows.select(columns).schema, self._width()
+            kinds = rows.select(columns).schema
+            width = self._width()
             columns = [
-                functions.when(valid, value)
+                functions.when(column(valid), value)
                 .otherwise(nothing_like(kind.dataType, width))
                 .alias(kind.name)
                 for kind, value in zip(kinds, columns, strict=True)
             ]
-        rows = rows.select("*", *columns).drop(scores, reason)
+            rows = self._with_own(rows, trained, valid)
+        beside = [scores, valid, *(f"{valid}_{name}" for name in trained.features)]
+        rows = rows.select("*", *columns).drop(*beside)
         for name, metadata in self._metadata().items():
             rows = rows.withMetadata(name, metadata)
         return rows
@@ -178,6 +177,25 @@ class TorchModel(Model, FitParams, MLReadable["TorchModel"], MLWritable):
     def _metadata(self) -> dict[str, dict[str, Any]]:
         """Return the metadata of output columns by name."""
         return {}
+
+    # handleInvalid="keep": rows with invalid values pass the module as zeros.
+
+    def _with_zeros(self, rows: DataFrame, trained: TrainedModel, valid: str) -> DataFrame:
+        """Put zeros in place of invalid values; the original columns are kept beside."""
+        rows = rows.withColumn(valid, are_valid(rows.schema, self._read()))
+        for name, field in zip(trained.features, trained.fields, strict=False):
+            if name in rows.columns:  # else transform says that it is missing
+                value = column(name)
+                filler = zeros(name, rows.schema[name].dataType, field)
+                rows = rows.withColumn(f"{valid}_{name}", value)
+                rows = rows.withColumn(name, functions.when(column(valid), value).otherwise(filler))
+        return rows
+
+    def _with_own(self, rows: DataFrame, trained: TrainedModel, valid: str) -> DataFrame:
+        """Put the original columns back."""
+        for name in trained.features:
+            rows = rows.withColumn(name, column(f"{valid}_{name}"))
+        return rows
 
     def _read(self) -> list[str]:
         """Return the columns that the model reads."""

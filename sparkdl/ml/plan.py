@@ -15,7 +15,7 @@ from pyspark.sql.types import ArrayType, DataType, DoubleType, FloatType, Numeri
 from torch import nn
 
 from sparkdl.data.columns.base import masked_of, names_read
-from sparkdl.data.fields import NO_ROWS
+from sparkdl.data.fields import NO_ROWS, Field
 from sparkdl.data.schema import quoted
 from sparkdl.errors import DataError, ModelError, ParameterError, kind_of
 from sparkdl.infer.outputs import Output
@@ -52,6 +52,26 @@ def _is_valid(value: Column, kind: DataType) -> Column:
         every = functions.forall(value, lambda one: _is_valid(one, inner))
         return there & functions.coalesce(every, functions.lit(False))
     return there
+
+
+def zeros(name: str, kind: DataType, field: Field) -> Column:
+    """Return a valid value for a row whose own is not: zeros of the shape that the model takes."""
+    lists = field.rules if field.item_shape == field.shape else []
+    shape = [*(1 for _ in lists), *field.item_shape]
+    inner = kind
+    while isinstance(inner, ArrayType):
+        inner = inner.elementType
+    if isinstance(kind, VectorUDT):
+        return array_to_vector(functions.array_repeat(functions.lit(0.0), shape[0]))
+    if not isinstance(inner, NumericType):
+        raise ParameterError(
+            f'handleInvalid="keep" goes with numbers, arrays and vectors, and "{name}" is of type '
+            f'{kind.simpleString()}: use "skip" or "error".'
+        )
+    value = functions.lit(0)
+    for length in reversed(shape):
+        value = functions.array_repeat(value, length)
+    return value.cast(kind)
 
 
 def as_classes(data: DataFrame, name: str, weights: bool) -> DataFrame:
