@@ -178,7 +178,7 @@ class ProgressBar(_Shown):
         if self._bar is not None:
             self._bar.refresh()  # its clock goes on
         elif self._line is None:
-            self._line = _tqdm()(desc=self.name + line(), bar_format="{desc}", leave=False)
+            self._line = bar_class()(desc=self.name + line(), bar_format="{desc}", leave=False)
             self._own_line.enter_context(_cleared_for_messages(self._line))
         else:
             self._line.set_description_str(self.name + line())
@@ -196,7 +196,9 @@ class ProgressBar(_Shown):
         if self._one_pass:
             done, total = state.position, state.iterations_per_epoch
         epoch = f"{self.name}epoch {state.epoch + 1}"
-        self._bar = _tqdm()(total=total, initial=done, unit="it", dynamic_ncols=True, desc=epoch)
+        self._bar = bar_class()(
+            total=total, initial=done, unit="it", dynamic_ncols=True, desc=epoch
+        )
         self._own_line.enter_context(_cleared_for_messages(self._bar))
         self._previous = state
         if moves:  # until the first iteration has ended
@@ -268,7 +270,7 @@ class ProgressBar(_Shown):
         self._bar.set_postfix_str(", ".join(filter(None, shown)))
 
 
-def _tqdm() -> Any:
+def bar_class() -> Any:
     """Return the class of bars.
 
     [Note: the lock of a bar] All bars of a process share tqdm's lock, and tqdm keeps it for good where

@@ -103,6 +103,11 @@ class Objective:
     higher: bool  # more is better
     best: bool  # a trial counts by its best validation, not by its last one
 
+    @property
+    def sign(self) -> int:
+        """The factor that makes less of the metric better."""
+        return -1 if self.higher else 1
+
     def is_better(self, record: TrialRecord, best: TrialRecord | None) -> bool:
         """Return whether a record takes the place of the ``best`` one so far.
 
@@ -115,7 +120,7 @@ class Objective:
             return True
         if record.value == best.value:
             return record.number < best.number
-        return record.value > best.value if self.higher else record.value < best.value
+        return self.sign * record.value < self.sign * best.value
 
     def record(self, number: int, arguments: Mapping[str, Any], history: History) -> TrialRecord:
         """Return the record of a training that ended without an error."""
@@ -151,8 +156,7 @@ class Objective:
             return None
         if not self.best:
             return len(values) - 1
-        sign = -1 if self.higher else 1
-        return min(known, key=lambda n: sign * values[n])
+        return min(known, key=lambda n: self.sign * values[n])
 
 
 def is_of_trial(error: Exception) -> bool:

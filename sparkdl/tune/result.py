@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,9 +20,8 @@ from sparkdl.infer.model import TrainedModel
 from sparkdl.loop.report import duration
 from sparkdl.plain import is_number
 from sparkdl.train.trainer import Trainer
-from sparkdl.tune.arguments import trainer_of
+from sparkdl.tune.arguments import SearchSpec
 from sparkdl.tune.folder import FAILED, Objective, TrialRecord
-from sparkdl.tune.space import Domain
 
 if TYPE_CHECKING:
     import pandas
@@ -41,9 +40,7 @@ class SearchResult:
     trials: tuple[TrialRecord, ...]
     best: TrialRecord | None
     stopped: str | None
-    _objective: Objective
-    _space: Mapping[str, Domain]
-    _trainer: Trainer
+    _spec: SearchSpec
     _model: TrainedModel | None
 
     @property
@@ -68,12 +65,12 @@ class SearchResult:
         """
         if self.best is None:
             raise self._nothing()
-        return trainer_of(self._trainer, self._space, self.best.arguments)
+        return self._spec.trainer_of(self.best.arguments)
 
     @property
     def higher_is_better(self) -> bool:
         """True if more of the search's metric is better."""
-        return self._objective.higher
+        return self._spec.objective.higher
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the table as one mapping for each trial.
@@ -83,7 +80,7 @@ class SearchResult:
         missing is None.
         """
         names = dict.fromkeys(
-            [self._objective.metric, *(name for one in self.trials for name in one.metrics)]
+            [self._spec.objective.metric, *(name for one in self.trials for name in one.metrics)]
         )
         return [
             {
@@ -120,21 +117,20 @@ class SearchResult:
         Raises:
             ParameterError: The extra is not installed.
         """
-        return search_page(self.trials, self._objective, title).save(path_here(path))
+        return search_page(self.trials, self._spec.objective, title).save(path_here(path))
 
     def __repr__(self) -> str:
         found = "none completed"
         if self.best is not None:
-            found = (
-                f"best {self._objective.metric} {self.best.value:.4g} in trial {self.best.number}"
-            )
+            metric = self._spec.objective.metric
+            found = f"best {metric} {self.best.value:.4g} in trial {self.best.number}"
         return f"<sparkdl.tune.SearchResult: {counted(len(self.trials), 'trial')}, {found}>"
 
     def _repr_html_(self) -> str:
         """Return the view in a notebook: the table, the best trials first."""
-        metric = self._objective.metric
-        table = self.to_pandas().sort_values(metric, ascending=not self._objective.higher)
-        return str(table.to_html())
+        table = self.to_pandas()
+        metric, higher = self._spec.objective.metric, self.higher_is_better
+        return str(table.sort_values(metric, ascending=not higher).to_html())
 
     def _nothing(self) -> ParameterError:
         reason = next((one.reason for one in self.trials if one.status == FAILED), "")
@@ -152,7 +148,7 @@ def search_page(records: Sequence[TrialRecord], objective: Objective, title: str
     """Return the page of a search."""
     page, metric = Page(title), objective.metric
     done = [one for one in records if math.isfinite(one.value)]
-    done.sort(key=lambda one: (-one.value if objective.higher else one.value, one.number))
+    done.sort(key=lambda one: (objective.sign * one.value, one.number))
     names = list(dict.fromkeys(name for one in records for name in one.arguments))
     states = Counter(one.status for one in records)
     best: TrialRecord | None = None
@@ -179,7 +175,7 @@ def search_page(records: Sequence[TrialRecord], objective: Objective, title: str
                 ticks=[scale.ticks() for scale in scales],
                 places=[[s.place(v) for s, v in zip(scales, row, strict=True)] for row in rows],
                 texts=[[*map(_short, row)] for row in rows],
-                shades=[one.value if objective.higher else -one.value for one in done],
+                shades=[-objective.sign * one.value for one in done],
                 best=None if best is None else done.index(best),
             )
         )
