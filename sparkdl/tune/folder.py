@@ -216,7 +216,7 @@ class SearchFolder:
 
         A search goes on only if all of ``told``, what is searched in words, is the same.
         """
-        folder = Folder.of(path)
+        folder, form = Folder.of(path), {"format": FORMAT, "version": VERSION}
         entries = folder.entries()
         trials = [name for name in entries if _TRIAL.fullmatch(name)]
         if SEARCH not in entries or not trials:
@@ -224,19 +224,15 @@ class SearchFolder:
                 raise ParameterError(
                     f"path={str(folder)!r} has files in it and holds no search: give a new folder."
                 )
-            found = SearchFolder(folder, secrets.token_hex(8), objective)
             folder.make()
             if DATA in entries:
                 folder.delete(DATA)
-            content = {"format": FORMAT, "version": VERSION, "id": found.search_id, **told}
+            content = {**form, "id": secrets.token_hex(8), **told}
             content["higher_is_better"] = objective.higher
             folder.write(SEARCH, _json(content))
-            return found
+            return SearchFolder(folder, content["id"], objective)
         content = _read(folder, SEARCH)
-        if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (
-            FORMAT,
-            VERSION,
-        ):
+        if not isinstance(content, dict) or not form.items() <= content.items():
             raise ParameterError(f"{folder}/{SEARCH} is no {FORMAT} of version {VERSION}.")
         differing = [
             f"{name} is {value} here and {content.get(name)} there"

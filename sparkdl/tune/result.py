@@ -167,13 +167,13 @@ def search_page(records: Sequence[TrialRecord], objective: Objective, title: str
     columns = {name: [one.arguments.get(name) for one in done] for name in names}
     columns[metric] = [one.value for one in done]
     if done:
-        scales = [_Scale(values) for values in columns.values()]
+        places, ticks = zip(*map(_scale, columns.values()), strict=True)
         rows = list(zip(*columns.values(), strict=True))
         page.chart(
             ParallelCoordinates(
                 names=list(columns),
-                ticks=[scale.ticks() for scale in scales],
-                places=[[s.place(v) for s, v in zip(scales, row, strict=True)] for row in rows],
+                ticks=list(ticks),
+                places=[[*row] for row in zip(*places, strict=True)],
                 texts=[[*map(_short, row)] for row in rows],
                 shades=[-objective.sign * one.value for one in done],
                 best=None if best is None else done.index(best),
@@ -225,41 +225,21 @@ def _importance(keys: Sequence[Any], measured: Sequence[float]) -> float:
     return max(0.0, (whole - within - (len(groups) - 1) * within / free) / whole)
 
 
-class _Scale:
-    """The scale of an axis, for the values on it: where one lies, from 0 to 1, and the ticks."""
-
-    def __init__(self, values: Sequence[Any]) -> None:
-        self._labels: list[str] = []
-        kinds = list(dict.fromkeys(map(_short, values)))
-        if len(kinds) < 5 or not all(is_number(value) for value in values):
-            self._labels = sorted(kinds, key=_by_number)
-            return
-        self._low, self._high = min(values), max(values)
-        self._log = self._low > 0 and self._high > 30 * self._low
-
-    def place(self, value: Any) -> float:
-        """Return the place of a value."""
-        if self._labels:
-            known = _short(value) in self._labels
-            return (
-                (self._labels.index(_short(value)) + 0.5) / len(self._labels) if known else math.nan
-            )
-        if self._log:
-            return math.log(value / self._low) / math.log(self._high / self._low)
-        return float((value - self._low) / (self._high - self._low))
-
-    def ticks(self) -> list[tuple[float, str]]:
-        """Return the places and the texts of the ticks."""
-        if self._labels:
-            return [((n + 0.5) / len(self._labels), label) for n, label in enumerate(self._labels)][
-                :40
-            ]
-        steps = np.linspace(0, 1, 5)
-        if self._log:
-            found = self._low * (self._high / self._low) ** steps
-        else:
-            found = self._low + (self._high - self._low) * steps
-        return [(float(step), f"{value:.3g}") for step, value in zip(steps, found, strict=True)]
+def _scale(values: Sequence[Any]) -> tuple[list[float], list[tuple[float, str]]]:
+    """Return where values lie on an axis, from 0 to 1, and the places and texts of its ticks."""
+    labels = sorted(dict.fromkeys(map(_short, values)), key=_by_number)
+    if len(labels) < 5 or not all(is_number(value) for value in values):
+        at = {label: (n + 0.5) / len(labels) for n, label in enumerate(labels)}
+        return [at[_short(value)] for value in values], [
+            (at[label], label) for label in labels[:40]
+        ]
+    ends, steps = np.array([min(values), max(values)], np.float64), np.linspace(0, 1, 5)
+    log = ends[0] > 0 and ends[1] > 30 * ends[0]
+    low, high = np.log(ends) if log else ends
+    numbers = np.log(values) if log else np.array(values, np.float64)
+    ticks = np.exp(low + (high - low) * steps) if log else low + (high - low) * steps
+    texts = [(float(step), f"{tick:.3g}") for step, tick in zip(steps, ticks, strict=True)]
+    return ((numbers - low) / (high - low)).tolist(), texts
 
 
 def _by_number(text: str) -> tuple[float, str]:
