@@ -255,7 +255,8 @@ def search(
         if not connected:
             stack.enter_context(warming_up(context))
             stack.enter_context(own_properties(context))
-        placements = Placements(data, spec.space, folder, stack)
+        placed = stack.enter_context(contextlib.ExitStack())  # ends after the runner
+        placements = Placements(data, spec.space, folder, placed)
         for log in logs:
             log.open(trainer, {name: describe(domain) for name, domain in spec.space.items()})
         stack.callback(lambda: close(logs, result))
