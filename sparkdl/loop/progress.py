@@ -312,13 +312,7 @@ class NotebookProgress(ProgressBar):
             self._put(line())
 
     def _put(self, text: str) -> None:
-        from IPython.display import HTML, display
-
-        picture = HTML(f"<div>{html.escape(self.name + text)}</div>")
-        if self._display is None:
-            self._display = display(picture, display_id=True)
-        else:
-            self._display.update(picture)
+        self._display = _displayed(html.escape(self.name + text), self._display)
 
     def on_fit_start(self, trainer: Any, state: TrainState) -> None:
         opening = self._opening
@@ -374,14 +368,20 @@ class LiveCurves:
         svg = curves(self._numbers, self._history.losses, self._history.epochs(), validations)
         if not svg:
             return
-        from IPython.display import HTML, display
-
-        picture = HTML(f"<div>{svg}</div>")
         cell = sys.modules["IPython"].get_ipython().execution_count
-        if LiveCurves._cell is not None and LiveCurves._cell[0] == cell:
-            LiveCurves._cell[1].update(picture)
-        else:
-            LiveCurves._cell = (cell, display(picture, display_id=True))
+        before, place = LiveCurves._cell or (None, None)
+        LiveCurves._cell = (cell, _displayed(svg, place if before == cell else None))
+
+
+def _displayed(content: str, place: Any) -> Any:
+    """Show content in a notebook, in place of what is at ``place`` if it is given; return its place."""
+    from IPython.display import HTML, display
+
+    picture = HTML(f"<div>{content}</div>")
+    if place is None:
+        return display(picture, display_id=True)
+    place.update(picture)
+    return place
 
 
 class ProgressLog(_Shown):

@@ -17,7 +17,7 @@ from sparkdl.codec.charts import Page, ParallelCoordinates
 from sparkdl.codec.files import path_here
 from sparkdl.errors import ParameterError, counted
 from sparkdl.infer.model import TrainedModel
-from sparkdl.loop.report import duration
+from sparkdl.loop.history_tables import duration
 from sparkdl.plain import is_number
 from sparkdl.train.trainer import Trainer
 from sparkdl.tune.arguments import SearchSpec

@@ -221,13 +221,13 @@ def search(
     context, settings = facts.context, facts.settings
     connected = context is None
     trials, parallel, seed = plain(trials), plain(parallel), plain(seed)
-    given = (trainer, space, trials, parallel, seed)
+    arguments = (trainer, space, trials, parallel, seed)
     raise_all(
         ParameterError,
         [
             *(
                 problem
-                for (name, rule), value in zip(ARGUMENTS.items(), given, strict=True)
+                for (name, rule), value in zip(ARGUMENTS.items(), arguments, strict=True)
                 for problem in rule.broken_by(name, value)
             ),
             *_problems_of_search(trainer, space, metric, algorithm, parallel, connected),
