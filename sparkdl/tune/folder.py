@@ -227,10 +227,10 @@ class SearchFolder:
             folder.make()
             if DATA in entries:
                 folder.delete(DATA)
-            content = {**form, "id": secrets.token_hex(8), **told}
-            content["higher_is_better"] = objective.higher
-            folder.write(SEARCH, _json(content))
-            return SearchFolder(folder, content["id"], objective)
+            found = SearchFolder(folder, secrets.token_hex(8), objective)
+            higher = {"higher_is_better": objective.higher}
+            folder.write(SEARCH, _json({**form, "id": found.search_id, **told, **higher}))
+            return found
         content = _read(folder, SEARCH)
         if not isinstance(content, dict) or not form.items() <= content.items():
             raise ParameterError(f"{folder}/{SEARCH} is no {FORMAT} of version {VERSION}.")
